@@ -7,13 +7,19 @@ this repository. Example: ``python benchmarks/schedule.py pollux --workloads pol
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.testbed.command import Say, at_least_one, check_names, names, run_benchmark
+from benchmarks.testbed.figures import Result, conditions
+from hvd_elastic.errors import UsageError
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import HostSlots, Job
 from hvd_elastic.sim.jobs.policies import POLICIES
@@ -64,46 +70,53 @@ def decision_time_s(hosts: int, jobs: int) -> float:
     return longest
 
 
-def main() -> None:
-    """Print a table, and write it with ``--out``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("profiles", type=Path, help="folder of constants.json and profiles/")
-    parser.add_argument("--workloads", type=Path, required=True, help="folder of workload-N.csv")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="separated by commas")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+def measure(options: argparse.Namespace, say: Say) -> Result:
+    """Simulate all workloads under each policy, and time decisions."""
+    check_names("--policies", options.policies, POLICIES)
     files = sorted(options.workloads.glob("workload-*.csv"))
     if not files:
-        parser.error(f"{options.workloads} has no workload-N.csv")
-    settings = [(policy, *PUBLISHED) for policy in options.policies.split(",")]
+        raise UsageError(f"{options.workloads} has no workload-N.csv")
+    load_before = os.getloadavg()
+    settings = [(policy, *PUBLISHED) for policy in options.policies]
     settings += [("goodput", *OURS)]
     rows = []
     with ProcessPoolExecutor(options.processes) as pool:
-        for setting in settings:
-            tasks = [(options.profiles, file, *setting) for file in files]
+        for policy, interval_s, rescale_s in settings:
+            tasks = [(options.profiles, file, policy, interval_s, rescale_s) for file in files]
             found = list(pool.map(simulate_one, tasks))
+            mean_h = [each["mean_h"] for each in found]
             row = {
-                "policy": setting[0],
-                "interval_s": setting[1],
-                "rescale_s": setting[2],
-                "mean_h": [round(each["mean_h"], 3) for each in found],
-                "mean_of_all_h": round(float(np.mean([each["mean_h"] for each in found])), 3),
+                "policy": policy,
+                "interval_s": interval_s,
+                "rescale_s": rescale_s,
+                "mean_h": [round(each, 3) for each in mean_h],
+                "mean_of_all_h": round(float(np.mean(mean_h)), 3),
                 "p99_h": round(float(np.mean([each["p99_h"] for each in found])), 2),
                 "rescales": round(float(np.mean([each["rescales"] for each in found]))),
                 "decision_ms": round(float(np.mean([each["decision_ms"] for each in found])), 2),
             }
             rows.append(row)
-            print(json.dumps(row), flush=True)
-    decisions = {
-        f"{4 * hosts} slots, {jobs} jobs": round(decision_time_s(hosts, jobs), 3)
+            say(f"{policy}, a decision each {interval_s:g} s: mean {row['mean_of_all_h']} h")
+    decisions = [
+        {"slots": 4 * hosts, "jobs": jobs, "longest_s": round(decision_time_s(hosts, jobs), 3)}
         for hosts, jobs in ((16, 160), (256, 1000), (1024, 2560))
-    }
-    print(json.dumps(decisions))
-    if options.out:
-        summary = {"workloads": rows, "decision_s": decisions}
-        options.out.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    ]
+    note = "Virtual time; other work on the machine only lengthens decisions."
+    taken = conditions("a simulated cluster", note, load_before)
+    return Result("schedule", taken, {"workloads": rows, "decisions": decisions})
+
+
+def main() -> int:
+    """Run the benchmark; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("profiles", type=Path, help="folder of constants.json and profiles/")
+    parser.add_argument("--workloads", type=Path, required=True, help="folder of workload-N.csv")
+    told = f"of {', '.join(POLICIES)}"
+    parser.add_argument("--policies", type=names, default=list(POLICIES), help=told)
+    told = "processes that simulate at once (2)"
+    parser.add_argument("--processes", type=at_least_one, default=2, help=told)
+    return run_benchmark(parser, measure)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -61,6 +61,14 @@ def test_every_command_prints_what_the_guide_shows(stage: Stage) -> None:
         "PYTHONPATH": WORKER_PYTHONPATH,
         "COLUMNS": "120",
     }
+    try:
+        _follow_guide(stage, folder, {**kept, **LITTLE_WORK, **own})
+    finally:  # a run that goes on in the background would be in the way of the tests after this one
+        end = [sys.executable, "-m", "hvd_elastic.cli.app", "stop", "net"]
+        subprocess.run(end, env={**kept, **own}, capture_output=True, timeout=60)
+
+
+def _follow_guide(stage: Stage, folder: Path, environment: dict[str, str]) -> None:
     told = []
     for command, shown in calls():
         here = command
@@ -73,7 +81,7 @@ def test_every_command_prints_what_the_guide_shows(stage: Stage) -> None:
             stdin=subprocess.DEVNULL,
             text=True,
             cwd=folder,
-            env={**kept, **LITTLE_WORK, **own},
+            env=environment,
             timeout=300,
         )
         said = done.stdout

@@ -92,7 +92,7 @@ def test_a_benchmark_starts_from_any_folder(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", ["adaptive", "checkpoints", "controller", "elasticity", "soak", "startup"]
+    "name", ["adaptive", "checkpoints", "controller", "elasticity", "schedule", "soak", "startup"]
 )
 def test_each_benchmark_shows_its_help(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -175,3 +175,30 @@ for env in generations:
 """
     said = run_ranks(body, worlds(stores, *[2] * 5))
     assert said == [["broken"] * 5] * 2
+
+
+@pytest.mark.dist
+def test_horovod_s_thread_keeps_its_python_thread_state(stores: Any) -> None:
+    """One made for each freed tensor takes a lock that Python 3.11 may leave locked in a fork."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not built")
+    body = """
+import ctypes
+python = ctypes.pythonapi
+def call(name, *arguments):
+    getattr(python, name).restype = ctypes.c_void_p
+    return getattr(python, name)(*map(ctypes.c_void_p, arguments))
+def states():
+    state, count = call("PyInterpreterState_ThreadHead", call("PyInterpreterState_Head")), 0
+    while state:
+        state, count = call("PyThreadState_Next", state), count + 1
+    return count
+for env in generations:
+    before = states()
+    communicator.start(env)
+    started = states()
+    for _ in range(3):
+        communicator.broadcast([torch.zeros(3).detach()], 0)
+    said.append([started - before, states() - started])
+    communicator.stop()
+"""
+    assert run_ranks(body, worlds(stores, 2)) == [[[1, 0]], [[1, 0]]]
