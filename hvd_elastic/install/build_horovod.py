@@ -4,9 +4,9 @@ Horovod's newest source release (0.28.1) has six problems that ``horovod-0.28.1.
 folder fixes: it does not compile with current versions of torch; a process in which initialisation
 has failed can never initialise again; one that initialises again crashes if some variables are set;
 if a peer dies in the middle of a message, the others wait for 30 s; ranks that have nothing to
-exchange negotiate about it every millisecond; and a process that a data loader forks may hang. The wheel is kept in the user's cache folder under a
-name made of everything that it was compiled against, so another environment with the same versions
-gets it in seconds.
+exchange negotiate about it every millisecond; and a process that a data loader forks may hang. The
+wheel is kept in the user's cache folder under a name made of everything that it was compiled
+against, so another environment with the same versions gets it in seconds.
 """
 
 from __future__ import annotations
