@@ -171,7 +171,7 @@ more core of decoding would end it: num_workers=1'
         bound = "unknown"
         reason = (
             f"{waits}; let more of it be read ahead: prefetch and num_parallel_calls of map, "
-            "--input-hosts for hvd_elastic.torch, or a cheaper transform"
+            "--input-hosts for what the source reads, or a cheaper transform"
         )
     else:
         bound, more, remedy = _remedy(worst, readings, hosts, machines)

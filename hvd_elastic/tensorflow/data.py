@@ -8,7 +8,8 @@ changes, the pipeline is begun again from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,13 @@ import tensorflow as tf
 from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDataset
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.tensorflow.input_source import DatasetSource
 from hvd_elastic.training import context as training
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.data_order import DataOrder, Place
-from hvd_elastic.training.planning.choice import examples_of, order_for
+from hvd_elastic.training.input.shared import SharedReading
+from hvd_elastic.training.planning.choice import order_for
+from hvd_elastic.training.worker import Worker
 
 _KEEPS_BATCHES = (
     "as_numpy_iterator cardinality element_spec fingerprint map options prefetch with_options"
@@ -38,6 +42,7 @@ def dataset(
     atomic_batch_size_bounds: tuple[int, int | None] | None = None,
     accumulation: bool = True,
     unequal_shares: bool | None = None,
+    seed_examples: bool = False,
 ) -> tf.data.Dataset:
     """Return a ``tf.data.Dataset`` of this rank's share of every global batch.
 
@@ -63,17 +68,20 @@ def dataset(
             upper bound means no bound.
         accumulation: whether a share may be computed in several passes.
         unequal_shares: whether slow ranks get fewer examples of a step; None: if the batch adapts.
+        seed_examples: seed the random numbers of Python and NumPy for each example of ``source``,
+            by ``seed``, the epoch and its index, so that it does not depend on the process that
+            reads it. It is always so where input hosts read for the ranks.
 
     Raises:
         ScriptError: the source cannot be read by index, is empty, or is batched already;
             batch_size or seed is out of range; the bounds of the batch contradict each other.
     """
-    read, examples = reader_of(source)
+    source_here = DatasetSource(source, seed)
     order = order_for(
         "hvd.dataset",
         source,
         batch_size,
-        examples,
+        source_here.examples,
         shuffle=shuffle,
         seed=seed,
         drop_last=drop_last,
@@ -82,7 +90,7 @@ def dataset(
         accumulation=accumulation,
         unequal_shares=unequal_shares,
     )
-    shares = _Shares(order, read)
+    shares = _Shares(order, source_here, SharedReading(source_here, 0, always=seed_examples))
     made = tf.data.Dataset.from_generator(shares.batches, output_signature=shares.signature)
     return ElasticDataset(made.prefetch(1), shares)
 
@@ -92,16 +100,21 @@ class _Shares:
 
     Args:
         order: order of the examples.
-        read: returns a batch of the examples at some indices.
+        source: reads the batch of the examples at some indices.
+        shared: reads them too, where input hosts help or each example is seeded.
     """
 
-    def __init__(self, order: DataOrder, read: Callable[[list[int]], Any]) -> None:
+    def __init__(self, order: DataOrder, source: DatasetSource, shared: SharedReading) -> None:
         self.order = order
-        self._read = read
-        self._example = read([0])
+        self._source, self._shared = source, shared
+        self._is_shared = False
+        self._example = source.read([0])
         self.signature = tf.nest.map_structure(_spec, self._example)
         self._indices: Iterator[list[int]] | None = None
         self._read_indices: list[list[int]] = []
+        self._turn = 0
+        """Number of pipelines begun; the thread of an earlier one may still ask for a batch."""
+        self._turn_lock = threading.Lock()
         self._pipeline: Iterator[Any] | None = None
         self._next_place: Place | None = None
         self._registered: Context | None = None
@@ -114,15 +127,31 @@ class _Shares:
         if self._registered is not context:
             self._registered = context
             self.order.register(context)
+            self._shared.offer(context)
         return context
 
     def batches(self) -> Iterator[Any]:
         """Yield this rank's batches from the present place on; called by the pipeline."""
         if self._indices is None:
             raise _refusal("A pipeline of your own, or a tf.distribute strategy,")
+        if self._is_shared:
+            yield from self._shared_batches(self._turn)
+            return
         for indices in self._indices:
             self._read_indices.append(indices)
-            yield self._read(indices)
+            yield self._source.read(indices)
+
+    def _shared_batches(self, turn: int) -> Iterator[Any]:
+        while True:
+            with self._turn_lock:
+                if turn != self._turn:
+                    return
+                try:
+                    batch, indices = self._shared.next()
+                except StopIteration:
+                    return
+                self._read_indices.append(indices)
+            yield batch
 
     def loop(
         self, begin: Callable[[], Iterator[Any]], enough: Callable[[], bool] | None
@@ -138,11 +167,10 @@ class _Shares:
 
         def read(step: Place, following: Place, *, is_first: bool) -> tuple[Any, Any]:
             self.order.prefetch(step)
-            if is_first and (self._pipeline is None or self._next_place != step):
-                self._pipeline = None
-                self._indices = self.order.indices(step, context.worker.progress)
-                self._read_indices = []
-                self._pipeline = begin()
+            if is_first:
+                self._go_to(context.worker, step, begin)
+            if self._is_shared:
+                self._shared.follow_hosts(context.worker)
             self._next_place = None
             assert self._pipeline is not None
             batch = next(self._pipeline)
@@ -160,6 +188,22 @@ class _Shares:
             raise
         finally:
             self._pipeline = self._next_place = None
+
+    def _go_to(self, worker: Worker, step: Place, begin: Callable[[], Iterator[Any]]) -> None:
+        """Begin the pipeline again, unless the step's batches come out of it next."""
+        is_shared = self._shared.is_used(worker)
+        same = is_shared == self._is_shared and self._next_place == step
+        if self._pipeline is not None and same:
+            return
+        self._pipeline = None
+        self._is_shared = is_shared
+        self._indices = self.order.indices(step, worker.progress)
+        with self._turn_lock:
+            self._turn += 1
+            self._read_indices = []
+            if is_shared:
+                self._shared.begin(worker, step, self._indices)
+        self._pipeline = begin()
 
 
 class ElasticDataset(UnaryUnchangedStructureDataset):
@@ -195,6 +239,7 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
     def examples(self) -> Iterator[Any]:
         """Yield a batch of the first examples, and one of half of them; then refuse to go on."""
         shares = self._shares
+        shares._is_shared = False
         most = min(shares.order.batch_size, shares.order.examples)
         for count in (most, max(1, most // 2)):
             shares._indices = iter([list(range(count))])
@@ -264,37 +309,3 @@ for _name in {*dir(tf.data.Dataset)} - {*_KEEPS_BATCHES.split()}:
 
 def _spec(batch: np.ndarray) -> tf.TensorSpec:
     return tf.TensorSpec((None, *batch.shape[1:]), batch.dtype)
-
-
-def reader_of(source: Any) -> tuple[Callable[[list[int]], Any], int]:
-    """Return a function that reads a batch by indices, and the number of examples."""
-    if isinstance(source, (tuple, dict)) or hasattr(source, "shape"):
-        arrays = tf.nest.map_structure(np.asarray, source)
-        lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(arrays)}
-        if len(lengths) != 1 or lengths == {0}:
-            raise ScriptError(
-                f"hvd.dataset(source): the arrays have {sorted(lengths)} examples; all need the "
-                "same first dimension, of at least 1"
-            )
-        return lambda indices: tf.nest.map_structure(lambda a: a[indices], arrays), lengths.pop()
-    instead = (
-        "hvd.dataset arrays, or an object with __len__ and __getitem__; map and prefetch may "
-        "follow: hvd.dataset((images, labels), 64).map(augment)"
-    )
-    examples = examples_of(source, isinstance(source, tf.data.Dataset), instead)
-    at_once = getattr(source, "__getitems__", None)
-
-    def read(indices: Sequence[int]) -> Any:
-        return _collated(at_once(indices) if at_once else [source[index] for index in indices])
-
-    return read, examples
-
-
-def _collated(examples: Sequence[Any]) -> Any:
-    """Return examples as one batch: arrays, stacked, in the structure of an example."""
-    first = examples[0]
-    if isinstance(first, Mapping):
-        return {key: _collated([each[key] for each in examples]) for key in first}
-    if isinstance(first, (tuple, list)):
-        return tuple(map(_collated, zip(*examples, strict=True)))
-    return np.stack([np.asarray(each) for each in examples])

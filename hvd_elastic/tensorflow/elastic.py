@@ -43,7 +43,7 @@ def run(
                 f"not with a {type(state).__name__}"
             )
         check_optimizer(state)
-        if warmup is not None:
+        if warmup is not None and not context.current().worker.reads:
             rehearse(state, warmup)
         call = functools.partial(function, state, *args, **kwargs)
         return run_training(context.current(), call, function.__name__)

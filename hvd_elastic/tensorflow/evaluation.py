@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.tensorflow.data import reader_of
+from hvd_elastic.tensorflow.input_source import reader_of
 from hvd_elastic.tensorflow.variables import LiveVariable, is_model, trainable_of, variables_of
 from hvd_elastic.training.evaluation import evaluate_on_ranks
 

@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_elastic.tensorflow.data import dataset as shares_of
-from hvd_elastic.tensorflow.data import reader_of
 from hvd_elastic.tensorflow.elastic import run
 from hvd_elastic.tensorflow.evaluation import outputs_of
+from hvd_elastic.tensorflow.input_source import reader_of
 from hvd_elastic.tensorflow.saving import load_model
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.training import context, prediction

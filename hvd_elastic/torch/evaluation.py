@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.data import WorkerStart
 from hvd_elastic.training.evaluation import evaluate_on_ranks
+from hvd_elastic.training.input.forked import WorkerStart
 from hvd_elastic.training.planning.choice import examples_of
 
 Metric = Callable[[Any, Any], torch.Tensor]

@@ -14,6 +14,7 @@ import torch
 from hvd_elastic.training.input.server import seed_example, undisturbed
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
+from tests.paths import NEEDS_TENSORFLOW
 
 EXAMPLES = 150
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -27,7 +28,7 @@ def examples(job: RunningJob) -> list[dict[str, Any]]:
 
 
 def augmented(epoch: int, index: int) -> str:
-    """The bytes of an example of the probe, which is read here."""
+    """The bytes of an example of the probe in PyTorch, which is read here."""
     inputs = torch.randn(EXAMPLES, 8, generator=torch.Generator().manual_seed(1))
     with undisturbed(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_example(0, epoch, index))
@@ -36,13 +37,29 @@ def augmented(epoch: int, index: int) -> str:
     return content.hex()
 
 
+def augmented_array(epoch: int, index: int) -> str:
+    """The bytes of an example of the probe in TensorFlow."""
+    inputs = np.random.default_rng(1).normal(size=(EXAMPLES, 8)).astype(np.float32)
+    with undisturbed():
+        seed_example(0, epoch, index)
+        noise = np.random.rand(8).astype(np.float32) + random.random()
+        content: bytes = (inputs[index] + 0.01 * noise).tobytes()
+    return content.hex()
+
+
 def read_on(job: RunningJob, host: str, since: int = 0) -> bool:
     number = zlib.crc32(host.encode())
     return any(row["host"] == number for row in examples(job)[since:])
 
 
+@pytest.mark.parametrize(
+    "style",
+    ["torch", pytest.param("loop", marks=NEEDS_TENSORFLOW)],
+    indirect=True,
+    scope="module",
+)
 def test_bytes_and_order_are_the_same_through_a_kill_a_join_and_an_adapting_batch(
-    stage: Stage, start_job: StartJob
+    stage: Stage, start_job: StartJob, style: str
 ) -> None:
     """The worker of the input host is killed, and the ranks read until it is back."""
     a, b, c, reads = stage.hosts
@@ -73,6 +90,7 @@ def test_bytes_and_order_are_the_same_through_a_kill_a_join_and_an_adapting_batc
     audit = job.finish()
     assert audit.complete_epochs >= 1
     rows = examples(job)
-    wrong = [row for row in rows if row["bytes"] != augmented(row["epoch"], row["index"])]
+    right = augmented if style == "torch" else augmented_array
+    wrong = [row for row in rows if row["bytes"] != right(row["epoch"], row["index"])]
     assert not wrong
     assert len({row["host"] for row in rows}) > 1  # those that train read while it was gone

@@ -109,6 +109,8 @@ class InputReader:
         self._locals: list[LocalReader] = []
         self._passes: Iterator[list[int]] = iter(())
         self._epoch = 0
+        self._is_over = False
+        """Whether all passes were asked for."""
         self._next = self._asked = 0
         """Number of the batch that the rank takes next, and of the one to ask for next."""
         self._again: deque[_Request] = deque()
@@ -147,6 +149,7 @@ class InputReader:
         with self._change:
             self._epoch, self._passes = epoch, passes
             self._next = self._asked
+            self._is_over = False
             self._again.clear()
             self._open.clear()
             self._ready.clear()
@@ -221,6 +224,8 @@ class InputReader:
         """Return the request for a batch if this process has to read it itself."""
         if number in self._failed:
             return self._failed[number][0]
+        if self._is_over and number >= self._asked:
+            raise StopIteration
         if any(thread.reads for thread in self._threads.values()):
             return None
         for request in self._again:
@@ -289,6 +294,8 @@ class InputReader:
         try:
             indices = next(self._passes)
         except StopIteration:
+            self._is_over = True
+            self._change.notify_all()
             return None
         request = _Request(Want(self._asked, self._epoch, list(indices)))
         self._asked += 1

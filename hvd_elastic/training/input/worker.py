@@ -24,14 +24,14 @@ def serve_ranks(ctx: Context) -> NoReturn:
     if source is None:
         raise ScriptError(
             "this host reads for the ranks (--input-hosts), and the script has made no loader yet "
-            "when it calls its training function. Make the hvd_elastic.torch.DataLoader before, at "
-            "the top level of the script; other frameworks read on the hosts that train"
+            "when it calls its training function. Make it before, at the top level of the script: "
+            f"{worker.frontend.loader}"
         )
     if ctx.loaders > 1:
         raise ScriptError(
             f"this host reads for the ranks (--input-hosts), and the script has made {ctx.loaders} "
             "loaders before it calls its training function, so it is not known for which. Make one "
-            "hvd_elastic.torch.DataLoader there; evaluate with torch.utils.data.DataLoader"
+            f"{worker.frontend.loader} there; evaluate with {worker.frontend.other_loader}"
         )
     ctx.ready()
     task = worker.link.wait_for_task()

@@ -2,7 +2,8 @@
 
 Before the first step of every generation, and every few steps, each rank appends to
 ``<folder>/digests.jsonl`` a digest of its parameters, buffers and optimizer state; the tests
-compare them. Files in ``<folder>`` steer it:
+compare them. With ``--augment`` each rank appends to ``<folder>/examples.jsonl`` the bytes of each
+example that it is given, and a hash of the host that read it. Files in ``<folder>`` steer it:
 
 ``enough``        training ends with the epoch
 ``stuck``         steps take for ever, as long as it is there
@@ -40,6 +41,7 @@ def options():
     parser.add_argument("--unequal-shares", action="store_true", help="though the batch is fixed")
     parser.add_argument("--epochs", type=int, default=10**9)
     parser.add_argument("--seed", type=int, help="of the first parameters; else each rank's own")
+    parser.add_argument("--augment", type=float, help="at random, in so many seconds an example")
     parser.add_argument("--double", action="store_true", help="64-bit numbers")
     return parser
 
@@ -113,6 +115,24 @@ class Probe:
 
         add(values)
         return found.hexdigest()
+
+    def note_examples(self, batch, indices, hosts):
+        """Tell the examples of a batch.
+
+        Args:
+            batch, indices, hosts: tensors; each example, its dataset index, and a hash of its host.
+        """
+        epoch = context.current().worker.progress.epoch
+        rows = [
+            {"epoch": epoch, "index": index, "host": host, "bytes": row.tobytes().hex()}
+            for row, index, host in zip(
+                batch.numpy(), indices.numpy().tolist(), hosts.numpy().tolist(), strict=True
+            )
+        ]
+        path = self._args.folder / "examples.jsonl"
+        out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.write(out, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        os.close(out)
 
     def wait(self, examples):
         """Take the time of a pass over some examples, and longer where a test wants it."""

@@ -1,11 +1,5 @@
-"""A small training job in PyTorch that says what it holds; see ``probe.py``.
+"""A small training job in PyTorch that says what it holds; see ``probe.py``."""
 
-With ``--augment`` each rank appends to ``<folder>/examples.jsonl`` the bytes of each example that
-it is given.
-"""
-
-import json
-import os
 import random
 import time
 import zlib
@@ -24,7 +18,6 @@ from tests.dist.scripts.probe import HOST, Probe, options
 
 parser = options()
 parser.add_argument("--shards", help="read arrays of 8 numbers from this folder or URL")
-parser.add_argument("--augment", type=float, help="at random, in so many seconds an example")
 parser.add_argument("--memory", type=int, help="examples in a pass that rank 0 has memory for")
 parser.add_argument("--num-workers", type=int, default=0)
 parser.add_argument("--grad-scaler", action="store_true", help="with a scale that grows")
@@ -85,17 +78,6 @@ class Augmented(Dataset[Any]):
         return inputs[index] + 0.01 * noise, targets[index], index, zlib.crc32(HOST.encode())
 
 
-def note_examples(batch, indices, hosts):
-    epoch = context.current().worker.progress.epoch
-    rows = [
-        {"epoch": epoch, "index": index, "host": host, "bytes": row.numpy().tobytes().hex()}
-        for row, index, host in zip(batch, indices.tolist(), hosts.tolist(), strict=True)
-    ]
-    out = os.open(args.folder / "examples.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.write(out, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    os.close(out)
-
-
 if args.augment is not None:
     dataset = Augmented()
 loader: hvd.DataLoader[list[torch.Tensor]] = hvd.DataLoader(
@@ -130,7 +112,7 @@ def train(state):
     for _ in hvd.epochs(args.epochs):
         for inputs, targets, *read in loader:
             if read:
-                note_examples(inputs, *read)
+                probe.note_examples(inputs, *read)
             if not len(context.current().step.passes) > 1:
                 tell_if_due(state)
             optimizer.zero_grad()

@@ -1,6 +1,9 @@
 """A small training job in TensorFlow that says what it holds; see ``probe.py``."""
 
 import itertools
+import random
+import time
+import zlib
 from typing import Any
 
 import keras
@@ -10,7 +13,7 @@ import tensorflow as tf
 import hvd_elastic.keras
 import hvd_elastic.tensorflow as hvd
 from hvd_elastic.training import context
-from tests.dist.scripts.probe import Probe, options
+from tests.dist.scripts.probe import HOST, Probe, options
 
 parser = options()
 parser.add_argument("--style", choices=("fit", "loop"), required=True)
@@ -42,17 +45,32 @@ if args.double:
     keras.config.set_floatx("float64")
 keras.utils.set_random_seed(args.seed)
 layers = [Mean(), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(3)]
-random = np.random.default_rng(1)
-inputs = random.normal(size=(args.examples, 8)).astype(keras.config.floatx())
-targets = random.integers(3, size=args.examples)
+generator = np.random.default_rng(1)
+inputs = generator.normal(size=(args.examples, 8)).astype(keras.config.floatx())
+targets = generator.integers(3, size=args.examples)
 optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
 loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class Augmented:
+    """Examples with random noise of each kind, their index, and a hash of the host that read it."""
+
+    def __len__(self):
+        return args.examples
+
+    def __getitem__(self, index):
+        time.sleep(args.augment)
+        noise = np.random.rand(8).astype(inputs.dtype) + random.random()
+        return inputs[index] + 0.01 * noise, targets[index], index, zlib.crc32(HOST.encode())
+
+
 dataset = hvd.dataset(
-    (inputs, targets),
+    (inputs, targets) if args.augment is None else Augmented(),
     args.batch_size,
     shuffle=True,
     max_batch_size=args.max_batch_size,
     unequal_shares=args.unequal_shares or None,
+    seed_examples=args.augment is not None,
 )
 
 
@@ -90,7 +108,9 @@ def loop(model):
 
     def train(state):
         for _ in hvd.epochs(args.epochs):
-            for x, y in dataset:
+            for x, y, *read in dataset:
+                if read:
+                    probe.note_examples(x, *read)
                 loss = take_step(model, state, x, lambda: train_step(x, y))  # noqa: B023
                 state.commit(loss=loss)
             if hvd.allreduce(probe.sees_enough(), "enough", average=False) > 0:
@@ -98,7 +118,7 @@ def loop(model):
 
     def warmup():
         for batch in itertools.islice(dataset, 2):
-            train_step(*batch)
+            train_step(*batch[:2])
 
     hvd.run(train, warmup=warmup)(hvd.State(model=model, optimizer=optimizer, batches=0))
 

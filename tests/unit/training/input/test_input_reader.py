@@ -135,6 +135,19 @@ def test_the_rank_reads_itself_without_anybody_else(start: Any) -> None:
         reader.next()
 
 
+def test_a_pass_ends_while_hosts_wait_for_more_to_read(start: Any) -> None:
+    host, reader = Host(Source()), start(Source())
+    reader.begin(2, passes(3))
+    reader.use([host.server])
+    assert [reader.next()[0] for _ in range(3)] == expected(2, 3)
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            reader.next()
+    reader.begin(3, passes(1))
+    assert reader.next()[0] == expected(3, 1)[0]
+    host.close()
+
+
 def test_its_own_random_numbers_go_on_undisturbed(start: Any) -> None:
     reader = start(Source())
     reader.begin(0, passes(2))
