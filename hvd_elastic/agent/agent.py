@@ -43,7 +43,9 @@ from hvd_elastic.agent.failover import (
     write_last_checkpoint,
 )
 from hvd_elastic.agent.leader_link import LeaderLink
-from hvd_elastic.agent.preemption import NOTICE_S, PreemptionWatch
+from hvd_elastic.agent.preemption.clouds import CloudWatch
+from hvd_elastic.agent.preemption.command import CommandWatch
+from hvd_elastic.agent.preemption.notice import NOTICE_S
 from hvd_elastic.agent.rendezvous import GenerationStore
 from hvd_elastic.agent.spool import Spool
 from hvd_elastic.agent.unacknowledged import UnacknowledgedLog
@@ -118,7 +120,7 @@ class Agent:
         self._callers: list[Caller] = []
         self._recorded: int | None = None
         self._replaced = False
-        self._preemption: PreemptionWatch | None = None
+        self._preemption: CommandWatch | None = None
         self._notices: list[int] = []
 
     # -- main loop -------------------------------------------------------------------------
@@ -310,6 +312,9 @@ class Agent:
             self._hurry.set()
             self._lose_leader()
 
+    def _warn(self, text: str) -> None:
+        self._tell(msg.AgentWarning(text))
+
     def _give_notice(self, cause: str, leave_in_s: float) -> None:
         self._tell(msg.Notice(cause, round(leave_in_s, 1)))
 
@@ -437,12 +442,13 @@ class Agent:
         for message in self._spool.take_untold():
             self._tell(message)
         if hello.preemption_command:
-            self._preemption = PreemptionWatch(
-                hello.preemption_command,
-                functools.partial(self._give_notice, "the preemption command says so"),
-                lambda trouble: self._tell(msg.AgentWarning(trouble)),
-            )
+            said = functools.partial(self._give_notice, "the preemption command says so")
+            self._preemption = CommandWatch(hello.preemption_command, said, self._warn)
             self._begin(self._preemption.watch())
+        if hello.preemption:
+            variables = {**os.environ, **hello.env}
+            cloud = CloudWatch(hello.preemption, variables, self._give_notice, self._warn)
+            self._begin(cloud.watch())
 
     def _introduce(self, swept: int, held: msg.HeldRun | None = None) -> None:
         """Send this agent's hello; ``held``: what an earlier leader left here of the run."""

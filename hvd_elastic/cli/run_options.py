@@ -166,6 +166,14 @@ class RunOptions:
             "--leader-grace", help="seconds the hosts train on without a leader, for --resume"
         ),
     ] = 60.0
+    preemption: Annotated[
+        str | None,
+        typer.Option(
+            help="cloud of the hosts (aws, gcp or azure), whose metadata service each host asks "
+            "every second whether it will be taken away",
+            metavar="CLOUD",
+        ),
+    ] = None
     preemption_command: Annotated[
         str | None,
         typer.Option(
@@ -203,7 +211,7 @@ class RunOptions:
             self._check_input_hosts,
             lambda: check_sizes(self.np, self.min_np, self.max_np, mpi=self.mpi),
             self._check_mpi,
-            self._check_preemption_command,
+            self._check_preemption,
             self._check_policy,
             self._check_scaling,
             self._check_patience,
@@ -296,12 +304,20 @@ class RunOptions:
     def _check_mpi(self) -> None:
         for flag, value in (
             ("--pin-hosts", self.pin_hosts),
+            ("--preemption", self.preemption),
             ("--preemption-command", self.preemption_command),
         ):
             if self.mpi and value is not None:
                 raise UsageError(f"a job under --mpi keeps its hosts to the end: leave {flag} out")
 
-    def _check_preemption_command(self) -> None:
+    def _check_preemption(self) -> None:
+        from hvd_elastic.agent.preemption.clouds import CLOUDS
+
+        if self.preemption is not None and self.preemption not in CLOUDS:
+            raise UsageError(
+                f"--preemption {self.preemption!r} is no cloud that is known: give "
+                f"{', '.join(CLOUDS)}, or a command of your own with --preemption-command"
+            )
         if self.preemption_command is not None and not self.preemption_command.strip():
             raise UsageError(
                 "--preemption-command is empty, and what does nothing says with its exit status 0 "

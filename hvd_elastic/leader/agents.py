@@ -102,6 +102,7 @@ class Agents:
             interface=spec.interface,
             local_address=self._own_address(host, hosts.values()),
             heartbeat_s=self.heartbeat_s(len(hosts)),
+            preemption=spec.preemption,
             preemption_command=spec.preemption_command,
             options=msg.WorkerOptions(
                 spec.heartbeat_s, spec.audit, spec.checkpoint_every_s, bool(spec.input_hosts)

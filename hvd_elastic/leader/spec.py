@@ -74,6 +74,8 @@ class RunSpec:
         spares: number of warm standbys beyond the requested number of processes.
         input_hosts: hosts that read for the ranks and do not train.
         leader_grace_s: how long the hosts continue without a leader [s].
+        preemption: cloud whose metadata service each host asks whether it is about to be taken
+            away: ``aws``, ``gcp`` or ``azure``; None: nothing is asked.
         preemption_command: command that reports on each host whether the host is about to be
             taken away; None: nothing is asked.
         policy: what decides the number of processes: ``fixed`` or ``goodput``.
@@ -102,6 +104,7 @@ class RunSpec:
     spares: int = 0
     input_hosts: tuple[str, ...] = ()
     leader_grace_s: float = 60.0
+    preemption: str | None = None
     preemption_command: str | None = None
     policy: str = "fixed"
     objective: str = "goodput"

@@ -509,8 +509,9 @@ class LeaderHello(_ToAgent, tag="hello", forbid_unknown_fields=False):
         interface: network interface of the ring; None: the one with this host's own address.
         local_address: address of this host for the other hosts.
         heartbeat_s: time between heartbeats of the agent, and of the leader to it [s].
-        preemption_command: command that tells whether the host will be preempted; None: there is
-            none.
+        preemption: cloud whose metadata service tells whether the host will be preempted; None:
+            none is asked.
+        preemption_command: command that tells the same; None: there is none.
         options: options for the workers.
     """
 
@@ -529,6 +530,7 @@ class LeaderHello(_ToAgent, tag="hello", forbid_unknown_fields=False):
     interface: str | None
     local_address: str
     heartbeat_s: float
+    preemption: str | None
     preemption_command: str | None
     options: WorkerOptions
 

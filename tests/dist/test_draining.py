@@ -1,15 +1,18 @@
-"""Hosts that will be taken away: told by the user, by SIGTERM, and by a command on the host."""
+"""Hosts that will be taken away: told by the user, SIGTERM, a command on the host, and a cloud."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from tests.dist.conftest import StartJob
-from tests.dist.running import Stage
+from tests.dist.running import RunningJob, Stage
 from tests.paths import COSTLY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -69,6 +72,39 @@ def test_the_last_host_goes_and_nothing_is_lost(stage: Stage, start_job: StartJo
     job.wait_steps(5)
     assert job.kinds("rescale_started", since)[-1]["hosts"] == [b]
     job.finish()
+
+
+def test_a_host_that_the_cloud_takes_away_is_left(stage: Stage, start_job: StartJob) -> None:
+    if stage.cluster.loopback:
+        pytest.skip("the address of the metadata service needs hosts with networks of their own")
+    a, b, c, _ = stage.hosts
+    says = stage.folder / "preempted"
+    says.write_text("FALSE")
+    script = Path(__file__).with_name("scripts") / "metadata_service.py"
+    with ExitStack() as cleanup:
+        service = stage.cluster.popen_on(b, [sys.executable, str(script), str(says)])
+        cleanup.callback(service.wait)
+        cleanup.callback(stage.cluster.run_on, b, ["pkill", "-f", script.name])
+        job = start_job({a: 1, b: 1, c: 1}, "--np", "2", "--preemption", "gcp")
+        job.wait_size(2)
+        job.wait_steps(5)
+        assert not job.kinds("host_draining")
+        since = job.mark()
+        says.write_text("TRUE")
+        job.wait_event("host_drained", since, host=b)
+        draining = job.kinds("host_draining", since)[0]
+        assert (draining["host"], draining["cause"]) == (b, "Google preempts it")
+        assert draining["leave_in_s"] == 30.0
+        job.wait_size(2, since)
+        assert job.kinds("rescale_started", since)[-1]["hosts"] == [a, c]
+        # The other hosts have no such service, which is said once for each of them.
+        job.wait_for(lambda: len(_unanswered(job)) == 2, "two warnings")
+    job.finish()
+
+
+def _unanswered(job: RunningJob) -> list[str]:
+    said = [event["message"] for event in job.kinds("warning")]
+    return [each for each in said if "--preemption gcp would see no notice" in each]
 
 
 @COSTLY

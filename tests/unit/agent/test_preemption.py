@@ -1,22 +1,24 @@
-"""What a preemption command prints, as the large clouds do."""
+"""Notices of a preemption: what commands print, and metadata services as the clouds have them."""
 
 from __future__ import annotations
 
-import re
-import shlex
-import shutil
-import subprocess
+import asyncio
+import email.utils
+import json
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hvd_elastic.agent.preemption import NOTICE_S, seconds_left
+from hvd_elastic.agent.preemption import clouds
+from hvd_elastic.agent.preemption.clouds import CLOUDS, CloudWatch
+from hvd_elastic.agent.preemption.notice import NOTICE_S, seconds_left
 
 NOW = 1_790_000_000.0  # 2026-09-21T14:13:20Z
-COMMANDS = Path(__file__).resolve().parents[3] / "docs" / "commands.md"
 
 
 @pytest.mark.parametrize(
@@ -39,27 +41,46 @@ def test_seconds_left(output: str, seconds: float) -> None:
 
 
 class MetadataService(BaseHTTPRequestHandler):
-    """As on AWS where session tokens are required, which is the default (IMDSv2)."""
+    """The services of the three clouds, each with its own header.
 
-    token = "AQAEAJrZ0-x_8=="
-    notice = ""
+    ``says`` holds the answers by path (without the query), which tests change; others are 404.
+    """
+
+    says: dict[str, str]
+    token: str
+    tokens: int
+    answers: Any
 
     def do_PUT(self) -> None:
+        """Give a token, as AWS does where session tokens are required (IMDSv2, the default)."""
         seconds = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
-        if self.path != "/latest/api/token":
-            self._answer(404, "")
-        elif not (seconds.isdigit() and 1 <= int(seconds) <= 21600):
-            self._answer(400, "")
-        else:
-            self._answer(200, self.token)
+        assert self.path == "/latest/api/token"
+        assert seconds.isdigit()
+        assert 1 <= int(seconds) <= 21600
+        type(self).tokens += 1
+        self._answer(200, self.token)
 
     def do_GET(self) -> None:
-        if self.headers.get("X-aws-ec2-metadata-token") != self.token:
+        """Answer a question."""
+        path = self.path.partition("?")[0]
+        if self.answers is not None:
+            type(self).answers(self)
+        elif path.startswith("/latest/") and (
+            self.headers.get("X-aws-ec2-metadata-token") != self.token
+        ):
             self._answer(401, "401 - Unauthorized")
-        elif self.path != "/latest/meta-data/spot/instance-action" or not self.notice:
-            self._answer(404, "404 - Not Found")
+        elif path.startswith("/computeMetadata/") and (
+            self.headers.get("Metadata-Flavor") != "Google"
+        ):
+            self._answer(403, "Missing Metadata-Flavor:Google header.")
+        elif path.startswith("/metadata/") and (
+            self.headers.get("Metadata") != "true" or "api-version=" not in self.path
+        ):
+            self._answer(400, '{"error": "Bad request"}')
+        elif path in self.says:
+            self._answer(200, self.says[path])
         else:
-            self._answer(200, self.notice)
+            self._answer(404, "404 - Not Found")
 
     def _answer(self, status: int, text: str) -> None:
         self.send_response(status)
@@ -71,10 +92,26 @@ class MetadataService(BaseHTTPRequestHandler):
         """Keep the output of the tests clean."""
 
 
+AWS, AWS_REBALANCE = (
+    f"/latest/meta-data/{name}"
+    for name in ("spot/instance-action", "events/recommendations/rebalance")
+)
+GCP, GCP_EVENT = (
+    f"/computeMetadata/v1/instance/{name}" for name in ("preempted", "maintenance-event")
+)
+AZURE, AZURE_NAME = "/metadata/scheduledevents", "/metadata/instance/compute/name"
+AT_REST = {
+    "aws": {},
+    "gcp": {GCP: "FALSE", GCP_EVENT: "NONE"},
+    "azure": {AZURE: '{"DocumentIncarnation": 1, "Events": []}', AZURE_NAME: "node_3"},
+}
+
+
 @pytest.fixture
-def metadata_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Its host and port."""
-    monkeypatch.setattr(MetadataService, "notice", "")
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Its address."""
+    for name, value in {"says": {}, "token": "AQAE-x_8==", "tokens": 0, "answers": None}.items():
+        monkeypatch.setattr(MetadataService, name, value, raising=False)
     with ThreadingHTTPServer(("127.0.0.1", 0), MetadataService) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -83,24 +120,207 @@ def metadata_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_documented_command_for_aws_asks_with_a_token(
-    metadata_service: str, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(autouse=True)
+def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clouds, "_POLL_S", 0.02)
+    monkeypatch.setattr(clouds, "_LIMIT_S", 0.3)
+    for cloud in CLOUDS.values():
+        monkeypatch.setattr(cloud, "patience_s", 0.5)
+
+
+class Watch:
+    """A watch that runs while the test goes through its steps."""
+
+    def __init__(self, cloud: str, address: str) -> None:
+        self.notices: list[tuple[str, float]] = []
+        self.troubles: list[str] = []
+        variable = {
+            "aws": "AWS_EC2_METADATA_SERVICE_ENDPOINT",
+            "gcp": "GCE_METADATA_HOST",
+            "azure": "AZURE_POD_IDENTITY_AUTHORITY_HOST",
+        }[cloud]
+        if cloud != "gcp":  # Google's libraries have a host and port there, the others a URL
+            address = f"http://{address}"
+        told = (lambda *notice: self.notices.append(notice), self.troubles.append)
+        self._watch = CloudWatch(cloud, {variable: address}, *told)
+
+    def goes_through(self, *steps: Callable[[], Any]) -> None:
+        """Wait until each step returns something true, one after the other."""
+
+        async def follow() -> None:
+            watching = asyncio.ensure_future(self._watch.watch())
+            for number, step in enumerate(steps):
+                end = time.monotonic() + 20
+                while not step():
+                    assert time.monotonic() < end, (number, self.notices, self.troubles)
+                    await asyncio.sleep(0.01)
+            watching.cancel()
+
+        asyncio.run(follow())
+
+    def looks_on(self) -> bool:
+        """Let it look some more times; true."""
+        self._more = getattr(self, "_more", 0) + 1
+        return self._more % 20 == 0
+
+
+def says(answers: dict[str, str]) -> Callable[[], bool]:
+    """Return a step after which the service says something else."""
+
+    def change() -> bool:
+        MetadataService.says = answers
+        return True
+
+    return change
+
+
+def at(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds))
+
+
+def azure_event(kind: str, resource: str, not_before: str) -> dict[str, str]:
+    event = {"EventId": "A", "EventType": kind, "Resources": [resource], "NotBefore": not_before}
+    return {**AT_REST["azure"], AZURE: json.dumps({"Events": [event]})}
+
+
+@pytest.mark.parametrize(
+    ("cloud", "answers", "cause", "left_s"),
+    [
+        ("aws", {AWS: json.dumps({"action": "terminate", "time": at(120)})}, "terminate", 120),
+        ("aws", {AWS: json.dumps({"action": "hibernate", "time": at(90)})}, "hibernate", 90),
+        ("gcp", {**AT_REST["gcp"], GCP: "TRUE"}, "Google preempts it", 30),
+        (
+            "gcp",
+            {**AT_REST["gcp"], GCP_EVENT: "TERMINATE_ON_HOST_MAINTENANCE"},
+            "maintenance",
+            60,
+        ),
+        (
+            "azure",
+            azure_event("Preempt", "Node_3", email.utils.formatdate(time.time() + 30, usegmt=True)),
+            "Azure evicts it",
+            30,
+        ),
+        ("azure", azure_event("Terminate", "node_3", ""), "Azure deletes it", 30),
+    ],
+)
+def test_a_notice_is_told_once_with_the_time_that_is_left(
+    cloud: str, answers: dict[str, str], cause: str, left_s: float, service: str
 ) -> None:
-    (line,) = re.findall(
-        "^hvd-elastic run .*spot/instance-action.*$", COMMANDS.read_text(), re.MULTILINE
+    MetadataService.says = AT_REST[cloud]
+    watch = Watch(cloud, service)
+    watch.goes_through(
+        watch.looks_on,
+        lambda: not watch.notices,
+        says(answers),
+        lambda: watch.notices,
+        watch.looks_on,
     )
-    words = shlex.split(line)
-    command = words[words.index("--preemption-command") + 1]
-    assert "169.254.169.254" in command
+    ((said, left),) = watch.notices
+    assert cause in said
+    assert left_s - 25 < left <= left_s
+    assert not watch.troubles
 
-    def ask() -> subprocess.CompletedProcess[str]:
-        asked = ["sh", "-c", command.replace("169.254.169.254", metadata_service)]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=60)
 
-    assert ask().returncode != 0, "there is no notice yet"
-    notice = '{"action": "terminate", "time": "2026-09-21T14:15:20Z"}'
-    monkeypatch.setattr(MetadataService, "notice", notice)
-    told = ask()
-    assert told.returncode == 0, told.stderr
-    assert seconds_left(told.stdout, NOW) == 120.0
+def test_a_notice_that_was_taken_back_may_come_again(service: str) -> None:
+    watch = Watch("gcp", service)
+    MetadataService.says = {**AT_REST["gcp"], GCP: "TRUE"}
+    watch.goes_through(
+        lambda: len(watch.notices) == 1,
+        says(AT_REST["gcp"]),
+        watch.looks_on,
+        says({**AT_REST["gcp"], GCP: "TRUE"}),
+        lambda: len(watch.notices) == 2,
+    )
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        azure_event("Preempt", "node_4", "Mon, 19 Sep 2026 18:29:47 GMT"),
+        azure_event("Freeze", "node_3", "Mon, 19 Sep 2026 18:29:47 GMT"),
+    ],
+)
+def test_events_of_other_machines_and_short_freezes_are_none_of_ours(
+    answers: dict[str, str], service: str
+) -> None:
+    MetadataService.says = answers
+    watch = Watch("azure", service)
+    watch.goes_through(watch.looks_on)
+    assert watch.notices == []
+
+
+def test_aws_gives_a_new_token_when_the_old_one_has_expired(service: str) -> None:
+    watch = Watch("aws", service)
+
+    def expires() -> bool:
+        MetadataService.token = "another"
+        return True
+
+    watch.goes_through(watch.looks_on, expires, watch.looks_on)
+    assert MetadataService.tokens == 2
+    assert not watch.troubles
+
+
+def test_a_rebalance_recommendation_is_a_warning(service: str) -> None:
+    MetadataService.says = {AWS_REBALANCE: '{"noticeTime": "2026-10-27T08:22:00Z"}'}
+    watch = Watch("aws", service)
+    watch.goes_through(lambda: watch.troubles, watch.looks_on)
+    (said,) = watch.troubles
+    assert "2026-10-27T08:22:00Z" in said
+    assert "hvd-elastic drain" in said
+    assert not watch.notices
+
+
+def _silent(handler: BaseHTTPRequestHandler) -> None:
+    time.sleep(1.0)
+
+
+def _rubbish(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"\x00\xff" * 300)
+
+
+def _page(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n<html>Please log in</html>")
+
+
+def _broken(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+@pytest.mark.parametrize("answers", [_silent, _rubbish, _page, _broken])
+def test_a_service_that_gives_no_proper_answer_is_told_once_and_asked_on(
+    cloud: str, answers: Any, service: str
+) -> None:
+    MetadataService.answers = answers
+    watch = Watch(cloud, service)
+
+    def recovers() -> bool:
+        MetadataService.answers = None
+        MetadataService.says = {
+            "aws": {AWS: json.dumps({"action": "stop", "time": at(60)})},
+            "gcp": {**AT_REST["gcp"], GCP: "TRUE"},
+            "azure": azure_event("Reboot", "node_3", ""),
+        }[cloud]
+        return True
+
+    watch.goes_through(lambda: watch.troubles, recovers, lambda: watch.notices)
+    (said,) = watch.troubles
+    assert said.startswith(f"--preemption {cloud} would see no notice")
+    assert service in said
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_no_service_at_all_is_told(cloud: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        watch = Watch(cloud, f"127.0.0.1:{taken.getsockname()[1]}")
+        watch.goes_through(lambda: watch.troubles)
+    assert "would see no notice" in watch.troubles[0]
+
+
+def test_an_address_that_is_none_is_told_with_its_variable() -> None:
+    watch = Watch("azure", "host:port")
+    watch.goes_through(lambda: watch.troubles)
+    assert "AZURE_POD_IDENTITY_AUTHORITY_HOST" in watch.troubles[0]

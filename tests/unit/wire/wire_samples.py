@@ -49,6 +49,7 @@ def leader_hello(**fields: Any) -> msg.LeaderHello:
         "interface": None,
         "local_address": "127.0.0.1",
         "heartbeat_s": 0.1,
+        "preemption": None,
         "preemption_command": None,
         "options": msg.WorkerOptions(),
     }

@@ -1,9 +1,4 @@
-"""Detect notices that a host will be taken away, on the host itself.
-
-There are two kinds: SIGTERM to the agent, and a command of the user that queries for example the
-metadata service of a cloud. That service answers each machine only for itself, and the leader may
-not be in the cloud at all, so the agent of every host runs the command.
-"""
+"""Runs a command of the user that tells whether the host will be taken away."""
 
 from __future__ import annotations
 
@@ -11,15 +6,12 @@ import asyncio
 import contextlib
 import math
 import os
-import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 
-NOTICE_S = 30.0
-"""Time until the host goes after a notice without one [s]: the shortest of the large clouds."""
+from hvd_elastic.agent.preemption.notice import seconds_left
 
 # Interval of the command, as recommended for the metadata services of clouds.
 _POLL_S = 5.0
@@ -28,41 +20,9 @@ _LIMIT_S = 10.0
 _MAX_BYTES = 1 << 16
 # Exit statuses of a shell that cannot execute or find a command.
 _NOT_STARTED = (126, 127)
-_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*s?\s*")
-_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)?")
 
 
-def seconds_left(output: str, now: float) -> float:
-    """Return how long a host has, from the output of the command [s].
-
-    Args:
-        output: a number of seconds, or text with an ISO 8601 time (UTC if it has no zone).
-        now: current time [unix seconds].
-
-    Returns:
-        0 or more; :data:`NOTICE_S` if the output has neither.
-
-    >>> seconds_left("90", 0.0), seconds_left("TRUE", 0.0)
-    (90.0, 30.0)
-    >>> seconds_left('{"action": "stop", "time": "1970-01-01T00:02:00Z"}', 20.0)
-    100.0
-    """
-    number = _NUMBER.fullmatch(output)
-    if number is not None:
-        return float(number[1])
-    found = _TIME.search(output)
-    if found is None:
-        return NOTICE_S
-    try:
-        when = datetime.fromisoformat(found[0].replace("Z", "+00:00"))
-    except ValueError:
-        return NOTICE_S
-    if when.tzinfo is None:
-        when = when.replace(tzinfo=timezone.utc)
-    return max(0.0, when.timestamp() - now)
-
-
-class PreemptionWatch:
+class CommandWatch:
     """Runs the user's command every few seconds; exit status 0 means that the host will go away.
 
     Args:
