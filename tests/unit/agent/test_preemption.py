@@ -178,6 +178,10 @@ def at(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds))
 
 
+def mail_date(seconds: float) -> str:
+    return email.utils.formatdate(time.time() + seconds, usegmt=True)
+
+
 def azure_event(kind: str, resource: str, not_before: str) -> dict[str, str]:
     event = {"EventId": "A", "EventType": kind, "Resources": [resource], "NotBefore": not_before}
     return {**AT_REST["azure"], AZURE: json.dumps({"Events": [event]})}
@@ -186,33 +190,28 @@ def azure_event(kind: str, resource: str, not_before: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("cloud", "answers", "cause", "left_s"),
     [
-        ("aws", {AWS: json.dumps({"action": "terminate", "time": at(120)})}, "terminate", 120),
-        ("aws", {AWS: json.dumps({"action": "hibernate", "time": at(90)})}, "hibernate", 90),
-        ("gcp", {**AT_REST["gcp"], GCP: "TRUE"}, "Google preempts it", 30),
+        ("aws", lambda: {AWS: json.dumps({"action": "terminate", "time": at(120)})}, "AWS", 120),
+        ("aws", lambda: {AWS: json.dumps({"action": "hibernate", "time": at(90)})}, "AWS", 90),
+        ("gcp", lambda: {**AT_REST["gcp"], GCP: "TRUE"}, "Google preempts it", 30),
         (
             "gcp",
-            {**AT_REST["gcp"], GCP_EVENT: "TERMINATE_ON_HOST_MAINTENANCE"},
+            lambda: {**AT_REST["gcp"], GCP_EVENT: "TERMINATE_ON_HOST_MAINTENANCE"},
             "maintenance",
             60,
         ),
-        (
-            "azure",
-            azure_event("Preempt", "Node_3", email.utils.formatdate(time.time() + 30, usegmt=True)),
-            "Azure evicts it",
-            30,
-        ),
-        ("azure", azure_event("Terminate", "node_3", ""), "Azure deletes it", 30),
+        ("azure", lambda: azure_event("Preempt", "Node_3", mail_date(40)), "Azure evicts it", 40),
+        ("azure", lambda: azure_event("Terminate", "node_3", ""), "Azure deletes it", 30),
     ],
 )
 def test_a_notice_is_told_once_with_the_time_that_is_left(
-    cloud: str, answers: dict[str, str], cause: str, left_s: float, service: str
+    cloud: str, answers: Callable[[], dict[str, str]], cause: str, left_s: float, service: str
 ) -> None:
     MetadataService.says = AT_REST[cloud]
     watch = Watch(cloud, service)
     watch.goes_through(
         watch.looks_on,
         lambda: not watch.notices,
-        says(answers),
+        says(answers()),
         lambda: watch.notices,
         watch.looks_on,
     )
