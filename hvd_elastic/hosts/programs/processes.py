@@ -55,8 +55,17 @@ def read(pid: int, name: str) -> bytes:
 
 def read_process(pid: int) -> Process | None:
     """Return a process; None if it has ended, also if it is a zombie."""
+    found = _read_entry(pid)
+    return None if found is None or found.state in _ENDED else found
+
+
+_ENDED = ("Z", "X")
+
+
+def _read_entry(pid: int) -> Process | None:
+    """Return a process, also a zombie; None if there is none."""
     fields = read(pid, "stat").rpartition(b")")[2].split()
-    if len(fields) < 20 or fields[0] in (b"Z", b"X"):
+    if len(fields) < 20:
         return None
     cpu_s = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
     parent, session, started = int(fields[1]), int(fields[3]), int(fields[19])
@@ -65,8 +74,12 @@ def read_process(pid: int) -> Process | None:
 
 def all_processes() -> dict[int, Process]:
     """Return all living processes by id."""
+    return {pid: found for pid, found in _all_entries().items() if found.state not in _ENDED}
+
+
+def _all_entries() -> dict[int, Process]:
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
-    return {pid: found for pid in pids for found in [read_process(pid)] if found is not None}
+    return {pid: found for pid in pids for found in [_read_entry(pid)] if found is not None}
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -95,7 +108,8 @@ def descendants(
 ) -> list[Process]:
     """Return the living descendants of some processes (default: of this one)."""
     below: dict[int, list[Process]] = {}
-    for process in (all_processes() if processes is None else processes).values():
+    # A process whose first thread has ended before the others is a zombie that still has children.
+    for process in (_all_entries() if processes is None else processes).values():
         below.setdefault(process.parent, []).append(process)
     found: list[Process] = []
     waiting = list(roots) or [os.getpid()]
@@ -103,7 +117,7 @@ def descendants(
         children = below.pop(waiting.pop(), [])
         found += children
         waiting += [process.pid for process in children]
-    return found
+    return [process for process in found if process.state not in _ENDED]
 
 
 def is_alive(process: Process) -> bool:

@@ -110,3 +110,29 @@ def test_a_signal_for_an_earlier_process_with_the_same_id_is_not_sent() -> None:
         """
     )
     assert said == "None"
+
+
+def test_children_of_a_process_whose_first_thread_has_ended_are_found() -> None:
+    """Such a process is a zombie for /proc, as each is for a moment while its threads end."""
+    said = supervise(
+        """
+        parent = '''if True:
+            import ctypes, os, threading, time
+            child = os.fork()
+            if child == 0: time.sleep(1000)
+            threading.Thread(target=time.sleep, args=(1000,)).start()
+            print(child, flush=True)
+            ctypes.PyDLL(None).pthread_exit(None)
+        '''
+        started, output = start(parent)
+        child = int(output.readline())
+        while read_process(started.pid) is not None:
+            time.sleep(0.01)
+        assert psutil.Process(child).ppid() == started.pid
+        assert [p.pid for p in descendants()] == [child]
+        end_processes(descendants, 5)
+        print(psutil.pid_exists(child) and psutil.Process(child).status() != 'zombie')
+        started.kill()
+        """
+    )
+    assert said == "False"
