@@ -94,8 +94,8 @@ class Narrator:
     def _run_finished(self, event: Mapping[str, Any]) -> list[Line]:
         status = str(event.get("status") or "finished")
         unfinished = self._unfinished()
-        if status == "failed" and not event.get("steps"):
-            unfinished = []  # training never began, and the cause of the failure is enough
+        if status in ("failed", "succeeded") and not event.get("steps"):
+            unfinished = []  # there was no step to finish the start: its end is enough
         message = str(event.get("message") or "")
         if self._error:
             message = message.removesuffix(f": {self._error}")  # was shown in full before
