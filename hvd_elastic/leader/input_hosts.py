@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ from hvd_elastic.leader.agents import Agents
 from hvd_elastic.leader.remote_agent import AgentConnection, FromAgent
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.workers import Workers
-from hvd_elastic.policy.input import InputWatch
+from hvd_elastic.policy.input import InputFinding, InputWatch, choose_readers
+from hvd_elastic.policy.prices import hourly_price
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.wire import messages as msg
 
@@ -38,8 +40,10 @@ class _InputHost:
     starts: int = 0
     failures: int = 0
     script_failures: int = 0
-    start_at: float = 0.0
-    """When to start it next [s]; infinite: it runs, or is left out."""
+    start_at: float = math.inf
+    """When to start it next [s]; infinite: it runs, is left out, or is not needed yet."""
+    needed: bool = False
+    """Whether it should read; one with a price, only once the ranks wait for data."""
     worker: str = ""
     error: str = ""
     """Why its script failed; empty: it did not."""
@@ -105,7 +109,8 @@ class InputHosts:
         for name, host in hosts.items():
             known = self._known.setdefault(name, _InputHost(host))
             known.host, known.script_failures = host, 0
-            if name not in self._agents.by_host:
+            known.needed = known.needed or host.price is None
+            if known.needed and name not in self._agents.by_host:
                 known.start_at = min(known.start_at, time.monotonic())
 
     def look(self, now: float) -> None:
@@ -128,12 +133,35 @@ class InputHosts:
     def watch_ranks(self, members: Sequence[tuple[str, str]]) -> None:
         """Record how long the ranks wait for their data, if that has changed.
 
+        If that is for cores, hosts with a price are asked to read, where it makes examples cheaper.
+
         Args:
             members: worker and host of each rank.
         """
         found = self.watch.look(members)
         if found is not None:
             self._emit("input", found.as_fields())
+            if found.bound == "cores":
+                self._add_readers(found, {host for _, host in members})
+
+    def _add_readers(self, found: InputFinding, trains: AbstractSet[str]) -> None:
+        offered = [known.host for known in self._known.values() if not known.needed]
+        if not offered or any(map(self._is_starting, self._known.values())):
+            return
+        used = [known.host for known in self._known.values() if known.needed]
+        used += [host for name, host in self._others.items() if name in trains]
+        is_known = all(host.price is not None for host in used)
+        choice = choose_readers(found, offered, hourly_price(used) if is_known else None)
+        self._emit(
+            "decision", {"action": "grow" if choice.hosts else "stay", "reason": choice.reason}
+        )
+        for name in choice.hosts:
+            self._known[name].needed, self._known[name].start_at = True, time.monotonic()
+
+    def _is_starting(self, known: _InputHost) -> bool:
+        name = known.host.name
+        reads = name in self._servers
+        return not reads and (name in self._agents.by_host or known.start_at < math.inf)
 
     def drop(self) -> None:
         """Close all connections; another leader leads the run."""
@@ -189,6 +217,7 @@ class InputHosts:
                 known.failures = known.script_failures = 0
                 address = agent.info.interfaces.get(agent.info.interface or "", "127.0.0.1")
                 self._servers[name] = msg.InputServer(name, address, ports)
+                self.watch.begin_anew()
                 self._emit("input_host_joined", {"host": name, "processes": len(ports)})
                 self._tell_ranks()
             case msg.ScriptRaised(traceback=text):
@@ -221,6 +250,7 @@ class InputHosts:
         known.worker = ""
         known.start_at = math.inf if fatal else time.monotonic() + backoff(_AGAIN_S, known.failures)
         self._end_agent(name)  # a new one starts with a clean host
+        self.watch.begin_anew()
         end = "save the hostfile to have it tried again" if fatal else "trying again"
         if not self._gone(name, cause):
             self._warn(f"input host {name} cannot be used: {cause}; {end}")

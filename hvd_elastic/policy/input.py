@@ -8,7 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from hvd_elastic.formatting import plural
+from hvd_elastic.policy.prices import PricedHost, hourly_price
 
 _WINDOW_S = 5.0
 """Least time in the loop that is looked at [s]: a few steps, and ticks of 10 ms of processor time
@@ -214,9 +217,8 @@ def _remedy(
         remedy = (
             f"{further}--input-hosts with so many, or a cheaper transform such as a scaled decode"
         )
-    number = f"{more:.1f}" if more < 10 else f"{more:.0f}"
     cores = "core" if more <= 1 else "cores"
-    return "cores", more, f"{number} more {cores} of decoding would end it: {remedy}"
+    return "cores", more, f"{_number(more)} more {cores} of decoding would end it: {remedy}"
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,80 @@ def _cores_at(
     return used >= _CROWDED * cores, max(0.0, cores - used) / len(there)
 
 
+class PricedReader(PricedHost, Protocol):
+    """An input host of a hostfile."""
+
+    @property
+    def cpus(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class ReaderChoice:
+    """Input hosts that should read from now on.
+
+    Attributes:
+        hosts: their names; empty: none of those offered is worth its price.
+        reason: why, in words.
+    """
+
+    hosts: tuple[str, ...]
+    reason: str
+
+
+def choose_readers(
+    finding: InputFinding, offered: Sequence[PricedReader], price: float | None
+) -> ReaderChoice:
+    """Return which input hosts with a price to add, the cheapest for each core first.
+
+    With all cores that are missing, training is faster by 1 / (1 - share), and with a part of them
+    by that part of it. So many hosts are added that an example costs least.
+
+    Args:
+        finding: what the ranks wait for; it names the missing cores.
+        offered: hosts that do not read yet, at least one; one without ``cpus`` counts as one core.
+        price: of all hosts that are used now [currency per hour]; None: not known, and then as
+            many are added as the missing cores need.
+    """
+    missing = finding.more_cores or 0.0
+    order = sorted(offered, key=lambda host: (host.price or 0.0) / (host.cpus or 1))
+    best: list[PricedReader] = []
+    for count in range(1, len(order) + 1):
+        if _cores(best) >= missing > 0:
+            break
+        # Without a price each further host makes training faster for nothing.
+        if _relative_cost(finding, order[:count], price) < _relative_cost(finding, best, price):
+            best = order[:count]
+    wait = f"{_number(missing)} more cores would end a wait of {100 * finding.share:.0f} %"
+    said = best or order[:1]
+    names = ", ".join(host.name for host in said)
+    have = "has" if len(said) == 1 else "have"
+    reason = (
+        f"{wait} of the time, and {plural('host', len(said))} {names} {have} {_cores(said)} for "
+        f"{hourly_price(said):g} per hour"
+    )
+    if price:
+        change = _relative_cost(finding, said, price) - 1
+        reason += f": an example costs {abs(100 * change):.0f} % {'less' if best else 'more'}"
+    return ReaderChoice(tuple(host.name for host in best), reason)
+
+
+def _relative_cost(
+    finding: InputFinding, added: Sequence[PricedReader], price: float | None
+) -> float:
+    """Return the cost of an example with these hosts added, relative to that without them."""
+    ended = min(1.0, _cores(added) / finding.more_cores) if finding.more_cores else 0.0
+    gain = 1 / max(1 - finding.share, 0.01) - 1
+    return (1 + hourly_price(added) / price if price else 1.0) / (1 + ended * gain)
+
+
+def _cores(hosts: Sequence[PricedReader]) -> int:
+    return sum(host.cpus or 1 for host in hosts)
+
+
+def _number(cores: float) -> str:
+    return f"{cores:.1f}" if cores < 10 else f"{cores:.0f}"
+
+
 def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.2g} ms" if seconds < 0.1 else f"{1000 * seconds:.0f} ms"
 
@@ -272,6 +348,11 @@ class InputWatch:
         self._then: dict[str, Reading] = {}
         self._said: InputFinding | None = None
 
+    def begin_anew(self) -> None:
+        """Forget what was read so far, since others read from now on."""
+        self._then.clear()
+        self._said = None
+
     def note(self, worker: str, reading: Reading | None) -> None:
         """Store the reading of a worker's last heartbeat."""
         if reading is not None:
@@ -286,7 +367,7 @@ class InputWatch:
         """
         found = []
         for worker, _ in members:
-            if worker not in self._now:
+            if worker not in self._now or worker not in self._then:
                 return None
             found.append(self._now[worker].since(self._then[worker]))
         if not found or min(each.loop_s for each in found) < _WINDOW_S:

@@ -16,6 +16,7 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader import input_hosts
 from hvd_elastic.leader.input_hosts import InputHosts
 from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.policy.input import Reading
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.schema import check_event
 from hvd_elastic.wire import messages as msg
@@ -188,4 +189,51 @@ def test_a_host_leaves_with_its_line_in_the_hostfile(play: Play) -> None:
     assert play.kinds()[-1] == "input_host_left"
     assert play.told[-1].servers == []
     assert play.hosts.use is None
+    assert play.agents.by_host == {}
+
+
+RANKS = {"gpu1": Host("gpu1", price=3.0), "gpu2": Host("gpu2", price=3.0)}
+
+
+def priced(name: str, price: float) -> Host:
+    return Host(name, slots=0, cpus=4, price=price, labels=("input",))
+
+
+def wait_for_data(play: Play, until_s: float) -> None:
+    """gpu1 trains, waits half of the time, and reads in its training process."""
+    for loop_s in (until_s - 6.0, until_s):
+        reading = Reading(loop_s, loop_s / 2, loop_s / 2, int(100 * loop_s), 0)
+        play.hosts.watch.note("gpu1:0", reading)
+    play.hosts.watch.machines["gpu1"] = ("gpu1", 1)
+    play.hosts.watch_ranks([("gpu1:0", "gpu1")])
+
+
+def test_a_host_with_a_price_reads_once_the_ranks_wait(play: Play) -> None:
+    readers = {"cpu1": priced("cpu1", 0.5), "cpu2": priced("cpu2", 0.4)}
+    play.hosts.update({}, RANKS)
+    play.hosts.update(readers, RANKS)
+    play.look_later()
+    assert play.agents.by_host == {}
+    wait_for_data(play, 6.0)
+    assert play.kinds() == ["input", "decision"]
+    decision = play.events[-1][1]
+    assert decision["action"] == "grow"
+    # 3.4 of 3 per hour for twice the examples
+    assert "host cpu2 has 4 for 0.4 per hour: an example costs 43 % less" in decision["reason"]
+    play.look_later()
+    assert list(play.agents.by_host) == ["cpu2"]
+    play.hosts.update(readers, RANKS)  # the hostfile is saved
+    wait_for_data(play, 20.0)
+    play.look_later()
+    assert list(play.agents.by_host) == ["cpu2"]
+
+
+def test_a_host_that_costs_too_much_does_not_read(play: Play) -> None:
+    play.hosts.update({}, RANKS)
+    play.hosts.update({"cpu1": priced("cpu1", 9.0)}, RANKS)
+    wait_for_data(play, 6.0)
+    decision = play.events[-1][1]
+    assert decision["action"] == "stay"
+    assert "host cpu1 has 4 for 9 per hour: an example costs 100 % more" in decision["reason"]
+    play.look_later()
     assert play.agents.by_host == {}

@@ -7,9 +7,17 @@ import math
 import numpy as np
 import pytest
 
+from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.policy.autoscale import decide
 from hvd_elastic.policy.evidence import Evidence
-from hvd_elastic.policy.input import InputSupply, InputWatch, Reading, find_input_bound
+from hvd_elastic.policy.input import (
+    InputFinding,
+    InputSupply,
+    InputWatch,
+    Reading,
+    choose_readers,
+    find_input_bound,
+)
 from hvd_elastic.policy.objective import Parameters
 from hvd_elastic.policy.scoring import score_allocations
 from hvd_elastic.policy.snapshot import Allocation, HostOffer
@@ -172,3 +180,57 @@ def test_evidence_takes_the_bound_from_the_events_of_a_run() -> None:
     assert evidence.supply is None
     evidence.note("input", {"bound": "cores", "core_s": 0.01, "helpers": 4}, 4.0)
     assert evidence.supply is None  # input hosts have cores of their own
+
+
+WAITS_HALF = InputFinding(0.5, (0.5,), "cores", 6.0, 0.01, 0, "")
+
+
+def reader(name: str, price: float, cpus: int | None = 4) -> Host:
+    return Host(name, slots=0, cpus=cpus, price=price, labels=("input",))
+
+
+def test_the_cheapest_readers_that_end_the_wait_are_added() -> None:
+    offered = [reader("dear", 2.0), reader("a", 0.5), reader("b", 0.2), reader("c", 0.4)]
+    choice = choose_readers(WAITS_HALF, offered, price=3.0)
+    assert choice.hosts == ("b", "c")  # 8 of 6 cores that are missing
+    # (3 + 0.6) / 3 of the price for twice the examples
+    assert "hosts b, c have 8 for 0.6 per hour: an example costs 40 % less" in choice.reason
+
+
+def test_a_reader_that_costs_more_than_it_brings_is_not_added() -> None:
+    choice = choose_readers(WAITS_HALF, [reader("dear", 9.0, 6)], price=3.0)
+    assert choice.hosts == ()
+    assert choice.reason.endswith(
+        "an example costs 100 % more"
+    )  # four times the price, twice as fast
+
+
+def test_readers_are_added_up_to_where_an_example_costs_least() -> None:
+    offered = [reader("first", 0.3, 3), reader("second", 5.0, 3)]
+    assert choose_readers(WAITS_HALF, offered, price=3.0).hosts == ("first",)
+
+
+@pytest.mark.parametrize("price", [None, 0.0])
+def test_without_prices_of_those_that_train_the_wait_is_ended(price: float | None) -> None:
+    offered = [reader("a", 1.0), reader("b", 2.0), reader("c", 3.0)]
+    choice = choose_readers(WAITS_HALF, offered, price)
+    assert choice.hosts == ("a", "b")
+    assert "an example" not in choice.reason
+
+
+def test_a_reader_of_unknown_cores_counts_as_one() -> None:
+    choice = choose_readers(WAITS_HALF, [reader("a", 0.1, None)], price=3.0)
+    assert choice.hosts == ("a",)
+    assert "host a has 1 for 0.1 per hour" in choice.reason
+
+
+def test_a_watch_that_begins_anew_looks_at_a_whole_window_again() -> None:
+    watch = InputWatch()
+    for loop_s in (0.0, 6.0):
+        watch.note("w", Reading(loop_s, loop_s / 2, loop_s / 2, int(100 * loop_s), 0))
+    assert watch.look([("w", "a")])
+    watch.begin_anew()
+    assert watch.look([("w", "a")]) is None
+    for loop_s in (7.0, 13.0):
+        watch.note("w", Reading(loop_s, loop_s / 2, loop_s / 2, int(100 * loop_s), 0))
+    assert watch.look([("w", "a")])
