@@ -1,4 +1,4 @@
-# What train_imagenet.sh and eval_imagenet.sh share; read by them, not run.
+# What train_imagenet.sh, eval_imagenet.sh and train_synthetic.sh share; read by them, not run.
 
 # Splits the words before "--" (for hvd-elastic run) from those after it (for the recipe), and takes
 # --framework out of the former.
@@ -29,10 +29,14 @@ fail() {
     exit 2
 }
 
-# Starts the recipe: under the environment of the checkout where there is one.
-run_recipe() {
+# Finds the environment of the checkout, or another Python.
+find_python() {
     python=${PYTHON:-$root/.venv/bin/python}
     [ -x "$python" ] || python=$(command -v python3) || fail "there is no python3 on PATH"
+}
+
+run_recipe() {
+    find_python
     exec "$python" -m hvd_elastic.cli.app run "${run_words[@]}" -- "$python" "$script" "${recipe_words[@]}"
 }
 

@@ -84,7 +84,9 @@ COMMANDS: dict[str, LazyCommand] = {
     ),
     "report": LazyCommand("hvd_elastic.cli.runs", "report", "Summarise and plot a run."),
     "bench": LazyCommand(
-        "hvd_elastic.cli.bench", "bench", "Measure a script's loader on this machine."
+        "hvd_elastic.cli.bench",
+        "bench",
+        "Measure how training scales, and how fast a script reads.",
     ),
     "simulate": LazyCommand(
         "hvd_elastic.cli.simulate", "simulate", "Try a policy on a trace in virtual time."

@@ -1,20 +1,38 @@
-"""Implement ``hvd-elastic bench``: measurements of a user's own script and machine."""
+"""Implement ``hvd-elastic bench``: measurements of a user's cluster, script and machine."""
 
 from __future__ import annotations
 
+import csv
 import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.numbers import number_option
+from hvd_elastic.cli.numbers import (
+    number_option,
+    parse_duration,
+    parse_whole_number,
+    whole_number_option,
+)
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words, number_words, plural
 
+if TYPE_CHECKING:
+    from hvd_elastic.bench.scaling import Cost, Scaling
+    from hvd_elastic.bench.synthetic import Say
+
+_IMAGENET = 1_281_167
+"""Number of training pictures of ImageNet (ILSVRC 2012)."""
+_SUFFIXES = (".json", ".csv", ".html")
+
 bench = typer.Typer(
     name="bench",
-    help="Measure parts of a training script on this machine.",
+    help="Measure how training scales, and how fast a script reads.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -22,7 +40,7 @@ bench = typer.Typer(
 
 @bench.callback()
 def _group() -> None:
-    """Measure parts of a training script on this machine."""
+    """Measure how training scales, and how fast a script reads."""
 
 
 @bench.command("input", context_settings={"allow_interspersed_args": False})
@@ -74,3 +92,279 @@ def input_(
         f"feeds        steps of {duration_words(feeds_s)} or longer with {rate.batch_size} "
         "examples on this host; a rank that is faster would wait"
     )
+
+
+@bench.command()
+def synthetic(
+    hostfile: Annotated[Path, typer.Option("--hostfile", "-H", help="hosts and slots")],
+    np: Annotated[
+        str | None,
+        typer.Option(
+            "--np", "-n", metavar="N,N,…", help="numbers of slots (default: 1, 2, 4, … and all)"
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="resnet50, gpt2, or module:function", metavar="MODEL")
+    ] = "resnet50",
+    framework: Annotated[str, typer.Option(help="torch or tensorflow", metavar="NAME")] = "torch",
+    batch_size: Annotated[
+        int, whole_number_option("--batch-size", help="examples of each slot in a step")
+    ] = 64,
+    precision: Annotated[str, typer.Option(help="fp32, fp16 or bf16", metavar="NAME")] = "fp32",
+    emulate_device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="compute nothing: a device that takes A + B ms for each example of a step",
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, number_option("--seconds", above=True, help="how long to measure each size")
+    ] = 10.0,
+    examples: Annotated[
+        int, whole_number_option("--examples", help="examples of an epoch, for the cost")
+    ] = _IMAGENET,
+    epochs: Annotated[
+        float, number_option("--epochs", above=True, help="epochs of a training, for the cost")
+    ] = 90.0,
+    deadline: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="name the cheapest size that trains within it"),
+    ] = None,
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(help="write the result to this .json, .csv or .html file; may be repeated"),
+    ] = None,
+    ssh_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--ssh-config",
+            "-F",
+            envvar="HVD_ELASTIC_SSH_CONFIG",
+            help="ssh configuration (default: ~/.ssh/config)",
+        ),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+) -> None:
+    """Measure how training scales with the number of slots, on synthetic data.
+
+    A model trains on random data that stays the same, so that only computation and communication
+    count. All sizes are measured in one elastic run, which is rescaled from one to the next.
+
+    Examples:
+      hvd-elastic bench synthetic --hostfile hosts --np 1,2,4,8
+
+      hvd-elastic bench synthetic -H hosts --precision bf16 --out now.json --out now.html
+
+      hvd-elastic bench synthetic -H hosts --epochs 90 --deadline 12h
+    """
+    from hvd_elastic.bench.scaling import Settings
+    from hvd_elastic.bench.synthetic import measure_synthetic
+    from hvd_elastic.hosts.hostfile import parse_hostfile
+
+    hosts = parse_hostfile(hostfile).hosts
+    slots = sum(host.slots for host in hosts)
+    settings = Settings(framework, model, batch_size, precision, _emulated(emulate_device))
+    settings.check()
+    deadline_h = None if deadline is None else parse_duration("--deadline", deadline) / 3600
+    if deadline_h and any(host.price is None for host in hosts):
+        raise UsageError("--deadline chooses by cost: give every host of the hostfile a price=")
+    _check_out(out or [])
+    options = [] if ssh_config is None else ["--ssh-config", str(ssh_config)]
+    with _progress() as say:
+        found = measure_synthetic(
+            hostfile, hosts, _sizes(np, slots), settings, seconds, options, say
+        )
+    tables = _tables(found, examples, epochs)
+    notes = _notes(found, examples, epochs, deadline_h)
+    for path in out or []:
+        _write(path, found, tables)
+    if json_output:
+        print(json.dumps(found.as_json(), indent=2))
+        return
+    for heading, rows in tables:
+        print(f"{heading}:")
+        _print_table(rows)
+        print()
+    for note in notes:
+        print(note)
+
+
+def _emulated(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        constant, each = (float(word) / 1000 for word in text.split(","))
+    except ValueError:
+        constant = each = -1.0
+    if min(constant, each) < 0 or constant + each == 0:
+        raise UsageError(
+            f"--emulate-device takes two times in ms, A,B such as 20,3.1, not '{text}'"
+        )
+    return constant, each
+
+
+def _sizes(text: str | None, slots: int) -> list[int]:
+    if text is None:
+        return sorted({*(1 << power for power in range(slots.bit_length())), slots})
+    return [parse_whole_number("--np", word) for word in text.split(",")]
+
+
+def _check_out(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if path.suffix not in _SUFFIXES:
+            raise UsageError(f"--out {path}: its name has to end in {', '.join(_SUFFIXES)}")
+        if not path.absolute().parent.is_dir():
+            raise UsageError(f"--out {path}: the folder {path.absolute().parent} does not exist")
+
+
+@contextmanager
+def _progress() -> Iterator[Say]:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    with console.status("starting") as status:
+        yield status.update
+
+
+def _tables(found: Scaling, examples: int, epochs: float) -> list[tuple[str, list[list[str]]]]:
+    from hvd_elastic.bench.scaling import costs
+
+    heads = ["slots", "hosts", "examples/s", "95 %", "each slot", "efficiency", "step", "compute"]
+    rows = [[*heads, "exposed comm.", "rest"]]
+    for size in found.sizes:
+        compute = "–" if size.compute_s is None else duration_words(size.compute_s)
+        rows.append(
+            [
+                *(str(size.slots), str(size.hosts), _rate(size.throughput)),
+                f"±{100 * size.half_s / size.step_s:.1f} %",
+                *(_rate(size.throughput / size.slots), f"{100 * size.efficiency:.0f} %"),
+                *(duration_words(size.step_s), compute, duration_words(size.exposed_s)),
+                duration_words(size.rest_s),
+            ]
+        )
+    tables = [("measured", rows)]
+    if found.predicted:
+        rows = [["slots", "hosts", "examples/s", "95 %", "efficiency"]]
+        for each in found.predicted:
+            between = f"{_rate(each.low)} to {_rate(each.high)}"
+            share = f"{100 * each.efficiency:.0f} %"
+            rows.append([str(each.slots), str(each.hosts), _rate(each.throughput), between, share])
+        tables.append(("predicted", rows))
+    if priced := costs(found, examples, epochs):
+        rows = [["slots", "an epoch", f"{epochs:g} epochs", "time"]]
+        rows += [
+            [
+                f"{cost.slots}{'' if cost.measured else ' (predicted)'}",
+                *(f"{cost.epoch_cost:.2f}", f"{cost.cost:.2f}", duration_words(3600 * cost.hours)),
+            ]
+            for cost in priced
+        ]
+        tables.append((f"cost of epochs of {examples:,} examples", rows))
+    return tables
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def _notes(found: Scaling, examples: int, epochs: float, deadline_h: float | None) -> list[str]:
+    from hvd_elastic.bench.scaling import cheapest_by, costs, gradient_words, knee
+
+    settings = found.settings
+    emulated = ", device emulated" if settings.emulated else ""
+    what = f"{settings.model}, {settings.framework}, {settings.precision}{emulated}"
+    notes = [f"{what}; {gradient_words(found.parameters)}, {settings.batch_size} examples a slot"]
+    notes += [found.words] if found.words else []
+    if found.check is not None:
+        slots, ratio = found.check
+        off = abs(100 * (ratio - 1))
+        notes.append(f"From the smaller sizes alone, {slots} slots are predicted {off:.1f} % off.")
+    if priced := costs(found, examples, epochs):
+        bend = knee(priced)
+        notes.append(f"Up to {_cost_words(bend)} speed grows at least half as fast as the price.")
+        if deadline_h is not None:
+            best = cheapest_by(priced, deadline_h)
+            notes.append(
+                f"No size trains {epochs:g} epochs within {deadline_h:g} h."
+                if best is None
+                else f"The cheapest within {deadline_h:g} h: {_cost_words(best)}."
+            )
+    return notes
+
+
+def _cost_words(cost: Cost) -> str:
+    return f"{count(cost.slots, 'slot')} ({cost.cost:.2f}, {duration_words(3600 * cost.hours)})"
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
+
+
+def _write(path: Path, found: Scaling, tables: Sequence[tuple[str, list[list[str]]]]) -> None:
+    from hvd_elastic.views.page import write_page
+    from hvd_elastic.views.scaling_page import render_scaling
+
+    result = found.as_json()
+    if path.suffix == ".json":
+        write_page(path, json.dumps(result, indent=2) + "\n")
+    elif path.suffix == ".html":
+        write_page(path, render_scaling(found.settings.model, result, tables))
+    else:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            rows = csv.DictWriter(file, [*result["sizes"][0], "predicted"], restval="")
+            rows.writeheader()
+            rows.writerows({**size, "predicted": False} for size in result["sizes"])
+            rows.writerows({**size, "predicted": True} for size in result["predicted"])
+
+
+@bench.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="a result of bench synthetic")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="another one")],
+    json_output: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Tell which sizes of two results differ beyond the noise.
+
+    Examples:
+      hvd-elastic bench compare monday.json today.json
+
+    Exit status: 0 if none is slower beyond the noise in the second, 1 if one is, 2 for results of
+    different benchmarks.
+    """
+    from hvd_elastic.bench.scaling import compare as compare_results
+
+    found = compare_results(_read(first), _read(second))
+    if json_output:
+        print(json.dumps([{**asdict(each), "differs": each.differs} for each in found], indent=2))
+    else:
+        rows = [["slots", first.name, second.name, "change", "95 %", ""]]
+        for each in found:
+            words = "within the noise"
+            if each.differs:
+                words = "slower" if each.ratio < 1 else "faster"
+            ends = (each.low, each.high)
+            between = " to ".join(f"{100 * (end - 1):+.1f} %" for end in ends)
+            change = f"{100 * (each.ratio - 1):+.1f} %"
+            rates = (_rate(each.first), _rate(each.second))
+            rows.append([str(each.slots), *rates, change, between, words])
+        _print_table(rows)
+    if any(each.differs and each.ratio < 1 for each in found):
+        raise typer.Exit(1)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{path} cannot be read as a result of bench synthetic: {error}"
+        ) from error
+    if not isinstance(found, dict) or not isinstance(found.get("sizes"), list):
+        raise UsageError(f"{path} is no result of bench synthetic (made with --out FILE.json)")
+    return found

@@ -58,7 +58,7 @@ def probe(
         RunError: the run could not be started, or ended before it was measured at every size.
     """
     sizes = sizes_to_probe(hosts)
-    folder = _start(hostfile, command, [*options, "--np", str(sizes[0])])
+    folder = start_detached(hostfile, command, [*options, "--np", str(sizes[0])], "the probe")
     follower = EventFollower(folder.events)
     try:
         for size in sizes:
@@ -68,15 +68,34 @@ def probe(
             _wait_for_size(folder, follower, size)
             _train(folder, follower, for_s / len(sizes))
     finally:
-        if folder.leader_alive():
-            folder.ask_leader("stop", {"reason": "the probe is over"})
-            deadline = time.monotonic() + _PATIENCE_S
-            while folder.leader_alive() and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
+        end_run(folder, "the probe is over")
     return folder
 
 
-def _start(hostfile: Path, command: Sequence[str], options: Sequence[str]) -> RunFolder:
+def end_run(folder: RunFolder, reason: str) -> None:
+    """Have a run end, and wait until its leader has."""
+    if folder.leader_alive():
+        folder.ask_leader("stop", {"reason": reason})
+        deadline = time.monotonic() + _PATIENCE_S
+        while folder.leader_alive() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+def start_detached(
+    hostfile: Path, command: Sequence[str], options: Sequence[str], what: str
+) -> RunFolder:
+    """Start a run in the background, without checkpoints.
+
+    Args:
+        hostfile: path of the hostfile.
+        command: training command.
+        options: further options of ``hvd-elastic run``.
+        what: what is started, for the message.
+
+    Raises:
+        UsageError: ``hvd-elastic run`` rejected its options.
+        RunError: the run could not be started.
+    """
     words = ["run", "--detach", "--hostfile", str(hostfile), "--checkpoint-every", "0", *options]
     started = subprocess.run(
         [sys.executable, "-m", "hvd_elastic.cli.app", *words, "--", *command],
@@ -86,7 +105,7 @@ def _start(hostfile: Path, command: Sequence[str], options: Sequence[str]) -> Ru
     )
     if started.returncode:
         kind = UsageError if started.returncode == UsageError.exit_status else RunError
-        raise kind("the probe could not be started; see above")
+        raise kind(f"{what} could not be started; see above")
     return RunFolder.open(started.stdout.split()[0])
 
 

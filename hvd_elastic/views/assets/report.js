@@ -117,6 +117,7 @@
           fill: chart.stepped ? stroke + "22" : undefined,
         },
         ...(chart.low ? [1, 2].map(() => ({ stroke: "transparent", points: { show: false } })) : []),
+        ...(chart.more || []).map((each) => ({ stroke: color(each.color), width: 1.5, dash: [6, 4], points: { show: false } })),
       ],
       bands: chart.low ? [{ series: [3, 2], fill: stroke + "22" }] : [],
       plugins: [marks],
@@ -130,7 +131,8 @@
       },
     };
     readout.textContent = chart.summary;
-    return new uPlot(options, chart.low ? [chart.x, y, chart.low, chart.high] : [chart.x, y], holder);
+    const data = [chart.x, y, ...(chart.low ? [chart.low, chart.high] : []), ...(chart.more || []).map((each) => each.y)];
+    return new uPlot(options, data, holder);
   }
 
   const boxes = [...document.querySelectorAll(".chart")];

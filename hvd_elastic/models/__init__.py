@@ -1,0 +1,1 @@
+"""Models of benchmarks and recipes, in plain PyTorch without torchvision or transformers."""

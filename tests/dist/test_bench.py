@@ -1,0 +1,92 @@
+"""``hvd-elastic bench``: one elastic run on virtual hosts measures all sizes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.running import Stage
+from tests.paths import COSTLY, LITTLE_WORK, NEEDS_TENSORFLOW, ROOT
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+
+def bench(stage: Stage, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "hosts").write_text("".join(f"{host} slots=1 price=1.5\n" for host in stage.hosts))
+    environment = {
+        **os.environ,
+        **LITTLE_WORK,
+        "HVD_ELASTIC_HOME": str(folder / "home"),
+        "HVD_ELASTIC_SSH_CONFIG": str(stage.cluster.ssh_config),
+        "PYTHONPATH": str(ROOT / "tests" / "dist" / "scripts"),
+    }
+    command = [sys.executable, "-m", "hvd_elastic.cli.app", "bench", *words]
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    "framework", ["torch", pytest.param("tensorflow", marks=[NEEDS_TENSORFLOW, COSTLY])]
+)
+def test_each_size_is_measured_in_one_run(stage: Stage, framework: str) -> None:
+    stage.boot_all()
+    folder = stage.folder / f"bench-{framework}-{os.getpid()}"
+    folder.mkdir()
+    words = ["synthetic", "-H", "hosts", "--np", "1,2,3", "--seconds", "1", "--batch-size", "8"]
+    words += ["--framework", framework, "--model", f"bench_models:{framework}_net"]
+    words += [part for suffix in ("json", "csv", "html") for part in ("--out", f"r.{suffix}")]
+    done = bench(stage, folder, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads((folder / "r.json").read_text())
+    assert [each["slots"] for each in found["sizes"]] == [1, 2, 3]
+    assert [each["hosts"] for each in found["sizes"]] == [1, 2, 3]
+    for size in found["sizes"]:
+        assert size["throughput"] == pytest.approx(8 * size["slots"] / size["step_s"])
+        assert size["low"] < size["throughput"] < size["high"]
+    assert [each["slots"] for each in found["predicted"]] == [4]
+    assert found["parameters"] == 16 * 4 + 4
+    with (folder / "r.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["slots"] for row in rows] == ["1", "2", "3", "4"]
+    assert "r.json" not in (folder / "r.html").read_text()
+    assert "Throughput" in (folder / "r.html").read_text()
+    assert "cost of epochs of 1,281,167 examples" in done.stdout
+    assert len(list((folder / "home" / "runs").iterdir())) == 1
+    again = bench(stage, folder, "compare", "r.json", "r.json")
+    assert again.returncode == 0
+    assert again.stdout.count("within the noise") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--np", "99"], "--np 99: hosts has 4 slots in all"),
+        (["--np", "1,x"], "--np takes a whole number of 1 or more, not 'x'"),
+        (["--emulate-device", "5"], "takes two times in ms"),
+        (["--out", "r.png"], "has to end in .json, .csv, .html"),
+        (["--model", "vgg"], "it is resnet50 or gpt2"),
+    ],
+)
+def test_wrong_usage_is_told_before_anything_starts(
+    stage: Stage, tmp_path: Path, words: list[str], message: str
+) -> None:
+    done = bench(stage, tmp_path, "synthetic", "-H", "hosts", *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "home" / "runs").exists()
+
+
+def test_a_model_that_fails_is_told(stage: Stage, tmp_path: Path) -> None:
+    words = ["-H", "hosts", "--np", "1", "--model", "bench_models:no_such_net"]
+    done = bench(stage, tmp_path, "synthetic", *words)
+    assert done.returncode == 1
+    assert "no_such_net" in done.stderr
+    assert "Traceback" not in done.stderr
