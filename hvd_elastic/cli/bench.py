@@ -24,7 +24,7 @@ from hvd_elastic.formatting import count, duration_words, number_words, plural
 
 if TYPE_CHECKING:
     from hvd_elastic.bench.scaling import Cost, Scaling
-    from hvd_elastic.bench.synthetic import Say
+    from hvd_elastic.bench.worker_run import Say
 
 _IMAGENET = 1_281_167
 """Number of training pictures of ImageNet (ILSVRC 2012)."""
@@ -321,6 +321,74 @@ def _write(path: Path, found: Scaling, tables: Sequence[tuple[str, list[list[str
             rows.writeheader()
             rows.writerows({**size, "predicted": False} for size in result["sizes"])
             rows.writerows({**size, "predicted": True} for size in result["predicted"])
+
+
+@bench.command()
+def allreduce(
+    hostfile: Annotated[Path, typer.Option("--hostfile", "-H", help="hosts and slots")],
+    np: Annotated[
+        int | None, whole_number_option("--np", "-n", help="number of slots (default: all)")
+    ] = None,
+    most: Annotated[
+        str, typer.Option("--max", metavar="SIZE", help="largest tensor, such as 64MB")
+    ] = "1GB",
+    link: Annotated[
+        float | None,
+        number_option("--link", above=True, help="rate of each host's link, to compare [Gbit/s]"),
+    ] = None,
+    ssh_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--ssh-config",
+            "-F",
+            envvar="HVD_ELASTIC_SSH_CONFIG",
+            help="ssh configuration (default: ~/.ssh/config)",
+        ),
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+) -> None:
+    """Measure how fast the slots sum tensors, from 1 KiB up, as they sum gradients.
+
+    Algorithm and bus bandwidth are those of nccl-tests: size / time, and that times 2 (n - 1) / n,
+    which is what a link carries in each direction in a ring of n ranks, one on each host.
+
+    Examples:
+      hvd-elastic bench allreduce --hostfile hosts
+
+      hvd-elastic bench allreduce -H hosts --np 4 --max 64MB --link 10
+    """
+    from hvd_elastic.bench.allreduce import measure_allreduce
+    from hvd_elastic.formatting import bytes_words
+    from hvd_elastic.hosts.hostfile import parse_hostfile
+
+    options = [] if ssh_config is None else ["--ssh-config", str(ssh_config)]
+    hosts = parse_hostfile(hostfile).hosts
+    with _progress() as say:
+        found = measure_allreduce(hostfile, hosts, np, _bytes(most), options, say)
+    if json_output:
+        print(json.dumps(found.as_json(), indent=2))
+        return
+    rows = [["size", "time", "algorithm", "bus", *(["of the link"] if link else [])]]
+    for each in found.sums:
+        took = f"{1e3 * each.seconds:.3g} ms" if each.seconds < 1 else f"{each.seconds:.3g} s"
+        rates = [bytes_words(each.algorithm_bandwidth), bytes_words(each.bus_bandwidth)]
+        share = [f"{100 * 8e-9 * each.bus_bandwidth / link:.0f} %"] if link else []
+        size = bytes_words(each.size)
+        rows.append([size, took, *(f"{rate}/s" for rate in rates), *share])
+    _print_table(rows)
+    print(f"\n{count(found.slots, 'slot')} on {count(found.hosts, 'host')}, float32")
+
+
+def _bytes(text: str) -> int:
+    units = {"KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+    number, unit = text[:-2], text[-2:].upper()
+    if (
+        not number.isdigit()
+        or unit not in units
+        or not 1 << 10 <= int(number) * units[unit] <= 1 << 34
+    ):
+        raise UsageError(f"--max takes a size from 1KB to 16GB, such as 64MB, not '{text}'")
+    return int(number) * units[unit]
 
 
 @bench.command()

@@ -90,3 +90,31 @@ def test_a_model_that_fails_is_told(stage: Stage, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "no_such_net" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_sums_of_all_sizes_are_timed(stage: Stage, tmp_path: Path) -> None:
+    words = ["-H", "hosts", "--np", "2", "--max", "1MB", "--json"]
+    done = bench(stage, tmp_path, "allreduce", *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["slots"], found["hosts"]) == (2, 2)
+    assert [each["size"] for each in found["sums"]] == [1024 * 4**power for power in range(6)]
+    for each in found["sums"]:
+        # of two ranks each sends and receives as much as the tensor has
+        assert each["bus_bandwidth"] == pytest.approx(each["size"] / each["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--np", "1"], "a sum needs two slots or more"),
+        (["--np", "5"], "hosts has 4 slots in all"),
+        (["--max", "64"], "takes a size from 1KB to 16GB"),
+    ],
+)
+def test_sums_that_cannot_be_timed(
+    stage: Stage, tmp_path: Path, words: list[str], message: str
+) -> None:
+    done = bench(stage, tmp_path, "allreduce", "-H", "hosts", *words)
+    assert done.returncode == 2
+    assert message in done.stderr
