@@ -69,6 +69,10 @@ COMMANDS: dict[str, LazyCommand] = {
     "export": LazyCommand(
         "hvd_elastic.cli.export", "export", "Write a run's weights for other programs."
     ),
+    "dashboard": LazyCommand(
+        "hvd_elastic.cli.dashboard", "dashboard", "Serve live pages of the runs."
+    ),
+    "top": LazyCommand("hvd_elastic.cli.dashboard", "top", "Show a run as it goes on."),
     "attach": LazyCommand("hvd_elastic.cli.runs", "attach", "Follow a detached run."),
     "stop": LazyCommand("hvd_elastic.cli.runs", "stop", "End a run cleanly."),
     "scale": LazyCommand("hvd_elastic.cli.runs", "scale", "Set the number of processes of a run."),

@@ -36,6 +36,7 @@ from hvd_elastic.records.json_lines import (
     read_last_events,
 )
 from hvd_elastic.records.run_folder import RunFolder, list_runs
+from hvd_elastic.records.run_state import run_row, run_state
 from hvd_elastic.records.summary import Draining, RunSummary, summarize
 from hvd_elastic.records.wording import Narrator, outcome_words, progress_words, resume_words
 
@@ -67,7 +68,7 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
     summary = summarize(records)
     summary.run_id = folder.run_id
     until = None if alive else folder.leaderless_until(summary.ended)
-    state = _state(summary.status, alive=alive, waiting=bool(summary.waiting), until=until)
+    state = run_state(summary.status, alive=alive, waiting=bool(summary.waiting), until=until)
     if as_json:
         _print_json(
             {
@@ -80,7 +81,7 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
             }
         )
         return
-    _print_rows(_status_rows(folder, summary, state, until))
+    _print_rows(status_rows(folder, summary, state, until))
     _print_latest(records)
 
 
@@ -98,7 +99,7 @@ def list_(
       hvd-elastic list -n 0 --json
     """
     runs = list_runs()
-    rows = [_list_row(run) for run in (runs[:limit] if limit else runs)]
+    rows = [run_row(run) for run in (runs[:limit] if limit else runs)]
     if as_json:
         _print_json(rows)
         return
@@ -401,27 +402,10 @@ def report(
 # ----------------------------------------------------------------------------------------------
 
 
-def _state(status: str, *, alive: bool, waiting: bool = False, until: float | None = None) -> str:
-    """Return the state of a run as shown to users.
-
-    Args:
-        status: status according to its events.
-        alive: whether its leader is alive.
-        waiting: whether the run waits for hosts.
-        until: time until which the hosts train on without a leader; None: they do not.
-    """
-    if status == "running":
-        if not alive:
-            return "died" if until is None else "leaderless"
-        return "waiting" if waiting else "running"
-    if status == "unknown":
-        return "starting" if alive else "never began"
-    return status
-
-
-def _status_rows(
+def status_rows(
     folder: RunFolder, summary: RunSummary, state: str, until: float | None
 ) -> list[tuple[str, str]]:
+    """Return what there is to say of a run: label and text of each row."""
     words = {
         "leaderless": (
             "the leader is gone, and the hosts train on without one until about "
@@ -483,7 +467,7 @@ def _status_rows(
 
 def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[tuple[str, str]]:
     """Return the rows of a report: label and text."""
-    state = _state(summary.status, alive=alive, waiting=bool(summary.waiting))
+    state = run_state(summary.status, alive=alive, waiting=bool(summary.waiting))
     outcome = outcome_words(state, summary.steps, summary.examples, summary.message)
     rows = [("run", f"{summary.run_id}: {outcome}"), ("took", duration_words(summary.duration_s))]
     metrics = summary.final_metrics()
@@ -547,22 +531,6 @@ def _print_latest(records: list[Record], count: int = 8) -> None:
     for event, line in told[-count:]:
         stamp = time.strftime("%H:%M:%S", time.localtime(event.get("t")))
         print(f"  {stamp}  {line.text.splitlines()[0] if line.text else ''}")
-
-
-def _list_row(folder: RunFolder) -> dict[str, Any]:
-    """Return a row of the list of runs, read from the last events only to be fast."""
-    summary = summarize(read_last_events(folder.events, _TAIL_BYTES))
-    alive = folder.leader_alive()
-    until = None if alive else folder.leaderless_until(summary.ended)
-    status = "running" if summary.status == "unknown" and summary.ended else summary.status
-    return {
-        "run_id": folder.run_id,
-        "status": _state(status, alive=alive, waiting=bool(summary.waiting), until=until),
-        "created": folder.created,
-        "steps": summary.steps,
-        "size": summary.size,
-        "folder": str(folder.path),
-    }
 
 
 def _log_paths(folder: RunFolder, host: str | None, leader: bool) -> list[Path]:

@@ -160,6 +160,7 @@ class RunSummary:
         scaled_to: number of processes that the user or the policy requested since; None: none.
         scaled_slots: slots that the policy requested, (host, index).
         generation_hosts: hosts of the last announced generation.
+        placements: processes on each host over time, as (time [s], (host, processes), …).
         saved: files that the script saved, by name.
         batch_plan: newest plan of an adaptive batch size; empty: it does not adapt.
         input: whether ranks wait for their data, and what would help, in words.
@@ -188,6 +189,7 @@ class RunSummary:
     waiting: str = ""
     rescales: list[Rescale] = field(default_factory=list)
     sizes: list[tuple[float, int]] = field(default_factory=list)
+    placements: list[tuple[float, list[tuple[str, int]]]] = field(default_factory=list)
     joined: list[Arrival] = field(default_factory=list)
     left: list[Departure] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
@@ -245,7 +247,7 @@ class RunSummary:
     def as_json(self) -> dict[str, Any]:
         """Return plain data for ``--json``."""
         data = asdict(self)
-        del data["series"], data["sizes"]
+        del data["series"], data["sizes"], data["placements"]
         data["duration_s"] = self.duration_s
         data["longest_pause_s"] = self.longest_pause_s
         data["mean_throughput"] = self.mean_throughput
@@ -269,13 +271,18 @@ def summarize(records: Iterable[Mapping[str, Any]]) -> RunSummary:
     """
     run = RunSummary()
     for record in records:
-        t = record.get("t")
-        if isinstance(t, (int, float)):
-            if run.started is None:
-                run.started = float(t)
-            run.ended = float(t)
-        _take(run, record, run.duration_s)
+        take_event(run, record)
     return run
+
+
+def take_event(run: RunSummary, record: Mapping[str, Any]) -> None:
+    """Update the summary with the next event; a clock that was set back stands still meanwhile."""
+    t = record.get("t")
+    if isinstance(t, (int, float)):
+        if run.started is None:
+            run.started = float(t)
+        run.ended = max(float(t), run.ended or float(t))
+    _take(run, record, run.duration_s)
 
 
 def _take(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
@@ -394,6 +401,10 @@ def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) ->
     run.waiting = run.missed = ""
     run.shares = ""  # a new generation begins with equal shares
     run.generation_hosts = [str(host) for host in record.get("hosts") or []]
+    slots = record.get("slots")
+    if isinstance(slots, list) and len(slots) == len(run.generation_hosts):
+        ranks = [_whole(number) or 0 for number in slots]
+        run.placements.append((at_s, [*zip(run.generation_hosts, ranks, strict=True)]))
     run.rescales.append(
         Rescale(
             generation=_count(record, "generation"),
@@ -520,6 +531,7 @@ def _run_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> No
     run.ended_in = _whole(record.get("epochs"))
     run.epochs = run.ended_in or run.epochs
     run.waiting = ""
+    run.placements.append((at_s, []))
     _set_size(run, at_s, 0)
 
 

@@ -29,14 +29,14 @@ def render_page(title: str, body: str, data: Mapping[str, Any]) -> str:
     """
     # "<" could close the script element that holds the data.
     encoded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return Template(_asset("report.html")).substitute(
+    return Template(read_asset("report.html")).substitute(
         title=escape(title),
-        plot_css=_asset("uPlot.min.css"),
-        css=_asset("report.css"),
+        plot_css=read_asset("uPlot.min.css"),
+        css=read_asset("report.css"),
         body=body,
         data=encoded,
-        plot_js=_asset("uPlot.iife.min.js"),
-        js=_asset("report.js"),
+        plot_js=read_asset("uPlot.iife.min.js"),
+        js=read_asset("report.js"),
     )
 
 
@@ -102,6 +102,7 @@ def escape(text: Any) -> str:
     return html.escape(str(text))
 
 
-def _asset(name: str) -> str:
+def read_asset(name: str) -> str:
+    """Return the text of a file of ``assets``."""
     place = resources.files("hvd_elastic.views") / "assets" / name
     return place.read_text(encoding="utf-8")

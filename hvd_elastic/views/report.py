@@ -15,6 +15,7 @@ from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import iter_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import MetricSeries, Rescale, RunSummary, summarize
+from hvd_elastic.views.allocation import allocation_picture
 from hvd_elastic.views.page import (
     MAX_ROWS,
     cell,
@@ -95,31 +96,43 @@ def render_report(
         audit: result of the audit.
         asked: contents of run.json, for the command of the run.
     """
+    parts, data = report_parts(summary, audit, asked=asked)
+    written = f"<footer>Written {_date(time.time())} by hvd_elastic from the run's events.</footer>"
+    body = [*(part for part in parts.values() if part), written]
+    return render_page(f"{summary.run_id}: {summary.status}", "\n".join(body), data)
+
+
+def report_parts(
+    summary: RunSummary, audit: AuditResult, *, asked: Mapping[str, Any] | None = None
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the parts of the page as HTML by name, in their order, and the input of report.js.
+
+    Args:
+        summary: summary of the run's events.
+        audit: result of the audit.
+        asked: contents of run.json, for the command of the run.
+    """
     charts, of_the_batch = _charts(summary)
-    data = {
-        "duration_s": summary.duration_s,
-        "charts": charts + of_the_batch,
-        "marks": [
-            {"at_s": rescale.at_s, "label": str(number), "way": _way(rescale)}
-            for number, rescale in enumerate(summary.live_rescales, start=1)
-        ],
-    }
-    body = [
-        _header(summary, asked or {}),
-        _tiles(summary, audit),
-        _failure(summary),
-        _plots(charts, bool(data["marks"])),
-        _batch_panel(summary, of_the_batch),
-        _rescale_table(summary),
-        _audit_section(audit),
-        _decision_table(summary),
-        _worker_table(summary),
-        _checkpoint_table(summary),
-        _warning_table(summary),
-        f"<footer>Written {_date(time.time())} by hvd_elastic from the run's events.</footer>",
+    marks = [
+        {"at_s": rescale.at_s, "label": str(number), "way": _way(rescale)}
+        for number, rescale in enumerate(summary.live_rescales, start=1)
     ]
-    title = f"{summary.run_id}: {summary.status}"
-    return render_page(title, "\n".join(part for part in body if part), data)
+    parts = {
+        "header": _header(summary, asked or {}),
+        "tiles": _tiles(summary, audit),
+        "failure": _failure(summary),
+        "hosts": allocation_picture(summary),
+        "plots": _plots(charts, bool(marks)),
+        "batch": _batch_panel(summary, of_the_batch),
+        "rescales": _rescale_table(summary),
+        "audit": _audit_section(audit),
+        "decisions": _decision_table(summary),
+        "workers": _worker_table(summary),
+        "checkpoints": _checkpoint_table(summary),
+        "warnings": _warning_table(summary),
+    }
+    data = {"duration_s": summary.duration_s, "charts": charts + of_the_batch, "marks": marks}
+    return parts, data
 
 
 def downsample(

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const run = JSON.parse(document.getElementById("run-data").textContent);
+  let run = JSON.parse(document.getElementById("run-data").textContent);
   const color = (name) =>
     getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
   const font = (size) => size + "px system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif";
@@ -135,12 +135,18 @@
     return new uPlot(options, data, holder);
   }
 
-  const boxes = [...document.querySelectorAll(".chart")];
+  let boxes = [];
   function drawAll() {
     while (plots.length) plots.pop().destroy();
     boxes.forEach((box, i) => plots.push(draw(run.charts[i], box)));
+    document.documentElement.dataset.plots = String(plots.length);
   }
-  boxes.forEach((box, i) => {
+  function findBoxes() {
+    boxes = [...document.querySelectorAll(".chart")];
+    boxes.forEach(listen);
+    drawAll();
+  }
+  function listen(box, i) {
     const button = box.querySelector("button");
     if (!button) return;
     button.addEventListener("click", () => {
@@ -150,8 +156,8 @@
       plots[i].destroy();
       plots[i] = draw(run.charts[i], box);
     });
-  });
-  drawAll();
+  }
+  findBoxes();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   let width = innerWidth;
   addEventListener("resize", () => {
@@ -160,5 +166,16 @@
     boxes.forEach((box, i) =>
       plots[i].setSize({ width: Math.max(240, box.querySelector(".plot").clientWidth), height: run.charts[i].height }));
   });
-  document.documentElement.dataset.plots = String(plots.length);
+  // A live page gives newer data; a zoomed plot stays where it is.
+  window.updateReport = (next, replaced) => {
+    run = next;
+    if (replaced) return findBoxes();
+    plots.forEach((plot, i) => {
+      const chart = run.charts[i], log = boxes[i].dataset.log === "1";
+      const y = log ? chart.y.map((v) => (v > 0 ? v : null)) : chart.y;
+      plot.setData(chart.low ? [chart.x, y, chart.low, chart.high] : [chart.x, y], !plot.zoomed);
+      if (plot.zoomed) plot.redraw();
+      boxes[i].querySelector(".readout").textContent = chart.summary;
+    });
+  };
 })();

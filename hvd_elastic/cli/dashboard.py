@@ -1,0 +1,111 @@
+"""Implement ``hvd-elastic dashboard`` and ``hvd-elastic top``: look on while runs train."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Annotated
+
+import typer
+
+from hvd_elastic.cli.numbers import number_option, whole_number_option
+
+RunArgument = Annotated[
+    str | None, typer.Argument(metavar="[RUN]", help="a run id (default: all runs)")
+]
+
+
+def dashboard(
+    run: RunArgument = None,
+    host: Annotated[str, typer.Option(help="address to listen on", metavar="ADDRESS")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[
+        int, whole_number_option("--port", least=0, help="port to listen on; 0: a free one")
+    ] = 0,
+) -> None:
+    """Serve live pages of the runs of this machine, until Ctrl-C.
+
+    It reads run folders only: a run that is over, or was copied from elsewhere, is shown as well.
+    From another machine, log in by [bold]ssh -L 8000:localhost:8000[/bold] and give --port 8000.
+    With another address than one of this machine alone, the printed address has a token.
+
+    Examples:
+      hvd-elastic dashboard
+
+      hvd-elastic dashboard digits-3 --port 8000
+    """
+    from hvd_elastic.records.run_folder import RunFolder
+    from hvd_elastic.views.server import Dashboard, serve_until_interrupted
+
+    shown = None if run is None else RunFolder.open(run).run_id
+    server = Dashboard(host, port)
+    url = server.url if shown is None else server.url.replace("/?", f"/runs/{shown}?", 1)
+    if shown is not None and "?" not in url:
+        url += f"runs/{shown}"
+    print(f"dashboard: {url}   (Ctrl-C ends it; /metrics is for Prometheus)", flush=True)
+    serve_until_interrupted(server)
+
+
+def top(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="a run id (default: the newest run)")
+    ] = None,
+    interval: Annotated[
+        float, number_option("--interval", above=True, help="seconds between two looks")
+    ] = 1.0,
+) -> None:
+    """Show a run on the terminal as it goes on, until it ends or Ctrl-C.
+
+    Examples:
+      hvd-elastic top
+
+      hvd-elastic top digits-3 --interval 5
+    """
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.table import Table
+
+    from hvd_elastic.cli.runs import status_rows
+    from hvd_elastic.records.json_lines import EventFollower
+    from hvd_elastic.records.run_folder import RunFolder
+    from hvd_elastic.records.run_state import run_state
+    from hvd_elastic.records.summary import RunSummary, take_event
+    from hvd_elastic.records.wording import Narrator
+
+    folder = RunFolder.open(run)
+    follower, narrator, summary = EventFollower(folder.events), Narrator(), RunSummary()
+    latest: deque[str] = deque(maxlen=8)
+
+    def look() -> tuple[Group, bool]:
+        alive = folder.leader_alive()
+        while records := follower.poll():
+            for record in records:
+                take_event(summary, record)
+                stamp = time.strftime("%H:%M:%S", time.localtime(record.get("t")))
+                latest.extend(f"{stamp}  {line.text}" for line in narrator.tell(record))
+        summary.run_id = folder.run_id
+        until = None if alive else folder.leaderless_until(summary.ended)
+        waiting = bool(summary.waiting)
+        state = run_state(summary.status, alive=alive, waiting=waiting, until=until)
+        shown = Table.grid(padding=(0, 2))
+        rate = summary.last.get("throughput")
+        for name, text in status_rows(folder, summary, state, until):
+            shown.add_row(name, text)
+            if name == "progress" and rate:
+                shown.add_row("speed", f"{rate:,.0f} examples/s on {summary.size} processes")
+        events = Table.grid()
+        for line in latest:
+            events.add_row(line.splitlines()[0])
+        return Group(shown, "", events), alive or state in ("starting", "leaderless")
+
+    console = Console()
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        while True:
+            group, goes_on = look()
+            live.update(group, refresh=True)
+            if not goes_on:
+                break
+            time.sleep(interval)
+    if console.is_terminal:
+        console.print(group)  # the screen of its own is gone

@@ -1,0 +1,47 @@
+"""The state of a run as users are told it: by its events, and by whether its leader lives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_elastic.records.json_lines import read_last_events
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.summary import summarize
+
+_TAIL_BYTES = 256 * 1024  # holds the last events of a run
+
+
+def run_state(
+    status: str, *, alive: bool, waiting: bool = False, until: float | None = None
+) -> str:
+    """Return the state of a run as shown to users.
+
+    Args:
+        status: status according to its events.
+        alive: whether its leader is alive.
+        waiting: whether the run waits for hosts.
+        until: time until which the hosts train on without a leader; None: they do not.
+    """
+    if status == "running":
+        if not alive:
+            return "died" if until is None else "leaderless"
+        return "waiting" if waiting else "running"
+    if status == "unknown":
+        return "starting" if alive else "never began"
+    return status
+
+
+def run_row(folder: RunFolder) -> dict[str, Any]:
+    """Return a row of the list of runs, read from the last events only to be fast."""
+    summary = summarize(read_last_events(folder.events, _TAIL_BYTES))
+    alive = folder.leader_alive()
+    until = None if alive else folder.leaderless_until(summary.ended)
+    status = "running" if summary.status == "unknown" and summary.ended else summary.status
+    return {
+        "run_id": folder.run_id,
+        "status": run_state(status, alive=alive, waiting=bool(summary.waiting), until=until),
+        "created": folder.created,
+        "steps": summary.steps,
+        "size": summary.size,
+        "folder": str(folder.path),
+    }

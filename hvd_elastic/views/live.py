@@ -1,0 +1,213 @@
+"""Follows the events of runs, and renders what a live page shows of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from string import Template
+from typing import Any
+
+from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import count, duration_words, number_words
+from hvd_elastic.records.audit import AuditResult, check_audit
+from hvd_elastic.records.json_lines import EventFollower, iter_events
+from hvd_elastic.records.run_folder import RunFolder, list_runs
+from hvd_elastic.records.run_state import run_row, run_state
+from hvd_elastic.records.summary import RunSummary, take_event
+from hvd_elastic.views.page import cell, escape, read_asset, table
+from hvd_elastic.views.report import report_parts
+
+_FRESH_S = 0.4
+"""Age of what was read up to which it is not read again [s]."""
+_ROWS = 100
+"""Most runs on the first page."""
+
+
+class LiveRun:
+    """One run, whose events are read as they come; for several threads.
+
+    Args:
+        folder: folder of the run.
+
+    Attributes:
+        version: grows with every event that was read.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.version = 0
+        self._summary = RunSummary()
+        self._follower = EventFollower(folder.events)
+        self._lock = threading.Lock()
+        self._read_at = 0.0
+        self._audit: AuditResult | None = None
+        self._rendered: tuple[tuple[int, str], dict[str, Any]] | None = None
+
+    def read(self) -> RunSummary:
+        """Read new events; return the summary, which only this object changes.
+
+        Raises:
+            RunError: the folder of the run is gone.
+        """
+        with self._lock:
+            return self._read()
+
+    def _read(self) -> RunSummary:
+        if time.monotonic() - self._read_at >= _FRESH_S:
+            if not self.folder.path.is_dir():
+                raise RunError(f"run {self.folder.run_id} is gone: its folder was removed")
+            while records := self._follower.poll():
+                for record in records:
+                    take_event(self._summary, record)
+                self.version += len(records)
+            self._read_at = time.monotonic()
+            self._summary.run_id = self.folder.run_id
+        return self._summary
+
+    def state(self) -> str:
+        """Return the state of the run in a word; see :func:`run_state`."""
+        summary = self.read()
+        alive = self.folder.leader_alive()
+        until = None if alive else self.folder.leaderless_until(summary.ended)
+        waiting = bool(summary.waiting)
+        return run_state(summary.status, alive=alive, waiting=waiting, until=until)
+
+    def render(self) -> dict[str, Any]:
+        """Return the parts of the page, the data of its charts, and a line on how it stands."""
+        state = self.state()
+        with self._lock:
+            summary = self._read()
+            if self._rendered is not None and self._rendered[0] == (self.version, state):
+                return self._rendered[1]
+            status, summary.status = summary.status, state
+            try:
+                parts, data = report_parts(
+                    summary, self._audit_of(state), asked=self.folder.read_run()
+                )
+            finally:
+                summary.status = status
+            parts = {"words": _words(summary, state), **parts}
+            told = f"{state}, as of its last event at {_clock(summary.ended)}"
+            self._rendered = (self.version, state), {"html": parts, "data": data, "live": told}
+            return self._rendered[1]
+
+    def _audit_of(self, state: str) -> AuditResult:
+        """Return the audit, which is checked once the run has ended."""
+        ended = state in ("succeeded", "failed", "stopped", "died")
+        if not ended:
+            self._audit = None
+            return check_audit(())
+        if self._audit is None:
+            self._audit = check_audit(
+                iter_events(self.folder.audit),
+                finished=state == "succeeded",
+                ended_in=self._summary.ended_in,
+            )
+        return self._audit
+
+
+class LiveRuns:
+    """All runs of this machine."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, LiveRun] = {}
+        self._lock = threading.Lock()
+
+    def get(self, run_id: str) -> LiveRun:
+        """Return a run.
+
+        Raises:
+            UsageError: the run id is not valid.
+            RunError: there is no such run.
+        """
+        folder = RunFolder.open(run_id)
+        with self._lock:
+            return self._known.setdefault(folder.run_id, LiveRun(folder))
+
+    def alive(self) -> list[LiveRun]:
+        """Return the runs whose leader lives."""
+        return [self.get(each.run_id) for each in list_runs() if each.leader_alive()]
+
+    def render(self) -> dict[str, Any]:
+        """Return the first page's table, and a line on how the runs stand."""
+        folders = list_runs()
+        rows = [run_row(folder) for folder in folders[:_ROWS]]
+        running = sum(row["status"] in ("running", "waiting", "leaderless") for row in rows)
+        return {"html": {"runs": _run_table(rows)}, "live": f"{count(running, 'run')} going on"}
+
+
+def run_page(run: LiveRun) -> str:
+    """Return the page of a run as HTML."""
+    found = run.render()
+    run_id = run.folder.run_id
+    return _page(run_id, f"/runs/{run_id}/events", found, '<a href="/">all runs</a> · ')
+
+
+def first_page(runs: LiveRuns) -> str:
+    """Return the page of all runs as HTML."""
+    return _page("Runs", "/events", runs.render(), "")
+
+
+def _page(title: str, events: str, found: Mapping[str, Any], links: str) -> str:
+    body = [f'<div data-part="{name}">{html}</div>' for name, html in found["html"].items()]
+    data = found.get("data") or {"charts": [], "marks": [], "duration_s": 0}
+    return Template(read_asset("live.html")).substitute(
+        title=escape(title),
+        events=escape(events),
+        links=links,
+        live=escape(found["live"]),
+        body="\n".join(body),
+        data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
+    )
+
+
+def _run_table(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return (
+            "<h1>Runs</h1><p>There is no run yet: hvd-elastic run --hostfile HOSTS -- python …</p>"
+        )
+    cells = [
+        [
+            f'<td><a href="/runs/{escape(row["run_id"])}">{escape(row["run_id"])}</a></td>',
+            cell(row["status"]),
+            cell(time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))),
+            cell(number_words(row["steps"]), "n"),
+            cell(str(row["size"] or ""), "n"),
+        ]
+        for row in rows
+    ]
+    heads = [("run", ""), ("status", ""), ("started", ""), ("steps", "n"), ("processes", "n")]
+    return f"<h1>Runs</h1><section>{table(heads, cells)}</section>"
+
+
+def _words(summary: RunSummary, state: str) -> str:
+    """Return in words what matters now: how fast it is, what is in the way, what is planned."""
+    told = []
+    if state == "running":
+        rate = summary.last.get("throughput")
+        fast = f", {number_words(round(rate))} examples/s" if rate else ""
+        told.append(f"Trains on {count(summary.size, 'process')}{fast}.")
+    elif state == "waiting":
+        told.append(f"Waits: {summary.waiting}.")
+    if summary.input and "no bottleneck" not in summary.input:
+        told.append(f"Data: {summary.input}.")
+    paused_s = sum(each.pause_s or 0.0 for each in summary.live_rescales)
+    if summary.live_rescales:
+        rescales = count(len(summary.live_rescales), "rescale")
+        told.append(f"{rescales} took {duration_words(paused_s)} of training together.")
+    decided = [said.text for said in summary.decisions if said.kind == "decision"]
+    if decided:
+        told.append(f"The policy: {decided[-1]}.")
+    if summary.missed:
+        told.append(f"It fell short: {summary.missed}.")
+    if summary.warnings:
+        told.append(f"Last warning: {summary.warnings[-1].text}")
+    if not told:
+        return ""
+    return "<section>" + "".join(f"<p>{escape(text)}</p>" for text in told) + "</section>"
+
+
+def _clock(t: float | None) -> str:
+    return "–" if t is None else time.strftime("%H:%M:%S", time.localtime(t))

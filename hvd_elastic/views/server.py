@@ -1,0 +1,206 @@
+"""Serves live pages of runs by HTTP: read-only, to this machine unless told otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from hvd_elastic.errors import HvdElasticError, RunError
+from hvd_elastic.views.live import LiveRuns, first_page, run_page
+from hvd_elastic.views.page import read_asset
+from hvd_elastic.views.prometheus import CONTENT_TYPE, prometheus_text
+
+_ASSETS = {
+    "uPlot.min.css": "text/css; charset=utf-8",
+    "report.css": "text/css; charset=utf-8",
+    "uPlot.iife.min.js": "text/javascript; charset=utf-8",
+    "report.js": "text/javascript; charset=utf-8",
+    "live.js": "text/javascript; charset=utf-8",
+}
+_HTML = "text/html; charset=utf-8"
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_COOKIE = "hvd_elastic_token"
+_UPDATE_S, _ALIVE_S = 0.5, 5.0
+"""Time between two looks for news, and between two signs of life to a viewer [s]."""
+
+
+class Dashboard(ThreadingHTTPServer):
+    """The server of live pages.
+
+    Args:
+        host: address to listen on. Whoever is not on this machine needs a token, which is part of
+            :attr:`url`.
+        port: port; 0: a free one.
+
+    Attributes:
+        url: address of the first page.
+
+    Raises:
+        RunError: it cannot listen there.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        self.runs = LiveRuns()
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise RunError(
+                f"cannot listen on {host} port {port}: {error.strerror}. Give another --port, or "
+                "leave it out for a free one"
+            ) from error
+        bound = self.server_address[1]
+        self.token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
+        self.names = {f"{name}:{bound}" for name in (host, "localhost", "127.0.0.1")}
+        self.url = f"http://{host}:{bound}/" + (f"?token={self.token}" if self.token else "")
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A viewer that goes away is no error."""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _RefusedError(Exception):
+    def __init__(self, status: HTTPStatus, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Dashboard
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "hvd_elastic", ""
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (the base's name)
+        """Print nothing for a request."""
+
+    def do_GET(self) -> None:
+        """Answer a request."""
+        try:
+            self._check()
+            self._route(unquote(urlsplit(self.path).path))
+        except _RefusedError as error:
+            self._send(str(error), "text/plain; charset=utf-8", error.status)
+        except HvdElasticError as error:
+            self._send(str(error), "text/plain; charset=utf-8", HTTPStatus.NOT_FOUND)
+
+    do_HEAD = do_GET  # noqa: N815  (the base's name)
+
+    def _check(self) -> None:
+        """Refuse requests that another site has a browser send, and those without the token."""
+        if not self.server.token and self.headers.get("Host") not in self.server.names:
+            # Else a foreign name that resolves to this machine could read it (DNS rebinding).
+            why = "this name is not that of the dashboard"
+            raise _RefusedError(HTTPStatus.MISDIRECTED_REQUEST, why)
+        origin = self.headers.get("Origin")
+        if origin is not None and urlsplit(origin).netloc != self.headers.get("Host"):
+            raise _RefusedError(HTTPStatus.FORBIDDEN, "requests of other sites are refused")
+        if self.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
+            if self.headers.get("Sec-Fetch-Mode") != "navigate":
+                raise _RefusedError(HTTPStatus.FORBIDDEN, "requests of other sites are refused")
+        if self.server.token and not self._shows_token():
+            why = "open the address with the token that the dashboard has printed"
+            raise _RefusedError(HTTPStatus.FORBIDDEN, why)
+
+    def _shows_token(self) -> bool:
+        shown = parse_qs(urlsplit(self.path).query).get("token", [""])[0]
+        if not shown:
+            with contextlib.suppress(CookieError, KeyError):
+                shown = SimpleCookie(self.headers.get("Cookie", ""))[_COOKIE].value
+        if not shown:
+            shown = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        return hmac.compare_digest(shown.encode(), self.server.token.encode())
+
+    def _route(self, path: str) -> None:
+        runs = self.server.runs
+        match path.removeprefix("/").split("/"):
+            case [""]:
+                self._send(first_page(runs), _HTML)
+            case ["events"]:
+                self._stream(runs.render)
+            case ["metrics"]:
+                told = [(run.read(), run.state()) for run in runs.alive()]
+                self._send(prometheus_text(told), CONTENT_TYPE)
+            case ["runs", run_id]:
+                self._send(run_page(runs.get(run_id)), _HTML)
+            case ["runs", run_id, "events"]:
+                self._stream(runs.get(run_id).render)
+            case ["assets", name] if name in _ASSETS:
+                self._send(read_asset(name), _ASSETS[name])
+            case _:
+                raise _RefusedError(HTTPStatus.NOT_FOUND, "there is no such page")
+
+    def _send(self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self._head(kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _head(self, kind: str) -> None:
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Security-Policy", _POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Cache-Control", "no-store")
+        if self.server.token:
+            cookie = f"{_COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            self.send_header("Set-Cookie", cookie)
+
+    def _stream(self, look: Callable[[], dict[str, Any]]) -> None:
+        """Send what ``look`` returns whenever it differs, until the viewer goes away."""
+        self.send_response(HTTPStatus.OK)
+        self._head("text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        if self.command == "HEAD":
+            return
+        told, alive_at = None, time.monotonic()
+        with contextlib.suppress(OSError):  # it went away
+            while True:
+                try:
+                    text = json.dumps(look(), allow_nan=False)
+                except HvdElasticError as error:
+                    self.wfile.write(f"event: gone\ndata: {json.dumps(str(error))}\n\n".encode())
+                    return
+                if text != told:
+                    self.wfile.write(f"data: {text}\n\n".encode())
+                    told, alive_at = text, time.monotonic()
+                elif time.monotonic() - alive_at > _ALIVE_S:
+                    self.wfile.write(b": alive\n\n")
+                    alive_at = time.monotonic()
+                time.sleep(_UPDATE_S)
+
+
+def serve_until_interrupted(dashboard: Dashboard) -> None:
+    """Serve until Ctrl-C."""
+    thread = threading.Thread(target=dashboard.serve_forever, daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    finally:
+        dashboard.shutdown()
+        dashboard.server_close()

@@ -1,0 +1,228 @@
+"""The live pages over real HTTP, on run folders that change while they are shown."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.errors import RunError
+from hvd_elastic.records.json_lines import EventLog
+from hvd_elastic.views.server import Dashboard
+from tests.unit.records.sample_run import sample_folder
+
+
+class Viewer:
+    """Sends requests to a dashboard."""
+
+    def __init__(self, server: Dashboard) -> None:
+        self.server = server
+        self.port = server.server_address[1]
+
+    def get(self, path: str, method: str = "GET", **headers: str) -> tuple[int, str, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, headers=named)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(), answer.headers
+        finally:
+            connection.close()
+
+    def stream(self, path: str) -> Iterator[tuple[str, Any]]:
+        """Events as they come: kind and content."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        kind = "message"
+        try:
+            while line := answer.readline().decode():
+                if line.startswith("event: "):
+                    kind = line[7:].strip()
+                elif line.startswith("data: "):
+                    yield kind, json.loads(line[6:])
+                    kind = "message"
+        finally:
+            connection.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    (tmp_path / "runs").mkdir()
+    return sample_folder(tmp_path / "runs").path
+
+
+@pytest.fixture
+def viewer(folder: Path) -> Iterator[Viewer]:
+    server = Dashboard("127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    yield Viewer(server)
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_the_first_page_lists_the_runs(viewer: Viewer) -> None:
+    status, page, headers = viewer.get("/")
+    assert status == 200
+    assert '<a href="/runs/digits-3">digits-3</a>' in page
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    kind, found = next(viewer.stream("/events"))
+    assert kind == "message"
+    assert "digits-3" in found["html"]["runs"]
+
+
+def test_a_page_has_the_parts_of_the_report_and_no_foreign_address(viewer: Viewer) -> None:
+    status, page, _ = viewer.get("/runs/digits-3")
+    assert status == 200
+    for part in ("header", "tiles", "plots", "rescales", "audit", "decisions"):
+        assert f'data-part="{part}"' in page
+    assert "host node3 joined: 2 → 3 slots" in page
+    assert "http://" not in page
+    assert "https://" not in page
+    for name in ("report.js", "live.js", "report.css", "uPlot.min.css", "uPlot.iife.min.js"):
+        assert f"/assets/{name}" in page
+        assert viewer.get(f"/assets/{name}")[0] == 200
+
+
+def test_news_reach_a_page_that_is_open(viewer: Viewer, folder: Path) -> None:
+    news = viewer.stream("/runs/digits-3/events")
+    _, before = next(news)
+    assert "host node9 joined" not in before["html"]["rescales"]
+    with EventLog(folder / "events.jsonl") as log:
+        fields = {"generation": 99, "from_size": 2, "to_size": 4, "hosts": ["node1", "node9"]}
+        reason = "host node9 joined: 2 → 4 slots"
+        log.append("rescale_started", {**fields, "slots": [1, 3], "reason": reason})
+    _, after = next(news)
+    assert "host node9 joined" in after["html"]["rescales"]
+    assert "node9: 3 processes" in after["html"]["hosts"]
+    assert [chart["name"] for chart in after["data"]["charts"]] == [
+        chart["name"] for chart in before["data"]["charts"]
+    ]
+
+
+def test_a_run_that_is_removed_is_told(viewer: Viewer, folder: Path) -> None:
+    news = viewer.stream("/runs/digits-3/events")
+    next(news)
+    shutil.rmtree(folder)
+    assert next(news) == ("gone", "run digits-3 is gone: its folder was removed")
+    assert viewer.get("/runs/digits-3")[0] == 404
+
+
+def test_lines_that_are_no_events_and_a_clock_set_back_are_shown_around(
+    viewer: Viewer, folder: Path
+) -> None:
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"t": 5, "kind": "warning", "message": "the clock was set back"}\n')
+        file.write('{"t": 1790099999, "kind": "of_a_newer_version", "what": {}}\nno json\n{"t": 1')
+    status, page, _ = viewer.get("/runs/digits-3")
+    assert status == 200
+    assert "the clock was set back" in page
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/runs/../../etc/passwd",
+        "/runs/%2e%2e",
+        "/runs/..%2f..%2fetc",
+        "/runs/no-such-run",
+        "/runs/digits-3/run.json",
+        "/assets/../server.py",
+        "/assets/report.html",
+    ],
+)
+def test_other_paths_are_not_found(viewer: Viewer, path: str) -> None:
+    status, text, _ = viewer.get(path)
+    assert status == 404
+    assert "Traceback" not in text
+
+
+def test_requests_of_other_sites_are_refused(viewer: Viewer) -> None:
+    own = f"127.0.0.1:{viewer.port}"
+    assert viewer.get("/", Host="evil.example:80")[0] == 421
+    assert viewer.get("/", Host=f"evil.example:{viewer.port}")[0] == 421
+    assert viewer.get("/runs/digits-3/events", Origin="http://evil.example")[0] == 403
+    assert viewer.get("/metrics", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="cors")[0] == 403
+    assert viewer.get("/", Origin=f"http://{own}", Sec_Fetch_Site="same-origin")[0] == 200
+    # a link of another page that the user follows
+    assert viewer.get("/", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")[0] == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_nothing_can_be_changed(viewer: Viewer, method: str) -> None:
+    assert viewer.get("/runs/digits-3", method)[0] == 501
+
+
+def test_others_than_this_machine_need_the_token(folder: Path) -> None:
+    server = Dashboard("0.0.0.0", 0)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    viewer = Viewer(server)
+    try:
+        assert viewer.get("/")[0] == 403
+        assert viewer.get("/?token=wrong")[0] == 403
+        status, _, headers = viewer.get(f"/?token={server.token}")
+        assert status == 200
+        assert "HttpOnly; SameSite=Strict" in headers["Set-Cookie"]
+        assert viewer.get("/", Cookie=headers["Set-Cookie"].partition(";")[0])[0] == 200
+        assert viewer.get("/metrics", Authorization=f"Bearer {server.token}")[0] == 200
+        assert server.token in server.url
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_port_in_use_is_told(viewer: Viewer) -> None:
+    with pytest.raises(RunError, match=f"port {viewer.port}: Address already in use. Give another"):
+        Dashboard("127.0.0.1", viewer.port)
+
+
+def test_viewers_that_go_away_without_a_word_leave_nothing(viewer: Viewer, folder: Path) -> None:
+    before = threading.active_count()
+    viewers = [socket.create_connection(("127.0.0.1", viewer.port)) for _ in range(10)]
+    for each in viewers:
+        host = f"Host: 127.0.0.1:{viewer.port}"
+        each.sendall(f"GET /runs/digits-3/events HTTP/1.1\r\n{host}\r\n\r\n".encode())
+        assert each.recv(100).startswith(b"HTTP/1.1 200")
+    for each in viewers:
+        each.close()
+    gone = threading.Event()
+    for number in range(100):
+        if threading.active_count() <= before:
+            break
+        with EventLog(folder / "events.jsonl") as log:
+            log.append("warning", {"message": str(number)})
+        gone.wait(0.2)
+    assert threading.active_count() <= before
+
+
+def test_figures_for_prometheus(viewer: Viewer, folder: Path) -> None:
+    from hvd_elastic.records.run_folder import RunFolder
+
+    lock = RunFolder.open("digits-3").take_lead()
+    try:
+        status, text, headers = viewer.get("/metrics")
+    finally:
+        lock.release()
+    assert status == 200
+    assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert 'hvd_elastic_run_info{run="digits-3",state="succeeded"} 1' in text
+    assert "# TYPE hvd_elastic_steps_total counter" in text
+    assert 'hvd_elastic_rescales_total{run="digits-3"} 4' in text
+    promtool = shutil.which("promtool")
+    if promtool is not None:
+        checked = subprocess.run(
+            [promtool, "check", "metrics"], input=text, text=True, capture_output=True, check=False
+        )
+        assert checked.returncode == 0, checked.stdout + checked.stderr
