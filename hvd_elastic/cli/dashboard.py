@@ -92,7 +92,7 @@ def top(
         rate = summary.last.get("throughput")
         for name, text in status_rows(folder, summary, state, until):
             shown.add_row(name, text)
-            if name == "progress" and rate:
+            if name == "progress" and rate and summary.size:
                 shown.add_row("speed", f"{rate:,.0f} examples/s on {summary.size} processes")
         events = Table.grid()
         for line in latest:

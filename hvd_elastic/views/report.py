@@ -354,7 +354,7 @@ def _rescale_table(summary: RunSummary) -> str:
                 cell(rescale.reason, "w"),
             ]
         )
-    heads = [("", ""), ("at", "n"), ("processes", "n"), ("pause", "n"), ("reason", "")]
+    heads = [("#", ""), ("at", "n"), ("processes", "n"), ("pause", "n"), ("reason", "")]
     if not rows:
         return '<section><h2>Rescales</h2><p class="hint">None.</p></section>'
     return f"<section><h2>Rescales</h2>{table(heads, rows)}</section>"
@@ -426,7 +426,7 @@ def _worker_table(summary: RunSummary) -> str:
         ]
         for at_s, name, what, words in sorted(changes)
     ]
-    heads = [("at", "n"), ("worker or host", ""), ("", ""), ("", "")]
+    heads = [("at", "n"), ("worker or host", ""), ("did", ""), ("why", "")]
     return _optional("Workers", heads, rows)
 
 
@@ -457,7 +457,7 @@ def _warning_table(summary: RunSummary) -> str:
     rows = [
         [cell(_clock(warning.at_s), "n"), cell(warning.text, "w")] for warning in summary.warnings
     ]
-    return _optional("Warnings", [("at", "n"), ("", "")], rows)
+    return _optional("Warnings", [("at", "n"), ("warning", "")], rows)
 
 
 def _optional(title: str, heads: list[tuple[str, str]], rows: list[list[str]]) -> str:
