@@ -88,15 +88,16 @@ class LiveRun:
                 )
             finally:
                 summary.status = status
-            parts = {"words": _words(summary, state), **parts}
+            if not _has_ended(state):
+                parts["audit"] = ""  # it is checked once the run has ended
+            parts = {"header": "", "words": _words(summary, state), **parts}
             told = f"{state}, as of its last event at {_clock(summary.ended)}"
             self._rendered = (self.version, state), {"html": parts, "data": data, "live": told}
             return self._rendered[1]
 
     def _audit_of(self, state: str) -> AuditResult:
         """Return the audit, which is checked once the run has ended."""
-        ended = state in ("succeeded", "failed", "stopped", "died")
-        if not ended:
+        if not _has_ended(state):
             self._audit = None
             return check_audit(())
         if self._audit is None:
@@ -206,7 +207,15 @@ def _words(summary: RunSummary, state: str) -> str:
         told.append(f"Last warning: {summary.warnings[-1].text}")
     if not told:
         return ""
-    return "<section>" + "".join(f"<p>{escape(text)}</p>" for text in told) + "</section>"
+    return (
+        '<section class="words">'
+        + "".join(f"<p>{escape(text)}</p>" for text in told)
+        + "</section>"
+    )
+
+
+def _has_ended(state: str) -> bool:
+    return state in ("succeeded", "failed", "stopped", "died")
 
 
 def _clock(t: float | None) -> str:
