@@ -65,9 +65,13 @@ def chart_boxes(charts: Sequence[Mapping[str, Any]]) -> str:
             '<button type="button" aria-pressed="false">log</button>' if chart.get("log") else ""
         )
         boxes.append(
-            f'<div class="chart" data-name="{escape(chart["name"])}"><div class="chart-head">'
+            f'<div class="chart" data-name="{escape(chart["name"])}" role="figure" '
+            f'aria-label="{escape(chart["title"])}"><div class="chart-head">'
             f'<h3>{escape(chart["title"])}</h3><span class="unit">{escape(chart["unit"])}</span>'
-            f'{button}<span class="readout"></span></div><div class="plot"></div></div>'
+            f'{button}<span class="readout" aria-live="polite"></span></div>'
+            '<div class="plot" tabindex="0" role="img" '
+            f'aria-label="{escape(chart["title"])}: arrow keys read its points"></div>'
+            "<details><summary>Data</summary></details></div>"
         )
     return "".join(boxes)
 

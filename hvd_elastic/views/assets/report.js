@@ -146,7 +146,41 @@
     boxes.forEach(listen);
     drawAll();
   }
+  // The points of a chart as a table, made when it is opened, and read with the arrow keys.
+  const mostRows = 200;
+  function fill(details, chart) {
+    const step = Math.ceil(chart.x.length / mostRows);
+    const rows = chart.x.map((x, k) => [at(x, true), words(chart.y[k])])
+      .filter((_, k) => k % step === 0 || k === chart.x.length - 1);
+    const table = document.createElement("table");
+    for (const row of [[counts ? run.x_name : "at", chart.unit || chart.title], ...rows]) {
+      const line = table.insertRow();
+      for (const text of row) {
+        const cell = table.rows.length === 1 ? document.createElement("th") : line.insertCell();
+        cell.textContent = text;
+        cell.className = "n";
+        line.append(cell);
+      }
+    }
+    details.querySelector("table")?.remove();
+    details.append(table);
+  }
+  function step(plot, by) {
+    const last = plot.data[0].length - 1;
+    const now = plot.cursor.idx == null ? (by > 0 ? -1 : last + 1) : plot.cursor.idx;
+    const next = Math.min(last, Math.max(0, now + by));
+    plot.setCursor({ left: plot.valToPos(plot.data[0][next], "x"), top: 10 });
+  }
+  const strides = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -1e9, End: 1e9 };
+
   function listen(box, i) {
+    const details = box.querySelector("details");
+    details.addEventListener("toggle", () => { if (details.open) fill(details, run.charts[i]); });
+    box.querySelector(".plot").addEventListener("keydown", (event) => {
+      if (!(event.key in strides)) return;
+      event.preventDefault();
+      step(plots[i], strides[event.key]);
+    });
     const button = box.querySelector("button");
     if (!button) return;
     button.addEventListener("click", () => {
@@ -175,7 +209,9 @@
       const y = log ? chart.y.map((v) => (v > 0 ? v : null)) : chart.y;
       plot.setData(chart.low ? [chart.x, y, chart.low, chart.high] : [chart.x, y], !plot.zoomed);
       if (plot.zoomed) plot.redraw();
-      boxes[i].querySelector(".readout").textContent = chart.summary;
+      if (plot.cursor.idx == null) boxes[i].querySelector(".readout").textContent = chart.summary;
+      const details = boxes[i].querySelector("details");
+      if (details.open) fill(details, chart);
     });
   };
 })();

@@ -176,5 +176,6 @@ def test_a_browser_draws_every_plot(tmp_path: Path, scheme: str) -> None:
     dom = done.stdout
     assert 'data-plots="4"' in dom, done.stderr[-2000:]
     assert dom.count("<canvas") == 4
+    assert dom.count("<summary>Data</summary>") == 4
     assert "at most 3" in dom  # the readout of the first plot is filled in by the script
     assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
