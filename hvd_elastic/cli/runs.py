@@ -364,6 +364,10 @@ def report(
         Path | None,
         typer.Option(help="Where to write it; report.html in the run folder if left out."),
     ] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option("--compare", metavar="RUN", help="Plot this run over it; may be repeated."),
+    ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -373,10 +377,17 @@ def report(
     Examples:
       hvd-elastic report
       hvd-elastic report digits-3 --out digits.html --open
+      hvd-elastic report digits-3 --compare digits-2
     """
     from hvd_elastic.views.report import write_report
 
     folder = RunFolder.open(run)
+    if compare:
+        path = folder.path / "comparison.html" if out is None else out
+        _compare([folder, *map(RunFolder.open, compare)], path, as_json)
+        if open_:
+            _open(path)
+        return
     result = write_report(folder, out)
     if as_json:
         _print_json(
@@ -395,8 +406,25 @@ def report(
         rows = _report_rows(result.summary, result.audit, folder.leader_alive())
         _print_rows([*rows, ("report", str(result.path))])
     if open_:
-        if not webbrowser.open(result.path.resolve().as_uri()):
-            print(f"no browser found here; open {result.path} yourself", file=sys.stderr)
+        _open(result.path)
+
+
+def _compare(folders: list[RunFolder], path: Path, as_json: bool) -> None:
+    from hvd_elastic.views.comparison import write_comparison
+
+    found = write_comparison(folders, path)
+    if as_json:
+        _print_json({"path": str(path), "runs": [summary.as_json() for summary in found]})
+        return
+    for summary in found:
+        words = outcome_words(summary.status, summary.steps, summary.examples, summary.message)
+        print(f"{summary.run_id}: {words}, {duration_words(summary.duration_s)}")
+    print(f"report: {path}")
+
+
+def _open(path: Path) -> None:
+    if not webbrowser.open(path.resolve().as_uri()):
+        print(f"no browser found here; open {path} yourself", file=sys.stderr)
 
 
 # ----------------------------------------------------------------------------------------------

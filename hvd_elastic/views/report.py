@@ -178,18 +178,33 @@ def _charts(summary: RunSummary) -> tuple[list[dict[str, Any]], list[dict[str, A
     of_the_batch: list[dict[str, Any]] = []
     if summary.sizes:
         charts.append(_size_chart(summary))
+    for name in chart_names(summary):
+        chart = _metric_chart(name, summary.series[name])
+        (of_the_batch if name in _OF_THE_BATCH else charts).append(chart)
+    return charts, of_the_batch
+
+
+def chart_names(summary: RunSummary) -> list[str]:
+    """Return the names of the metrics that are worth a plot, in their order."""
     names = [name for name in _TITLES if name in summary.series]
     names += [name for name in summary.user_metrics if name in summary.series]
+    found = []
     for name in names:
-        series = summary.series[name]
-        if name in _UNPLOTTED or not any(math.isfinite(value) for value in series.values):
+        values = summary.series[name].values
+        if name in _UNPLOTTED or not any(map(math.isfinite, values)):
             continue
-        if name in _OF_THE_BATCH:
-            if summary.batch_plan:
-                of_the_batch.append(_metric_chart(name, series))
-        elif name != "lr" or len(set(series.values)) > 1:  # a constant rate needs no plot
-            charts.append(_metric_chart(name, series))
-    return charts, of_the_batch
+        constant = name == "lr" and len(set(values)) <= 1  # such a rate needs no plot
+        if not constant and (summary.batch_plan or name not in _OF_THE_BATCH):
+            found.append(name)
+    return found
+
+
+def chart_title(name: str) -> tuple[str, str]:
+    """Return the title and the unit of a chart."""
+    if name == "size":
+        return "World size", "processes"
+    title, unit, _ = _TITLES.get(name, (_title(name), "", ""))
+    return title, unit
 
 
 def _size_chart(summary: RunSummary) -> dict[str, Any]:

@@ -117,14 +117,16 @@
           fill: chart.stepped ? stroke + "22" : undefined,
         },
         ...(chart.low ? [1, 2].map(() => ({ stroke: "transparent", points: { show: false } })) : []),
-        ...(chart.more || []).map((each) => ({ stroke: color(each.color), width: 1.5, dash: [6, 4], points: { show: false } })),
+        ...(chart.more || []).map((each) => ({ stroke: color(each.color), width: 1.5, dash: each.solid ? [] : [6, 4], points: { show: false } })),
       ],
       bands: chart.low ? [{ series: [3, 2], fill: stroke + "22" }] : [],
       plugins: [marks],
       hooks: {
         setCursor: [(u) => {
           const i = u.cursor.idx;
-          readout.textContent = i == null ? chart.summary : `${at(u.data[0][i], true)}  ·  ${words(u.data[1][i])} ${chart.unit}`;
+          if (i == null) return void (readout.textContent = chart.summary);
+          const others = (chart.more || []).filter((each) => each.name).map((each) => words(each.y[i]));
+          readout.textContent = `${at(u.data[0][i], true)}  ·  ${[words(u.data[1][i]), ...others].join(" · ")} ${chart.unit}`;
         }],
         setSelect: [(u) => { u.zoomed = u.select.width > 0; }],
         init: [(u) => u.over.addEventListener("dblclick", () => { u.zoomed = false; })],
@@ -150,10 +152,11 @@
   const mostRows = 200;
   function fill(details, chart) {
     const step = Math.ceil(chart.x.length / mostRows);
-    const rows = chart.x.map((x, k) => [at(x, true), words(chart.y[k])])
+    const named = (chart.more || []).filter((each) => each.name);
+    const rows = chart.x.map((x, k) => [at(x, true), words(chart.y[k]), ...named.map((each) => words(each.y[k]))])
       .filter((_, k) => k % step === 0 || k === chart.x.length - 1);
     const table = document.createElement("table");
-    for (const row of [[counts ? run.x_name : "at", chart.unit || chart.title], ...rows]) {
+    for (const row of [[counts ? run.x_name : "at", chart.line || chart.unit || chart.title, ...named.map((each) => each.name)], ...rows]) {
       const line = table.insertRow();
       for (const text of row) {
         const cell = table.rows.length === 1 ? document.createElement("th") : line.insertCell();

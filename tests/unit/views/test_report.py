@@ -14,6 +14,7 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import RunSummary, summarize
+from hvd_elastic.views.comparison import write_comparison
 from hvd_elastic.views.report import MAX_POINTS, downsample, render_report, write_report
 from tests.unit.records.sample_run import sample_events, sample_folder
 
@@ -179,3 +180,26 @@ def test_a_browser_draws_every_plot(tmp_path: Path, scheme: str) -> None:
     assert dom.count("<summary>Data</summary>") == 4
     assert "at most 3" in dom  # the readout of the first plot is filled in by the script
     assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
+
+
+def test_runs_are_compared_in_one_page(tmp_path: Path) -> None:
+    folders = [sample_folder(tmp_path, name) for name in ("first", "second")]
+    path = tmp_path / "both.html"
+    found = write_comparison([folders[0], folders[1]], path)
+    assert [summary.run_id for summary in found] == ["first", "second"]
+    page = path.read_text(encoding="utf-8")
+    charts = payload(page)["charts"]
+    assert isinstance(charts, list)
+    assert [chart["name"] for chart in charts] == ["size", "throughput", "loss", "accuracy"]
+    for chart in charts:
+        (other,) = chart["more"]
+        assert len(chart["x"]) == len(chart["y"]) == len(other["y"])
+        assert other["y"] == chart["y"]  # the runs have equal events
+    assert '<span class="key-loss">second</span>' in page
+
+
+def test_a_run_without_events_is_not_compared(tmp_path: Path) -> None:
+    empty = RunFolder.create("empty", root=tmp_path)
+    with pytest.raises(RunError, match="run empty has no events yet"):
+        write_comparison([sample_folder(tmp_path), empty], tmp_path / "both.html")
+    assert not (tmp_path / "both.html").exists()

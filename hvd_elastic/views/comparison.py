@@ -1,0 +1,136 @@
+"""Renders several runs side by side as one HTML file."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import duration_words, number_words
+from hvd_elastic.records.json_lines import iter_events
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.run_state import run_state
+from hvd_elastic.records.summary import MetricSeries, RunSummary, summarize
+from hvd_elastic.views.page import cell, chart_boxes, escape, render_page, table, write_page
+from hvd_elastic.views.report import chart_names, chart_title
+
+COLORS = ("size", "loss", "throughput", "other", "note", "bad")
+"""Colours of the runs, which are also the most that can be compared."""
+_POINTS = 800
+
+
+def write_comparison(folders: Sequence[RunFolder], out: Path) -> list[RunSummary]:
+    """Write a page with the plots of several runs over each other; return their summaries.
+
+    Raises:
+        RunError: a run has no events yet, there are too many, or ``out`` cannot be written.
+    """
+    if len(folders) > len(COLORS):
+        raise RunError(f"at most {len(COLORS)} runs can be compared, not {len(folders)}")
+    found = []
+    for folder in folders:
+        summary = summarize(iter_events(folder.events))
+        if summary.started is None:
+            raise RunError(f"run {folder.run_id} has no events yet, so there is nothing to compare")
+        summary.run_id = folder.run_id
+        summary.status = run_state(summary.status, alive=folder.leader_alive())
+        found.append(summary)
+    write_page(out, render_comparison(found))
+    return found
+
+
+def render_comparison(summaries: Sequence[RunSummary]) -> str:
+    """Return the page as HTML; time begins at the start of each run."""
+    title = " and ".join(summary.run_id for summary in summaries)
+    names = dict.fromkeys(name for summary in summaries for name in chart_names(summary))
+    charts = [_chart("size", [_sizes(summary) for summary in summaries], summaries)]
+    for name in names:
+        series = [summary.series.get(name, MetricSeries()) for summary in summaries]
+        charts.append(_chart(name, series, summaries))
+    keys = " ".join(
+        f'<span class="key-{color}">{escape(summary.run_id)}</span>'
+        for color, summary in zip(COLORS, summaries, strict=False)
+    )
+    body = [
+        f"<header><h1>{escape(title)}</h1><p>Time begins at the start of each run.</p></header>",
+        f"<section><h2>Runs</h2>{_run_table(summaries)}</section>",
+        f'<section><p class="keys">{keys}</p>{chart_boxes(charts)}</section>',
+    ]
+    duration_s = max(summary.duration_s for summary in summaries)
+    data = {"charts": charts, "marks": [], "duration_s": duration_s}
+    return render_page(title, "\n".join(body), data)
+
+
+def _sizes(summary: RunSummary) -> MetricSeries:
+    return MetricSeries([at for at, _ in summary.sizes], [float(n) for _, n in summary.sizes])
+
+
+def _chart(
+    name: str, series: Sequence[MetricSeries], summaries: Sequence[RunSummary]
+) -> dict[str, Any]:
+    """Return a chart with a line for each run, which has its last value until the run ends."""
+    longest_s = max(summary.duration_s for summary in summaries)
+    x = [round(longest_s * point / _POINTS, 3) for point in range(_POINTS + 1)]
+    lines = [
+        [_value_at(each, at_s, summary.duration_s) for at_s in x]
+        for each, summary in zip(series, summaries, strict=True)
+    ]
+    title, unit = chart_title(name)
+    more = [
+        {"color": color, "y": line, "name": summary.run_id, "solid": True}
+        for color, line, summary in zip(COLORS[1:], lines[1:], summaries[1:], strict=False)
+    ]
+    finite = [value for line in lines for value in line if value is not None]
+    return {
+        "name": name,
+        "title": title,
+        "unit": unit,
+        "color": COLORS[0],
+        "x": x,
+        "y": lines[0],
+        "line": summaries[0].run_id,
+        "more": more,
+        "from_zero": name in ("size", "throughput", "goodput"),
+        "whole": name == "size",
+        "log": name != "size" and bool(finite) and min(finite) > 0,
+        "height": 150 if name == "size" else 220,
+        "summary": "",
+    }
+
+
+def _value_at(series: MetricSeries, at_s: float, end_s: float) -> float | None:
+    place = bisect_right(series.at_s, at_s) - 1
+    if place < 0 or at_s > end_s:
+        return None
+    value = series.values[place]
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _run_table(summaries: Sequence[RunSummary]) -> str:
+    metrics = dict.fromkeys(name for summary in summaries for name in summary.final_metrics())
+    heads = [("run", ""), ("status", ""), ("took", "n"), ("steps", "n"), ("examples", "n")]
+    heads += [("examples/s overall", "n"), ("rescales", "n"), ("longest pause", "n")]
+    rows = []
+    for summary in summaries:
+        own = summary.final_metrics()
+        texts = [
+            duration_words(summary.duration_s),
+            number_words(summary.steps),
+            number_words(summary.examples),
+            number_words(summary.mean_throughput),
+            str(len(summary.live_rescales)),
+            duration_words(summary.longest_pause_s),
+            *(_metric_words(own.get(name)) for name in metrics),
+        ]
+        first = [cell(summary.run_id), cell(summary.status)]
+        rows.append([*first, *(cell(text, "n") for text in texts)])
+    return table([*heads, *((name.replace("_", " "), "n") for name in metrics)], rows)
+
+
+def _metric_words(value: Any) -> str:
+    if value is None:
+        return "–"
+    return number_words(value) if isinstance(value, (int, float)) else str(value)
