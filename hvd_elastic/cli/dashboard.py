@@ -23,6 +23,9 @@ def dashboard(
     port: Annotated[
         int, whole_number_option("--port", least=0, help="port to listen on; 0: a free one")
     ] = 0,
+    control: Annotated[
+        bool, typer.Option("--control", help="let pages scale, drain and stop runs; with a token")
+    ] = False,
 ) -> None:
     """Serve live pages of the runs of this machine, until Ctrl-C.
 
@@ -39,7 +42,7 @@ def dashboard(
     from hvd_elastic.views.server import Dashboard, serve_until_interrupted
 
     shown = None if run is None else RunFolder.open(run).run_id
-    server = Dashboard(host, port)
+    server = Dashboard(host, port, control=control)
     url = server.url if shown is None else server.url.replace("/?", f"/runs/{shown}?", 1)
     if shown is not None and "?" not in url:
         url += f"runs/{shown}"

@@ -23,6 +23,13 @@ _FRESH_S = 0.4
 """Age of what was read up to which it is not read again [s]."""
 _ROWS = 100
 """Most runs on the first page."""
+_CONTROLS = """<section class="controls" data-control="/runs/{run_id}/control">
+<form data-op="scale"><label>processes <input name="np" type="number" min="1" required></label>
+<button>scale</button></form>
+<form data-op="drain"><label>host <input name="host" required></label><button>drain</button></form>
+<form data-op="stop"><button>stop the run</button></form>
+<p id="told" role="status"></p></section>
+"""
 
 
 class LiveRun:
@@ -139,11 +146,13 @@ class LiveRuns:
         return {"html": {"runs": _run_table(rows)}, "live": f"{count(running, 'run')} going on"}
 
 
-def run_page(run: LiveRun) -> str:
-    """Return the page of a run as HTML."""
+def run_page(run: LiveRun, *, control: bool = False) -> str:
+    """Return the page of a run as HTML; ``control``: with forms to control it."""
     found = run.render()
     run_id = run.folder.run_id
-    return _page(run_id, f"/runs/{run_id}/events", found, '<a href="/">all runs</a> · ')
+    links = '<a href="/">all runs</a> · '
+    forms = _CONTROLS.format(run_id=escape(run_id)) if control else ""
+    return _page(run_id, f"/runs/{run_id}/events", found, links, forms)
 
 
 def first_page(runs: LiveRuns) -> str:
@@ -151,13 +160,14 @@ def first_page(runs: LiveRuns) -> str:
     return _page("Runs", "/events", runs.render(), "")
 
 
-def _page(title: str, events: str, found: Mapping[str, Any], links: str) -> str:
+def _page(title: str, events: str, found: Mapping[str, Any], links: str, forms: str = "") -> str:
     body = [f'<div data-part="{name}">{html}</div>' for name, html in found["html"].items()]
     data = found.get("data") or {"charts": [], "marks": [], "duration_s": 0}
     return Template(read_asset("live.html")).substitute(
         title=escape(title),
         events=escape(events),
         links=links,
+        forms=forms,
         live=escape(found["live"]),
         body="\n".join(body),
         data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),

@@ -1,4 +1,7 @@
-"""Serves live pages of runs by HTTP: read-only, to this machine unless told otherwise."""
+"""Serves live pages of runs by HTTP, to this machine unless told otherwise.
+
+Runs can only be controlled if that was asked for, by who has the token, and from the pages alone.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,8 @@ _POLICY = (
 _COOKIE = "hvd_elastic_token"
 _UPDATE_S, _ALIVE_S = 0.5, 5.0
 """Time between two looks for news, and between two signs of life to a viewer [s]."""
+_MOST_BYTES = 4096
+"""Longest request to control a run."""
 
 
 class Dashboard(ThreadingHTTPServer):
@@ -45,6 +50,7 @@ class Dashboard(ThreadingHTTPServer):
         host: address to listen on. Whoever is not on this machine needs a token, which is part of
             :attr:`url`.
         port: port; 0: a free one.
+        control: whether runs can be controlled; then everybody needs the token.
 
     Attributes:
         url: address of the first page.
@@ -55,8 +61,10 @@ class Dashboard(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, control: bool = False) -> None:
         self.runs = LiveRuns()
+        self.control = control
+        self.is_local = _is_loopback(host)
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
@@ -65,7 +73,8 @@ class Dashboard(ThreadingHTTPServer):
                 "leave it out for a free one"
             ) from error
         bound = self.server_address[1]
-        self.token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
+        is_open = self.is_local and not control
+        self.token = "" if is_open else secrets.token_urlsafe(24)
         self.names = {f"{name}:{bound}" for name in (host, "localhost", "127.0.0.1")}
         self.url = f"http://{host}:{bound}/" + (f"?token={self.token}" if self.token else "")
 
@@ -96,9 +105,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request."""
+        self._answer(lambda: self._route(unquote(urlsplit(self.path).path)))
+
+    def do_POST(self) -> None:
+        """Carry out a request to control a run."""
+        self.close_connection = True  # what is left of the request is not read
+        self._answer(self._control)
+
+    def _answer(self, act: Callable[[], None]) -> None:
         try:
             self._check()
-            self._route(unquote(urlsplit(self.path).path))
+            act()
         except _RefusedError as error:
             self._send(str(error), "text/plain; charset=utf-8", error.status)
         except HvdElasticError as error:
@@ -108,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check(self) -> None:
         """Refuse requests that another site has a browser send, and those without the token."""
-        if not self.server.token and self.headers.get("Host") not in self.server.names:
+        if self.server.is_local and self.headers.get("Host") not in self.server.names:
             # Else a foreign name that resolves to this machine could read it (DNS rebinding).
             why = "this name is not that of the dashboard"
             raise _RefusedError(HTTPStatus.MISDIRECTED_REQUEST, why)
@@ -142,13 +159,48 @@ class _Handler(BaseHTTPRequestHandler):
                 told = [(run.read(), run.state()) for run in runs.alive()]
                 self._send(prometheus_text(told), CONTENT_TYPE)
             case ["runs", run_id]:
-                self._send(run_page(runs.get(run_id)), _HTML)
+                self._send(run_page(runs.get(run_id), control=self.server.control), _HTML)
             case ["runs", run_id, "events"]:
                 self._stream(runs.get(run_id).render)
             case ["assets", name] if name in _ASSETS:
                 self._send(read_asset(name), _ASSETS[name])
             case _:
                 raise _RefusedError(HTTPStatus.NOT_FOUND, "there is no such page")
+
+    def _control(self) -> None:
+        if not self.server.control:
+            why = "the dashboard is read-only; start it with --control"
+            raise _RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, why)
+        if self.headers.get("Origin") is None:  # browsers tell it with every such request
+            raise _RefusedError(HTTPStatus.FORBIDDEN, "only the dashboard's own pages may do this")
+        match unquote(urlsplit(self.path).path).removeprefix("/").split("/"):
+            case ["runs", run_id, "control"]:
+                folder = self.server.runs.get(run_id).folder
+                op, fields = self._read_control()
+            case _:
+                raise _RefusedError(HTTPStatus.NOT_FOUND, "there is no such page")
+        try:
+            told = folder.ask_leader(op, fields)
+        except RunError as error:
+            raise _RefusedError(HTTPStatus.CONFLICT, str(error)) from error
+        self._send(told, "text/plain; charset=utf-8")
+
+    def _read_control(self) -> tuple[str, dict[str, Any]]:
+        """Return what the leader is asked for."""
+        length = self.headers.get("Content-Length", "")
+        found: Any = None
+        if length.isdigit() and int(length) <= _MOST_BYTES:
+            with contextlib.suppress(ValueError):
+                found = json.loads(self.rfile.read(int(length)))
+        match found:
+            case {"op": "scale", "np": int(np)} if np > 0 and not isinstance(np, bool):
+                return "scale", {"np": np}
+            case {"op": "drain", "host": str(host)} if host:
+                return "drain", {"host": host, "leave_in_s": None, "undo": False}
+            case {"op": "stop"}:
+                return "stop", {"reason": "asked to on the dashboard"}
+        why = 'write {"op": "scale", "np": 4}, {"op": "drain", "host": "a"} or {"op": "stop"}'
+        raise _RefusedError(HTTPStatus.BAD_REQUEST, why)
 
     def _send(self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
         body = text.encode()

@@ -23,5 +23,22 @@
     source.close();
     status.textContent = JSON.parse(message.data);
   });
+  const controls = document.querySelector("[data-control]");
+  for (const form of controls ? controls.querySelectorAll("form") : []) {
+    form.addEventListener("submit", async (event) => {
+      event.preventDefault();
+      const asked = { op: form.dataset.op, ...Object.fromEntries(new FormData(form)) };
+      if (asked.np) asked.np = Number(asked.np);
+      if (asked.op === "stop" && !confirm("Stop the run?")) return;
+      const told = document.getElementById("told");
+      told.textContent = "asking the leader …";
+      try {
+        const answer = await fetch(controls.dataset.control, { method: "POST", body: JSON.stringify(asked) });
+        told.textContent = await answer.text();
+      } catch (error) {
+        told.textContent = String(error);
+      }
+    });
+  }
   source.onerror = () => { status.textContent = "no connection to the dashboard; trying again"; };
 })();

@@ -16,6 +16,7 @@ import pytest
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import EventLog
+from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.views.server import Dashboard
 from tests.unit.records.sample_run import sample_folder
 
@@ -160,9 +161,77 @@ def test_requests_of_other_sites_are_refused(viewer: Viewer) -> None:
     assert viewer.get("/", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")[0] == 200
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
-def test_nothing_can_be_changed(viewer: Viewer, method: str) -> None:
-    assert viewer.get("/runs/digits-3", method)[0] == 501
+@pytest.mark.parametrize(("method", "status"), [("POST", 405), ("PUT", 501), ("DELETE", 501)])
+def test_nothing_can_be_changed(viewer: Viewer, method: str, status: int) -> None:
+    assert viewer.get("/runs/digits-3/control", method)[0] == status
+
+
+@pytest.fixture
+def controller(folder: Path) -> Iterator[Viewer]:
+    server = Dashboard("127.0.0.1", 0, control=True)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield Viewer(server)
+    server.shutdown()
+    server.server_close()
+
+
+def ask(viewer: Viewer, body: Any, *, token: bool = True, origin: bool = True) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", viewer.port, timeout=20)
+    headers = {"Cookie": f"hvd_elastic_token={viewer.server.token}"} if token else {}
+    if origin:
+        headers["Origin"] = f"http://127.0.0.1:{viewer.port}"
+    try:
+        connection.request("POST", "/runs/digits-3/control", json.dumps(body), headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_leader_is_asked_by_who_has_the_token(controller: Viewer, folder: Path) -> None:
+    assert controller.get("/runs/digits-3")[0] == 403
+    token = {"Authorization": f"Bearer {controller.server.token}"}
+    assert 'data-control="/runs/digits-3/control"' in controller.get("/runs/digits-3", **token)[1]
+    run = RunFolder.open("digits-3")
+    asked: list[Any] = []
+    over = threading.Event()
+
+    def lead() -> None:
+        with EventLog(folder / "events.jsonl") as log:
+            while len(asked) < 3:
+                for request in run.take_requests():
+                    asked.append((request.op, request.fields))
+                    ok = request.op != "drain"
+                    told = {"id": request.id, "op": request.op, "ok": ok, "message": "so be it"}
+                    log.append("command_done", told)
+                over.wait(0.02)
+
+    with run.take_lead():
+        leader = threading.Thread(target=lead, daemon=True)
+        leader.start()
+        assert ask(controller, {"op": "scale", "np": 3}) == (200, "so be it")
+        status, text = ask(controller, {"op": "drain", "host": "node1"})
+        assert status == 409
+        assert "refused 'drain': so be it" in text
+        assert ask(controller, {"op": "stop"})[0] == 200
+        leader.join(10)
+    assert [op for op, _ in asked] == ["scale", "drain", "stop"]
+    assert asked[0][1] == {"np": 3}
+
+
+def test_the_leader_is_not_asked_by_others(controller: Viewer) -> None:
+    with RunFolder.open("digits-3").take_lead():
+        assert ask(controller, {"op": "stop"}, token=False)[0] == 403
+        assert ask(controller, {"op": "stop"}, origin=False)[0] == 403
+        bodies: list[Any] = [{"op": "scale", "np": 0}, {"op": "scale", "np": True}, {"op": "run"}]
+        for body in [*bodies, [], 5]:
+            status, text = ask(controller, body)
+            assert status == 400
+            assert '{"op": "stop"}' in text
+        assert RunFolder.open("digits-3").take_requests() == []
+    status, text = ask(controller, {"op": "stop"})
+    assert status == 409
+    assert "no live leader" in text
 
 
 def test_others_than_this_machine_need_the_token(folder: Path) -> None:
@@ -208,8 +277,6 @@ def test_viewers_that_go_away_without_a_word_leave_nothing(viewer: Viewer, folde
 
 
 def test_figures_for_prometheus(viewer: Viewer, folder: Path) -> None:
-    from hvd_elastic.records.run_folder import RunFolder
-
     lock = RunFolder.open("digits-3").take_lead()
     try:
         status, text, headers = viewer.get("/metrics")
