@@ -9,7 +9,7 @@ from hvd_elastic.records.summary import RunSummary
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_FIGURES = {
+FIGURES = {
     "slots": ("gauge", "Processes that train now."),
     "steps_total": ("counter", "Steps of training."),
     "examples_total": ("counter", "Examples that training has used."),
@@ -26,6 +26,7 @@ _FIGURES = {
     "loss": ("gauge", "Loss that the script has committed last."),
     "last_event_timestamp_seconds": ("gauge", "Time of the last event."),
 }
+"""Type and description of each figure, whose names begin with ``hvd_elastic_``."""
 _LAST = {
     "throughput_examples_per_second": "throughput",
     "goodput_examples_per_second": "goodput",
@@ -47,7 +48,7 @@ def prometheus_text(runs: Iterable[tuple[RunSummary, str]]) -> str:
         f'hvd_elastic_run_info{{run="{summary.run_id}",state="{state}"}} 1'
         for summary, state, _ in known
     ]
-    for name, (kind, described) in _FIGURES.items():
+    for name, (kind, described) in FIGURES.items():
         rows = [
             f'hvd_elastic_{name}{{run="{summary.run_id}"}} {figures[name]!r}'
             for summary, _, figures in known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -17,7 +18,9 @@ import pytest
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.views.prometheus import FIGURES
 from hvd_elastic.views.server import Dashboard
+from tests.paths import ROOT
 from tests.unit.records.sample_run import sample_folder
 
 
@@ -293,3 +296,11 @@ def test_figures_for_prometheus(viewer: Viewer, folder: Path) -> None:
             [promtool, "check", "metrics"], input=text, text=True, capture_output=True, check=False
         )
         assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_dashboard_for_grafana_asks_for_figures_that_there_are() -> None:
+    text = (ROOT / "docs" / "grafana.json").read_text()
+    asked = set(re.findall(r"hvd_elastic_(\w+)", text)) - {"run_info"}
+    assert len(json.loads(text)["panels"]) == 8
+    assert asked <= FIGURES.keys()
+    assert {"slots", "throughput_examples_per_second"} <= asked
