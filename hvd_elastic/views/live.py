@@ -17,7 +17,7 @@ from hvd_elastic.records.run_folder import RunFolder, list_runs
 from hvd_elastic.records.run_state import run_row, run_state
 from hvd_elastic.records.summary import RunSummary, take_event
 from hvd_elastic.views.page import cell, escape, read_asset, table
-from hvd_elastic.views.report import report_parts
+from hvd_elastic.views.report import chart_names, report_parts, zoomed_points
 
 _FRESH_S = 0.4
 """Age of what was read up to which it is not read again [s]."""
@@ -101,6 +101,19 @@ class LiveRun:
             told = f"{state}, as of its last event at {_clock(summary.ended)}"
             self._rendered = (self.version, state), {"html": parts, "data": data, "live": told}
             return self._rendered[1]
+
+    def zoom(self, name: str, begin_s: float, end_s: float) -> dict[str, Any]:
+        """Return the points of a chart between two times after the start [s].
+
+        Raises:
+            RunError: the run has no such chart.
+        """
+        with self._lock:
+            summary = self._read()
+            if name not in chart_names(summary):
+                raise RunError(f"run {self.folder.run_id} has no chart {name!r}")
+            x, y = zoomed_points(summary, name, begin_s, end_s)
+            return {"x": x, "y": y}
 
     def _audit_of(self, state: str) -> AuditResult:
         """Return the audit, which is checked once the run has ended."""

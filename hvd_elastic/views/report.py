@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,6 +200,27 @@ def chart_names(summary: RunSummary) -> list[str]:
     return found
 
 
+def zoomed_points(
+    summary: RunSummary, name: str, begin_s: float, end_s: float
+) -> tuple[list[float], list[float | None]]:
+    """Return the points of a metric between two times, and one beyond each, in full detail.
+
+    Args:
+        summary: summary of the run.
+        name: one of :func:`chart_names`.
+        begin_s, end_s: times after the start of the run [s].
+    """
+    series = summary.series[name]
+    first = max(0, bisect_left(series.at_s, begin_s) - 1)
+    last = bisect_right(series.at_s, end_s) + 1
+    return _points(MetricSeries(series.at_s[first:last], series.values[first:last]))
+
+
+def _points(series: MetricSeries) -> tuple[list[float], list[float | None]]:
+    x, y = downsample(series.at_s, series.values)
+    return _rounded(x), [float(f"{value:.6g}") if math.isfinite(value) else None for value in y]
+
+
 def chart_title(name: str) -> tuple[str, str]:
     """Return the title and the unit of a chart."""
     if name == "size":
@@ -231,14 +253,14 @@ def _metric_chart(name: str, series: MetricSeries) -> dict[str, Any]:
     title, unit, color = _TITLES.get(name, (_title(name), "", "other"))
     finite = [value for value in series.values if math.isfinite(value)]
     last = finite[-1]
-    x, y = downsample(series.at_s, series.values)
+    x, y = _points(series)
     return {
         "name": name,
         "title": title,
         "unit": unit,
         "color": color,
-        "x": _rounded(x),
-        "y": [float(f"{value:.6g}") if math.isfinite(value) else None for value in y],
+        "x": x,
+        "y": y,
         "stepped": name == "global_batch_size",
         "from_zero": name in _FROM_ZERO,
         "height": 200,

@@ -162,10 +162,22 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(run_page(runs.get(run_id), control=self.server.control), _HTML)
             case ["runs", run_id, "events"]:
                 self._stream(runs.get(run_id).render)
+            case ["runs", run_id, "charts", name]:
+                found = runs.get(run_id).zoom(name, self._number("from"), self._number("to"))
+                self._send(json.dumps(found, allow_nan=False), "application/json")
             case ["assets", name] if name in _ASSETS:
                 self._send(read_asset(name), _ASSETS[name])
             case _:
                 raise _RefusedError(HTTPStatus.NOT_FOUND, "there is no such page")
+
+    def _number(self, name: str) -> float:
+        """Return a number of the query."""
+        text = parse_qs(urlsplit(self.path).query).get(name, [""])[0]
+        try:
+            return float(text)
+        except ValueError:
+            why = f"{name}= takes a time in seconds, not '{text}'"
+            raise _RefusedError(HTTPStatus.BAD_REQUEST, why) from None
 
     def _control(self) -> None:
         if not self.server.control:

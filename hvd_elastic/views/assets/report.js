@@ -71,11 +71,14 @@
   const at = (x, fine) => (counts ? `${x} ${run.x_name}` : clock(x, fine));
 
   const plots = [];
+  function lines(chart, box) {
+    const y = box.dataset.log === "1" ? chart.y.map((v) => (v > 0 ? v : null)) : chart.y;
+    return [chart.x, y, ...(chart.low ? [chart.low, chart.high] : []), ...(chart.more || []).map((each) => each.y)];
+  }
   function draw(chart, box) {
     const holder = box.querySelector(".plot");
     const readout = box.querySelector(".readout");
     const log = box.dataset.log === "1";
-    const y = log ? chart.y.map((v) => (v > 0 ? v : null)) : chart.y;
     const stroke = color(chart.color);
     const axis = {
       stroke: color("muted"), font: font(12),
@@ -129,12 +132,20 @@
           readout.textContent = `${at(u.data[0][i], true)}  ·  ${[words(u.data[1][i]), ...others].join(" · ")} ${chart.unit}`;
         }],
         setSelect: [(u) => { u.zoomed = u.select.width > 0; }],
-        init: [(u) => u.over.addEventListener("dblclick", () => { u.zoomed = false; })],
+        // A live page fetches the points of the part that is looked at.
+        setScale: [(u, key) => {
+          if (key === "x" && u.zoomed && window.fetchPoints && chart.name !== "size") window.fetchPoints(u, chart.name);
+        }],
+        init: [(u) => u.over.addEventListener("dblclick", () => {
+          plots.forEach((plot, i) => {
+            plot.zoomed = false;
+            plot.setData(lines(run.charts[i], boxes[i]));
+          });
+        })],
       },
     };
     readout.textContent = chart.summary;
-    const data = [chart.x, y, ...(chart.low ? [chart.low, chart.high] : []), ...(chart.more || []).map((each) => each.y)];
-    return new uPlot(options, data, holder);
+    return new uPlot(options, lines(chart, box), holder);
   }
 
   let boxes = [];
@@ -208,10 +219,8 @@
     run = next;
     if (replaced) return findBoxes();
     plots.forEach((plot, i) => {
-      const chart = run.charts[i], log = boxes[i].dataset.log === "1";
-      const y = log ? chart.y.map((v) => (v > 0 ? v : null)) : chart.y;
-      plot.setData(chart.low ? [chart.x, y, chart.low, chart.high] : [chart.x, y], !plot.zoomed);
-      if (plot.zoomed) plot.redraw();
+      const chart = run.charts[i];
+      if (!plot.zoomed) plot.setData(lines(chart, boxes[i]));
       if (plot.cursor.idx == null) boxes[i].querySelector(".readout").textContent = chart.summary;
       const details = boxes[i].querySelector("details");
       if (details.open) fill(details, chart);

@@ -116,6 +116,23 @@ def test_news_reach_a_page_that_is_open(viewer: Viewer, folder: Path) -> None:
     ]
 
 
+def test_a_part_of_a_chart_has_all_its_points(viewer: Viewer, folder: Path) -> None:
+    begin = json.loads((folder / "events.jsonl").read_text().splitlines()[0])["t"]
+    with (folder / "events.jsonl").open("a") as file:
+        for number in range(9000):
+            event = {"t": begin + 1000 + number, "kind": "metrics", "step": number, "loss": number}
+            file.write(json.dumps(event) + "\n")
+    _, found = next(viewer.stream("/runs/digits-3/events"))
+    chart = next(each for each in found["data"]["charts"] if each["name"] == "loss")
+    assert len(chart["x"]) <= 2000
+    status, text, _ = viewer.get("/runs/digits-3/charts/loss?from=2000&to=2100.5")
+    assert status == 200
+    # and one beyond each end
+    assert json.loads(text)["y"] == list(range(999, 1102))
+    assert viewer.get("/runs/digits-3/charts/position?from=0&to=1")[0] == 404
+    assert viewer.get("/runs/digits-3/charts/loss?from=a&to=1")[0] == 400
+
+
 def test_a_run_that_is_removed_is_told(viewer: Viewer, folder: Path) -> None:
     news = viewer.stream("/runs/digits-3/events")
     next(news)
