@@ -62,13 +62,16 @@ def chart_boxes(charts: Sequence[Mapping[str, Any]]) -> str:
     boxes = []
     for chart in charts:
         button = (
-            '<button type="button" aria-pressed="false">log</button>' if chart.get("log") else ""
+            '<button type="button" class="log" aria-pressed="false">log</button>'
+            if chart.get("log")
+            else ""
         )
         boxes.append(
             f'<div class="chart" data-name="{escape(chart["name"])}" role="figure" '
             f'aria-label="{escape(chart["title"])}"><div class="chart-head">'
             f'<h3>{escape(chart["title"])}</h3><span class="unit">{escape(chart["unit"])}</span>'
-            f'{button}<span class="readout" aria-live="polite"></span></div>'
+            f'{button}<button type="button" class="save" aria-label="save as PNG">PNG</button>'
+            '<span class="readout" aria-live="polite"></span></div>'
             '<div class="plot" tabindex="0" role="img" '
             f'aria-label="{escape(chart["title"])}: arrow keys read its points"></div>'
             "<details><summary>Data</summary></details></div>"

@@ -185,6 +185,22 @@
     const next = Math.min(last, Math.max(0, now + by));
     plot.setCursor({ left: plot.valToPos(plot.data[0][next], "x"), top: 10 });
   }
+  function save(plot, chart) {
+    const drawn = plot.ctx.canvas;
+    const picture = document.createElement("canvas");
+    [picture.width, picture.height] = [drawn.width, drawn.height];
+    const to = picture.getContext("2d");
+    to.fillStyle = color("card");
+    to.fillRect(0, 0, picture.width, picture.height);
+    to.drawImage(drawn, 0, 0);
+    picture.toBlob((blob) => {
+      const link = document.createElement("a");
+      link.href = URL.createObjectURL(blob);
+      link.download = chart.name + ".png";
+      link.click();
+      URL.revokeObjectURL(link.href);
+    });
+  }
   const strides = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -1e9, End: 1e9 };
 
   function listen(box, i) {
@@ -195,7 +211,8 @@
       event.preventDefault();
       step(plots[i], strides[event.key]);
     });
-    const button = box.querySelector("button");
+    box.querySelector("button.save").addEventListener("click", () => save(plots[i], run.charts[i]));
+    const button = box.querySelector("button.log");
     if (!button) return;
     button.addEventListener("click", () => {
       const on = box.dataset.log !== "1";
