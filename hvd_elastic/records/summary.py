@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -134,8 +135,8 @@ class TimedEvent:
 class MetricSeries:
     """The values of one metric over time; ``values`` may contain NaN, as for a diverged loss."""
 
-    at_s: list[float] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    at_s: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,7 +66,8 @@ def render_comparison(summaries: Sequence[RunSummary]) -> str:
 
 
 def _sizes(summary: RunSummary) -> MetricSeries:
-    return MetricSeries([at for at, _ in summary.sizes], [float(n) for _, n in summary.sizes])
+    times = array("d", (at_s for at_s, _ in summary.sizes))
+    return MetricSeries(times, array("d", (size for _, size in summary.sizes)))
 
 
 def _chart(

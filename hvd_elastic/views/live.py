@@ -17,7 +17,14 @@ from hvd_elastic.records.run_folder import RunFolder, list_runs
 from hvd_elastic.records.run_state import run_row, run_state
 from hvd_elastic.records.summary import RunSummary, take_event
 from hvd_elastic.views.page import cell, escape, read_asset, table
-from hvd_elastic.views.report import chart_names, report_parts, zoomed_points
+from hvd_elastic.views.report import (
+    MAX_POINTS,
+    Charts,
+    chart_names,
+    make_charts,
+    report_parts,
+    zoomed_points,
+)
 
 _FRESH_S = 0.4
 """Age of what was read up to which it is not read again [s]."""
@@ -50,6 +57,9 @@ class LiveRun:
         self._lock = threading.Lock()
         self._read_at = 0.0
         self._audit: AuditResult | None = None
+        self._charts: Charts = ([], [])
+        self._charts_key: Any = None
+        self._charts_at_s = 0.0
         self._rendered: tuple[tuple[int, str], dict[str, Any]] | None = None
 
     def read(self) -> RunSummary:
@@ -91,10 +101,14 @@ class LiveRun:
             status, summary.status = summary.status, state
             try:
                 parts, data = report_parts(
-                    summary, self._audit_of(state), asked=self.folder.read_run()
+                    summary,
+                    self._audit_of(state),
+                    asked=self.folder.read_run(),
+                    charts=self._charts_of(state),
                 )
             finally:
                 summary.status = status
+            data["duration_s"] = self._charts_at_s
             if not _has_ended(state):
                 parts["audit"] = ""  # it is checked once the run has ended
             parts = {"header": "", "words": _words(summary, state), **parts}
@@ -114,6 +128,16 @@ class LiveRun:
                 raise RunError(f"run {self.folder.run_id} has no chart {name!r}")
             x, y = zoomed_points(summary, name, begin_s, end_s)
             return {"x": x, "y": y}
+
+    def _charts_of(self, state: str) -> Charts:
+        """Return the charts, made anew where a pixel or more would differ."""
+        summary = self._summary
+        key = (state, len(summary.sizes), tuple(chart_names(summary)))
+        pixel_s = summary.duration_s / MAX_POINTS
+        if key != self._charts_key or summary.duration_s - self._charts_at_s >= pixel_s:
+            self._charts = make_charts(summary)
+            self._charts_key, self._charts_at_s = key, summary.duration_s
+        return self._charts
 
     def _audit_of(self, state: str) -> AuditResult:
         """Return the audit, which is checked once the run has ended."""

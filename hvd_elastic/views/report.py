@@ -27,6 +27,9 @@ from hvd_elastic.views.page import (
     write_page,
 )
 
+Charts = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+"""Charts of a run, and those of an adaptive batch."""
+
 MAX_POINTS = 2000
 """Most points of one plot: about two for each pixel of its width."""
 
@@ -104,7 +107,11 @@ def render_report(
 
 
 def report_parts(
-    summary: RunSummary, audit: AuditResult, *, asked: Mapping[str, Any] | None = None
+    summary: RunSummary,
+    audit: AuditResult,
+    *,
+    asked: Mapping[str, Any] | None = None,
+    charts: Charts | None = None,
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the parts of the page as HTML by name, in their order, and the input of report.js.
 
@@ -112,8 +119,9 @@ def report_parts(
         summary: summary of the run's events.
         audit: result of the audit.
         asked: contents of run.json, for the command of the run.
+        charts: the charts, as :func:`make_charts` has made them; None: make them.
     """
-    charts, of_the_batch = _charts(summary)
+    own, of_the_batch = make_charts(summary) if charts is None else charts
     marks = [
         {"at_s": rescale.at_s, "label": str(number), "way": _way(rescale)}
         for number, rescale in enumerate(summary.live_rescales, start=1)
@@ -123,7 +131,7 @@ def report_parts(
         "tiles": _tiles(summary, audit),
         "failure": _failure(summary),
         "hosts": allocation_picture(summary),
-        "plots": _plots(charts, bool(marks)),
+        "plots": _plots(own, bool(marks)),
         "batch": _batch_panel(summary, of_the_batch),
         "rescales": _rescale_table(summary),
         "audit": _audit_section(audit),
@@ -132,7 +140,7 @@ def report_parts(
         "checkpoints": _checkpoint_table(summary),
         "warnings": _warning_table(summary),
     }
-    data = {"duration_s": summary.duration_s, "charts": charts + of_the_batch, "marks": marks}
+    data = {"duration_s": summary.duration_s, "charts": own + of_the_batch, "marks": marks}
     return parts, data
 
 
@@ -157,23 +165,26 @@ def downsample(
         return list(x), list(y)
     import numpy as np
 
-    values = np.asarray(y, dtype=np.float64)
-    keep: set[int] = set()
-    for part in np.array_split(np.arange(len(values)), max_points // 4):
-        first = int(part[0])
-        keep.update((first, int(part[-1])))
-        piece = values[part]
-        if np.isfinite(piece).any():
-            keep.add(first + int(np.argmin(np.where(np.isfinite(piece), piece, np.inf))))
-            keep.add(first + int(np.argmax(np.where(np.isfinite(piece), piece, -np.inf))))
-    chosen = sorted(keep)
+    count = len(y)
+    size = -(-count // (max_points // 4))
+    firsts = np.arange(0, count, size)
+    # Parts as rows; the last one is filled up with NaN.
+    values = np.full(len(firsts) * size, np.nan)
+    values[:count] = np.asarray(y, dtype=np.float64)
+    values[~np.isfinite(values)] = np.nan
+    rows = values.reshape(-1, size)
+    some = ~np.isnan(rows).all(axis=1)
+    lowest = firsts[some] + np.nanargmin(rows[some], axis=1)
+    highest = firsts[some] + np.nanargmax(rows[some], axis=1)
+    lasts = np.minimum(firsts + size, count) - 1
+    chosen = np.unique(np.concatenate([firsts, lowest, highest, lasts])).tolist()
     return [x[place] for place in chosen], [y[place] for place in chosen]
 
 
 # -- plots ---------------------------------------------------------------------------------------
 
 
-def _charts(summary: RunSummary) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def make_charts(summary: RunSummary) -> Charts:
     """Return the charts of the run, and those of an adaptive batch."""
     charts: list[dict[str, Any]] = []
     of_the_batch: list[dict[str, Any]] = []

@@ -242,21 +242,31 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         if self.command == "HEAD":
             return
-        told, alive_at = None, time.monotonic()
+        told: dict[str, Any] = {"html": {}}
+        alive_at = time.monotonic()
         with contextlib.suppress(OSError):  # it went away
             while True:
                 try:
-                    text = json.dumps(look(), allow_nan=False)
+                    found = look()
                 except HvdElasticError as error:
                     self.wfile.write(f"event: gone\ndata: {json.dumps(str(error))}\n\n".encode())
                     return
-                if text != told:
+                if found != told:
+                    text = json.dumps(_news(found, told), allow_nan=False)
                     self.wfile.write(f"data: {text}\n\n".encode())
-                    told, alive_at = text, time.monotonic()
+                    told, alive_at = found, time.monotonic()
                 elif time.monotonic() - alive_at > _ALIVE_S:
                     self.wfile.write(b": alive\n\n")
                     alive_at = time.monotonic()
                 time.sleep(_UPDATE_S)
+
+
+def _news(found: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of a page, and its charts, that differ from what a viewer was told."""
+    html = {name: text for name, text in found["html"].items() if told["html"].get(name) != text}
+    data = found.get("data")
+    charts = {} if data is None or data == told.get("data") else {"data": data}
+    return {"html": html, "live": found["live"], **charts}
 
 
 def serve_until_interrupted(dashboard: Dashboard) -> None:

@@ -7,7 +7,7 @@
   const source = new EventSource(document.body.dataset.events);
   source.onmessage = (message) => {
     const { html, data, live } = JSON.parse(message.data);
-    const now = data ? data.charts.map((chart) => chart.name).join() : "";
+    const now = data ? data.charts.map((chart) => chart.name).join() : names;
     const replaced = data && now !== names;
     for (const [name, text] of Object.entries(html)) {
       const part = parts.get(name);
