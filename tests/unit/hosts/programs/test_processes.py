@@ -74,13 +74,14 @@ def test_who_does_not_hear_term_is_killed_and_the_stopped_are_woken() -> None:
     said = supervise(
         """
         deaf = "import signal, time; signal.signal(15, 1); print(1, flush=True); time.sleep(1000)"
-        tidy = "import signal, sys, time; signal.signal(15, lambda *_: (print('bye', flush=True),"
+        # os.write: it may be stopped inside of print, which cannot be called twice at once.
+        tidy = "import os, signal, sys, time; signal.signal(15, lambda *_: (os.write(1, b'bye'),"
         tidy += "sys.exit())); print(1, flush=True); time.sleep(1000)"
         one, first = start(deaf)
         two, second = start(tidy)
         first.readline(), second.readline()
         two.send_signal(signal.SIGSTOP)
-        ended = end_processes(descendants, 0.5)
+        ended = end_processes(descendants, 2)
         print(sorted(ended.values()), descendants(), second.readline().strip())
         """
     )
