@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -9,9 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hvd_elastic.control.commands import Member
+from hvd_elastic.hosts.engine import Engine
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.ssh import SshOptions, is_local, own_address_towards
-from hvd_elastic.leader.remote_agent import AgentConnection, Post, Sender
+from hvd_elastic.hosts.ssh import SshOptions, connect, is_local, own_address_towards
+from hvd_elastic.leader.remote_agent import AgentConnection, Connect, Post, Sender
 from hvd_elastic.leader.rendezvous import EntryRelay
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.wire import messages as msg
@@ -42,18 +44,28 @@ class Agents:
         spec: specification of the run.
         environment: variables for the workers, passed on through the agents' stdin.
         post: called with a connection and each message of its agent, from other threads.
+        engine: what owns the hosts; None: they are reached over ssh.
 
     Attributes:
         by_host: connections by host, including those whose agent is still being started.
     """
 
-    def __init__(self, spec: RunSpec, environment: Mapping[str, str], post: Post) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        environment: Mapping[str, str],
+        post: Post,
+        engine: Engine | None = None,
+    ) -> None:
         self.by_host: dict[str, AgentConnection] = {}
         self._spec = spec
         self._environment = dict(environment)
         self._post = post
         config = spec.ssh_config
         self._options = SshOptions(config_path=None if config is None else Path(config))
+        self._engine = engine
+        by_ssh = functools.partial(connect, options=self._options)
+        self._connect: Connect = by_ssh if engine is None else engine.connect
         self._logins = threading.Semaphore(_LOGINS)
         self._sender = Sender()
         self._relay = EntryRelay(0, ())
@@ -109,7 +121,7 @@ class Agents:
             ),
         )
         self.by_host[name] = AgentConnection(
-            host, self._options, spec.python, hello, self._post, self._logins, self._sender
+            host, self._connect, spec.python, hello, self._post, self._logins, self._sender
         )
 
     def heartbeat_s(self, hosts: int) -> float:
@@ -124,6 +136,8 @@ class Agents:
         Otherwise, or if all hosts are this machine, it is the loopback address. Agents of other
         hosts do not use it.
         """
+        if self._engine is not None:
+            return self._engine.address_towards(list(others))
         if is_local(host, self._options):
             for other in others:
                 if not is_local(other, self._options):

@@ -16,6 +16,7 @@ from typing import Any
 from hvd_elastic.control.events import AgentFailed, WorkerExited
 from hvd_elastic.control.fleet import backoff
 from hvd_elastic.hosts.certificate import make_certificate
+from hvd_elastic.hosts.engine import Engine
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.agents import Agents
 from hvd_elastic.leader.remote_agent import AgentConnection, FromAgent
@@ -60,6 +61,7 @@ class InputHosts:
         post: has a function called in the leader's loop.
         emit: records an event.
         changed: called when the ranks should read from other processes.
+        engine: what owns the hosts; None: they are reached over ssh.
 
     Attributes:
         watch: follows how long the ranks wait for their data.
@@ -74,11 +76,13 @@ class InputHosts:
         post: Callable[[Callable[[], None]], None],
         emit: Callable[[str, Mapping[str, Any]], None],
         changed: Callable[[msg.UseInput], None],
+        engine: Engine | None = None,
     ) -> None:
         self._agents = Agents(
             spec,
             environment,
             lambda agent, message: post(lambda: self._heard(agent, message)),
+            engine,
         )
         self._failure_timeout_s = spec.failure_timeout_s
         self._led, self._emit, self._changed = led, emit, changed

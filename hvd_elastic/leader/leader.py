@@ -43,6 +43,7 @@ from hvd_elastic.records.summary import RunSummary, summarize
 from hvd_elastic.wire import messages as msg
 
 if TYPE_CHECKING:
+    from hvd_elastic.hosts.engine import Engine
     from hvd_elastic.leader.scaling import Scaler
 
 _TAKEOVER_S = 12.0
@@ -99,6 +100,7 @@ class Leader:
         show: called with every event as it is recorded.
         show_output: called with (host, local rank, line) for each line that rank 0 prints.
         resumed: whether the run had a leader before.
+        engine: what owns the hosts; None: they are reached over ssh.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Leader:
         show_output: ShowOutput,
         *,
         resumed: bool = False,
+        engine: Engine | None = None,
     ) -> None:
         self._spec = spec
         self._folder = folder
@@ -118,7 +121,7 @@ class Leader:
         self._next_tick = time.monotonic()
         self._journal = Journal(folder, show, show_output, audit=spec.audit)
         self._hostfile = HostfileWatch(spec, self._journal.warn)
-        self._agents = Agents(spec, environment, self._post)
+        self._agents = Agents(spec, environment, self._post, engine)
         self._workers = Workers(folder)
         self._watch = ProgressWatch(spec.failure_timeout_s)
         self._readers = InputHosts(
@@ -129,6 +132,7 @@ class Leader:
             post=self._loop.post,
             emit=self._journal.emit,
             changed=self._tell_of_readers,
+            engine=engine,
         )
         store = CheckpointStore(
             folder.run_id,

@@ -24,7 +24,7 @@ from hvd_elastic.control.events import AgentFailed
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.errors import HostKeyError, HostUnknownError, HvdElasticError, SshError
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.ssh import Connection, SshOptions, connect
+from hvd_elastic.hosts.ssh import Connection
 from hvd_elastic.hosts.transfer import receive_file, send_file
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError, encode
@@ -40,6 +40,7 @@ _MISSING_MODULE = re.compile(r"ModuleNotFoundError: .*'(?P<name>[\w.]+)'")
 
 FromAgent = msg.AgentToLeader | AgentFailed
 Post = Callable[["AgentConnection", FromAgent], None]
+Connect = Callable[[Host], Connection]
 
 
 class Sender:
@@ -117,7 +118,7 @@ class AgentConnection:
 
     Args:
         host: host of the agent.
-        options: ssh options of the connection.
+        connect: returns a connection to the host, or raises SshError; may block.
         python: path of the interpreter on that host.
         hello: first message to the agent, with what it needs to know about the run.
         post: called with this connection and each message of the agent, from other threads.
@@ -128,7 +129,7 @@ class AgentConnection:
     def __init__(
         self,
         host: Host,
-        options: SshOptions,
+        connect: Connect,
         python: str,
         hello: msg.LeaderHello,
         post: Post,
@@ -147,7 +148,7 @@ class AgentConnection:
         """The agent's hello, which describes its host; None before it arrived."""
         self.acted_upon = 0
         """Number of the last message that was acted upon; the agent may forget up to it."""
-        self._options = options
+        self._connect = connect
         self._python = python
         self._hello = hello
         self._post = post
@@ -275,7 +276,7 @@ class AgentConnection:
 
     def _start(self) -> None:
         with self._logins:
-            self._connection = connect(self.host, self._options)
+            self._connection = self._connect(self.host)
         # Every user of the host can read this command line, so the training command and the
         # environment are sent through stdin instead.
         command = f"exec {shlex.quote(self._python)} -m hvd_elastic.agent.agent"

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.ssh import LocalConnection, SshOptions
-from hvd_elastic.leader import remote_agent
+from hvd_elastic.hosts.ssh import LocalConnection
 from hvd_elastic.leader.agents import Agents
 from hvd_elastic.leader.remote_agent import AgentConnection, Sender
 from hvd_elastic.leader.spec import RunSpec
@@ -86,19 +85,17 @@ Open = Callable[[], tuple[AgentConnection, Pipe]]
 
 
 @pytest.fixture
-def open_agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+def open_agent() -> Iterator[Open]:
     """Opens a connection whose hello is on its way."""
     sender, opened = Sender(), list[AgentConnection]()
     ends: list[Connection] = []
 
-    def connect(*_: Any) -> Connection:
+    def connect(*_: Any) -> Any:
         ends.append(Connection())
         return ends[-1]
 
-    monkeypatch.setattr(remote_agent, "connect", connect)
-
     def start() -> tuple[AgentConnection, Pipe]:
-        arguments = Host("b", slots=1), SshOptions(), "python3", leader_hello()
+        arguments = Host("b", slots=1), connect, "python3", leader_hello()
         logins = threading.Semaphore()
         opened.append(AgentConnection(*arguments, lambda *_: None, logins, sender))
         while len(ends) < len(opened):
@@ -159,11 +156,11 @@ def test_a_full_pipe_has_no_room() -> None:
     assert not process.stdin.is_ready(), "it is closed"
 
 
-def test_so_many_hosts_log_in_at_a_time_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_hosts_log_in_at_a_time_and_no_more() -> None:
     now, most = 0, 0
     counting = threading.Lock()
 
-    def connect(*_: Any) -> Connection:
+    def connect(*_: Any) -> Any:
         nonlocal now, most
         with counting:
             now += 1
@@ -173,9 +170,8 @@ def test_so_many_hosts_log_in_at_a_time_and_no_more(monkeypatch: pytest.MonkeyPa
             now -= 1
         raise OSError("not today")
 
-    monkeypatch.setattr(remote_agent, "connect", connect)
     logins, sender = threading.Semaphore(3), Sender()
-    arguments = SshOptions(), "python3", leader_hello(), lambda *_: None, logins, sender
+    arguments = connect, "python3", leader_hello(), lambda *_: None, logins, sender
     agents = [AgentConnection(Host(f"h{number}"), *arguments) for number in range(12)]
     for agent in agents:
         assert agent.wait_gone(TIMEOUT_S)

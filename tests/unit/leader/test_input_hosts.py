@@ -27,7 +27,9 @@ CPU1 = Host("cpu1", slots=0, cpus=3, labels=("input",))
 class FakeAgents:
     """Stands for :class:`hvd_elastic.leader.agents.Agents`."""
 
-    def __init__(self, spec: RunSpec, environment: Mapping[str, str], post: Any) -> None:
+    def __init__(
+        self, spec: RunSpec, environment: Mapping[str, str], post: Any, _engine: Any
+    ) -> None:
         self.post = post
         self.by_host: dict[str, Any] = {}
         self.sent: list[tuple[str, Any]] = []

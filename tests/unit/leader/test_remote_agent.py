@@ -16,8 +16,6 @@ import pytest
 from hvd_elastic.control.events import AgentFailed
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.ssh import SshOptions
-from hvd_elastic.leader import remote_agent
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.remote_agent import AgentConnection, Sender
 from hvd_elastic.leader.spec import RunSpec
@@ -57,17 +55,17 @@ class Connection:
 
 
 def heard(
-    monkeypatch: pytest.MonkeyPatch,
     output: bytes,
     stderr: bytes = b"",
     on: list[AgentConnection] | None = None,
 ) -> list[Any]:
     """What is posted of an agent that writes this; ``on`` gets the connection."""
     process = Process(output, stderr)
-    monkeypatch.setattr(remote_agent, "connect", lambda *_: Connection(process))
     posted: queue.Queue[Any] = queue.Queue()
     connection = AgentConnection(
-        *(Host("b", slots=1), SshOptions(), "python3", leader_hello()),
+        Host("b", slots=1),
+        lambda _: Connection(process),  # type: ignore[arg-type,return-value]
+        *("python3", leader_hello()),
         lambda _, message: posted.put(message),
         threading.Semaphore(),
         Sender(),
@@ -90,30 +88,26 @@ def heard(
         (b'{"ev": "worker", "worker": "w", "message": {"kind": "x"}}', "Invalid value 'x'"),
     ],
 )
-def test_an_agent_that_sends_what_is_no_message_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, line: bytes, words: str
-) -> None:
+def test_an_agent_that_sends_what_is_no_message_is_given_up(line: bytes, words: str) -> None:
     later = encode(msg.AgentBeat({}))
-    hello, down = heard(monkeypatch, HELLO + line + b"\n" + later)
+    hello, down = heard(HELLO + line + b"\n" + later)
     assert isinstance(hello, msg.AgentHello)
     assert words in down.cause
     assert not down.fatal, "it is tried again"
 
 
-def test_what_a_shell_prints_before_the_agent_speaks_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_shell_prints_before_the_agent_speaks_is_passed_over() -> None:
     noise = b'Welcome to b\n{"motd": 1}\n[]\n'
     warning = msg.AgentWarning("it works")
-    hello, heard_later, _ = heard(monkeypatch, noise + HELLO + encode(warning))
+    hello, heard_later, _ = heard(noise + HELLO + encode(warning))
     assert isinstance(hello, msg.AgentHello)
     assert heard_later == warning
 
 
-def test_heartbeats_wait_to_be_taken_and_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_wait_to_be_taken_and_wake_nobody() -> None:
     beats = [msg.AgentBeat({"w": Activity(step=step)}) for step in (1, 2)]
     connections: list[AgentConnection] = []
-    hello, down = heard(monkeypatch, HELLO + b"".join(map(encode, beats)), on=connections)
+    hello, down = heard(HELLO + b"".join(map(encode, beats)), on=connections)
     assert isinstance(hello, msg.AgentHello)
     assert isinstance(down, AgentFailed)
     (connection,) = connections
@@ -122,11 +116,9 @@ def test_heartbeats_wait_to_be_taken_and_wake_nobody(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("fields", [b"", b', "python": "%s"' % platform.python_version().encode()])
-def test_the_hello_of_another_version_is_told_as_that(
-    monkeypatch: pytest.MonkeyPatch, fields: bytes
-) -> None:
+def test_the_hello_of_another_version_is_told_as_that(fields: bytes) -> None:
     line = b'{"ev": "hello", "protocol": 3, "version": "0.0.1"%s, "swept": "no number"}\n' % fields
-    (down,) = heard(monkeypatch, line)
+    (down,) = heard(line)
     assert down.fatal
     assert "host b has " in down.cause
     if fields:
@@ -146,10 +138,8 @@ def test_the_hello_of_another_version_is_told_as_that(
         ),
     ],
 )
-def test_a_package_that_a_host_lacks_is_named(
-    monkeypatch: pytest.MonkeyPatch, stderr: bytes, words: str
-) -> None:
-    (down,) = heard(monkeypatch, b"", stderr)
+def test_a_package_that_a_host_lacks_is_named(stderr: bytes, words: str) -> None:
+    (down,) = heard(b"", stderr)
     assert down.fatal
     assert words in down.cause
 
