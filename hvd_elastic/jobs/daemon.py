@@ -399,8 +399,11 @@ class Daemon:
             state = "up" if cause is None else "lost"
             rows.append(
                 {
-                    **{"host": host.name, "slots": host.slots, "state": state},
-                    **{"jobs": jobs, "cause": cause},
+                    "host": host.name,
+                    "slots": host.slots,
+                    "state": state,
+                    "jobs": jobs,
+                    "cause": cause,
                 }
             )
         return rows

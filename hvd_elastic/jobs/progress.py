@@ -160,6 +160,8 @@ class RunProgress:
             host = str(event.get("host"))
             self._lost[host] = str(event.get("cause") or "lost")
             self._processes = {slot for slot in self._processes if slot[0] != host}
+        elif kind == "warning" and "unusable_host" in event:
+            self._lost[str(event["unusable_host"])] = str(event.get("message"))
         elif kind == "agent_started":
             self._lost.pop(str(event.get("host")), None)
         elif kind == "waiting":
