@@ -67,7 +67,7 @@ COMMANDS: dict[str, LazyCommand] = {
         "hvd_elastic.cli.cluster_daemon", "hosts", "Show the hosts of a cluster and their jobs."
     ),
     "submit": LazyCommand(
-        "hvd_elastic.cli.jobs", "submit", "Put a job into the queue of a cluster.", _PASS_ON
+        "hvd_elastic.cli.submit", "submit", "Put a job into the queue of a cluster.", _PASS_ON
     ),
     "queue": LazyCommand("hvd_elastic.cli.jobs", "queue", "List the jobs of a cluster."),
     "why": LazyCommand("hvd_elastic.cli.jobs", "why", "Say why a job waits, or has its slots."),

@@ -58,6 +58,8 @@ class RunProgress:
         self._lost: dict[str, str] = {}
         self._processes: set[tuple[str, int]] = set()
         self._size, self._size_since = 0, 0.0
+        self._length: float | None = None
+        """Useful examples that the script will train in all."""
         self._epochs: tuple[float, float] = (0.0, 0.0)
         """Number of whole epochs, and useful examples at the end of the last."""
         self._curve: tuple[StepTimeModel, float, tuple[int, ...], np.ndarray] | None = None
@@ -104,9 +106,14 @@ class RunProgress:
         return self.attained_slot_s + going
 
     def remaining(self, target_examples: float | None, epochs: float | None) -> float | None:
-        """Return the useful examples that are left; None: not known."""
+        """Return the useful examples that are left; None: not known.
+
+        What the script itself reports is better than what its user says.
+        """
         if target_examples is not None:
             return max(target_examples - self.done, 1.0)
+        if self._length is not None:
+            return max(self._length - self.done, 1.0)
         passed, useful = self._epochs
         if epochs is None or passed <= 0 or useful <= 0:
             return None
@@ -143,6 +150,7 @@ class RunProgress:
             self.ending = None
             self.began_at = at
             self._processes.clear()
+            self._lost.clear()
         elif kind == "taken_over":
             self._resized(int(event.get("size") or 0), at)
         elif kind == "rescale_started":
@@ -166,6 +174,10 @@ class RunProgress:
             self._lost.pop(str(event.get("host")), None)
         elif kind == "waiting":
             self.waiting = str(event.get("reason") or "")
+        elif kind == "training_length":
+            self._length = (
+                float(event.get("epochs") or 0) * float(event.get("examples") or 0) or None
+            )
         elif kind == "metrics":
             self._note_epochs(event)
         elif kind == "run_finished":

@@ -823,7 +823,7 @@ class Leader:
             case msg.TrainingStopped(reason=reason):
                 self._progress.stopped = reason
                 self._journal.emit(*said.as_event())
-            case msg.BatchPlan() | msg.Shares() | msg.RescaleFinished():
+            case msg.BatchPlan() | msg.Shares() | msg.RescaleFinished() | msg.TrainingLength():
                 self._journal.emit(*said.as_event())
             case msg.WorkerWarning(message=text):
                 self._journal.warn(f"worker {self._workers.name(worker)}: {text}")

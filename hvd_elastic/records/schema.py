@@ -333,6 +333,7 @@ _ALL = (
     RescaleStarted,
     _reported(msg.RescaleFinished),
     _reported(msg.TrainingStopped),
+    _reported(msg.TrainingLength),
     TrainingGoesOn,
     Metrics,
     _reported(msg.BatchPlan),

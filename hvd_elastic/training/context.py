@@ -66,6 +66,8 @@ class Context:
         self.last_reader: tuple[tuple[int, int], object] | None = None
         self._audit = Audit(self.worker)
         self._has_loader = False
+        self._examples = 0
+        self._told_epochs = 0
         self.kept: dict[str, Any] = {}
         self._before_change: dict[str, Callable[[], None]] = {}
         self._change_agreed = False
@@ -131,6 +133,14 @@ class Context:
         for averager in averagers:
             averager.adapt()
 
+    def tell_length(self, epochs: int) -> None:
+        """Report once how many epochs the script trains, for predictions of its end."""
+        worker = self.worker
+        if self._examples and epochs != self._told_epochs:
+            self._told_epochs = epochs
+            if worker.communicator.rank == 0:
+                worker.sink.send(msg.TrainingLength(epochs, self._examples))
+
     def register_data(self, examples: int, dropped: int, planner: Planner) -> None:
         """Register the loader whose batches are the steps.
 
@@ -139,7 +149,7 @@ class Context:
             dropped: number of examples that an epoch leaves out.
             planner: divides its steps.
         """
-        self._has_loader = True
+        self._has_loader, self._examples = True, examples
         worker = self.worker
         if worker.audit:
             worker.sink.send(msg.Dataset(examples, dropped))

@@ -112,6 +112,7 @@ def epochs(count: int) -> Iterator[int]:
     ctx = context.current()
     worker = ctx.worker
     ctx.rollback.epochs_begin()
+    ctx.tell_length(count)
     while worker.progress.phase is not Phase.DONE:
         epoch = ctx.reading.epoch
         if ctx.planner.is_enough(epoch, count):

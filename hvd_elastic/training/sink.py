@@ -23,6 +23,7 @@ _EVENTS = (
     msg.FileSaved,
     msg.Restored,
     msg.TrainingStopped,
+    msg.TrainingLength,
     msg.WorkerWarning,
     msg.BatchPlan,
     msg.Shares,

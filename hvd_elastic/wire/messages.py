@@ -301,6 +301,16 @@ class TrainingStopped(WorkerReport, tag="training_stopped"):
     reason: str
 
 
+class TrainingLength(WorkerReport, tag="training_length"):
+    """How long the script trains: ``epochs`` of a data set of ``examples`` examples.
+
+    Where the batch adapts, they are epochs of scale-invariant progress.
+    """
+
+    epochs: int
+    examples: int
+
+
 class WorkerWarning(WorkerReport, tag="warning"):
     """A problem that does not stop training."""
 
@@ -402,6 +412,7 @@ _Report = (
     | Shares
     | RescaleFinished
     | TrainingStopped
+    | TrainingLength
     | WorkerWarning
     | Restored
     | Dataset
