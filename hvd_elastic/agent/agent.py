@@ -428,9 +428,7 @@ class Agent:
             return
         become_subreaper()
         swept = len(end_processes(functools.partial(_left_by_predecessor, hello), 0.5))
-        address = os.environ.get("SSH_CONNECTION", "").split(" ")
-        own_address = address[2] if len(address) == 4 else hello.local_address
-        self._interface = hello.interface or interface_of(own_address)
+        self._interface = hello.interface or interface_of(_own_address(hello))
         self._spool = Spool.of_run(hello)
         self._spool.keep_run(hello.run)
         workers = Workers(hello, self._spool.path, self._interface, self._tell)
@@ -475,6 +473,18 @@ class Agent:
 
 def _is_of_saved_file(message: msg.AgentToLeader) -> bool:
     return isinstance(message, msg.WorkerSaid) and isinstance(message.message, msg.FileSaved)
+
+
+def _own_address(hello: msg.LeaderHello) -> str:
+    """Return the address of this host for the other hosts."""
+    leader = os.environ.get("HVD_ELASTIC_LEADER_ADDRESS")
+    if leader:
+        family = socket.AF_INET6 if ":" in leader else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((leader, 9))  # sends nothing, only looks up the route
+            return str(probe.getsockname()[0])
+    ssh = os.environ.get("SSH_CONNECTION", "").split(" ")
+    return ssh[2] if len(ssh) == 4 else hello.local_address
 
 
 def _left_by_predecessor(hello: msg.LeaderHello) -> list[Process]:
