@@ -39,7 +39,7 @@ slots = st.dictionaries(st.sampled_from(sorted(HOSTS)), st.integers(1, 2), max_s
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[tuple[dict[str, int], int]]:
+def histories(draw: st.DrawFn) -> list[tuple[str, dict[str, int]]]:
     """Decisions of a scheduler: what each of three jobs is to have, which fits the hosts."""
     found = []
     for _ in range(3):
@@ -54,8 +54,8 @@ def histories(draw: st.DrawFn) -> list[tuple[dict[str, int], int]]:
 
 @given(histories())
 def test_no_slot_is_ever_used_twice_and_every_decision_is_reached(history):
-    held = {job: {} for job in "123"}
-    occupied = {job: {} for job in "123"}
+    held: dict[str, dict[str, int]] = {job: {} for job in "123"}
+    occupied: dict[str, dict[str, int]] = {job: {} for job in "123"}
     for decision in range(0, len(history), 3):
         wanted = dict(history[decision : decision + 3])
         for _ in range(12):
