@@ -59,6 +59,7 @@ class LazyCommand:
 
 COMMANDS: dict[str, LazyCommand] = {
     "run": LazyCommand("hvd_elastic.cli.run", "run", "Train a script over a hostfile.", _PASS_ON),
+    "slurm": LazyCommand("hvd_elastic.cli.slurm", "slurm", "Submit a run to Slurm."),
     "predict": LazyCommand(
         "hvd_elastic.cli.predict", "predict", "Compute a model's outputs for a data set.", _PASS_ON
     ),

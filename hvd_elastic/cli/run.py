@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import json
 import os
 import shutil
@@ -27,6 +25,7 @@ from hvd_elastic.cli.run_options import (
     check_tensorboard_option,
     raise_together,
     ssh_config_for,
+    takes_options,
 )
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import HvdElasticError, RunError, UsageError
@@ -35,6 +34,9 @@ from hvd_elastic.leader.spec import RunSpec, forwarded_environment
 from hvd_elastic.records.run_folder import RunFolder, check_run_id
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.records.tensorboard import TensorBoardWriter
+from hvd_elastic.slurm.allocation import own_allocation
+from hvd_elastic.slurm.commands import clean_environment
+from hvd_elastic.slurm.engine import SlurmEngine
 
 # Parameters that may be given with --resume; the run keeps all others from its start.
 _WITH_RESUME = {
@@ -42,25 +44,7 @@ _WITH_RESUME = {
 }
 
 
-def _takes_run_options(
-    function: Callable[[typer.Context, RunOptions], None],
-) -> Callable[..., None]:
-    """Return a typer command whose options are the fields of :class:`RunOptions`."""
-
-    @functools.wraps(function)
-    def command(context: typer.Context, **given: Any) -> None:
-        function(context, RunOptions(**given))
-
-    options = inspect.signature(RunOptions, eval_str=True).parameters.values()
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    context = inspect.Parameter("context", keyword, annotation=typer.Context)
-    parameters = [context, *(option.replace(kind=keyword) for option in options)]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    return command
-
-
-@_takes_run_options
+@takes_options(RunOptions)
 def run(context: typer.Context, options: RunOptions) -> None:
     """Train a script on the hosts of a hostfile, elastically.
 
@@ -209,6 +193,7 @@ def lead(
     json_output: bool,
     forget: bool = False,
     on_start: Callable[[], None] = lambda: None,
+    engine: SlurmEngine | None = None,
 ) -> int:
     """Lead a run to its end; return the exit status.
 
@@ -219,6 +204,7 @@ def lead(
         json_output: print every event as a JSON line.
         forget: remove the folder if another leader leads the run and this one started nothing.
         on_start: called at each event; the first call means that the run has begun.
+        engine: has the hosts of the run; None: they are found as its specification says.
     """
     from hvd_elastic.leader.leader import Leader
     from hvd_elastic.views.terminal import LastingView, unless_nobody_reads
@@ -226,6 +212,12 @@ def lead(
     def warn(message: str) -> None:
         show_event({"t": time.time(), "kind": "warning", "message": message})
 
+    environment = forwarded_environment(os.environ)
+    if spec.engine == "slurm":
+        engine = engine or SlurmEngine(folder.hosts, own_allocation(os.environ))
+        # Workers have the variables of their own node's step.
+        environment = clean_environment(environment)
+        spec = replace(spec, hostfile=str(folder.hosts))
     with (
         folder.take_lead(),
         LastingView(live=False if json_output else None) as view,
@@ -246,16 +238,6 @@ def lead(
             if not json_output:
                 view.print(f"[{host}:{slot}] {line}")
 
-        environment = forwarded_environment(os.environ)
-        engine = None
-        if spec.engine == "slurm":
-            from hvd_elastic.slurm.allocation import own_allocation
-            from hvd_elastic.slurm.commands import clean_environment
-            from hvd_elastic.slurm.engine import SlurmEngine
-
-            spec = replace(spec, hostfile=str(folder.hosts))
-            environment = clean_environment(environment)
-            engine = SlurmEngine(folder.hosts, own_allocation(os.environ))
         leader = Leader(
             spec, folder, environment, show_event, show_output, resumed=resumed, engine=engine
         )
