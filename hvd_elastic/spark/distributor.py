@@ -13,10 +13,10 @@ from hvd_elastic.engines.host_process import HostProcess
 from hvd_elastic.engines.task import Task
 from hvd_elastic.engines.training import Acquire, Check, Sizes, train
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.spark.executors import Executors, Request, visible_gpus
+from hvd_elastic.spark.executors import Executors, Request
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    pass
 
 _GPUS_OF_TASK = "spark.task.resource.gpu.amount"
 

@@ -13,14 +13,12 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from hvd_elastic.engines.dialled_hosts import DialledHosts
 from hvd_elastic.engines.host_process import HostProcess
 from hvd_elastic.errors import RunError
-from hvd_elastic.formatting import count
 
 _AGAIN_S = 2.0
 """Time until the job of a host that has failed is submitted again [s]."""
@@ -28,7 +26,9 @@ _MOST_FAILURES = 3
 """Jobs in a row that may fail before any host has come."""
 _END_S = 10.0
 """How long jobs get to end after their hosts have been told to [s]; then they are cancelled."""
-_SPARK_ERROR = re.compile(r"^(?:[\w.]+\.)?(?P<kind>\w+(?:Error|Exception)): (?P<text>\S.*)", re.M)
+_SPARK_ERROR = re.compile(
+    r"^(?:[\w.]+\.)?(?P<kind>\w+(?:Error|Exception)): (?P<text>\S.*)", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class Executors:
             else:
                 if not self._over.wait(_AGAIN_S) and not self._hosts.hosts:
                     self._failures += 1
+                    address = self._hosts.address_towards([])
                     self._failed = (
-                        "the executors cannot connect to the driver at "
-                        f"{self._hosts.address_towards([])}; set spark.driver.host to an address of "
-                        "this machine that they reach"
+                        f"the executors cannot connect to the driver at {address}; set "
+                        "spark.driver.host to an address of this machine that they reach"
                     )
 
     def _run_job(self, be_host: Callable[..., Any]) -> None:
