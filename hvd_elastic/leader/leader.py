@@ -186,6 +186,7 @@ class Leader:
             np=np,
             pinned=spec.pin_hosts,
             spares=spec.spares,
+            plain=spec.plain,
         )
         return RunMachine(config, has_checkpoint)
 
