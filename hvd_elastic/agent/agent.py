@@ -49,7 +49,9 @@ from hvd_elastic.agent.preemption.notice import NOTICE_S
 from hvd_elastic.agent.rendezvous import GenerationStore
 from hvd_elastic.agent.spool import Spool
 from hvd_elastic.agent.unacknowledged import UnacknowledgedLog
+from hvd_elastic.agent.worker_start import die_with_parent
 from hvd_elastic.agent.workers import Workers
+from hvd_elastic.hosts.programs.dial_back import PARENT_VARIABLE
 from hvd_elastic.hosts.programs.hold_command import become_subreaper
 from hvd_elastic.hosts.programs.processes import (
     Process,
@@ -500,6 +502,8 @@ def _left_by_predecessor(hello: msg.LeaderHello) -> list[Process]:
 
 def main() -> None:
     """Entry point of the agent process."""
+    if PARENT_VARIABLE in os.environ:  # the engine may take the host away with that process alone
+        die_with_parent(int(os.environ[PARENT_VARIABLE]))
     # Only messages may reach the leader on the real stdout; output of print goes to stderr.
     output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
