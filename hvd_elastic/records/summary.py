@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, groupby, islice
 from typing import Any
 
 from hvd_elastic.formatting import worker_name
@@ -21,6 +22,9 @@ METRIC_FIELDS = frozenset(
     }
 )  # fmt: skip
 """Fields of ``metrics`` events that the library sets; all others come from the script."""
+_TOGETHER = 10_000
+"""Most events that are taken together, since they are in memory meanwhile."""
+_NOT_SERIES = frozenset({"t", "mono", "kind", "step", "epoch", "examples"})
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,8 @@ class RunSummary:
         input_hosts: hosts that read for the ranks, with the number of their processes.
         missed: how the last change fell short of its prediction; empty: it did not.
         stopped_for: why the script has ended training early; empty: it has not.
+        rank_s: newest compute time of a step of each rank [s]; empty: not measured.
+        rank_shares: newest examples of each rank in a full step; empty: equal shares.
     """
 
     run_id: str = ""
@@ -213,6 +219,8 @@ class RunSummary:
     input_hosts: dict[str, int] = field(default_factory=dict)
     missed: str = ""
     stopped_for: str = ""
+    rank_s: list[float | None] = field(default_factory=list)
+    rank_shares: list[float | None] = field(default_factory=list)
 
     @property
     def duration_s(self) -> float:
@@ -271,9 +279,33 @@ def summarize(records: Iterable[Mapping[str, Any]]) -> RunSummary:
     ('running', 10, 2, 3.0, {'loss': 0.5, 'accuracy': 0.9})
     """
     run = RunSummary()
-    for record in records:
-        take_event(run, record)
+    take_events(run, records)
     return run
+
+
+def take_events(run: RunSummary, records: Iterable[Mapping[str, Any]]) -> None:
+    """Update the summary with the next events, oldest first.
+
+    Nearly all events of a long run are metrics with equal fields: they are taken together, field
+    by field, which is ten times as fast.
+    """
+    for fields, group in groupby(records, _fields_of_metrics):
+        while some := list(islice(group, _TOGETHER)):
+            first, *more = some
+            take_event(run, first)
+            if fields is not None and run.first_step_s is not None and _are_timed(some):
+                _equal_metrics(run, more)
+            else:
+                for record in more:
+                    take_event(run, record)
+
+
+def _fields_of_metrics(record: Mapping[str, Any]) -> tuple[str, ...] | None:
+    return tuple(record) if record.get("kind") == "metrics" else None
+
+
+def _are_timed(records: Iterable[Mapping[str, Any]]) -> bool:
+    return {type(record.get("t")) for record in records} <= {int, float}
 
 
 def take_event(run: RunSummary, record: Mapping[str, Any]) -> None:
@@ -430,18 +462,27 @@ def _rescale_finished(run: RunSummary, record: Mapping[str, Any], size: int) -> 
             break
 
 
-def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+def _progress(run: RunSummary, record: Mapping[str, Any]) -> None:
+    """Take how far training is from a ``metrics`` event, and what it says of each rank."""
     for name in ("step", "epoch", "examples"):
         count = _whole(record.get(name))
         if count is not None:
             run.last[name] = count
-    if _whole(record.get("step")):
-        _first_step(run, at_s)
     run.steps = _whole(run.last.get("step")) or run.steps
     run.examples = _whole(run.last.get("examples")) or run.examples
     epoch = _whole(run.last.get("epoch"))
     if epoch is not None:
         run.epochs = epoch + 1
+    for name, held in (("rank_s", run.rank_s), ("shares", run.rank_shares)):
+        found = record.get(name)
+        if isinstance(found, list):
+            held[:] = [_number(value) for value in found]
+
+
+def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    _progress(run, record)
+    if _whole(record.get("step")):
+        _first_step(run, at_s)
     if "global_batch_size" in record:
         # These are left out of an event when infinite or unknown, so the last value is outdated.
         for name in {"noise_scale", "efficiency", "goodput"} & run.last.keys() - record.keys():
@@ -450,21 +491,54 @@ def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
             series.at_s.append(at_s)
             series.values.append(math.nan)
     for name, value in record.items():
-        own = name not in METRIC_FIELDS
-        if name in {"t", "mono", "kind", "step", "epoch", "examples"}:
+        if name not in _NOT_SERIES:
+            _metric(run, name, value, at_s)
+
+
+def _metric(run: RunSummary, name: str, value: Any, at_s: float) -> None:
+    if value is None and name in run.series:
+        value = math.nan  # the event log writes NaN as null
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = math.nan if _number(value) is None else value
+        series = run.series.setdefault(name, MetricSeries())
+        series.at_s.append(at_s)
+        series.values.append(float(value))
+    elif not isinstance(value, (str, bool)):
+        return
+    if name not in METRIC_FIELDS and name not in run.user_metrics:
+        run.user_metrics.append(name)
+    run.last[name] = value
+
+
+def _equal_metrics(run: RunSummary, records: Sequence[Mapping[str, Any]]) -> None:
+    """Take ``metrics`` events that all have the fields of the one that was taken before them."""
+    if not records:
+        return
+    assert run.started is not None
+    assert run.ended is not None
+    times = [float(record["t"]) for record in records]
+    clock = list(accumulate(times, max, initial=run.ended))[1:]
+    run.ended = clock[-1]
+    at_s = [max(0.0, t - run.started) for t in clock]
+    for name in records[0]:
+        if name in _NOT_SERIES:
             continue
-        if value is None and name in run.series:
-            value = math.nan  # the event log writes NaN as null
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            value = math.nan if _number(value) is None else value
-            series = run.series.setdefault(name, MetricSeries())
-            series.at_s.append(at_s)
-            series.values.append(float(value))
-        elif not isinstance(value, (str, bool)):
-            continue
-        if own and name not in run.user_metrics:
-            run.user_metrics.append(name)
-        run.last[name] = value
+        column = [record[name] for record in records]
+        series = run.series.get(name)
+        if series is not None and _all_finite(column):
+            series.at_s.extend(at_s)
+            series.values.extend(column)
+            run.last[name] = column[-1]
+        else:
+            for value, at in zip(column, at_s, strict=True):
+                _metric(run, name, value, at)
+    _progress(run, records[-1])
+
+
+def _all_finite(column: Sequence[Any]) -> bool:
+    if not {*map(type, column)} <= {int, float}:
+        return False
+    return min(column) >= -sys.float_info.max and max(column) <= sys.float_info.max
 
 
 def _checkpoint(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:

@@ -15,7 +15,7 @@ from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import EventFollower, iter_events
 from hvd_elastic.records.run_folder import RunFolder, list_runs
 from hvd_elastic.records.run_state import run_row, run_state
-from hvd_elastic.records.summary import RunSummary, take_event
+from hvd_elastic.records.summary import RunSummary, take_events
 from hvd_elastic.views.page import cell, escape, read_asset, table
 from hvd_elastic.views.report import (
     MAX_POINTS,
@@ -76,8 +76,7 @@ class LiveRun:
             if not self.folder.path.is_dir():
                 raise RunError(f"run {self.folder.run_id} is gone: its folder was removed")
             while records := self._follower.poll():
-                for record in records:
-                    take_event(self._summary, record)
+                take_events(self._summary, records)
                 self.version += len(records)
             self._read_at = time.monotonic()
             self._summary.run_id = self.folder.run_id
