@@ -25,12 +25,15 @@
   });
   window.fetchPoints = async (plot, name) => {
     const { min, max } = plot.scales.x;
-    const place = document.body.dataset.events.replace(/events$/, `charts/${name}?from=${min}&to=${max}`);
+    const place = new URL(document.body.dataset.events, location.href);
+    place.pathname = place.pathname.replace(/events$/, `charts/${encodeURIComponent(name)}`);
+    place.searchParams.set("from", min);
+    place.searchParams.set("to", max);
     try {
       const answer = await fetch(place);
       const found = answer.ok ? await answer.json() : null;
       const same = plot.scales.x.min === min && plot.scales.x.max === max;
-      if (found && same && plot.zoomed) plot.setData([found.x, found.y], false);
+      if (found && same && plot.zoomed) plot.setData([found.x, ...found.lines], false);
     } catch { /* the coarse points stay */ }
   };
   const controls = document.querySelector("[data-control]");

@@ -33,6 +33,7 @@
         c.font = `600 ${11 * r}px system-ui, Arial, sans-serif`;
         let lastRight = -1e9;
         for (const mark of run.marks) {
+          if (!mark.line) continue;
           const x = u.valToPos(mark.at_s, "x", true);
           if (x < box.left - 1 || x > box.left + box.width + 1) continue;
           const shade = color(mark.way);
@@ -58,6 +59,7 @@
           c.fillText(mark.label, x, box.top - 8.5 * r);
         }
         c.restore();
+        if (u === plots[0]) place();
       },
     },
   };
@@ -71,6 +73,51 @@
   const at = (x, fine) => (counts ? `${x} ${run.x_name}` : clock(x, fine));
 
   const plots = [];
+
+  // Above the plots every mark is a button, which tells what happened and why.
+  const strip = document.querySelector(".marks");
+  const reason = document.querySelector(".reason");
+  let opened = null, told = "";
+  function tell(mark) {
+    opened = opened !== null && mark !== null && opened === mark.key ? null : (mark && mark.key);
+    const shown = run.marks.find((each) => each.key === opened);
+    reason.hidden = !shown;
+    reason.textContent = shown ? `${clock(shown.at_s, true)}  ${shown.text}` : "";
+    for (const button of strip.children) button.setAttribute("aria-expanded", String(button.dataset.key === opened));
+  }
+  function place() {
+    if (!strip || !plots.length) return;
+    const u = plots[0];
+    const keys = run.marks.map((mark) => mark.key).join();
+    if (keys !== told) {
+      const focused = strip.contains(document.activeElement) ? document.activeElement.dataset.key : null;
+      told = keys;
+      strip.replaceChildren(...run.marks.map((mark) => {
+        const button = document.createElement("button");
+        button.type = "button";
+        button.className = `mark ${mark.way}`;
+        button.textContent = mark.label;
+        button.dataset.key = mark.key;
+        button.setAttribute("aria-label", `${mark.what} at ${clock(mark.at_s, false)}`);
+        button.setAttribute("aria-expanded", String(mark.key === opened));
+        button.addEventListener("click", () => tell(mark));
+        return button;
+      }));
+      if (focused) [...strip.children].find((each) => each.dataset.key === focused)?.focus();
+    }
+    const left = u.over.offsetLeft;
+    let edge = -1e9;
+    run.marks.forEach((mark, k) => {
+      const button = strip.children[k];
+      const x = u.valToPos(mark.at_s, "x");
+      button.hidden = x < -1 || x > u.over.clientWidth + 1;
+      if (button.hidden) return;
+      // Marks that stand close together are moved apart as far as there is room.
+      const at = Math.min(Math.max(x, edge), u.over.clientWidth);
+      edge = at + 13;
+      button.style.left = `${left + at}px`;
+    });
+  }
   function lines(chart, box) {
     const y = box.dataset.log === "1" ? chart.y.map((v) => (v > 0 ? v : null)) : chart.y;
     return [chart.x, y, ...(chart.low ? [chart.low, chart.high] : []), ...(chart.more || []).map((each) => each.y)];
@@ -153,6 +200,7 @@
     while (plots.length) plots.pop().destroy();
     boxes.forEach((box, i) => plots.push(draw(run.charts[i], box)));
     document.documentElement.dataset.plots = String(plots.length);
+    place();
   }
   function findBoxes() {
     boxes = [...document.querySelectorAll(".chart")];
@@ -185,22 +233,6 @@
     const next = Math.min(last, Math.max(0, now + by));
     plot.setCursor({ left: plot.valToPos(plot.data[0][next], "x"), top: 10 });
   }
-  function save(plot, chart) {
-    const drawn = plot.ctx.canvas;
-    const picture = document.createElement("canvas");
-    [picture.width, picture.height] = [drawn.width, drawn.height];
-    const to = picture.getContext("2d");
-    to.fillStyle = color("card");
-    to.fillRect(0, 0, picture.width, picture.height);
-    to.drawImage(drawn, 0, 0);
-    picture.toBlob((blob) => {
-      const link = document.createElement("a");
-      link.href = URL.createObjectURL(blob);
-      link.download = chart.name + ".png";
-      link.click();
-      URL.revokeObjectURL(link.href);
-    });
-  }
   const strides = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -1e9, End: 1e9 };
 
   function listen(box, i) {
@@ -211,7 +243,9 @@
       event.preventDefault();
       step(plots[i], strides[event.key]);
     });
-    box.querySelector("button.save").addEventListener("click", () => save(plots[i], run.charts[i]));
+    for (const button of box.querySelectorAll("button.save")) {
+      button.addEventListener("click", () => window.savePicture(plots[i], run.charts[i], run.marks, button.dataset.kind));
+    }
     const button = box.querySelector("button.log");
     if (!button) return;
     button.addEventListener("click", () => {
@@ -235,6 +269,7 @@
   window.updateReport = (next, replaced) => {
     run = next;
     if (replaced) return findBoxes();
+    if (opened !== null && !run.marks.some((mark) => mark.key === opened)) tell(null);
     plots.forEach((plot, i) => {
       const chart = run.charts[i];
       if (!plot.zoomed) plot.setData(lines(chart, boxes[i]));

@@ -128,7 +128,7 @@ def test_a_part_of_a_chart_has_all_its_points(viewer: Viewer, folder: Path) -> N
     status, text, _ = viewer.get("/runs/digits-3/charts/loss?from=2000&to=2100.5")
     assert status == 200
     # and one beyond each end
-    assert json.loads(text)["y"] == list(range(999, 1102))
+    assert json.loads(text)["lines"] == [list(range(999, 1102))]
     assert viewer.get("/runs/digits-3/charts/position?from=0&to=1")[0] == 404
     assert viewer.get("/runs/digits-3/charts/loss?from=a&to=1")[0] == 400
 
