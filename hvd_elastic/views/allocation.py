@@ -19,11 +19,18 @@ _STALE_S = 60.0
 """Age from which a sample is not shown as present [s]."""
 
 
+_MARKS = (
+    '<div class="marks" role="group" aria-label="What happened"></div>'
+    '<p class="reason" role="status" hidden></p>'
+)
+"""Place of the marks, which report.js draws on the same axis of time."""
+
+
 def hosts_section(summary: RunSummary) -> str:
     """Return a section with the picture and the table of hosts as HTML; empty without either."""
     placements = summary.placements[-_MOST_BARS:]
     if not any(held for _, held in placements):
-        return ""
+        return f"<section><h2>Hosts</h2>{_MARKS}</section>" if summary.started is not None else ""
     ends = [*(at_s for at_s, _ in placements[1:]), summary.duration_s]
     whole_s = max(summary.duration_s, 1e-3)
     most = max(sum(number for _, number in held) for _, held in placements)
@@ -45,10 +52,18 @@ def hosts_section(summary: RunSummary) -> str:
             )
     label = f"Processes on each host over {duration_words(summary.duration_s)}, {most} at most"
     return (
-        f'<section><h2>Hosts</h2><svg class="allocation" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        f'preserveAspectRatio="none" role="img" aria-label="{escape(label)}">{"".join(bars)}</svg>'
-        f'<p class="hint">{escape(label)}.</p>{_host_table(summary, color, held_s)}</section>'
+        f'<section><h2>Hosts</h2><div data-piece="picture"><svg class="allocation" '
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(label)}">{"".join(bars)}</svg></div>{_MARKS}'
+        f'<div data-piece="table"><p class="axis">{_ticks(summary.duration_s)}</p>'
+        f"{_host_table(summary, color, held_s)}</div></section>"
     )
+
+
+def _ticks(whole_s: float) -> str:
+    """Return the labels of the axis of time."""
+    times = [whole_s * quarter / 4 for quarter in range(5)]
+    return "".join(f"<span>{duration_words(at_s) if at_s else '0'}</span>" for at_s in times)
 
 
 def _host_table(summary: RunSummary, color: dict[str, int], held_s: dict[str, float]) -> str:
@@ -73,7 +88,7 @@ def _host_table(summary: RunSummary, color: dict[str, int], held_s: dict[str, fl
     for name in dict.fromkeys([*slots, *color]):
         square = f'<rect width="1" height="1" class="host{color.get(name, "")}"></rect>'
         key = f'<svg class="key" viewBox="0 0 1 1" aria-hidden="true">{square}</svg>'
-        row = [f"<td>{key} {escape(name)}</td>"]
+        row = [f'<td class="h">{key} {escape(name)}</td>']
         if goes_on:
             state, tone = _state(summary, name, name in now, steps_s.get(name), usual_s)
             row.append(f'<td><span class="state {tone}">{escape(state)}</span></td>')
@@ -86,8 +101,8 @@ def _host_table(summary: RunSummary, color: dict[str, int], held_s: dict[str, fl
     if goes_on:
         heads += [("state", ""), ("slots used", "n"), ("of the batch", "n"), ("step", "n")]
         heads += [("CPU", "n"), ("memory", "n"), *([("GPU", "n")] if has_gpus else [])]
-        heads += [("network", "n"), ("disk", "n")]
-    return table([*heads, ("time of its processes", "n")], rows)
+        heads += [("sent, received", "n"), ("disk read, written", "n")]
+    return table([*heads, ("slot time", "n")], rows)
 
 
 def _state(
@@ -100,7 +115,7 @@ def _state(
         lost = [gone for gone in summary.left if gone.host == name and gone.local_rank is None]
         return ("lost", "bad") if lost else ("not used", "")
     if step_s is not None and usual_s and step_s > _SLOW * usual_s:
-        return f"slow, {step_s / usual_s:.1f} x the median", "bad"
+        return f"slow: {step_s / usual_s:.1f} x", "bad"
     return "trains", "good"
 
 
@@ -127,8 +142,8 @@ def _use_cells(use: HostUse | None, step_s: float | None, *, has_gpus: bool) -> 
         cell(_part(figures.get("cpu")), "n"),
         cell(_part(figures.get("memory")), "n"),
         *([cell(gpus, "n")] if has_gpus else []),
-        cell(_rates(figures, "↑", "sent", "↓", "received"), "n"),
-        cell(_rates(figures, "r", "read", "w", "written"), "n"),
+        cell(_rates(figures, "sent", "received"), "n"),
+        cell(_rates(figures, "read", "written"), "n"),
     ]
 
 
@@ -136,9 +151,5 @@ def _part(value: float | None) -> str:
     return "" if value is None else f"{value:.0%}"
 
 
-def _rates(figures: dict[str, float], out: str, sent: str, into: str, received: str) -> str:
-    parts = [
-        f"{sign} {bytes_words(figures.get(n, 0.0))}/s"
-        for sign, n in ((out, sent), (into, received))
-    ]
-    return "  ".join(parts)
+def _rates(figures: dict[str, float], *names: str) -> str:
+    return ", ".join(f"{bytes_words(figures.get(name, 0.0))}/s" for name in names)

@@ -111,7 +111,7 @@ def _chart(
         "from_zero": name in ("size", "throughput", "goodput"),
         "whole": name == "size",
         "log": name != "size" and bool(finite) and min(finite) > 0,
-        "height": 150 if name == "size" else 220,
+        "height": 190,
         "summary": "",
     }
 

@@ -42,7 +42,7 @@ def time_section(summary: RunSummary) -> str:
         key = f'<svg class="key" viewBox="0 0 1 1" aria-hidden="true">{square}</svg>'
         rows.append(
             [
-                f"<td>{key} {escape(cause)}</td>",
+                f'<td class="h">{key} {escape(cause)}</td>',
                 cell(duration_words(each.seconds), "n"),
                 cell(f"{part:.1%}", "n"),
                 cell(f"{each.slot_s / 3600:.3g}", "n"),
@@ -51,7 +51,7 @@ def time_section(summary: RunSummary) -> str:
             ]
         )
     heads = [("cause", ""), ("time", "n"), ("part", "n"), ("slot hours", "n")]
-    heads += [*([("cost", "n")] if priced else []), ("", "")]
+    heads += [*([("cost", "n")] if priced else []), ("what it is", "")]
     label = "Parts of the time: " + ", ".join(
         f"{cause} {each.seconds / whole_s:.1%}" for cause, each in spent.items()
     )

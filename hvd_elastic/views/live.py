@@ -21,7 +21,7 @@ from hvd_elastic.formatting import bytes_words, count, duration_words, number_wo
 from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import EventFollower, LineFollower, decode_lines, iter_events
 from hvd_elastic.records.run_folder import RunFolder, list_runs
-from hvd_elastic.records.run_state import run_row, run_state
+from hvd_elastic.records.run_state import GOES_ON, run_row, run_state
 from hvd_elastic.records.summary import MetricSeries, RunSummary, take_events
 from hvd_elastic.views.comparison import (
     COLORS,
@@ -39,6 +39,7 @@ from hvd_elastic.views.report import (
     downsample,
     make_charts,
     report_parts,
+    status_tone,
     zoomed_points,
 )
 
@@ -109,15 +110,15 @@ class LiveRun:
             while time.monotonic() - begin < _READ_S:
                 at_s, offset = self._summary.duration_s, self._follower.offset
                 records = self._follower.poll(_PIECE_BYTES)
-                if not records:
+                self._unread = max(0, _size_of(self.folder.events) - self._follower.offset)
+                if self._follower.offset == offset:
+                    self._unread = 0  # what remains is an incomplete line
                     break
                 if not self._pieces or offset - self._pieces[-1][1] >= _PIECE_BYTES:
                     self._pieces.append((at_s, offset))
                 take_events(self._summary, records)
                 self.version += len(records)
                 _thin_out(self._summary)
-            unread = _size_of(self.folder.events) - self._follower.offset
-            self._unread = unread if unread > _PIECE_BYTES else 0
             self._read_at = time.monotonic()
             self._summary.run_id = self.folder.run_id
         return self._summary
@@ -333,7 +334,7 @@ class LiveRuns:
         """Return the first page's table, and a line on how the runs stand."""
         folders = list_runs()
         rows = [run_row(folder) for folder in folders[:_ROWS]]
-        running = sum(row["status"] in ("running", "waiting", "leaderless") for row in rows)
+        running = sum(row["status"] in GOES_ON for row in rows)
         return {"html": {"runs": _run_table(rows)}, "live": f"{count(running, 'run')} going on"}
 
 
@@ -383,16 +384,18 @@ def _run_table(rows: list[dict[str, Any]]) -> str:
                 f'<td><input type="checkbox" name="run" value="{escape(row["run_id"])}" '
                 f'aria-label="compare {escape(row["run_id"])}"></td>'
             ),
-            f'<td><a href="/runs/{escape(row["run_id"])}">{escape(row["run_id"])}</a></td>',
-            cell(row["status"]),
-            cell(time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))),
+            f'<td class="h"><a href="/runs/{(name := escape(row["run_id"]))}">{name}</a></td>',
+            f'<td><span class="pill {status_tone(row["status"])}">{row["status"]}</span></td>',
+            cell(time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"])), "h"),
+            _done_cell(row["done"]),
             cell(number_words(row["steps"]), "n"),
             cell(str(row["size"] or ""), "n"),
+            cell("" if row["throughput"] is None else number_words(round(row["throughput"])), "n"),
         ]
         for row in rows
     ]
-    heads = [("", ""), ("run", ""), ("status", ""), ("started", "")]
-    heads += [("steps", "n"), ("processes", "n")]
+    heads = [("compare", ""), ("run", ""), ("status", ""), ("started", ""), ("done", "")]
+    heads += [("steps", "n"), ("processes", "n"), ("examples/s", "n")]
     button = "<button>Compare the chosen runs</button>" if len(rows) > 1 else ""
     return (
         f'<h1>Runs</h1><section><form action="/compare">{table(heads, cells)}'
@@ -400,13 +403,19 @@ def _run_table(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def _done_cell(done: float | None) -> str:
+    return "<td></td>" if done is None else f'<td class="part">{_progress_bar(done)}</td>'
+
+
 def _words(summary: RunSummary, state: str) -> str:
     """Return in words what matters now: how fast it is, what is in the way, what is planned."""
     told = []
     if state == "running":
         rate = summary.last.get("throughput")
-        fast = f", {number_words(round(rate))} examples/s" if rate else ""
+        fast = f" at {number_words(round(rate))} examples/s" if rate else ""
         told.append(f"Trains on {count(summary.size, 'process')}{fast}.")
+    elif state == READING:
+        told.append("The events of this run are still being read; what there is so far is shown.")
     elif state == "waiting":
         told.append(f"Waits: {summary.waiting}.")
     forecast = predict_end(summary) if state in ("running", "waiting") else None
@@ -418,19 +427,25 @@ def _words(summary: RunSummary, state: str) -> str:
     if summary.live_rescales:
         rescales = count(len(summary.live_rescales), "rescale")
         told.append(f"{rescales} took {duration_words(paused_s)} of training together.")
-    decided = [said.text for said in summary.decisions if said.kind == "decision"]
+    decided = [said for said in summary.decisions if said.kind == "decision"]
     if decided:
-        told.append(f"The policy: {decided[-1]}.")
+        at = _clock((summary.started or 0.0) + decided[-1].at_s)
+        told.append(f"The policy decided at {at}: {decided[-1].text}.")
     if summary.missed:
         told.append(f"It fell short: {summary.missed}.")
     if summary.warnings:
         told.append(f"Last warning: {summary.warnings[-1].text}")
     if not told:
         return ""
+    bar = "" if forecast is None else _progress_bar(forecast.done)
+    lines = "".join(f"<p>{escape(text)}</p>" for text in told)
+    return f'<section class="words">{lines}{bar}</section>'
+
+
+def _progress_bar(done: float) -> str:
     return (
-        '<section class="words">'
-        + "".join(f"<p>{escape(text)}</p>" for text in told)
-        + "</section>"
+        f'<svg class="done" viewBox="0 0 100 1" preserveAspectRatio="none" role="img" '
+        f'aria-label="{done:.0%} done"><rect width="{100 * done:.2f}" height="1"></rect></svg>'
     )
 
 

@@ -83,7 +83,7 @@ def chart_boxes(charts: Sequence[Mapping[str, Any]]) -> str:
             f'aria-label="{escape(chart["title"])}: arrow keys read its points"></div>'
             "<details><summary>Data</summary></details></div>"
         )
-    return "".join(boxes)
+    return f'<div class="charts">{"".join(boxes)}</div>'
 
 
 def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:

@@ -46,6 +46,8 @@ _TITLES = {
     "efficiency": ("Statistical efficiency", "", "other"),
 }
 _FROM_ZERO = frozenset({"throughput", "goodput", "global_batch_size"})
+_SAME_S = 2.0
+"""Time between a rescale and what is told with it [s]."""
 _OF_THE_BATCH = ("global_batch_size", "noise_scale", "efficiency")
 _UNPLOTTED = frozenset({"position", "size", "generation", "rank", "local_rank"})
 
@@ -130,9 +132,9 @@ def report_parts(
         "tiles": _tiles(summary, audit),
         "failure": _failure(summary),
         "hosts": hosts_section(summary),
-        "time": time_section(summary),
         "plots": _plots(own),
         "batch": _batch_panel(summary, of_the_batch),
+        "time": time_section(summary),
         "rescales": _rescale_table(summary),
         "audit": _audit_section(audit),
         "decisions": _decision_table(summary),
@@ -253,7 +255,7 @@ def _size_chart(summary: RunSummary) -> dict[str, Any]:
         "stepped": True,
         "whole": True,
         "from_zero": True,
-        "height": 150,
+        "height": 170,
         "summary": f"at most {summary.largest_size}",
     }
 
@@ -272,7 +274,7 @@ def _metric_chart(name: str, series: MetricSeries) -> dict[str, Any]:
         "y": y,
         "stepped": name == "global_batch_size",
         "from_zero": name in _FROM_ZERO,
-        "height": 200,
+        "height": 170,
         "log": name not in _FROM_ZERO and min(finite) > 0,
         "summary": f"last {number_words(last)}",
     }
@@ -296,8 +298,14 @@ def _way(rescale: Rescale) -> str:
 # -- parts of the page ---------------------------------------------------------------------------
 
 
+def status_tone(status: str) -> str:
+    """Return the CSS class in which a state of a run is shown."""
+    tones = {"succeeded": "good", "failed": "bad", "died": "bad", "running": "on"}
+    return tones.get(status, "")
+
+
 def _header(summary: RunSummary, asked: Mapping[str, Any]) -> str:
-    tone = {"succeeded": "good", "failed": "bad", "died": "bad"}.get(summary.status, "")
+    tone = status_tone(summary.status)
     words = [_date(summary.started or 0.0)]
     if summary.hosts:
         words.append("hosts " + " ".join(f"{name}:{slots}" for name, slots in summary.hosts))
@@ -371,13 +379,21 @@ def _marks(summary: RunSummary) -> list[dict[str, Any]]:
         _mark(each.at_s, str(number), _way(each), f"rescale {number}", _rescale_words(each))
         for number, each in enumerate(summary.live_rescales, start=1)
     ]
-    marks += [
+    others = [
         _mark(gone.at_s, "✕", "down", "loss", f"host {gone.host} was lost: {gone.cause}")
         for gone in summary.left
         if gone.local_rank is None
     ]
-    marks += [_mark(said.at_s, "◆", "same", "decision", said.text) for said in summary.decisions]
-    marks += [_mark(said.at_s, "!", "warn", "warning", said.text) for said in summary.warnings]
+    others += [_mark(said.at_s, "◆", "same", "decision", said.text) for said in summary.decisions]
+    others += [_mark(said.at_s, "!", "warn", "warning", said.text) for said in summary.warnings]
+    times = [float(mark["at_s"]) for mark in marks]
+    for other in others:
+        # What led to a rescale, or followed from the same loss, is told with it.
+        place = bisect_left(times, other["at_s"] - _SAME_S)
+        if place < len(times) and abs(times[place] - other["at_s"]) <= _SAME_S:
+            marks[place]["text"] += f" · {other['what']}: {other['text']}"
+        else:
+            marks.append(other)
     return sorted(marks, key=lambda mark: float(mark["at_s"]))[-MAX_ROWS:]
 
 
@@ -402,15 +418,8 @@ def _rescale_words(rescale: Rescale) -> str:
 def _plots(charts: list[dict[str, Any]]) -> str:
     if not charts:
         return '<section><h2>Plots</h2><p class="hint">No metrics were recorded.</p></section>'
-    strip = (
-        '<div class="marks" role="group" aria-label="What happened"></div>'
-        '<p class="reason" role="status" hidden></p>'
-    )
-    hint = (
-        '<p class="hint">Numbers are rescales, ◆ decisions, ! warnings, ✕ lost hosts: open one to '
-        "read why. Drag to zoom, double-click to see everything again.</p>"
-    )
-    return f"<section>{strip}{chart_boxes(charts)}{hint}</section>"
+    hint = '<p class="hint">Drag to zoom, double-click to see everything again.</p>'
+    return f"<section>{chart_boxes(charts)}{hint}</section>"
 
 
 def _batch_panel(summary: RunSummary, charts: list[dict[str, Any]]) -> str:
