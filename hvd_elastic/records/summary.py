@@ -593,8 +593,12 @@ def _equal_metrics(run: RunSummary, records: Sequence[Mapping[str, Any]]) -> Non
                 _metric(run, name, value, at)
     _progress(run, records[-1])
     if "throughput" in records[0]:
-        waits = ([record.get(name) for record in records] for name in ("data_wait", "rank_wait"))
-        run.spending.trained(at_s, *(wait if _all_finite(wait) else [] for wait in waits))
+        data, ranks = (
+            [record.get(name, 0.0) for record in records] for name in ("data_wait", "rank_wait")
+        )
+        run.spending.trained(
+            at_s, data if _all_finite(data) else [], ranks if _all_finite(ranks) else []
+        )
 
 
 def _all_finite(column: Sequence[Any]) -> bool:

@@ -87,6 +87,7 @@ class LiveRun:
         self._read_at = 0.0
         self._unread = 0
         self._pieces: list[tuple[float, int]] = []
+        self._thinned: set[str] = set()
         self._audit: AuditResult | None = None
         self._charts: Charts = ([], [])
         self._charts_key: Any = None
@@ -118,10 +119,18 @@ class LiveRun:
                     self._pieces.append((at_s, offset))
                 take_events(self._summary, records)
                 self.version += len(records)
-                _thin_out(self._summary)
+                self._thin_out()
             self._read_at = time.monotonic()
             self._summary.run_id = self.folder.run_id
         return self._summary
+
+    def _thin_out(self) -> None:
+        """Drop points of long metrics; the peaks stay."""
+        for name, series in self._summary.series.items():
+            if len(series.values) >= 2 * _POINTS:
+                x, y = downsample(series.at_s, series.values, _POINTS)
+                self._summary.series[name] = MetricSeries(array("d", x), array("d", y))
+                self._thinned.add(name)
 
     def state(self) -> str:
         """Return the state of the run in a word; see :func:`run_state`."""
@@ -180,7 +189,7 @@ class LiveRun:
             if name not in chart_names(summary):
                 raise RunError(f"run {self.folder.run_id} has no chart {name!r}")
             series = summary.series[name]
-            if len(series.values) >= _POINTS:
+            if name in self._thinned:
                 series = self._reread(summary, begin_s, end_s).series.get(name, series)
             return MetricSeries(series.at_s[:], series.values[:])
 
@@ -222,14 +231,6 @@ class LiveRun:
                 ended_in=self._summary.ended_in,
             )
         return self._audit
-
-
-def _thin_out(summary: RunSummary) -> None:
-    """Drop points of long metrics; the peaks stay."""
-    for name, series in summary.series.items():
-        if len(series.values) >= 2 * _POINTS:
-            x, y = downsample(series.at_s, series.values, _POINTS)
-            summary.series[name] = MetricSeries(array("d", x), array("d", y))
 
 
 def _size_of(path: Path) -> int:

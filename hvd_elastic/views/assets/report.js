@@ -112,10 +112,10 @@
     known.forEach((button) => button.remove());
     if (opened !== null && !run.marks.some((mark) => mark.key === opened)) tell(opened);
     // Marks that stand close together are moved apart, from the right, where the newest are.
-    const width = strip.clientWidth - 24, whole = Math.max(run.duration_s, 0.001);
-    let edge = width;
+    const width = strip.clientWidth, whole = Math.max(run.duration_s, 0.001);
+    let edge = width - 24;
     for (let k = run.marks.length - 1; k >= 0; k--) {
-      const x = Math.min((width * run.marks[k].at_s) / whole, edge);
+      const x = Math.max(0, Math.min((width * run.marks[k].at_s) / whole - 12, edge));
       edge = Math.max(0, x - 15);
       strip.children[k].style.left = `${x}px`;
     }

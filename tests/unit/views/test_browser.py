@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +100,8 @@ def open_page(browser: Browser, site: Site) -> Iterator[Any]:
     complaints: list[str] = []
     pages: list[Page] = []
 
-    def open_page(path: str, *, scheme: str = "light", size: dict[str, int] | None = None) -> Page:
-        page = browser.new_page(viewport=size or WIDE, color_scheme=scheme)
+    def open_page(path: str, *, scheme: Any = "light", size: Any = WIDE) -> Page:
+        page = browser.new_page(viewport=size, color_scheme=scheme)
         pages.append(page)
         page.set_default_timeout(SOON_MS)
         page.on("console", lambda said: complaints.append(said.text))
@@ -148,25 +148,27 @@ def test_what_happens_to_a_run_appears_and_can_be_opened(open_page: Any, site: S
     assert page.locator("#live").inner_text().startswith("running")
     assert marks(page) == ["1", "◆", "2", "3", "◆", "4"]
     assert page.locator(".allocation rect").count() > 8
-    for number, (change, words) in enumerate(
-        (
-            (lambda: site.run.join("node4"), "host node4 joined: 5 → 7 slots"),
-            (lambda: site.run.kill("node4"), "killed by signal 9 (SIGKILL): 7 → 6 slots"),
-        ),
-        start=5,
-    ):
-        change()
-        site.run.flush()
-        mark = page.locator(".marks button", has_text=str(number))
-        mark.wait_for()
-        mark.click()
-        assert words in page.locator(".reason").inner_text()
-        assert mark.get_attribute("aria-expanded") == "true"
+    happen_and_open(page, site, lambda: site.run.join("node4"), "5", "node4 joined: 5 → 7 slots")
+    words = "killed by signal 9 (SIGKILL): 7 → 6 slots"
+    happen_and_open(page, site, lambda: site.run.kill("node4"), "6", words)
     site.run.train(3)
     page.wait_for_function("document.querySelector('.words').innerText.includes('6 processes')")
     assert words in page.locator(".reason").inner_text(), "it stays open"
-    mark.click()
+    page.locator(".marks button", has_text="6").click()
     assert page.locator(".reason").is_hidden()
+
+
+def happen_and_open(
+    page: Page, site: Site, change: Callable[[], None], number: str, words: str
+) -> None:
+    """What happens gets a mark with a number, which tells it in words."""
+    change()
+    site.run.flush()
+    mark = page.locator(".marks button", has_text=number)
+    mark.wait_for()
+    mark.click()
+    assert words in page.locator(".reason").inner_text()
+    assert mark.get_attribute("aria-expanded") == "true"
 
 
 def test_a_part_that_is_zoomed_to_has_more_detail(open_page: Any) -> None:
@@ -231,6 +233,7 @@ def test_every_figure_is_reached_by_keyboard(open_page: Any) -> None:
     assert len(reached) == count
     assert all("·" in text for text in reached.values()), reached
     page.locator(".chart[data-name=loss] summary").press("Enter")
+    page.locator(".chart[data-name=loss] details td").first.wait_for()
     assert page.locator(".chart[data-name=loss] details td").count() > 100
 
 
