@@ -71,14 +71,16 @@ def cost_so_far(summary: RunSummary) -> float:
     )
 
 
-def forecast_words(summary: RunSummary, forecast: EndForecast) -> str:
-    """Return the forecast as a sentence."""
+def forecast_words(summary: RunSummary, done: float, forecast: EndForecast | None) -> str:
+    """Return how far the run is, and the forecast if there is one, as a sentence."""
+    if forecast is None:
+        return f"{done:.0%} done."
     if math.isinf(forecast.high_s):
         within = f"at least {duration_words(forecast.low_s)}"
     else:
         within = f"{duration_words(forecast.low_s)} to {duration_words(forecast.high_s)}"
     words = (
-        f"{forecast.done:.0%} done; {duration_words(forecast.left_s)} to go ({within}), if hosts "
+        f"{done:.0%} done; {duration_words(forecast.left_s)} to go ({within}), if hosts "
         "and speed stay as they are"
     )
     if forecast.money_left is not None:

@@ -28,13 +28,11 @@ class EndForecast:
     speeds (method of batch means), so that pauses of rescales widen it.
 
     Attributes:
-        done: part of the training that is done.
         left_s: time to the end [s].
         low_s, high_s: 95 % interval of it [s]; ``high_s`` may be infinite.
         money_left: price of the present hosts for that time; None: no prices are known.
     """
 
-    done: float
     left_s: float
     low_s: float
     high_s: float
@@ -49,8 +47,8 @@ def predict_end(summary: RunSummary) -> EndForecast | None:
     >>> told = {"kind": "metrics", "step": 1}
     >>> events += [{**told, "t": t, "done": t / 400} for t in range(1, 101)]
     >>> end = predict_end(summarize(events))
-    >>> end.done, round(end.left_s), round(end.low_s), round(end.high_s)
-    (0.25, 300, 300, 300)
+    >>> round(end.left_s), round(end.low_s), round(end.high_s)
+    (300, 300, 300)
     """
     series = summary.series.get("done")
     if series is None or not 0 < series.values[-1] < 1:
@@ -73,7 +71,6 @@ def predict_end(summary: RunSummary) -> EndForecast | None:
     left = 1 - done[-1]
     price = summary.hourly_price
     return EndForecast(
-        done=done[-1],
         left_s=left / speed,
         low_s=left / (speed + error),
         high_s=left / (speed - error) if speed > error else math.inf,

@@ -419,9 +419,9 @@ def _words(summary: RunSummary, state: str) -> str:
         told.append("The events of this run are still being read; what there is so far is shown.")
     elif state == "waiting":
         told.append(f"Waits: {summary.waiting}.")
-    forecast = predict_end(summary) if state in ("running", "waiting") else None
-    if forecast is not None:
-        told.append(forecast_words(summary, forecast))
+    done = summary.last.get("done") if state in GOES_ON else None
+    if isinstance(done, float):
+        told.append(forecast_words(summary, done, predict_end(summary)))
     if summary.input and "no bottleneck" not in summary.input:
         told.append(f"Data: {summary.input}.")
     paused_s = sum(each.pause_s or 0.0 for each in summary.live_rescales)
@@ -438,7 +438,7 @@ def _words(summary: RunSummary, state: str) -> str:
         told.append(f"Last warning: {summary.warnings[-1].text}")
     if not told:
         return ""
-    bar = "" if forecast is None else _progress_bar(forecast.done)
+    bar = _progress_bar(done) if isinstance(done, float) else ""
     lines = "".join(f"<p>{escape(text)}</p>" for text in told)
     return f'<section class="words">{lines}{bar}</section>'
 

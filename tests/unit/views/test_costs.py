@@ -86,7 +86,7 @@ def test_the_time_to_go_and_its_range(replay: Replay) -> None:
     assert end.low_s < left_s < end.high_s
     assert end.left_s == pytest.approx(left_s, rel=0.15)
     assert end.money_left == pytest.approx(end.left_s * 2.15 / 3600)
-    words = forecast_words(summary, end)
+    words = forecast_words(summary, 0.42, end)
     assert re.match(r"\d+% done; .* to go \(.* to .*\), if hosts and speed stay", words)
     assert "so far" in words
 
