@@ -106,12 +106,13 @@ def simulate_past(
     Raises:
         RunError: the cluster has no history.
     """
-    from hvd_elastic.records.cluster import cluster_events, summarize_cluster
+    from hvd_elastic.jobs.place import open_cluster
+    from hvd_elastic.records.cluster import summarize_cluster
     from hvd_elastic.records.json_lines import iter_events
     from hvd_elastic.sim.jobs.history import read_history, simulate_history
 
-    events = cluster_events(name)
-    cluster = summarize_cluster(iter_events(events), events.parent.name)
+    folder = open_cluster(name)
+    cluster = summarize_cluster(iter_events(folder.events), folder.name)
     history = read_history(cluster)
     hosts = [history.hosts_with(0), history.hosts_with(added_hosts)]
     outcomes = [simulate_history(history, each, interval_s, rescale_s) for each in hosts]

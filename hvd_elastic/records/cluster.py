@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
-
-from hvd_elastic.config import home
-from hvd_elastic.errors import RunError
 
 Held = dict[str, int]
 """Slots on each host."""
@@ -220,10 +216,11 @@ class ClusterSummary:
             job.run_ids.append(run_id)
 
     def _decided(self, record: Mapping[str, Any], at_s: float) -> None:
-        wanted = record.get("allocations")
-        reasons = record.get("reasons")
-        allocations = {str(job): _held(held) for job, held in dict(wanted or {}).items()}
-        for key, reason in dict(reasons or {}).items():
+        wanted, reasons = record.get("allocations"), record.get("reasons")
+        if not isinstance(wanted, Mapping):
+            return
+        allocations = {str(job): _held(held) for job, held in wanted.items()}
+        for key, reason in reasons.items() if isinstance(reasons, Mapping) else ():
             if str(key) in self.jobs:
                 self.jobs[str(key)].reason = str(reason)
         for key, job in self._active.items():
@@ -286,34 +283,6 @@ def summarize_cluster(records: Iterable[Mapping[str, Any]], name: str = "") -> C
     for record in records:
         summary.take(record)
     return summary
-
-
-def clusters_folder() -> Path:
-    """Return the folder that holds one folder for each cluster."""
-    return home() / "clusters"
-
-
-def cluster_events(name: str | None = None) -> Path:
-    """Return the events of a cluster; without a name, of the one that was used last.
-
-    Raises:
-        RunError: there is no such cluster; names those that exist.
-    """
-    known = list_cluster_events()
-    if name is None and known:
-        return max(known, key=lambda path: path.stat().st_mtime)
-    for path in known:
-        if path.parent.name == name:
-            return path
-    told = f"there is no cluster {name!r}" if name else "there is no cluster"
-    names = ", ".join(path.parent.name for path in known)
-    hint = f"there is: {names}" if names else "start one with: hvd-elastic up HOSTFILE"
-    raise RunError(f"{told} with events in {clusters_folder()}; {hint}")
-
-
-def list_cluster_events() -> list[Path]:
-    """Return the events of each cluster of this user, by name."""
-    return sorted(clusters_folder().glob("*/events.jsonl"))
 
 
 def _submitted(key: str, record: Mapping[str, Any], at_s: float) -> JobRecord:

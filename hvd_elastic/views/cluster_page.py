@@ -7,18 +7,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
+from hvd_elastic.jobs.place import ClusterFolder, list_clusters, open_cluster
 from hvd_elastic.records.cluster import (
     ClusterSummary,
     Hold,
     JobDecision,
     JobRecord,
-    cluster_events,
-    list_cluster_events,
     summarize_cluster,
 )
 from hvd_elastic.records.json_lines import EventFollower, iter_events
@@ -32,6 +30,8 @@ _MOST_BARS = 3000
 """Most bars of the picture; of more the last are drawn."""
 _LIVE_BARS, _LIVE_S = 600, 86400.0
 """The same on a live page, and the time that it shows [s]."""
+_GROWS_S = 5.0
+"""How often bars of jobs that go on grow on a live page [s]."""
 _GOLDEN_ANGLE = 137.508
 """Hues at this distance [degrees] stay apart from each other, however many there are."""
 
@@ -40,17 +40,17 @@ def write_cluster_report(name: str | None, out: Path | None = None) -> tuple[Pat
     """Write the report of a cluster; return its place and the summary.
 
     Args:
-        name: name of the cluster; None: the one that was used last.
+        name: name of the cluster; None: see :func:`open_cluster`.
         out: path of the report; None: ``report.html`` in the cluster's folder.
 
     Raises:
         RunError: there is no such cluster, it has no jobs yet, or ``out`` cannot be written.
     """
-    events = cluster_events(name)
-    summary = summarize_cluster(iter_events(events), events.parent.name)
+    folder = open_cluster(name)
+    summary = summarize_cluster(iter_events(folder.events), folder.name)
     if not summary.jobs:
         raise RunError(f"cluster {summary.name} has had no jobs yet, so there is nothing to report")
-    path = events.with_name("report.html") if out is None else out
+    path = folder.path / "report.html" if out is None else out
     write_page(path, render_cluster(summary))
     return path, summary
 
@@ -324,42 +324,52 @@ class LiveClusters:
     """The clusters of this user, whose events are read as they come; for several threads."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[EventFollower, ClusterSummary]] = {}
+        self._known: dict[str, _LiveCluster] = {}
         self._lock = threading.Lock()
-        self._rendered: dict[Path, tuple[Any, str]] = {}
 
     def render(self) -> str:
         """Return the pictures and tables of all clusters that have had jobs, as HTML."""
         with self._lock:
-            return "".join(self._render(path) for path in list_cluster_events())
+            folders = list_clusters()
+            live = [self._known.setdefault(each.name, _LiveCluster(each)) for each in folders]
+            return "".join(each.render() for each in live)
 
-    def _render(self, path: Path) -> str:
-        if path not in self._known:
-            summary = ClusterSummary(path.parent.name)
-            self._known[path] = (EventFollower(path), summary)
-        follower, summary = self._known[path]
-        while records := follower.poll():
+
+class _LiveCluster:
+    def __init__(self, folder: ClusterFolder) -> None:
+        self._folder = folder
+        self._follower = EventFollower(folder.events)
+        self._summary = ClusterSummary(folder.name)
+        self._rendered: tuple[object, str] = (None, "")
+
+    def render(self) -> str:
+        """Return the picture and tables as HTML; empty before the first job."""
+        summary = self._summary
+        while records := self._follower.poll():
             for record in records:
                 summary.take(record)
-        if not summary.jobs:
+        if not summary.jobs or summary.started is None:
             return ""
-        goes_on = any(job.ended_s is None for job in summary.jobs.values())
         now_s = summary.duration_s
-        if goes_on and summary.started is not None:
-            # Bars of what goes on grow every few seconds, not with every look.
-            now_s = max(now_s, (time.time() - summary.started) // 5 * 5)
-        key = (summary.ended, now_s)
-        if path not in self._rendered or self._rendered[path][0] != key:
-            shown = list(summary.jobs.values())[-MAX_ROWS:]
-            runs = {run for job in shown for run in job.run_ids[-1:]}
-            linked = {run: f"/runs/{run}" for run in runs if (runs_folder() / run).is_dir()}
-            parts = cluster_parts(
-                summary,
-                now_s,
-                most_bars=_LIVE_BARS,
-                since_s=max(0.0, now_s - _LIVE_S),
-                linked=linked,
-            )
-            title = f"<h1>{escape(summary.name)}</h1><p>{escape(_numbers(summary))}</p>"
-            self._rendered[path] = (key, title + "".join(parts.values()))
-        return self._rendered[path][1]
+        alive = self._folder.daemon_alive()
+        if alive:  # what goes on grows every few seconds, not with every look
+            now_s = max(now_s, (time.time() - summary.started) // _GROWS_S * _GROWS_S)
+        key = (summary.ended, now_s, alive)
+        if self._rendered[0] != key:
+            self._rendered = key, self._render(now_s, alive=alive)
+        return self._rendered[1]
+
+    def _render(self, now_s: float, *, alive: bool) -> str:
+        summary = self._summary
+        shown = list(summary.jobs.values())[-MAX_ROWS:]
+        runs = {run for job in shown for run in job.run_ids[-1:]}
+        parts = cluster_parts(
+            summary,
+            now_s,
+            most_bars=_LIVE_BARS,
+            since_s=max(0.0, now_s - _LIVE_S),
+            linked={run: f"/runs/{run}" for run in runs if (runs_folder() / run).is_dir()},
+        )
+        told = _numbers(summary) + ("" if alive else "; its daemon does not run")
+        title = f"<h1>{escape(summary.name)}</h1><p>{escape(told)}</p>"
+        return title + "".join(parts.values())

@@ -71,6 +71,7 @@ class _Placement:
         self._placed: dict[str, Allocation] = {}
         self._rings = dict.fromkeys(self._size, 0)
         """Number of jobs across hosts on each host."""
+        self._unequal = len(set(self._slowness.values())) > 1
         self._largest_first = sorted(self._size.values(), reverse=True)
         self._preferred = self._preferred_slowness()
 
@@ -124,7 +125,7 @@ class _Placement:
     def _preferred_slowness(self) -> dict[str, float]:
         """Return the slowness of the hosts for each job: the worthiest get the fast ones."""
         groups = sorted(set(self._slowness.values()))
-        if len(groups) < 2:
+        if not self._unequal:
             return dict.fromkeys(self._wishes, groups[0] if groups else 1.0)
         room = dict.fromkeys(groups, 0)
         for host, slots in self._size.items():
@@ -159,8 +160,12 @@ class _Placement:
 
         fits = [host for host, room in free.items() if room >= count]
         if fits:
-            host = min(fits, key=lambda each: (distance(each), free[each], -own.get(each, 0)))
-            return {host: count}
+            if self._unequal:
+                nearest = min(map(distance, fits))
+                fits = [host for host in fits if distance(host) == nearest]
+            least = min(free[host] for host in fits)
+            tightest = [host for host in fits if free[host] == least]
+            return {max(tightest, key=lambda each: own.get(each, 0)): count}
         order = sorted(
             (host for host, room in free.items() if room),
             key=lambda each: (
