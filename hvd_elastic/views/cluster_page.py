@@ -150,7 +150,8 @@ def _picture(summary: ClusterSummary, now_s: float, most_bars: int, since_s: flo
     slots = _slots_of_hosts(summary, shown)
     total = sum(slots.values())
     height = min(_MOST_HEIGHT, _SLOT_HEIGHT * total)
-    bottom, lanes = {}, {}
+    bottom: dict[str, int] = {}
+    lanes: dict[str, _Lanes] = {}
     for host, number in slots.items():
         bottom[host] = sum(slots[other] for other in bottom)
         lanes[host] = _Lanes(number)

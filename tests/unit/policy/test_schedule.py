@@ -180,7 +180,7 @@ def queues(draw: st.DrawFn, hosts: list[HostSlots]) -> list[Job]:
         least = draw(st.integers(1, 4))
         most = least + draw(st.integers(0, 12))
         known = draw(st.booleans())
-        held = {}
+        held: dict[str, int] = {}
         for host in draw(st.lists(st.sampled_from(sorted(free)), unique=True, max_size=2)):
             slots = draw(st.integers(0, min(free[host], most - sum(held.values()))))
             if slots:
