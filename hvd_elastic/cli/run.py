@@ -214,7 +214,7 @@ def lead(
 
     environment = forwarded_environment(os.environ)
     if spec.engine == "slurm":
-        engine = engine or SlurmEngine(folder.hosts, own_allocation(os.environ))
+        engine = engine or SlurmEngine(folder, own_allocation(os.environ))
         # Workers have the variables of their own node's step.
         environment = clean_environment(environment)
         spec = replace(spec, hostfile=str(folder.hosts))
