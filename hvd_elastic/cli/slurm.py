@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from hvd_elastic.cli.leading import lead
 from hvd_elastic.cli.numbers import number_option, whole_number_option
-from hvd_elastic.cli.run import lead
 from hvd_elastic.cli.run_options import RunOptions, takes_options
 from hvd_elastic.config import home, runs_folder
 from hvd_elastic.errors import RunError, UsageError

@@ -59,10 +59,12 @@ def decide(
     order = sorted(jobs, key=lambda job: (job.submitted_s, job.name))
     sizes, values = [], []
     room_for_all = sum(job.min_slots for job in order) <= capacity
+    kept = [job for job in order if not job.preemptible]
+    room_for_kept = sum(job.min_slots for job in kept) <= capacity
     for job in order:
         options = np.append(0, _sizes(job, per_host, capacity))
         worth = _values(job, options, now, weights, names)
-        if room_for_all:
+        if room_for_all or (room_for_kept and not job.preemptible):
             worth[0] = -np.inf
         sizes.append(options)
         values.append(worth)
