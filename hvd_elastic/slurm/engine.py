@@ -171,7 +171,6 @@ def srun_command(job_id: str, host: str, command: str) -> list[str]:
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={host}",
-        "--no-kill",
         "--kill-on-bad-exit=0",
         "--wait=0",
         f"--immediate={_STEP_S}",
