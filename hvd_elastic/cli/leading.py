@@ -57,7 +57,7 @@ def lead(
         from hvd_elastic.slurm.commands import clean_environment
         from hvd_elastic.slurm.engine import SlurmEngine
 
-        engine = engine or SlurmEngine(folder.hosts, own_allocation(os.environ))
+        engine = engine or SlurmEngine(folder, own_allocation(os.environ))
         # Workers have the variables of their own node's step.
         environment = clean_environment(environment)
         spec = replace(spec, hostfile=str(folder.hosts))

@@ -287,7 +287,8 @@ class RunOptions:
     def spec(self) -> RunSpec:
         """Return the specification of the run that the options describe."""
         names = [field.name for field in fields(RunSpec)]
-        asked: dict[str, Any] = {name: getattr(self, name, None) for name in names}
+        # The rest, which has no option, keeps its default.
+        asked: dict[str, Any] = {n: getattr(self, n) for n in names if hasattr(self, n)}
         place = self.checkpoint_folder
         asked |= {
             "command": tuple(self.command or ()),

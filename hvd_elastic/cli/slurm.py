@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -181,11 +182,13 @@ def submit(_context: typer.Context, options: SubmitOptions) -> None:
         folder = RunFolder.create(
             submission.run_id, {**spec.as_dict(), "slurm": submission.as_dict()}
         )
-    scripts = Path(submission.folder)
-    scripts.mkdir(exist_ok=True)
-    (scripts / "first.sh").write_text(submission.first(), encoding="utf-8")
-    (scripts / "further.sh").write_text(submission.further(), encoding="utf-8")
-    job_id = _sbatch(submission)
+    try:
+        submission.write_scripts()
+        job_id = _sbatch(submission)
+    except RunError:
+        if options.resume is None:
+            shutil.rmtree(folder.path, ignore_errors=True)  # so that the id stays free
+        raise
     if options.json_output:
         print(json.dumps({"run_id": folder.run_id, "job_id": job_id}))
         return
@@ -208,8 +211,9 @@ def lead_in_allocation(run_id: str) -> None:
         return
     spec = RunSpec.from_dict(folder.read_run(), run_id)
     allocation = own_allocation(os.environ, submission.slots_per_node)
-    engine = SlurmEngine(folder.hosts, allocation)
+    engine = SlurmEngine(folder, allocation)
     growth = Growth(engine, submission, spec, _tell)
+    growth.adopt()
     with _time_limit() as limit, growing(growth, folder, _tell):
         resumed = past.attempts > 0
         status = lead(spec, folder, resumed=resumed, json_output=False, engine=engine)
@@ -230,7 +234,13 @@ def lead_in_allocation(run_id: str) -> None:
 
 def _submitted(run_id: str) -> tuple[RunFolder, Submission]:
     """Return a submitted run, and how it was submitted."""
-    folder = RunFolder.open(run_id)
+    try:
+        folder = RunFolder.open(run_id)
+    except RunError as error:
+        raise RunError(
+            f"{error}\nA run on Slurm needs a folder that all nodes see: set HVD_ELASTIC_HOME to "
+            f"one before it is submitted ({os.uname().nodename} looks in {runs_folder()})"
+        ) from error
     fields = folder.read_run().get("slurm")
     if fields is None:
         raise RunError(
@@ -245,7 +255,7 @@ def _submitted(run_id: str) -> tuple[RunFolder, Submission]:
 
 def _sbatch(submission: Submission) -> str:
     """Submit the first allocation of a run; return the number of its job."""
-    printed = call("sbatch", "--parsable", f"{submission.folder}/first.sh")
+    printed = call("sbatch", "--parsable", str(submission.first_script))
     return printed.strip().partition(";")[0]
 
 

@@ -6,10 +6,10 @@ import math
 import re
 import shlex
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from hvd_elastic.errors import UsageError
-from hvd_elastic.formatting import count
+from hvd_elastic.errors import RunError, UsageError
 
 START_S = 60.0
 """Least time that an allocation must have before it is left again [s]: workers have to start."""
@@ -154,6 +154,29 @@ class Submission:
                 f"about {START_S:g} s to start. Give at least {math.ceil(least_s / 60)} minutes"
             )
 
+    @property
+    def first_script(self) -> Path:
+        """Path of the script of the allocation in which the run is led."""
+        return Path(self.folder, "first.sh")
+
+    @property
+    def further_script(self) -> Path:
+        """Path of the script of an allocation that adds a node."""
+        return Path(self.folder, "further.sh")
+
+    def write_scripts(self) -> None:
+        """Write both scripts.
+
+        Raises:
+            RunError: the folder cannot be written.
+        """
+        try:
+            Path(self.folder).mkdir(exist_ok=True)
+            self.first_script.write_text(self.first(), encoding="utf-8")
+            self.further_script.write_text(self.further(), encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"cannot write to {self.folder}: {error.strerror}") from error
+
     def first(self) -> str:
         """Return the batch script of the allocation in which the run is led."""
         leads = [self.python, "-m", "hvd_elastic.cli.app", "slurm", "lead", self.run_id]
@@ -193,11 +216,6 @@ class Submission:
         ]
         head = "".join(f"#SBATCH {_quoted(line)}\n" for line in lines)
         return f"#!/bin/bash\n{head}\n{what}\n{body}"
-
-    def describe(self) -> str:
-        """Return the number of nodes and slots in words."""
-        nodes = f"{self.least}" if self.least == self.most else f"{self.least}-{self.most}"
-        return f"--nodes {nodes} ({count(self.most * self.slots_per_node, 'slot')})"
 
 
 _HOLD = """\

@@ -12,6 +12,7 @@ from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.hostfile import Host, format_hostfile
 from hvd_elastic.hosts.local import LocalConnection, PopenEnds, start_here
 from hvd_elastic.hosts.process import Command, RemoteProcess, Sink, as_command
+from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.slurm.allocation import Allocation
 from hvd_elastic.slurm.commands import clean_environment
 
@@ -28,12 +29,12 @@ class SlurmEngine:
     """The nodes of a run's allocations as its hosts.
 
     Args:
-        hostfile: hostfile of the run, written by this class; its folder is the run's.
+        folder: folder of the run, in which this class writes its hostfile.
         allocation: the allocation that the run is led in.
     """
 
-    def __init__(self, hostfile: Path, allocation: Allocation) -> None:
-        self._hostfile = hostfile
+    def __init__(self, folder: RunFolder, allocation: Allocation) -> None:
+        self._folder = folder
         self._jobs: dict[str, str] = {}
         self._hosts: dict[str, Host] = {}
         self._connections: list[SrunConnection] = []
@@ -70,7 +71,7 @@ class SlurmEngine:
             job_id = self._jobs.get(host.name)
             if job_id is None:
                 raise SrunError(f"host {host.name} is in no Slurm allocation of this run")
-            connection = SrunConnection(host, job_id, self._hostfile)
+            connection = SrunConnection(host, job_id, self._folder.run_json)
             self._connections = [each for each in self._connections if each.alive] + [connection]
             return connection
 
@@ -78,9 +79,9 @@ class SlurmEngine:
         return "127.0.0.1"  # the agents find their own addresses, see _TELL_ADDRESS
 
     def _write(self) -> None:
-        temporary = self._hostfile.with_name(f"{self._hostfile.name}.new")
+        temporary = self._folder.hosts.with_suffix(".new")
         temporary.write_text(format_hostfile(self._hosts.values()), encoding="utf-8")
-        temporary.replace(self._hostfile)
+        temporary.replace(self._folder.hosts)
 
 
 class SrunConnection(Connection):
@@ -89,7 +90,8 @@ class SrunConnection(Connection):
     Args:
         host: the node.
         job_id: number of the job.
-        seen: file of this machine by which to find out whether the node has the same files.
+        seen: file of this machine with a content of its own, by which to find out whether the node
+            sees the same files.
     """
 
     def __init__(self, host: Host, job_id: str, seen: Path) -> None:
@@ -169,7 +171,6 @@ def srun_command(job_id: str, host: str, command: str) -> list[str]:
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={host}",
-        "--no-kill",
         "--kill-on-bad-exit=0",
         "--wait=0",
         f"--immediate={_STEP_S}",

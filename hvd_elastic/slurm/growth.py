@@ -118,15 +118,23 @@ class Growth:
         elif event["kind"] == "agent_started":
             self._lost.pop(host, None)
 
+    def adopt(self) -> None:
+        """Take the allocations into the run that its last leader has left.
+
+        Raises:
+            RunError: as of :meth:`look`.
+        """
+        for job in self._queue():
+            if job.runs:
+                self._join(job)
+
     def look(self, now: float) -> None:
         """Look at the queue and do what is due.
 
         Raises:
             RunError: Slurm does not answer, or refuses.
         """
-        name = self._submission.further_name
-        text = self._ask("squeue", "--noheader", "--me", f"--name={name}", f"--format={FORMAT}")
-        jobs = {job.job_id: job for job in parse_queue(text)}
+        jobs = {job.job_id: job for job in self._queue()}
         for job_id in [job_id for job_id in self._joined if job_id not in jobs]:
             self._leave(job_id, "its allocation has ended")
         for job in jobs.values():
@@ -144,6 +152,12 @@ class Growth:
         """Give back all further allocations, and those that are waiting."""
         with contextlib.suppress(RunError):
             self._ask("scancel", "--me", f"--name={self._submission.further_name}")
+
+    def _queue(self) -> list[Job]:
+        """Return the run's further allocations, granted or not."""
+        name = self._submission.further_name
+        text = self._ask("squeue", "--noheader", "--me", f"--name={name}", f"--format={FORMAT}")
+        return parse_queue(text)
 
     # -- nodes that come and go ------------------------------------------------------------
 
@@ -229,7 +243,7 @@ class Growth:
             self._tell(f"no further node is needed: job {job.job_id} is cancelled")
         new = min(missing, _MOST_PENDING - len(pending))
         for _ in range(new):
-            script = f"{self._submission.folder}/further.sh"
+            script = str(self._submission.further_script)
             self._ask("sbatch", f"--exclude={','.join(self._hosts())}", script)
         if new > 0:
             self._tell(f"{count(new, 'further node')} asked for")
