@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
 import signal
 import sys
@@ -24,6 +22,7 @@ from hvd_elastic.cli.run_options import (
     check_tensorboard_option,
     raise_together,
     ssh_config_for,
+    takes_options,
 )
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, UsageError
@@ -38,25 +37,7 @@ _WITH_RESUME = {
 }
 
 
-def _takes_run_options(
-    function: Callable[[typer.Context, RunOptions], None],
-) -> Callable[..., None]:
-    """Return a typer command whose options are the fields of :class:`RunOptions`."""
-
-    @functools.wraps(function)
-    def command(context: typer.Context, **given: Any) -> None:
-        function(context, RunOptions(**given))
-
-    options = inspect.signature(RunOptions, eval_str=True).parameters.values()
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    context = inspect.Parameter("context", keyword, annotation=typer.Context)
-    parameters = [context, *(option.replace(kind=keyword) for option in options)]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    return command
-
-
-@_takes_run_options
+@takes_options(RunOptions)
 def run(context: typer.Context, options: RunOptions) -> None:
     """Train a script on the hosts of a hostfile, elastically.
 
@@ -171,10 +152,15 @@ def _resumed_spec(folder: RunFolder, options: RunOptions) -> RunSpec:
         changes |= {"np": np, "slots": max(np, spec.slots)}
     if options.max_np is not None:
         changes["max_np"] = options.max_np
+    if hostfile is not None:
+        changes["engine"] = None
     spec = replace(spec, **changes)
     # Only the sizes given now have to fit the hostfile: it may have been edited since the run
     # began, and hosts may still be added.
-    asked = spec.hostfile_path if np is not None or hostfile is not None else None
+    asked = None
+    if np is not None or hostfile is not None:
+        path = spec.hostfile_path
+        asked = options.hosts() if path is None or spec.engine else parse_hostfile(path)
     spares = 0 if np is None else spec.spares
     raise_together(
         lambda: check_sizes(spec.np, spec.min_np, spec.max_np, mpi=False),

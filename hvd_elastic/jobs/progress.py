@@ -58,8 +58,8 @@ class RunProgress:
         self._lost: dict[str, str] = {}
         self._processes: set[tuple[str, int]] = set()
         self._size, self._size_since = 0, 0.0
-        self._length: float | None = None
-        """Useful examples that the script will train in all."""
+        self._part = 0.0
+        """Part of the training that is done, as the script reports it."""
         self._epochs: tuple[float, float] = (0.0, 0.0)
         """Number of whole epochs, and useful examples at the end of the last."""
         self._curve: tuple[StepTimeModel, float, tuple[int, ...], np.ndarray] | None = None
@@ -112,8 +112,8 @@ class RunProgress:
         """
         if target_examples is not None:
             return max(target_examples - self.done, 1.0)
-        if self._length is not None:
-            return max(self._length - self.done, 1.0)
+        if self._part > 0 and self.done > 0:
+            return max(self.done * (1 / self._part - 1), 1.0)
         passed, useful = self._epochs
         if epochs is None or passed <= 0 or useful <= 0:
             return None
@@ -174,12 +174,8 @@ class RunProgress:
             self._lost.pop(str(event.get("host")), None)
         elif kind == "waiting":
             self.waiting = str(event.get("reason") or "")
-        elif kind == "training_length":
-            self._length = (
-                float(event.get("epochs") or 0) * float(event.get("examples") or 0) or None
-            )
         elif kind == "metrics":
-            self._note_epochs(event)
+            self._note_progress(event)
         elif kind == "run_finished":
             self._resized(0, at)
             self._processes.clear()
@@ -196,10 +192,13 @@ class RunProgress:
         for host, number in zip(hosts, slots, strict=False):
             self._processes |= {(str(host), slot) for slot in range(int(number))}
 
-    def _note_epochs(self, event: Record) -> None:
+    def _note_progress(self, event: Record) -> None:
         epoch = event.get("epoch")
         if isinstance(epoch, int) and epoch > self._epochs[0]:
             self._epochs = (float(epoch), self.done)
+        part = event.get("done")
+        if isinstance(part, (int, float)) and 0 < part <= 1:
+            self._part = float(part)
 
 
 def _sizes(most: int) -> np.ndarray:

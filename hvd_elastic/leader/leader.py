@@ -474,7 +474,7 @@ class Leader:
             if reason:
                 self._give_way_for(reason)
                 return
-        self._journal.emit("hosts_changed", {"hosts": self._hosts_and_slots()})
+        self._journal.emit("hosts_changed", self._hosts())
         for host in takeover.came_back:
             self._journal.emit("host_returned", {"host": host})
         event = takeover.event(self._hostfile.slots)
@@ -548,8 +548,13 @@ class Leader:
     def _hosts_and_slots(self) -> list[list[Any]]:
         return [[host.name, host.slots] for host in self._hostfile.slots]
 
+    def _hosts(self) -> dict[str, Any]:
+        """Return the fields of the event ``hosts_changed``."""
+        prices = {host.name: host.price for host in self._hostfile.hosts.values() if host.price}
+        return {"hosts": self._hosts_and_slots(), **({"prices": prices} if prices else {})}
+
     def _hosts_changed(self) -> None:
-        self._journal.emit("hosts_changed", {"hosts": self._hosts_and_slots()})
+        self._journal.emit("hosts_changed", self._hosts())
         self._readers.update(self._hostfile.input_hosts, self._hostfile.hosts)
         self._tell(ev.HostsChanged(self._hostfile.slots))
 
@@ -734,6 +739,8 @@ class Leader:
                     self._tell(requests.host_draining(host, cause, leave_in_s, self._reserve_s))
             case msg.AgentWarning(message=text):
                 self._journal.warn(f"host {host}: {text}")
+            case msg.HostSample():
+                self._journal.emit("host_sample", message.event_fields(host))
             case msg.PastReading(message=reading):
                 self._journal.read(*reading.as_event())
             case msg.Log() | msg.WorkerEnded() | msg.WorkerNotStarted() | msg.WorkerSaid():
@@ -823,7 +830,7 @@ class Leader:
             case msg.TrainingStopped(reason=reason):
                 self._progress.stopped = reason
                 self._journal.emit(*said.as_event())
-            case msg.BatchPlan() | msg.Shares() | msg.RescaleFinished() | msg.TrainingLength():
+            case msg.BatchPlan() | msg.Shares() | msg.RescaleFinished():
                 self._journal.emit(*said.as_event())
             case msg.WorkerWarning(message=text):
                 self._journal.warn(f"worker {self._workers.name(worker)}: {text}")

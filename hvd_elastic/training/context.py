@@ -67,7 +67,7 @@ class Context:
         self._audit = Audit(self.worker)
         self._has_loader = False
         self._examples = 0
-        self._told_epochs = 0
+        self._aim: tuple[int, str] = (0, "")
         self.kept: dict[str, Any] = {}
         self._before_change: dict[str, Callable[[], None]] = {}
         self._change_agreed = False
@@ -133,14 +133,6 @@ class Context:
         for averager in averagers:
             averager.adapt()
 
-    def tell_length(self, epochs: int) -> None:
-        """Report once how many epochs the script trains, for predictions of its end."""
-        worker = self.worker
-        if self._examples and epochs != self._told_epochs:
-            self._told_epochs = epochs
-            if worker.communicator.rank == 0:
-                worker.sink.send(msg.TrainingLength(epochs, self._examples))
-
     def register_data(self, examples: int, dropped: int, planner: Planner) -> None:
         """Register the loader whose batches are the steps.
 
@@ -149,7 +141,8 @@ class Context:
             dropped: number of examples that an epoch leaves out.
             planner: divides its steps.
         """
-        self._has_loader, self._examples = True, examples
+        self._has_loader = True
+        self._examples = examples
         worker = self.worker
         if worker.audit:
             worker.sink.send(msg.Dataset(examples, dropped))
@@ -159,6 +152,22 @@ class Context:
             self.keep("_adaptation", planner)
             if worker.in_train or not worker.averagers.several:  # else hvd.run chooses
                 self._adapt()
+
+    def aim(self, count: int, unit: str) -> None:
+        """Note that the script trains until it has made ``count`` of ``unit``, step or epoch."""
+        self._aim = (count, unit)
+
+    def _planned(self) -> dict[str, Any]:
+        """Return the planner's metrics, and what part of the training is done if that is known."""
+        count, unit = self._aim
+        progress = self.worker.progress
+        made = self.planner.progress_in(unit)
+        if made is None:
+            made = progress.step if unit == "step" else progress.epoch
+            if unit == "epoch" and self._examples:
+                made += progress.position / self._examples
+        done = {"done": round(min(1.0, made / count), 6)} if count > 0 else {}
+        return {**self.planner.metrics(), **done}
 
     # -- a step ----------------------------------------------------------------------------
 
@@ -190,7 +199,9 @@ class Context:
         worker, step = self.worker, self.step
         place = self.reading.place_hash() if step.passes else 0
         shared = worker.communicator.size > 1
-        step.begin_exchange(worker, self._wishes, place=place, shared=shared)
+        begins = step.begin_exchange(worker, self._wishes, place=place, shared=shared)
+        if begins and worker.audit and step.passes:
+            self._audit.begin(step.passes)
 
     @property
     def _exchanges_at_commit(self) -> bool:
@@ -216,8 +227,7 @@ class Context:
         if worker.communicator.size == 1:
             worker.refuse_aborted()  # a single rank has no collective that would fail
         self.begin_exchange()
-        if worker.audit and step.passes:
-            self._audit.gather(step.passes)
+        self._audit.finish()
         stop = self._finish_exchange()
         if step.stage is Stage.VOIDED:
             self.planner.want_review()
@@ -242,7 +252,8 @@ class Context:
         if worker.communicator.size == 1:
             worker.refuse_aborted()  # a single rank has no collective that would fail
         if worker.audit and step.passes:
-            self._audit.gather(step.passes)
+            self._audit.begin(step.passes)
+            self._audit.finish()
         return step.flags(self._wishes, place=self.reading.place_hash() if step.passes else 0)
 
     def graph_stepped(self, told: np.ndarray, *, collectives: bool = True) -> None:
@@ -282,7 +293,7 @@ class Context:
         worker.progress = step.count(worker.progress)
         if worker.audit:
             self._audit.record(epoch, position)
-        self.metrics.step_finished(self.planner.metrics)
+        self.metrics.step_finished(self._planned)
 
     def _step_without_loader(self) -> None:
         """Note a step of the optimizer for examples that our loader did not hand out.
@@ -321,7 +332,7 @@ class Context:
     def _count_own_step(self) -> None:
         self.step.forget()
         self.worker.progress.advance(0)
-        self.metrics.step_finished(self.planner.metrics)
+        self.metrics.step_finished(self._planned)
 
     def mark_consumed(self) -> None:
         """End the step in flight where the loop body ended without a step of our optimizer."""
@@ -415,7 +426,7 @@ class Context:
         """Add numbers to the metrics of the next step; outside of training, send them at once."""
         self.metrics.update(metrics)
         if not self.worker.in_train:
-            self.metrics.send(self.planner.metrics)
+            self.metrics.send(self._planned)
 
     def out_of_memory(self) -> bool:
         """Call the step off on all ranks, since a pass did not fit into this rank's memory.

@@ -23,7 +23,6 @@ _EVENTS = (
     msg.FileSaved,
     msg.Restored,
     msg.TrainingStopped,
-    msg.TrainingLength,
     msg.WorkerWarning,
     msg.BatchPlan,
     msg.Shares,
