@@ -163,6 +163,11 @@ def _refuses_mistakes(local: Cluster) -> None:
         done = local.call(*arguments, check=False)
         assert (done.returncode, said in done.stderr) == (status, True), done.stderr
         assert "Traceback" not in done.stderr
+    local.hostfile.write_text("localhost slots=two\n")
+    log = local.folder / "daemon.log"
+    until(lambda: "slots is a whole number, not 'two'" in log.read_text(), "the mistake is named")
+    hostfile_of(local.hostfile, ["localhost"], slots=3)
+    until(lambda: '"slots": 3' in local.call("hosts", "--json").stdout, "a slot more")
 
 
 def test_jobs_outlive_a_daemon_that_is_killed_again_and_again(
