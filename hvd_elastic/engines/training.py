@@ -9,12 +9,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.engines.dialled_hosts import DialledHosts
 from hvd_elastic.engines.fixed_ranks import FixedRanks
+from hvd_elastic.engines.host_process import HostProcess
 from hvd_elastic.engines.task import COMMAND, OUTCOME_FILE, TASK_FILE, Outcome, Task
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
@@ -25,6 +26,13 @@ from hvd_elastic.views.terminal import LastingView
 
 _CALM_S = 10.0
 """Time without a new host after which an elastic run begins with fewer than wanted [s]."""
+
+OPTIONS = (
+    *("run_id", "audit", "tensorboard", "checkpoint_every_s", "keep_checkpoints"),
+    *("checkpoint_folder", "checkpoint_copies", "failure_timeout_s", "spares", "policy"),
+    *("objective", "min_speedup_per_slot", "deadline_s", "target_examples"),
+)
+"""Options of an elastic run, which are those of ``hvd-elastic run``."""
 
 Check = Callable[[], None]
 """Raises an error if no more hosts are to come."""
@@ -68,7 +76,14 @@ class Sizes:
         return self.most or self.wanted
 
 
-def train(task: Task, sizes: Sizes, address: str, engine: str, acquire: Acquire) -> Any:
+def train(
+    task: Task,
+    sizes: Sizes,
+    address: str,
+    engine: str,
+    acquire: Acquire,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
     """Run a task on the hosts of an engine; return the function's value at rank 0.
 
     A task that uses this package, or whose sizes have bounds, runs elastically: as a run with a run
@@ -80,17 +95,59 @@ def train(task: Task, sizes: Sizes, address: str, engine: str, acquire: Acquire)
         address: address of this machine by which the hosts reach it.
         engine: name of the engine.
         acquire: has the engine give hosts.
+        options: some of :data:`OPTIONS`, for an elastic run.
 
     Raises:
-        UsageError: the task cannot be pickled.
+        UsageError: an option is not known, or the task cannot be pickled.
         RunError: it raised an exception, or the hosts do not suffice.
     """
+    options = dict(options or {})
+    if unknown := options.keys() - set(OPTIONS):
+        raise UsageError(
+            f"{', '.join(sorted(unknown))}: no option of a run; valid are {', '.join(OPTIONS)}"
+        )
     packed = task.pack()
     if sizes.is_elastic or task.is_elastic:
-        return _train_elastically(packed, sizes, address, engine, acquire)
+        run_id = options.pop("run_id", None)
+        spec = RunSpec(
+            command=COMMAND,
+            cwd=".",
+            engine=engine,
+            np=sizes.wanted,
+            min_np=sizes.least or 1,
+            max_np=sizes.limit,
+            **options,
+        )
+        folder = RunFolder.create(run_id, spec.as_dict())
+        return _lead(replace(spec, hostfile=str(folder.hosts)), folder, packed, address, acquire)
     with tempfile.TemporaryDirectory(prefix="hvd_elastic-") as name:
         with _hosts(Path(name), Path(name, "hosts"), packed, address, acquire) as (hosts, check):
             return FixedRanks(hosts, sizes.wanted, _show_line, _tell, check).run()
+
+
+def on_this_machine(slots: int, env: Mapping[str, str] | None = None) -> Acquire:
+    """Return what makes this machine the one host of a run.
+
+    Args:
+        slots: number of processes that it can hold.
+        env: variables for all that runs there, beside those of this process.
+    """
+
+    @contextlib.contextmanager
+    def acquire(hosts: DialledHosts) -> Iterator[Check]:
+        process = HostProcess(hosts.dial_in.invitation, "localhost", slots, env)
+
+        def check() -> None:
+            if process.ended:
+                process.wait()
+                raise RunError("the host process of this machine has ended")
+
+        try:
+            yield check
+        finally:
+            process.wait()
+
+    return acquire
 
 
 @contextlib.contextmanager
@@ -117,24 +174,13 @@ def _hosts(
         hosts.close()
 
 
-def _train_elastically(
-    packed: bytes, sizes: Sizes, address: str, engine: str, acquire: Acquire
-) -> Any:
-    spec = RunSpec(
-        command=COMMAND,
-        cwd=".",
-        engine=engine,
-        np=sizes.wanted,
-        min_np=sizes.least or 1,
-        max_np=sizes.limit,
-    )
-    folder = RunFolder.create(fields=spec.as_dict())
-    spec = RunSpec(**{**spec.as_dict(), "hostfile": str(folder.hosts), "command": COMMAND})
+def _lead(spec: RunSpec, folder: RunFolder, packed: bytes, address: str, acquire: Acquire) -> Any:
+    """Lead an elastic run; return the function's value."""
     with (
         tempfile.TemporaryDirectory(prefix="hvd_elastic-") as name,
         _hosts(Path(name), folder.hosts, packed, address, acquire) as (hosts, check),
     ):
-        hosts.wait_for(sizes.wanted, check, _CALM_S, least=spec.min_np)
+        hosts.wait_for(spec.np or 1, check, _CALM_S, least=spec.min_np)
         failure: list[Mapping[str, Any]] = []
         with (
             folder.take_lead(),

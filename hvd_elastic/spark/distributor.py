@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from hvd_elastic.engines.dialled_hosts import DialledHosts
-from hvd_elastic.engines.host_process import HostProcess
 from hvd_elastic.engines.task import Task
-from hvd_elastic.engines.training import Acquire, Check, Sizes, train
-from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.engines.training import Acquire, Sizes, on_this_machine, train
+from hvd_elastic.errors import UsageError
 from hvd_elastic.spark.executors import Executors, Request
-
-if TYPE_CHECKING:
-    pass
 
 _GPUS_OF_TASK = "spark.task.resource.gpu.amount"
 
@@ -35,6 +27,8 @@ class TorchDistributor:
         _ssl_conf: name of a setting of Spark's class, which is not needed: the link between driver
             and executors is always encrypted, and so it works with ``spark.ssl.enabled``.
         min_processes, max_processes: bounds of an elastic run; None: 1, and ``num_processes``.
+        run_options: options of an elastic run by their names in ``hvd-elastic run``, such as
+            ``{"run_id": "resnet", "checkpoint_folder": "/nfs/resnet", "policy": "goodput"}``.
 
     Raises:
         UsageError: the numbers do not fit together, or there are no GPUs.
@@ -48,11 +42,13 @@ class TorchDistributor:
         _ssl_conf: str = "pytorch.spark.distributor.ignoreSsl",
         min_processes: int | None = None,
         max_processes: int | None = None,
+        run_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.num_processes = num_processes
         self.local_mode = local_mode
         self.use_gpu = use_gpu
         self._sizes = Sizes(num_processes, min_processes, max_processes)
+        self._options = dict(run_options or {})
         self._spark = None if local_mode else _active_session()
         self._slots = self._find_slots()
 
@@ -89,7 +85,8 @@ class TorchDistributor:
             RunError: it raised an exception, or there are not enough executors.
         """
         task = Task.of(train_object, args, kwargs)
-        return train(task, self._sizes, self._address(), "spark", self._acquire())
+        acquire, options = self._acquire(), self._options
+        return train(task, self._sizes, self._address(), "spark", acquire, options)
 
     def _address(self) -> str:
         if self._spark is None:
@@ -98,25 +95,10 @@ class TorchDistributor:
 
     def _acquire(self) -> Acquire:
         if self._spark is None:
-            return self._this_machine
+            return on_this_machine(self._slots)
         tasks = self._sizes.limit // self._slots
         request = Request(tasks, self._slots, self.use_gpu)
         return lambda hosts: Executors(self._spark, hosts, request)
-
-    @contextlib.contextmanager
-    def _this_machine(self, hosts: DialledHosts) -> Iterator[Check]:
-        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        process = HostProcess(hosts.dial_in.invitation, "localhost", self._slots, environment)
-
-        def check() -> None:
-            if process.ended:
-                process.wait()
-                raise RunError("the host process of this machine has ended")
-
-        try:
-            yield check
-        finally:
-            process.wait()
 
 
 def _active_session() -> Any:

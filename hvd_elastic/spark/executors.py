@@ -131,12 +131,10 @@ def host_task(invitation: Mapping[str, Any], request: Request) -> Callable[..., 
 
         for _ in batches:
             pass
-        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         context = TaskContext.get()
         resources = {} if context is None else context.resources()
-        environment["CUDA_VISIBLE_DEVICES"] = visible_gpus(
-            resources["gpu"].addresses if request.use_gpu and "gpu" in resources else []
-        )
+        gpus = resources["gpu"].addresses if request.use_gpu and "gpu" in resources else []
+        environment = {"CUDA_VISIBLE_DEVICES": visible_gpus(gpus)}
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())
         HostProcess(invitation, name, request.slots, environment).wait()
         yield from ()
