@@ -262,7 +262,7 @@ def growing(growth: Growth, folder: RunFolder, warn: Callable[[str], None]) -> I
                     growth.note(event, time.monotonic())
                 growth.look(time.monotonic())
                 said = ""
-            except RunError as error:
+            except (RunError, OSError) as error:  # tried again at the next look
                 if str(error) != said:
                     warn(f"the run does not grow for now: {error}")
                 said = str(error)
