@@ -27,11 +27,14 @@ class Weights:
     Attributes:
         shortness: exponent of the remaining time on one slot: 0 treats all jobs alike, larger
             values finish short jobs first.
+        longest_s: remaining time on one slot from which longer does not weigh less [s], so that the
+            longest jobs do not only get what others leave.
         service: exponent of the attained service, for jobs that have not said how long they train.
         horizon_s: time over which a rescale has to pay off [s]; less if the job ends earlier.
     """
 
     shortness: float = 0.5
+    longest_s: float = 1e12
     service: float = 0.25
     horizon_s: float = 600.0
 
@@ -177,7 +180,8 @@ def _weight(job: Job, weights: Weights) -> float:
     alone_s = _alone_s(job)
     if alone_s is None:
         return job.priority * (max(job.attained_slot_s, 600.0) / 3600) ** -weights.service
-    return job.priority * (max(alone_s, 60.0) / 3600) ** -weights.shortness
+    length_s = min(max(alone_s, 60.0), weights.longest_s)
+    return job.priority * (length_s / 3600) ** -weights.shortness
 
 
 def _alone_s(job: Job) -> float | None:
