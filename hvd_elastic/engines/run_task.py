@@ -35,7 +35,8 @@ def _run_elastic(folder: Path) -> None:
         task = Task.unpack((folder / TASK_FILE).read_bytes())
         value = task.run(folder)
     except Exception as error:  # noqa: BLE001  # as the interpreter handles it
-        sys.excepthook(type(error), error, _of_the_task(error))
+        error = error.with_traceback(_of_the_task(error))
+        sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
     worker = context.current().worker
     save_file(
