@@ -42,6 +42,7 @@ from hvd_elastic.agent.failover import (
     listen_for_successors,
     write_last_checkpoint,
 )
+from hvd_elastic.agent.host_sampler import HostSampler
 from hvd_elastic.agent.leader_link import LeaderLink
 from hvd_elastic.agent.preemption.clouds import CloudWatch
 from hvd_elastic.agent.preemption.command import CommandWatch
@@ -51,6 +52,7 @@ from hvd_elastic.agent.spool import Spool
 from hvd_elastic.agent.unacknowledged import UnacknowledgedLog
 from hvd_elastic.agent.worker_start import die_with_parent
 from hvd_elastic.agent.workers import Workers
+from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.programs.dial_back import PARENT_VARIABLE
 from hvd_elastic.hosts.programs.hold_command import become_subreaper
 from hvd_elastic.hosts.programs.processes import (
@@ -104,6 +106,7 @@ class Agent:
     _hello: msg.LeaderHello
     _spool: Spool
     _interface: str | None
+    _sampler: HostSampler
 
     def __init__(self, output: IO[bytes]) -> None:
         self._output = output
@@ -215,6 +218,7 @@ class Agent:
         generation = announcement.generation
         members = announcement.order.members
         here = [member for member in members if member.host == self._hello.host]
+        self._sampler.hosts = len({member.host for member in members})
         self._log.announced(announcement.order, [member.worker for member in here])
         for old in [number for number in self._stores if number < generation - 1]:
             self._stores.pop(old).close()
@@ -257,12 +261,14 @@ class Agent:
             # A leader that is only frozen may continue, and is not needed while nothing changes.
             if self._link.is_open and silent_s > max(self._leader_timeout_s, self._leader_grace_s):
                 self._lose_leader(silent_s)
-            activities = {
-                worker.name: replace(worker.activity, silent_s=round(worker.silent_s(now), 3))
-                for worker in workers or ()
-            }
-            self._link.send(msg.AgentBeat(activities))
+            self._link.send(msg.AgentBeat(self._activities(now)))
             await asyncio.sleep(interval_s)
+
+    def _activities(self, now: float) -> dict[str, Activity]:
+        return {
+            worker.name: replace(worker.activity, silent_s=round(worker.silent_s(now), 3))
+            for worker in self._workers or ()
+        }
 
     def _reap(self) -> None:
         """Reap all children that have ended: workers, and orphans of theirs."""
@@ -439,6 +445,10 @@ class Agent:
         self._door = listen_for_successors(hello.run_id, hello.host)
         asyncio.get_running_loop().add_reader(self._door, self._at_the_door)
         self._introduce(swept)
+        self._sampler = HostSampler(self._interface)
+        self._begin(
+            self._sampler.watch(lambda: self._activities(time.monotonic()), self._link.send)
+        )
         for message in self._spool.take_untold():
             self._tell(message)
         if hello.preemption_command:

@@ -75,6 +75,7 @@ COMMANDS: dict[str, LazyCommand] = {
     "cancel": LazyCommand("hvd_elastic.cli.jobs", "cancel", "Cancel jobs."),
     "requeue": LazyCommand("hvd_elastic.cli.jobs", "requeue", "Put jobs back into the queue."),
     "priority": LazyCommand("hvd_elastic.cli.jobs", "priority", "Change the priority of jobs."),
+    "slurm": LazyCommand("hvd_elastic.cli.slurm", "slurm", "Submit a run to Slurm."),
     "predict": LazyCommand(
         "hvd_elastic.cli.predict", "predict", "Compute a model's outputs for a data set.", _PASS_ON
     ),

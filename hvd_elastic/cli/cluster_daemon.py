@@ -196,4 +196,5 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
     for row in rows:
         free = row["slots"] - sum(row["jobs"].values())
         jobs = ", ".join(f"{run_id}: {slots}" for run_id, slots in row["jobs"].items())
-        print(f"{row['host']:<{width}}  {row['state']:<5}  {row['slots']:>5}  {free:>4}  {jobs}")
+        what = row["cause"] or jobs
+        print(f"{row['host']:<{width}}  {row['state']:<5}  {row['slots']:>5}  {free:>4}  {what}")

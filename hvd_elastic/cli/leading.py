@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.hosts.engine import Engine
 from hvd_elastic.leader.spec import RunSpec, forwarded_environment
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.tensorboard import TensorBoardWriter
@@ -31,6 +32,7 @@ def lead(
     json_output: bool,
     forget: bool = False,
     on_start: Callable[[], None] = lambda: None,
+    engine: Engine | None = None,
 ) -> int:
     """Lead a run to its end; return the exit status.
 
@@ -41,6 +43,7 @@ def lead(
         json_output: print every event as a JSON line.
         forget: remove the folder if another leader leads the run and this one started nothing.
         on_start: called at each event; the first call means that the run has begun.
+        engine: has the hosts of the run; None: they are found as its specification says.
     """
     from hvd_elastic.leader.leader import Leader
     from hvd_elastic.views.terminal import LastingView, unless_nobody_reads
@@ -48,6 +51,16 @@ def lead(
     def warn(message: str) -> None:
         show_event({"t": time.time(), "kind": "warning", "message": message})
 
+    environment = forwarded_environment(os.environ)
+    if spec.engine == "slurm":
+        from hvd_elastic.slurm.allocation import own_allocation
+        from hvd_elastic.slurm.commands import clean_environment
+        from hvd_elastic.slurm.engine import SlurmEngine
+
+        engine = engine or SlurmEngine(folder, own_allocation(os.environ))
+        # Workers have the variables of their own node's step.
+        environment = clean_environment(environment)
+        spec = replace(spec, hostfile=str(folder.hosts))
     with (
         folder.take_lead(),
         LastingView(live=False if json_output else None) as view,
@@ -68,16 +81,6 @@ def lead(
             if not json_output:
                 view.print(f"[{host}:{slot}] {line}")
 
-        environment = forwarded_environment(os.environ)
-        engine = None
-        if spec.engine == "slurm":
-            from hvd_elastic.slurm.allocation import own_allocation
-            from hvd_elastic.slurm.commands import clean_environment
-            from hvd_elastic.slurm.engine import SlurmEngine
-
-            spec = replace(spec, hostfile=str(folder.hosts))
-            environment = clean_environment(environment)
-            engine = SlurmEngine(folder.hosts, own_allocation(os.environ))
         leader = Leader(
             spec, folder, environment, show_event, show_output, resumed=resumed, engine=engine
         )

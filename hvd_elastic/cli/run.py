@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
 import signal
 import sys
@@ -24,6 +22,7 @@ from hvd_elastic.cli.run_options import (
     check_tensorboard_option,
     raise_together,
     ssh_config_for,
+    takes_options,
 )
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, UsageError
@@ -38,25 +37,7 @@ _WITH_RESUME = {
 }
 
 
-def _takes_run_options(
-    function: Callable[[typer.Context, RunOptions], None],
-) -> Callable[..., None]:
-    """Return a typer command whose options are the fields of :class:`RunOptions`."""
-
-    @functools.wraps(function)
-    def command(context: typer.Context, **given: Any) -> None:
-        function(context, RunOptions(**given))
-
-    options = inspect.signature(RunOptions, eval_str=True).parameters.values()
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    context = inspect.Parameter("context", keyword, annotation=typer.Context)
-    parameters = [context, *(option.replace(kind=keyword) for option in options)]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    return command
-
-
-@_takes_run_options
+@takes_options(RunOptions)
 def run(context: typer.Context, options: RunOptions) -> None:
     """Train a script on the hosts of a hostfile, elastically.
 

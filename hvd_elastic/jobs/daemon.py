@@ -20,6 +20,7 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.jobs.grants import Claim, grant_slots
+from hvd_elastic.jobs.health import HostHealth
 from hvd_elastic.jobs.job import Job, JobStatus, StopReason
 from hvd_elastic.jobs.messages import (
     Answer,
@@ -91,6 +92,7 @@ class Daemon:
         self._events = EventLog(place.events)
         self._queue = JobQueue(self._store, self._emit)
         self._runs = JobRuns(place, ssh_config, begin_leader)
+        self._health = HostHealth(hostfile, ssh_config)
         self._server = RequestServer(place, self._handle)
         self._wanted: dict[int, dict[str, int]] = {}
         self._decided: dict[str, Any] = {}
@@ -104,6 +106,7 @@ class Daemon:
         self._tell_hosts()
         for job in self._queue.with_status(JobStatus.RUNNING):
             self._wanted[job.number] = dict(job.held)
+            self._runs.take_up(job, self._hosts.values())
         with self._signals():
             while not self._is_over():
                 timeout_s = _IDLE_LOOK_S
@@ -114,6 +117,7 @@ class Daemon:
                     self._warn(str(error))
                 self._server.serve(timeout_s)
         self._server.close()
+        self._health.close()
         self._events.close()
         self._store.close()
 
@@ -151,6 +155,7 @@ class Daemon:
         if self._hostfile.changed():
             self._tell_hosts()
             self._queue.changed = True
+        self._health.look(time.monotonic(), self._host_returned)
         now = time.time()
         for job in self._queue.with_status(JobStatus.RUNNING):
             self._look_at_run(job)
@@ -167,6 +172,11 @@ class Daemon:
         progress = self._runs.progress(job)
         led = self._runs.is_led(job)  # before reading, so that its last events are read too
         self._queue.changed |= progress.poll()
+        for host, cause in progress.take_lost().items():
+            if host in self._hosts and host not in self._health.lost:
+                self._health.host_lost(host, cause, time.monotonic())
+                self._queue.changed = True
+        self._runs.release(job)
         if led:
             if job.stop is not None:
                 self._runs.stop(job, f"{job.stop.value} asked for by the queue")
@@ -181,6 +191,9 @@ class Daemon:
         else:
             self._lead_on(job)
 
+    def _host_returned(self, _host: str) -> None:
+        self._queue.changed = True
+
     def _run_ended(self, job: Job, status: str, message: str) -> None:
         retries, failures = job.request.retries, job.failures
         self._wanted.pop(job.number, None)
@@ -190,12 +203,14 @@ class Daemon:
             ended = self._queue.ended(job, JobStatus.CANCELLED, job.reason.partition(":")[0])
         elif status == "stopped" and job.stop is StopReason.REQUEUE:
             self._queue.put_back(job, job.reason)
+            self._runs.release(job, ended=True)
             return
         elif status == "stopped":
             ended = self._queue.ended(job, JobStatus.CANCELLED, "its run was stopped by its user")
         elif failures < retries:
             why = f"failed, and is tried again ({failures + 1} of {retries}): {message}"
             self._queue.put_back(job, why, failed=True)
+            self._runs.release(job, ended=True)
             return
         else:
             tried = f" ({count(failures + 1, 'attempt')})" if retries else ""
@@ -220,7 +235,7 @@ class Daemon:
         started = self._queue.started(job, run_id, held)
         environment = self._store.environment(started)
         try:
-            self._runs.start(started, self._with_slots(held), environment)
+            self._runs.start(started, self._hosts.values(), environment)
         except RunError as error:
             self._run_ended(started, "failed", str(error))
 
@@ -291,14 +306,8 @@ class Daemon:
 
     def _usable_hosts(self) -> dict[str, int]:
         """Return the slots of the hosts that no run has lost."""
-        lost = {
-            host
-            for job in self._queue.with_status(JobStatus.RUNNING)
-            for host in self._runs.progress(job).lost
-        }
-        return {
-            host.name: host.slots for host in self._hostfile.hosts.values() if host.name not in lost
-        }
+        lost = self._health.lost
+        return {host.name: host.slots for host in self._hosts.values() if host.name not in lost}
 
     def _move_slots(self) -> None:
         """Give the slots that are free to those that are to have them, and start jobs."""
@@ -312,21 +321,22 @@ class Daemon:
             elif self._wanted.get(job.number):
                 wanted = self._wanted[job.number]
                 claims[str(job.number)] = Claim(wanted, {}, {}, job.request.min_np)
-        slots = {host.name: host.slots for host in self._hostfile.hosts.values()}
+        slots = {host.name: host.slots for host in self._hosts.values()}
         granted = grant_slots(claims, slots)
         for name, held in granted.items():
             job = active[int(name)]
             if job.status is JobStatus.RUNNING:
                 if held != job.held and held:
-                    self._runs.write_hostfile(job, self._with_slots(held))
-                    self._queue.update([replace(job, held=held)])
+                    changed = replace(job, held=held)
+                    self._queue.update([changed])
+                    self._runs.write_hostfile(changed, self._hosts.values())
             elif sum(held.values()) >= job.request.min_np and self._down is None:
                 self._start(job, self._runs.free_run_id(job), held)
 
-    def _with_slots(self, held: Mapping[str, int]) -> list[Host]:
-        hosts = self._hostfile.hosts
-        order = [name for name in hosts if held.get(name)]
-        return [replace(hosts[name], slots=held[name], max_slots=None) for name in order]
+    @property
+    def _hosts(self) -> Mapping[str, Host]:
+        """Hosts of the cluster by name."""
+        return self._hostfile.hosts
 
     # -- requests --------------------------------------------------------------------------
 
@@ -366,7 +376,7 @@ class Daemon:
                 return Answer("", data=self._host_rows())
 
     def _refuse_too_large(self, request: Submit) -> None:
-        hosts = self._hostfile.hosts
+        hosts = self._hosts
         slots = sum(host.slots for host in hosts.values())
         for job in request.jobs:
             if job.min_np > slots:
@@ -377,22 +387,31 @@ class Daemon:
                 )
 
     def _host_rows(self) -> list[dict[str, Any]]:
-        usable = self._usable_hosts()
+        lost = self._health.lost
         rows = []
-        for host in self._hostfile.hosts.values():
+        for host in self._hosts.values():
             jobs = {
                 job.run_id: job.held[host.name]
                 for job in self._queue.active.values()
                 if job.held.get(host.name)
             }
-            state = "up" if host.name in usable else "lost"
-            rows.append({"host": host.name, "slots": host.slots, "state": state, "jobs": jobs})
+            cause = lost.get(host.name)
+            state = "up" if cause is None else "lost"
+            rows.append(
+                {
+                    "host": host.name,
+                    "slots": host.slots,
+                    "state": state,
+                    "jobs": jobs,
+                    "cause": cause,
+                }
+            )
         return rows
 
     # -- records ---------------------------------------------------------------------------
 
     def _tell_hosts(self) -> None:
-        slots = {host.name: host.slots for host in self._hostfile.hosts.values()}
+        slots = {host.name: host.slots for host in self._hosts.values()}
         self._emit("cluster_hosts", {"hosts": slots})
 
     def _emit(self, kind: str, fields: Mapping[str, Any]) -> None:

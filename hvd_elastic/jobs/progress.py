@@ -14,7 +14,7 @@ from hvd_elastic.policy.replay import Replay
 from hvd_elastic.records.json_lines import EventFollower, Record
 from hvd_elastic.records.run_folder import RunFolder
 
-_RESTART_S = 5.0
+_WARMING_S = 1.0
 """Training time that a change of slots costs beside its pause [slot seconds]: the new processes
 warm up in their slots meanwhile."""
 
@@ -41,7 +41,6 @@ class RunProgress:
         folder: the run folder.
         ending: how the run ended; None: it goes on, as far as its events say.
         waiting: what the run waits for; empty: nothing.
-        lost: hosts that the run has lost and not seen again, with the cause.
         attained_slot_s: slots times seconds of training.
         began_at: when its present or last leader began [Unix s]; None: none has.
         trained_at: when the run finished its last rescale, so that it has trained [Unix s].
@@ -51,12 +50,12 @@ class RunProgress:
         self.folder = folder
         self.ending: Ending | None = None
         self.waiting = ""
-        self.lost: dict[str, str] = {}
         self.attained_slot_s = 0.0
         self.began_at: float | None = None
         self.trained_at: float | None = None
         self._follower = EventFollower(folder.events)
         self._replay = Replay()
+        self._lost: dict[str, str] = {}
         self._processes: set[tuple[str, int]] = set()
         self._size, self._size_since = 0, 0.0
         self._epochs: tuple[float, float] = (0.0, 0.0)
@@ -65,11 +64,16 @@ class RunProgress:
 
     def poll(self) -> bool:
         """Read new events; return whether they may change a decision of the scheduler."""
-        before = self.measured_slots, len(self.lost)
+        before = self.measured_slots
         for event in self._follower.poll():
             self._replay.add(event)
             self._note(event)
-        return before != (self.measured_slots, len(self.lost))
+        return before != self.measured_slots
+
+    def take_lost(self) -> dict[str, str]:
+        """Return hosts that the run has lost since the last call, with the cause."""
+        found, self._lost = self._lost, {}
+        return found
 
     @property
     def occupied(self) -> dict[str, int]:
@@ -87,7 +91,7 @@ class RunProgress:
     @property
     def rescale_s(self) -> float:
         """Training time that a change of its slots costs [s]."""
-        return self._replay.evidence.pause_s + _RESTART_S
+        return self._replay.evidence.pause_s + _WARMING_S
 
     @property
     def done(self) -> float:
@@ -149,15 +153,17 @@ class RunProgress:
             self._resized(int(event.get("size") or 0), at)
         elif kind == "worker_standby":
             self._processes.add((str(event.get("host")), int(event.get("local_rank") or 0)))
-            self.lost.pop(str(event.get("host")), None)
+            self._lost.pop(str(event.get("host")), None)
         elif kind == "worker_left":
             self._processes.discard((str(event.get("host")), int(event.get("local_rank") or 0)))
         elif kind == "host_lost":
             host = str(event.get("host"))
-            self.lost[host] = str(event.get("cause") or "lost")
+            self._lost[host] = str(event.get("cause") or "lost")
             self._processes = {slot for slot in self._processes if slot[0] != host}
+        elif kind == "warning" and "unusable_host" in event:
+            self._lost[str(event["unusable_host"])] = str(event.get("message"))
         elif kind == "agent_started":
-            self.lost.pop(str(event.get("host")), None)
+            self._lost.pop(str(event.get("host")), None)
         elif kind == "waiting":
             self.waiting = str(event.get("reason") or "")
         elif kind == "metrics":

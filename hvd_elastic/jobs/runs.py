@@ -7,12 +7,14 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import HostfileError, RunError
 from hvd_elastic.hosts.hostfile import Host, format_hostfile, parse_hostfile
+from hvd_elastic.jobs.devices import Devices
 from hvd_elastic.jobs.job import Job, JobKind
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
@@ -46,6 +48,7 @@ class JobRuns:
         self._began_at = time.monotonic()
         self._children: dict[str, int] = {}
         self._progress: dict[str, RunProgress] = {}
+        self._devices = Devices()
         self._asked_to_stop: set[tuple[str, int]] = set()
 
     def progress(self, job: Job) -> RunProgress:
@@ -58,6 +61,7 @@ class JobRuns:
     def forget(self, job: Job) -> None:
         """Drop what is kept of the run of a job that has ended."""
         self._progress.pop(job.run_id, None)
+        self._devices.forget(job.run_id)
         self.hostfile(job).unlink(missing_ok=True)
 
     # -- start and end ---------------------------------------------------------------------
@@ -69,12 +73,37 @@ class JobRuns:
             return job.run_id
         return f"{job.run_id[:58]}-{secrets.token_hex(2)}"
 
+    def take_up(self, job: Job, hosts: Iterable[Host]) -> None:
+        """Take over what an earlier daemon has given to a job that runs.
+
+        Args:
+            job: the job.
+            hosts: the hosts of the cluster.
+
+        Raises:
+            RunError: the hostfile of the job cannot be written.
+        """
+        try:
+            written = parse_hostfile(self.hostfile(job)).hosts
+        except HostfileError:
+            written = ()
+        self._devices.restore(job.run_id, written)
+        if {host.name: host.slots for host in written} != dict(job.held):
+            self.write_hostfile(job, hosts)  # that daemon was killed before it could
+
+    def release(self, job: Job, *, ended: bool = False) -> None:
+        """Free the GPUs in which no process of a job is left; all of them if its run has ended."""
+        if ended:
+            self._devices.forget(job.run_id)
+        else:
+            self._devices.release(job.run_id, job.held, self.progress(job).occupied)
+
     def start(self, job: Job, hosts: Iterable[Host], environment: Mapping[str, str]) -> None:
         """Start a leader for a job that holds slots, or one that leads its run on.
 
         Args:
             job: the job.
-            hosts: the hosts that it may use, with the slots that it holds on them.
+            hosts: the hosts of the cluster.
             environment: variables of the shell that submitted it.
 
         Raises:
@@ -142,23 +171,30 @@ class JobRuns:
         """Return the path of the hostfile that the leader of a job watches."""
         return self._place.hostfiles / job.run_id
 
-    def read_hostfile(self, job: Job) -> dict[str, int]:
-        """Return the slots in the hostfile of a job; empty if there is none."""
-        try:
-            return {host.name: host.slots for host in parse_hostfile(self.hostfile(job))}
-        except HostfileError:
-            return {}
-
     def write_hostfile(self, job: Job, hosts: Iterable[Host]) -> None:
-        """Replace the hostfile of a job.
+        """Replace the hostfile of a job by one with the slots that it holds.
+
+        Args:
+            job: the job.
+            hosts: the hosts of the cluster.
 
         Raises:
             RunError: it cannot be written.
         """
+        lines = [
+            replace(
+                host,
+                slots=job.held[host.name],
+                max_slots=max(host.slots, host.max_slots or 0),
+                devices=self._devices.assign(job.run_id, host, job.held[host.name]),
+            )
+            for host in hosts
+            if job.held.get(host.name)
+        ]
         path = self.hostfile(job)
         new = path.with_name(f".{path.name}.new")
         try:
-            new.write_text(format_hostfile(hosts), encoding="utf-8")
+            new.write_text(format_hostfile(lines), encoding="utf-8")
             new.replace(path)
         except OSError as error:
             raise RunError(f"cannot write the hostfile {path}: {error.strerror}") from error

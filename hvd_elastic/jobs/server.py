@@ -32,6 +32,8 @@ class _Client:
     deadline: float
     received: bytearray = field(default_factory=bytearray)
     answer: bytes | None = None
+    refusal: Answer | None = None
+    """Answer to whatever it asks; it is read all the same, since unread data would cut it short."""
 
 
 class RequestServer:
@@ -99,7 +101,7 @@ class RequestServer:
         self._selector.register(connection, selectors.EVENT_READ, client)
         if user != os.getuid():
             text = f"this daemon belongs to another user (id {os.getuid()}); you have id {user}"
-            self._reply(client, Answer(text, ok=False))
+            client.refusal = Answer(text, ok=False)
 
     def _move_on(self, client: _Client) -> None:
         try:
@@ -115,11 +117,12 @@ class RequestServer:
         except OSError:
             self._drop(client)
             return
-        client.received += chunk
+        if client.refusal is None:
+            client.received += chunk
         if len(client.received) > _LARGEST_BYTES:
             self._reply(client, Answer("the request is too large", ok=False))
         elif not chunk:
-            self._reply(client, self._answer(bytes(client.received)))
+            self._reply(client, client.refusal or self._answer(bytes(client.received)))
 
     def _answer(self, received: bytes) -> Answer:
         try:
