@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.engines.task import LENGTH, OUTCOME_FILE, TASK_FILE, Outcome, Task
+from hvd_elastic.hosts.interfaces import interface_of, own_address
 from hvd_elastic.hosts.programs.dial_back import FOLDER_VARIABLE
 
 
@@ -48,6 +49,9 @@ def _run_elastic(folder: Path) -> None:
 
 def _run_fixed(folder: Path) -> None:
     os.environ.update(json.loads(sys.stdin.buffer.readline()))
+    interface = interface_of(own_address("127.0.0.1"))
+    if interface is not None:  # else Gloo looks for that of the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     status = 0
