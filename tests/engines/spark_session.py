@@ -22,11 +22,7 @@ def make_session(**more: str) -> Any:
         "spark.executor.memory": "512m",
         "spark.executor.cores": "1",
         "spark.executor.extraJavaOptions": "-XX:+UseSerialGC",
-        **{
-            f"spark.executorEnv.{name}": os.environ[name]
-            for name in FORWARDED
-            if name in os.environ
-        },
+        **{f"spark.executorEnv.{name}": value for name, value in variables.items()},
         **more,
     }
     builder = SparkSession.builder.master(os.environ["SPARK_URL"])
