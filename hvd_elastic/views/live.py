@@ -45,7 +45,7 @@ from hvd_elastic.views.report import (
 
 _FRESH_S = 0.4
 """Age of what was read up to which it is not read again [s]."""
-_READ_S = 0.3
+_READ_S = 0.2
 """Longest time that is read on at once [s]; then what there is is shown, and reading goes on."""
 _PIECE_BYTES = 1 << 21
 """Bytes that are read together."""

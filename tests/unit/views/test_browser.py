@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hvd_elastic.views.server import Dashboard
-from tests.unit.views.replay import Replay
+from benchmarks.testbed.replay import Replay
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -17,7 +17,7 @@ from hvd_elastic.records.summary import RunSummary, summarize
 from hvd_elastic.views.allocation import hosts_section
 from hvd_elastic.views.costs import cost_so_far, forecast_words, time_section
 from hvd_elastic.views.forecast import predict_end
-from tests.unit.views.replay import Replay
+from benchmarks.testbed.replay import Replay
 
 
 @pytest.fixture
