@@ -15,8 +15,6 @@ _MOST_BARS = 1500
 """Most pieces of the picture; of more changes the last are drawn."""
 _SLOW = 1.25
 """Compute time of a step, relative to the median of the hosts, from which a host is marked."""
-_STALE_S = 60.0
-"""Age from which a sample is not shown as present [s]."""
 
 
 _MARKS = (
@@ -72,11 +70,7 @@ def _host_table(summary: RunSummary, color: dict[str, int], held_s: dict[str, fl
     now = dict(summary.placements[-1][1])
     goes_on = summary.size > 0
     shares = _shares(summary, now)
-    fresh = {
-        name: use
-        for name, use in summary.use.items()
-        if goes_on and summary.duration_s - use.at_s < _STALE_S
-    }
+    fresh = summary.present_use
     steps_s = {
         name: fresh[name].figures["step_s"]
         for name in now
@@ -103,6 +97,22 @@ def _host_table(summary: RunSummary, color: dict[str, int], held_s: dict[str, fl
         heads += [("CPU", "n"), ("memory", "n"), *([("GPU", "n")] if has_gpus else [])]
         heads += [("sent, received", "n"), ("disk read, written", "n")]
     return table([*heads, ("slot time", "n")], rows)
+
+
+def host_rows(summary: RunSummary) -> list[tuple[str, list[str]]]:
+    """Return what the hosts that train do now, as text: slots, step, CPU, memory, network."""
+    if not summary.size or not summary.placements:
+        return []
+    rows = []
+    present = summary.present_use
+    for name, number in summary.placements[-1][1]:
+        figures = present[name].figures if name in present else {}
+        step_s = figures.get("step_s")
+        rates = [f"{bytes_words(figures[key])}/s" for key in ("sent", "received") if key in figures]
+        cells = [str(number), "" if step_s is None else f"{1000 * step_s:.3g} ms"]
+        cells += [_part(figures.get("cpu")), _part(figures.get("memory")), *rates]
+        rows.append((name, cells))
+    return rows
 
 
 def _state(

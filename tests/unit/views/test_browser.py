@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hvd_elastic.views.server import Dashboard
 from benchmarks.testbed.replay import Replay
+from hvd_elastic.views.server import Dashboard
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
