@@ -41,15 +41,26 @@ class Connection(ABC):
     Attributes:
         host: the host, as in the hostfile.
         peer_address: address of the host as seen from here; None if reached through a jump host.
+        python: interpreter to use there, if the host itself has named one.
     """
 
     host: Host
     peer_address: str | None = None
+    python: str | None = None
 
     @property
     @abstractmethod
     def alive(self) -> bool:
         """False once the connection is known to be lost."""
+
+    @property
+    def files(self) -> Connection:
+        """Return the connection over which whole files of the host are best read and written.
+
+        Raises:
+            SshError: as in :meth:`start`.
+        """
+        return self
 
     @abstractmethod
     def start(

@@ -28,6 +28,7 @@ from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
 from hvd_elastic.control.progress import Position, ProgressWatch
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.formatting import count, hosts_named
+from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader import requests
 from hvd_elastic.leader.agents import LOOK_S, Agents
 from hvd_elastic.leader.fencing import Fence
@@ -186,6 +187,7 @@ class Leader:
             np=np,
             pinned=spec.pin_hosts,
             spares=spec.spares,
+            plain=spec.plain,
         )
         return RunMachine(config, has_checkpoint)
 
@@ -890,9 +892,11 @@ class Leader:
                 self._stop_agent(host)
             case cmd.StartWorker(worker=worker, host=host, slot=slot):
                 self._workers.places[worker] = (host, slot)
-                hosts = self._hostfile.hosts
-                slots = hosts[host].slots if host in hosts else 1
-                self._agents.send(host, msg.StartWorker(worker, slot, slots))
+                known = self._hostfile.hosts.get(host, Host(host))
+                # Other jobs may use the rest of the slots that the host may ever hold.
+                slots = max(known.slots, known.max_slots or 0)
+                order = msg.StartWorker(worker, slot, slots, devices=list(known.devices))
+                self._agents.send(host, order)
                 if self._readers.use is not None:
                     self._say(worker, self._readers.use)
             case cmd.KillWorker(worker=worker, reason=reason):

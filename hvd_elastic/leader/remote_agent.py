@@ -195,7 +195,7 @@ class AgentConnection:
         Raises:
             SshError: the file cannot be read.
         """
-        receive_file(self._connected(), remote, write)
+        receive_file(self._connected().files, remote, write)
 
     def put(self, local: Path, remote: str) -> None:
         """Copy a file to the host; blocks.
@@ -203,7 +203,7 @@ class AgentConnection:
         Raises:
             SshError: the file could not be copied.
         """
-        send_file(self._connected(), local, remote)
+        send_file(self._connected().files, local, remote)
 
     def discard(self, remote: str) -> None:
         """Remove a folder of the host; blocks.
@@ -211,7 +211,7 @@ class AgentConnection:
         Raises:
             SshError: the command could not be run on the host.
         """
-        self._connected().run(["rm", "-rf", "--", remote], timeout_s=_DISCARD_TIMEOUT_S)
+        self._connected().files.run(["rm", "-rf", "--", remote], timeout_s=_DISCARD_TIMEOUT_S)
 
     def _connected(self) -> Connection:
         if self._connection is None:
@@ -279,6 +279,7 @@ class AgentConnection:
             self._connection = self._connect(self.host)
         # Every user of the host can read this command line, so the training command and the
         # environment are sent through stdin instead.
+        self._python = self._connection.python or self._python
         command = f"exec {shlex.quote(self._python)} -m hvd_elastic.agent.agent"
         self._process = self._connection.start(command, on_stdout=self._take)
         self._input.open(self._process.stdin, encode(self._hello), self.host.name)

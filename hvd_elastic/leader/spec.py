@@ -57,6 +57,7 @@ class RunSpec:
         command: training command with its arguments.
         cwd: working directory of the command on every host.
         hostfile: path of the hostfile; None: the run uses this machine only.
+        engine: what owns the hosts and writes the hostfile: ``slurm``; None: the user.
         slots: number of processes on this machine when there is no hostfile.
         np: requested number of processes; None: as many as allowed.
         min_np, max_np: bounds of the number of processes; ``max_np`` None: all slots.
@@ -78,6 +79,7 @@ class RunSpec:
             away: ``aws``, ``gcp`` or ``azure``; None: nothing is asked.
         preemption_command: command that reports on each host whether the host is about to be
             taken away; None: nothing is asked.
+        plain: whether the command is no training script; its exit status alone counts.
         policy: what decides the number of processes: ``fixed`` or ``goodput``.
         objective, min_speedup_per_slot, budget, deadline_s, target_examples: settings of the
             policy ``goodput``; see :class:`hvd_elastic.policy.objective.Objective`.
@@ -86,6 +88,7 @@ class RunSpec:
     command: tuple[str, ...]
     cwd: str
     hostfile: str | None = None
+    engine: str | None = None
     slots: int = 1
     np: int | None = None
     min_np: int = 1
@@ -106,6 +109,7 @@ class RunSpec:
     leader_grace_s: float = 60.0
     preemption: str | None = None
     preemption_command: str | None = None
+    plain: bool = False
     policy: str = "fixed"
     objective: str = "goodput"
     min_speedup_per_slot: float = 0.5

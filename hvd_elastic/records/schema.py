@@ -304,9 +304,10 @@ class TrainingGoesOn(_Event, tag="training_goes_on"):
 
 
 class Warned(_Event, tag="warning"):
-    """A problem that does not stop the run."""
+    """A problem that does not stop the run; ``unusable_host``: no agent can be started there."""
 
     message: str
+    unusable_host: str | UnsetType = UNSET
 
 
 class RunFinished(_Event, tag="run_finished"):

@@ -23,6 +23,7 @@ from hvd_elastic.records.json_lines import EventFollower, LineFollower, decode_l
 from hvd_elastic.records.run_folder import RunFolder, list_runs
 from hvd_elastic.records.run_state import GOES_ON, run_row, run_state
 from hvd_elastic.records.summary import MetricSeries, RunSummary, take_events
+from hvd_elastic.views.cluster_page import LiveClusters
 from hvd_elastic.views.comparison import (
     COLORS,
     comparison_charts,
@@ -300,6 +301,7 @@ class LiveRuns:
     def __init__(self) -> None:
         self._known: dict[str, LiveRun] = {}
         self._compared: dict[tuple[str, ...], LiveComparison] = {}
+        self._clusters = LiveClusters()
         self._lock = threading.Lock()
 
     def get(self, run_id: str) -> LiveRun:
@@ -332,11 +334,12 @@ class LiveRuns:
         return [self.get(each.run_id) for each in list_runs() if each.leader_alive()]
 
     def render(self) -> dict[str, Any]:
-        """Return the first page's table, and a line on how the runs stand."""
+        """Return the parts of the first page, and a line on how the runs stand."""
         folders = list_runs()
         rows = [run_row(folder) for folder in folders[:_ROWS]]
         running = sum(row["status"] in GOES_ON for row in rows)
-        return {"html": {"runs": _run_table(rows)}, "live": f"{count(running, 'run')} going on"}
+        html = {"clusters": self._clusters.render(), "runs": _run_table(rows)}
+        return {"html": html, "live": f"{count(running, 'run')} going on"}
 
 
 def run_page(run: LiveRun, *, control: bool = False) -> str:

@@ -560,13 +560,15 @@ class LeaderBeat(_ToAgent, tag="beat"):
 class StartWorker(_ToAgent, tag="start_worker"):
     """Start a standby worker; ``slots`` is the number of processes that share the host.
 
-    ``reads``: it reads for the ranks of other hosts and does not train.
+    ``reads``: it reads for the ranks of other hosts and does not train. ``devices``: GPU of each
+    slot of the run on the host; empty: those of the host in their order.
     """
 
     worker: str
     local_rank: int
     slots: int
     reads: bool = False
+    devices: list[int] = []
 
 
 class AnnounceGeneration(_ToAgent, tag="announce"):

@@ -18,8 +18,9 @@ LEVELS = (
     {"control"},
     {"sim", "wire", "records", "checkpoint", "hosts", "data"},
     {"agent", "leader", "communicator", "training"},
-    {"torch", "tensorflow", "models", "cluster", "virtual", "views", "install"},
-    {"keras", "bench", "cli"},
+    {"torch", "tensorflow", "models", "cluster", "jobs", "virtual", "views", "install", "slurm"}
+    | {"engines"},
+    {"keras", "bench", "cli", "spark"},
 )
 """Rooms, each of which may import those of lower levels, of its own level and nothing above."""
 

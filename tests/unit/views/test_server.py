@@ -361,7 +361,8 @@ def test_a_file_too_long_to_be_read_at_once_is_shown_as_it_is_read(
     status, page, _ = viewer.get("/runs/digits-3")
     assert status == 200
     assert "reading its events" in page
-    states, data = [], {}
+    states: list[str] = []
+    data: dict[str, Any] = {}
     for _, found in viewer.stream("/runs/digits-3/events"):
         states.append(found["live"])
         data = found.get("data", data)

@@ -1,0 +1,113 @@
+"""The hosts of a run that dial in, as an engine for the leader."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hvd_elastic.hosts.connection import Connection
+from hvd_elastic.hosts.dialled import DialIn, DialledConnection, DialledHost
+from hvd_elastic.hosts.hostfile import Host, format_hostfile
+from hvd_elastic.hosts.transfer import send_file
+
+_LOOK_S = 0.5
+"""Time between two looks at what is waited for, if no host has come or gone [s]."""
+
+
+class DialledHosts:
+    """An engine whose hosts are those that have dialled in.
+
+    Args:
+        hostfile: path of the hostfile of the run, which is written when hosts come and go. It
+            keeps its last hosts when all have gone, since a hostfile has at least one.
+        address: address of this machine by which the hosts reach it.
+        warn: called with the reason when a connection is refused.
+        files: files that each host gets into its folder before it is used.
+
+    Attributes:
+        dial_in: where the hosts dial in; its ``invitation`` is for them.
+
+    Raises:
+        OSError: the address is not one of this machine.
+    """
+
+    def __init__(
+        self,
+        hostfile: Path,
+        address: str,
+        warn: Callable[[str], None],
+        files: tuple[Path, ...] = (),
+    ) -> None:
+        self._hostfile = hostfile
+        self._address = address
+        self._files = files
+        self._changed = threading.Condition()
+        self._provided: dict[str, threading.Lock] = {}
+        self._ready: set[str] = set()
+        self.dial_in = DialIn(address, self._write, warn)
+
+    @property
+    def hosts(self) -> list[DialledHost]:
+        """Return the hosts that are connected."""
+        return self.dial_in.hosts
+
+    @property
+    def slots(self) -> int:
+        """Return the number of slots of the hosts that are connected."""
+        return sum(each.host.slots for each in self.hosts)
+
+    def wait_for(self, slots: int, check: Callable[[], None], calm_s: float, least: int) -> None:
+        """Wait until there are hosts with enough slots.
+
+        Args:
+            slots: number of slots to wait for.
+            check: called now and then; raises an error if no more hosts are to come.
+            calm_s: time without a new host after which ``least`` slots are enough [s].
+            least: number of slots.
+        """
+        came_at, seen = time.monotonic(), 0
+        with self._changed:
+            while (now := self.slots) < slots:
+                if now != seen:
+                    came_at, seen = time.monotonic(), now
+                if now >= least and time.monotonic() >= came_at + calm_s:
+                    return
+                check()
+                self._changed.wait(_LOOK_S)
+
+    def connect(self, host: Host) -> Connection:
+        """Return a connection to a host, which has its files then.
+
+        Raises:
+            SshError: the host is not connected, or a file cannot be sent.
+        """
+        connection = self.dial_in.connect(host)
+        with self._provided.setdefault(connection.dialled.identity, threading.Lock()):
+            if connection.dialled.identity not in self._ready:
+                self._provide(connection)
+                self._ready.add(connection.dialled.identity)
+        return connection
+
+    def _provide(self, connection: DialledConnection) -> None:
+        for file in self._files:
+            send_file(connection, file, f"{connection.dialled.folder}/{file.name}")
+
+    def address_towards(self, hosts: list[Host]) -> str:
+        """Return the address of this machine."""
+        return self._address
+
+    def close(self) -> None:
+        """Tell all hosts that there is nothing more to do."""
+        self.dial_in.close()
+
+    def _write(self) -> None:
+        """Write the hostfile; called when a host has come or gone, by several threads."""
+        with self._changed:
+            hosts = [each.host for each in self.hosts]
+            if hosts:
+                partial = self._hostfile.with_suffix(".part")
+                partial.write_text(format_hostfile(hosts), encoding="utf-8")
+                partial.replace(self._hostfile)
+            self._changed.notify_all()

@@ -1,0 +1,229 @@
+"""Train a function or a script on hosts that an engine gives, and return the function's value."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.engines.dialled_hosts import DialledHosts
+from hvd_elastic.engines.fixed_ranks import FixedRanks
+from hvd_elastic.engines.host_process import HostProcess
+from hvd_elastic.engines.task import COMMAND, OUTCOME_FILE, TASK_FILE, Outcome, Task
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.formatting import count
+from hvd_elastic.leader.leader import Leader
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.views.terminal import LastingView
+
+_CALM_S = 10.0
+"""Time without a new host after which an elastic run begins with fewer than wanted [s]."""
+
+OPTIONS = (
+    *("run_id", "audit", "tensorboard", "checkpoint_every_s", "keep_checkpoints"),
+    *("checkpoint_folder", "checkpoint_copies", "failure_timeout_s", "spares", "policy"),
+    *("objective", "min_speedup_per_slot", "deadline_s", "target_examples"),
+)
+"""Options of an elastic run, which are those of ``hvd-elastic run``."""
+
+Check = Callable[[], None]
+"""Raises an error if no more hosts are to come."""
+Acquire = Callable[[DialledHosts], AbstractContextManager[Check]]
+"""Has the engine give hosts, which dial in, until the context ends."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of processes.
+
+    Attributes:
+        wanted: number of processes to begin with.
+        least, most: bounds of an elastic run; None: as if not given.
+    """
+
+    wanted: int
+    least: int | None = None
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("least", self.least), ("wanted", self.wanted), ("most", self.most)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise UsageError(
+                    f"the {name} number of processes is {value!r}; it must be 1 or more"
+                )
+        if not (self.least or 1) <= self.wanted <= (self.most or self.wanted):
+            raise UsageError(
+                f"{count(self.wanted, 'process')} wanted, and at least {self.least or 1} and at "
+                f"most {self.most or self.wanted}: the first must be between the others"
+            )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether bounds were given."""
+        return self.least is not None or self.most is not None
+
+    @property
+    def limit(self) -> int:
+        """Return the largest number of processes."""
+        return self.most or self.wanted
+
+
+def train(
+    task: Task,
+    sizes: Sizes,
+    address: str,
+    engine: str,
+    acquire: Acquire,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Run a task on the hosts of an engine; return the function's value at rank 0.
+
+    A task that uses this package, or whose sizes have bounds, runs elastically: as a run with a run
+    folder. Any other one has fixed ranks.
+
+    Args:
+        task: what to run.
+        sizes: numbers of processes.
+        address: address of this machine by which the hosts reach it.
+        engine: name of the engine.
+        acquire: has the engine give hosts.
+        options: some of :data:`OPTIONS`, for an elastic run.
+
+    Raises:
+        UsageError: an option is not known, or the task cannot be pickled.
+        RunError: it raised an exception, or the hosts do not suffice.
+    """
+    options = dict(options or {})
+    if unknown := options.keys() - set(OPTIONS):
+        raise UsageError(
+            f"{', '.join(sorted(unknown))}: no option of a run; valid are {', '.join(OPTIONS)}"
+        )
+    packed = task.pack()
+    if sizes.is_elastic or task.is_elastic:
+        run_id = options.pop("run_id", None)
+        spec = RunSpec(
+            command=COMMAND,
+            cwd=".",
+            engine=engine,
+            np=sizes.wanted,
+            min_np=sizes.least or 1,
+            max_np=sizes.limit,
+            **options,
+        )
+        folder = RunFolder.create(run_id, spec.as_dict())
+        return _lead(replace(spec, hostfile=str(folder.hosts)), folder, packed, address, acquire)
+    with tempfile.TemporaryDirectory(prefix="hvd_elastic-") as name:
+        with _hosts(Path(name), Path(name, "hosts"), packed, address, acquire) as (hosts, check):
+            return FixedRanks(hosts, sizes.wanted, _show_line, _tell, check).run()
+
+
+def on_this_machine(slots: int, env: Mapping[str, str] | None = None) -> Acquire:
+    """Return what makes this machine the one host of a run.
+
+    Args:
+        slots: number of processes that it can hold.
+        env: variables for all that runs there, beside those of this process.
+    """
+
+    @contextlib.contextmanager
+    def acquire(hosts: DialledHosts) -> Iterator[Check]:
+        process = HostProcess(hosts.dial_in.invitation, "localhost", slots, env)
+
+        def check() -> None:
+            if process.ended:
+                process.wait()
+                raise RunError("the host process of this machine has ended")
+
+        try:
+            yield check
+        finally:
+            process.wait()
+
+    return acquire
+
+
+@contextlib.contextmanager
+def _hosts(
+    folder: Path, hostfile: Path, packed: bytes, address: str, acquire: Acquire
+) -> Iterator[tuple[DialledHosts, Check]]:
+    """Yield the hosts that dial in, and a check whether more are to come."""
+    task_file = folder / TASK_FILE
+    task_file.write_bytes(packed)
+    try:
+        hosts = DialledHosts(hostfile, address, _tell, (task_file,))
+    except OSError as error:
+        raise RunError(
+            f"hosts cannot dial in at {address}: {error.strerror}. It has to be an address of this "
+            "machine that the hosts reach"
+        ) from error
+    try:
+        with acquire(hosts) as check:
+            try:
+                yield hosts, check
+            finally:
+                hosts.close()  # before the engine is asked to end what it has started
+    finally:
+        hosts.close()
+
+
+def _lead(spec: RunSpec, folder: RunFolder, packed: bytes, address: str, acquire: Acquire) -> Any:
+    """Lead an elastic run; return the function's value."""
+    with (
+        tempfile.TemporaryDirectory(prefix="hvd_elastic-") as name,
+        _hosts(Path(name), folder.hosts, packed, address, acquire) as (hosts, check),
+    ):
+        hosts.wait_for(spec.np or 1, check, _CALM_S, least=spec.min_np)
+        failure: list[Mapping[str, Any]] = []
+        with (
+            folder.take_lead(),
+            _own_signals(),
+            LastingView(sys.stderr, live=False) as view,
+        ):
+
+            def show(event: Mapping[str, Any]) -> None:
+                if event["kind"] == "script_failed":
+                    failure.append(event)
+                view.show(event)
+
+            def show_output(_host: str, _slot: int, line: str) -> None:
+                _show_line(0, line)
+
+            finish = Leader(spec, folder, {}, show, show_output, engine=hosts).run()
+    if finish.status == "stopped":
+        raise KeyboardInterrupt(finish.message)
+    if finish.status != "succeeded":
+        text = f"\n{failure[0]['traceback'].rstrip()}" if failure else ""
+        raise RunError(f"run {folder.run_id} failed: {finish.message}{text}")
+    return Outcome.unpack((folder.saved / OUTCOME_FILE).read_bytes()).get("rank 0")
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Give the caller's program its handlers of signals back after the leader has set its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _show_line(rank: int, line: str) -> None:
+    sys.stdout.write(f"{line}\n" if rank == 0 else f"[rank {rank}] {line}\n")
+    sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"hvd_elastic: {text}\n")
+    sys.stderr.flush()
