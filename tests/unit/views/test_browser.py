@@ -28,6 +28,7 @@ axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here to show pages in")
 
 WIDE, PHONE = {"width": 1280, "height": 1000}, {"width": 390, "height": 844}
+TALL = {"width": 1280, "height": 1640}
 SOON_MS = 20_000
 """A busy machine may take long for what takes half a second."""
 
@@ -256,7 +257,7 @@ def test_a_narrow_page_is_not_wider_than_its_window(open_page: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pictures_for_the_documentation(open_page: Any, scheme: str, tmp_path: Path) -> None:
-    page = open_page("runs/resnet-8", scheme=scheme)
+    page = open_page("runs/resnet-8", scheme=scheme, size=TALL)
     page.locator(".marks button", has_text="2").click()
     take_picture(page, f"run-{scheme}", tmp_path)
 
