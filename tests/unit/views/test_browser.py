@@ -195,7 +195,7 @@ def test_a_part_that_is_zoomed_to_has_more_detail(open_page: Any) -> None:
     assert page.evaluate(inside, ends) < 0.9 * len(found["x"])
 
 
-def test_two_runs_are_compared(open_page: Any) -> None:
+def test_two_runs_are_compared(open_page: Any, tmp_path: Path) -> None:
     page = open_page("")
     assert_accessible(page)
     for name in ("resnet-7", "resnet-8"):
@@ -205,8 +205,9 @@ def test_two_runs_are_compared(open_page: Any) -> None:
     page.wait_for_selector("html[data-plots]")
     assert page.locator("h1").inner_text() == "resnet-7 and resnet-8"
     lines = "document.querySelector('.chart[data-name=loss] .plot').plot.data.map((y) => y.length)"
-    assert page.evaluate(lines) == [801, 801, 801]
+    assert page.evaluate(lines) == [801] * 5, "time, a line and its mean for each run"
     assert_accessible(page)
+    take_picture(page, "compare", tmp_path)
 
 
 def test_every_figure_is_reached_by_keyboard(open_page: Any) -> None:
