@@ -75,6 +75,9 @@ def top(
     from hvd_elastic.records.run_state import run_state
     from hvd_elastic.records.summary import RunSummary, take_event
     from hvd_elastic.records.wording import Narrator
+    from hvd_elastic.views.allocation import host_rows
+    from hvd_elastic.views.costs import forecast_words
+    from hvd_elastic.views.forecast import predict_end
 
     folder = RunFolder.open(run)
     follower, narrator, summary = EventFollower(folder.events), Narrator(), RunSummary()
@@ -97,10 +100,19 @@ def top(
             shown.add_row(name, text)
             if name == "progress" and rate and summary.size:
                 shown.add_row("speed", f"{rate:,.0f} examples/s on {summary.size} processes")
+            done = summary.last.get("done")
+            if name == "progress" and summary.size and isinstance(done, float):
+                shown.add_row("to go", forecast_words(summary, done, predict_end(summary)))
+        busy = Table(box=None, padding=(0, 2, 0, 0))
+        for head in ("host", "slots", "step", "CPU", "memory", "sent", "received"):
+            busy.add_column(head, justify="left" if head == "host" else "right")
+        for name, cells in host_rows(summary):
+            busy.add_row(name, *cells)
         events = Table.grid()
         for line in latest:
             events.add_row(line.splitlines()[0])
-        return Group(shown, "", events), alive or state in ("starting", "leaderless")
+        hosts = [busy, ""] if busy.row_count else []
+        return Group(shown, "", *hosts, events), alive or state in ("starting", "leaderless")
 
     console = Console()
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:

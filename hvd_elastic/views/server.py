@@ -20,14 +20,8 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from hvd_elastic.errors import HvdElasticError, RunError
-from hvd_elastic.views.live import (
-    LiveComparison,
-    LiveRun,
-    LiveRuns,
-    comparison_page,
-    first_page,
-    run_page,
-)
+from hvd_elastic.views.live import LiveRuns, comparison_page, first_page, run_page
+from hvd_elastic.views.live_run import LiveComparison, LiveRun
 from hvd_elastic.views.page import read_asset
 from hvd_elastic.views.prometheus import CONTENT_TYPE, prometheus_text
 

@@ -18,7 +18,7 @@ import pytest
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.views import live
+from hvd_elastic.views import live_run
 from hvd_elastic.views.prometheus import FIGURES
 from hvd_elastic.views.server import Dashboard
 from tests.paths import ROOT
@@ -348,7 +348,7 @@ def test_runs_are_compared_on_one_page(viewer: Viewer, folder: Path) -> None:
 def test_a_file_too_long_to_be_read_at_once_is_shown_as_it_is_read(
     viewer: Viewer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "_READ_S", 1e-4)  # a piece of 2 MB each time
+    monkeypatch.setattr(live_run, "_READ_S", 1e-4)  # a piece of 2 MB each time
     begin = json.loads((folder / "events.jsonl").read_text().splitlines()[0])["t"]
     number = 60_000
     with (folder / "events.jsonl").open("a") as file:
