@@ -19,7 +19,7 @@ LEVELS = (
     {"sim", "wire", "records", "checkpoint", "hosts", "data"},
     {"agent", "leader", "communicator", "training"},
     {"torch", "tensorflow", "models", "cluster", "virtual", "views", "install"},
-    {"keras", "bench", "cli"},
+    {"keras", "bench", "ray", "cli"},
 )
 """Rooms, each of which may import those of lower levels, of its own level and nothing above."""
 

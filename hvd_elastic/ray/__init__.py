@@ -1,0 +1,1 @@
+"""Ray: a Ray cluster on the hosts of a hostfile, and elastic training on any Ray cluster."""
