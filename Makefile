@@ -8,7 +8,7 @@ TORCH      ?= torch==2.13.0
 TENSORFLOW ?= tensorflow-cpu==2.21.*
 # extras of pyproject.toml to install; for one framework alone: torch,dev or tensorflow,dev
 EXTRAS ?= torch,tensorflow,dev
-# added to the command behind test, demo, bench, horovod (for example ARGS="-k hostfile")
+# added to the command behind test, test-engines, demo, bench, horovod (for example ARGS="-k hostfile")
 ARGS   ?=
 # processes that run the tests, a file of tests in one of them; more than cores are of use, since most
 # tests wait. 0: in pytest's own process, as its debugger (--pdb) needs
@@ -19,23 +19,27 @@ VPYTHON  := $(VENV)/bin/python
 SETTINGS := $(VENV)/.settings
 READY    := $(VENV)/.ready
 HOROVOD  := $(VENV)/.horovod
+ENGINES  := $(VENV)/.engines
 # virtclust, horovodrun and the rest of the environment's programs come first
 RUN      := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench horovod env clean FORCE
+.PHONY: help demo test test-engines lint bench horovod env clean FORCE
 
 help:  ## list the targets
 	@echo "make TARGET, where TARGET is one of"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do printf '%-10s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do printf '%-14s %s\n' "$$name" "$$text"; done
 	@echo "Settings: PYTHON=$(PYTHON) TORCH=$(TORCH) TENSORFLOW=$(TENSORFLOW) EXTRAS=$(EXTRAS) ARGS=… TEST_JOBS=$(TEST_JOBS)"
 
 demo: $(HOROVOD)  ## train on three virtual hosts while one joins, one leaves and one dies
 	@$(RUN) $(VPYTHON) -m hvd_elastic.cli.app demo $(ARGS)
 
-test: $(HOROVOD)  ## run all tests: unit, ssh, real ranks
+test: $(HOROVOD)  ## run all tests but those of the engines: unit, ssh, real ranks
 	@$(RUN) $(VPYTHON) -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder $(ARGS)
+
+test-engines: $(ENGINES)  ## install Slurm, Spark and Ray, and run their tests
+	@$(RUN) $(VPYTHON) -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder tests/engines $(ARGS)
 
 lint: $(READY)  ## check style, format and types
 	@$(VPYTHON) -m ruff check .
@@ -70,4 +74,10 @@ $(READY): $(SETTINGS) setup.py pyproject.toml scripts/setup_env.py
 
 $(HOROVOD): $(READY) hvd_elastic/install/build_horovod.py $(wildcard hvd_elastic/install/horovod-*.patch)
 	@$(VPYTHON) -m hvd_elastic.cli.app build-horovod
+	@touch $@
+
+# Slurm comes from the system's packages, Spark and Ray are extras.
+$(ENGINES): $(HOROVOD)
+	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --tensorflow "$(TENSORFLOW)" \
+		--extras "$(EXTRAS),spark,ray" --engines
 	@touch $@

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -31,6 +32,8 @@ if sys.version_info < OLDEST_PYTHON:
 from hvd_elastic.errors import BuildError, HvdElasticError  # noqa: E402
 from hvd_elastic.install.file_lock import file_lock  # noqa: E402
 from hvd_elastic.install.prerequisites import (  # noqa: E402
+    ENGINE_PREREQUISITES,
+    PREREQUISITES,
     Prerequisite,
     Purpose,
     apt_command,
@@ -43,18 +46,22 @@ BASE_PACKAGES = ("pip>=23", "setuptools>=77", "wheel")
 APT_LISTS = Path("/var/lib/apt/lists")
 
 
-def ensure_system_packages(log: Path) -> None:
+def ensure_system_packages(log: Path, wanted: Sequence[Prerequisite]) -> None:
     """Install what the machine lacks when we may, say what is lacking when we may not.
+
+    Args:
+        log: file for the output of apt-get.
+        wanted: what the machine needs.
 
     Raises:
         BuildError: something without which no environment can be made is missing and cannot be
             installed by this user. What only the Horovod build needs is demanded by that build,
             and only if no wheel is kept.
     """
-    lacking = missing()
+    lacking = missing(wanted)
     if lacking and has_apt() and os.geteuid() == 0:
         _apt_install(lacking, log)
-        lacking = missing()
+        lacking = missing(wanted)
     if not lacking:
         return
     mend = apt_command(lacking) if has_apt() else "install them with your package manager"
@@ -181,14 +188,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip is asked for")
     parser.add_argument("--tensorflow", default="tensorflow-cpu==2.21.*", help="the same")
     parser.add_argument("--extras", default="torch,tensorflow,dev", help="extras of pyproject.toml")
+    parser.add_argument(
+        "--engines", action="store_true", help="also the system packages of Slurm and Spark"
+    )
     arguments = parser.parse_args(argv)
+    wanted = [*PREREQUISITES, *(ENGINE_PREREQUISITES if arguments.engines else ())]
     venv = arguments.venv.absolute()
     log = venv / "setup.log"
     try:
         venv.mkdir(parents=True, exist_ok=True)
         with file_lock(venv / ".lock", lambda: _say_waiting(venv)):
             log.unlink(missing_ok=True)
-            ensure_system_packages(log)
+            ensure_system_packages(log, wanted)
             python = ensure_venv(venv, log)
             frameworks = {"torch": arguments.torch, "tensorflow": arguments.tensorflow}
             install_packages(python, venv, frameworks, arguments.extras, log)

@@ -40,3 +40,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if not mark.args or not all(isinstance(reason, str) for reason in mark.args):
                 raise pytest.UsageError(f"{item.nodeid}: say the reason: unsure('…')")
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Name the tests that a run of all tests leaves out."""
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        terminalreporter.write_line(
+            "left out: tests/engines (runs on Slurm, Spark and Ray); make test-engines runs them"
+        )

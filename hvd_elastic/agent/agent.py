@@ -49,7 +49,9 @@ from hvd_elastic.agent.preemption.notice import NOTICE_S
 from hvd_elastic.agent.rendezvous import GenerationStore
 from hvd_elastic.agent.spool import Spool
 from hvd_elastic.agent.unacknowledged import UnacknowledgedLog
+from hvd_elastic.agent.worker_start import die_with_parent
 from hvd_elastic.agent.workers import Workers
+from hvd_elastic.hosts.programs.dial_back import PARENT_VARIABLE
 from hvd_elastic.hosts.programs.hold_command import become_subreaper
 from hvd_elastic.hosts.programs.processes import (
     Process,
@@ -428,9 +430,7 @@ class Agent:
             return
         become_subreaper()
         swept = len(end_processes(functools.partial(_left_by_predecessor, hello), 0.5))
-        address = os.environ.get("SSH_CONNECTION", "").split(" ")
-        own_address = address[2] if len(address) == 4 else hello.local_address
-        self._interface = hello.interface or interface_of(own_address)
+        self._interface = hello.interface or interface_of(_own_address(hello))
         self._spool = Spool.of_run(hello)
         self._spool.keep_run(hello.run)
         workers = Workers(hello, self._spool.path, self._interface, self._tell)
@@ -477,6 +477,18 @@ def _is_of_saved_file(message: msg.AgentToLeader) -> bool:
     return isinstance(message, msg.WorkerSaid) and isinstance(message.message, msg.FileSaved)
 
 
+def _own_address(hello: msg.LeaderHello) -> str:
+    """Return the address of this host for the other hosts."""
+    leader = os.environ.get("HVD_ELASTIC_LEADER_ADDRESS")
+    if leader:
+        family = socket.AF_INET6 if ":" in leader else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((leader, 9))  # sends nothing, only looks up the route
+            return str(probe.getsockname()[0])
+    ssh = os.environ.get("SSH_CONNECTION", "").split(" ")
+    return ssh[2] if len(ssh) == 4 else hello.local_address
+
+
 def _left_by_predecessor(hello: msg.LeaderHello) -> list[Process]:
     """Return processes on this host that a killed agent of this run left behind."""
     marks = {("HVD_ELASTIC_RUN_ID", hello.run_id), ("HVD_ELASTIC_HOST", hello.host)}
@@ -490,6 +502,8 @@ def _left_by_predecessor(hello: msg.LeaderHello) -> list[Process]:
 
 def main() -> None:
     """Entry point of the agent process."""
+    if PARENT_VARIABLE in os.environ:  # the engine may take the host away with that process alone
+        die_with_parent(int(os.environ[PARENT_VARIABLE]))
     # Only messages may reach the leader on the real stdout; output of print goes to stderr.
     output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)

@@ -72,6 +72,17 @@ class WorkerStart:
         return start_process(self.command, self.cwd, self.variables, subprocess.DEVNULL, output)
 
 
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies.
+
+    Args:
+        parent: id of the parent; if that has died already, this process ends now.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def start_process(
     command: Sequence[str],
     cwd: str,
@@ -100,9 +111,7 @@ def start_process(
 
     def before_exec() -> None:
         # The agent has one thread, so running Python between fork and exec is safe.
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # the agent ended in between
-            os._exit(1)
+        die_with_parent(parent)
 
     process = subprocess.Popen(
         command,

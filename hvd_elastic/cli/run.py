@@ -175,10 +175,15 @@ def _resumed_spec(folder: RunFolder, options: RunOptions) -> RunSpec:
         changes |= {"np": np, "slots": max(np, spec.slots)}
     if options.max_np is not None:
         changes["max_np"] = options.max_np
+    if hostfile is not None:
+        changes["engine"] = None
     spec = replace(spec, **changes)
     # Only the sizes given now have to fit the hostfile: it may have been edited since the run
     # began, and hosts may still be added.
-    asked = spec.hostfile_path if np is not None or hostfile is not None else None
+    asked = None
+    if np is not None or hostfile is not None:
+        path = spec.hostfile_path
+        asked = options.hosts() if path is None or spec.engine else parse_hostfile(path)
     spares = 0 if np is None else spec.spares
     raise_together(
         lambda: check_sizes(spec.np, spec.min_np, spec.max_np, mpi=False),
@@ -241,13 +246,18 @@ def lead(
             if not json_output:
                 view.print(f"[{host}:{slot}] {line}")
 
+        environment = forwarded_environment(os.environ)
+        engine = None
+        if spec.engine == "slurm":
+            from hvd_elastic.slurm.allocation import own_allocation
+            from hvd_elastic.slurm.commands import clean_environment
+            from hvd_elastic.slurm.engine import SlurmEngine
+
+            spec = replace(spec, hostfile=str(folder.hosts))
+            environment = clean_environment(environment)
+            engine = SlurmEngine(folder.hosts, own_allocation(os.environ))
         leader = Leader(
-            spec,
-            folder,
-            forwarded_environment(os.environ),
-            show_event,
-            show_output,
-            resumed=resumed,
+            spec, folder, environment, show_event, show_output, resumed=resumed, engine=engine
         )
         finish = leader.run()
     if finish.status == "failed" and any(folder.logs.iterdir()):

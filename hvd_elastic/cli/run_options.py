@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -16,11 +18,12 @@ from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cli.scaling_options import ScalingOptions
 from hvd_elastic.errors import HostfileError, HvdElasticError, SeveralErrors, UsageError
 from hvd_elastic.formatting import count
-from hvd_elastic.hosts.hostfile import Host, expand_hosts, parse_hostfile
+from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts, parse_hostfile
 from hvd_elastic.hosts.ssh_config import config_beside
 from hvd_elastic.leader.hostfile_watch import input_hosts
 from hvd_elastic.leader.spec import SHORTEST_HEARTBEAT_S, RunSpec
 from hvd_elastic.records.tensorboard import check_tensorboard
+from hvd_elastic.slurm.allocation import Allocation, is_inside, own_allocation
 
 _POLICIES = ("fixed", "goodput")
 
@@ -35,8 +38,19 @@ class RunOptions:
     ] = None
     hostfile: Annotated[
         Path | None,
-        typer.Option("--hostfile", "-H", help="hosts and slots; without it this machine alone"),
+        typer.Option(
+            "--hostfile",
+            "-H",
+            help="hosts and slots; without it the nodes of this Slurm allocation, or this machine",
+        ),
     ] = None
+    slurm: Annotated[
+        bool,
+        typer.Option(
+            "--slurm",
+            help="train on the nodes of this Slurm allocation (the default inside of one)",
+        ),
+    ] = False
     np: Annotated[
         int | None,
         whole_number_option("--np", "-n", help="wanted number of processes (default: all slots)"),
@@ -199,14 +213,36 @@ class RunOptions:
         """Return the options of the policy."""
         return ScalingOptions(*(getattr(self, field.name) for field in fields(ScalingOptions)))
 
+    @functools.cached_property
+    def allocation(self) -> Allocation | None:
+        """Return the Slurm allocation with the hosts of the run; None: there is none, or need be.
+
+        Raises:
+            HvdElasticError: this process is in an allocation that cannot be used, or in none and
+                the user has asked for it.
+        """
+        if self.slurm and (self.hostfile is not None or self.mpi):
+            other = "--hostfile" if self.hostfile is not None else "--mpi"
+            raise UsageError(f"--slurm and {other} do not go together; leave one of them out")
+        if self.hostfile is not None or self.mpi or not (self.slurm or is_inside(os.environ)):
+            return None
+        return own_allocation(os.environ)
+
+    def hosts(self) -> Hostfile | None:
+        """Return the hosts that the run begins with; None: this machine alone."""
+        if self.allocation is not None:
+            return Hostfile(self.allocation.hosts, f"Slurm job {self.allocation.job_id}")
+        return None if self.hostfile is None else parse_hostfile(self.hostfile)
+
     def check(self) -> None:
         """Check all options before any host is contacted.
 
         Raises:
             HvdElasticError: an option is wrong; if several are, SeveralErrors names all of them.
         """
+        _ = self.allocation  # if it cannot be used, this alone is reported
         raise_together(
-            lambda: check_slots(self.hostfile, self.np, self.min_np, self.spares),
+            lambda: check_slots(self.hosts(), self.np, self.min_np, self.spares),
             self._check_pinned,
             self._check_input_hosts,
             lambda: check_sizes(self.np, self.min_np, self.max_np, mpi=self.mpi),
@@ -229,6 +265,7 @@ class RunOptions:
             "command": tuple(self.command or ()),
             "cwd": str(Path.cwd()),
             "hostfile": None if self.hostfile is None else str(self.hostfile.absolute()),
+            "engine": None if self.allocation is None else "slurm",
             "slots": (self.np or self.max_np or 1) + self.spares,
             "python": self.python or sys.executable,
             "ssh_config": ssh_config_for(self.hostfile, self.ssh_config),
@@ -243,9 +280,9 @@ class RunOptions:
     def _pinned(self) -> list[Host]:
         if self.pin_hosts is None:
             return []
-        if self.hostfile is None:
+        hosts = self.hosts()
+        if hosts is None:
             raise UsageError("--pin-hosts names hosts of a hostfile; give one with --hostfile")
-        hosts = parse_hostfile(self.hostfile)
         found: dict[str, Host] = {}
         try:
             wanted = expand_hosts(self.pin_hosts)
@@ -255,7 +292,7 @@ class RunOptions:
             host = hosts.get(name)
             if host is None:
                 raise UsageError(
-                    f"--pin-hosts: host '{name}' is not in {self.hostfile}; it has "
+                    f"--pin-hosts: host '{name}' is not in {hosts.source}; it has "
                     f"{', '.join(hosts.names[:8])}{', …' if len(hosts) > 8 else ''}"
                 )
             found[host.name] = host
@@ -272,17 +309,19 @@ class RunOptions:
     def _check_input_hosts(self) -> None:
         named = self._input_hosts()
         try:
-            hosts = [] if self.hostfile is None else [*parse_hostfile(self.hostfile)]
+            known = self.hosts()
         except HostfileError:
             return  # check_slots reports the error
-        reading = input_hosts(hosts, named, self.hostfile)
+        hosts = [] if known is None else [*known]
+        source = "" if known is None else known.source
+        reading = input_hosts(hosts, named, source)
         if reading and self.mpi:
             raise UsageError(
                 "a job under --mpi has no leader to lead input hosts: leave --input-hosts and "
                 "hosts with slots=0 out"
             )
         if hosts and all(host in reading for host in hosts):
-            raise UsageError(f"all hosts of {self.hostfile} read, and none trains: add one")
+            raise UsageError(f"all hosts of {source} read, and none trains: add one")
 
     def _check_pinned(self) -> None:
         slots = sum(host.slots for host in self._pinned())
@@ -299,7 +338,10 @@ class RunOptions:
             pinned = self._pinned()
         except HvdElasticError:
             pinned = []  # _check_pinned reports the error
-        self.scaling.check(self.hostfile, self.mpi, min_np=self.min_np, pinned=pinned, np=self.np)
+        hosts = None if self.allocation is None else self.allocation.hosts
+        self.scaling.check(
+            self.hostfile, self.mpi, hosts, min_np=self.min_np, pinned=pinned, np=self.np
+        )
 
     def _check_mpi(self) -> None:
         for flag, value in (
@@ -376,23 +418,23 @@ def raise_together(*checks: Callable[[], None]) -> None:
         raise SeveralErrors(found)
 
 
-def check_slots(hostfile: Path | None, np: int | None, min_np: int, spares: int) -> None:
-    """Raise UsageError if the hostfile has too few slots."""
-    if hostfile is None:
+def check_slots(hosts: Hostfile | None, np: int | None, min_np: int, spares: int) -> None:
+    """Raise UsageError if the hosts have too few slots."""
+    if hosts is None:
         return
-    slots = parse_hostfile(hostfile).slots
+    slots = hosts.slots
     wanted = max(min_np, np or 0)
     if wanted <= slots < wanted + spares:
         raise UsageError(
             f"--spares {spares} beside {count(wanted, 'process')} needs "
-            f"{count(wanted + spares, 'slot')}, and {hostfile} has {slots}. Lower one of them, or "
-            "add hosts or slots to the hostfile."
+            f"{count(wanted + spares, 'slot')}, and {hosts.source} has {slots}. Lower one of "
+            "them, or add hosts or slots."
         )
     if wanted > slots:
         flag = "--np" if np == wanted else "--min-np"
         raise UsageError(
-            f"{flag} {wanted} is above the {count(slots, 'slot')} of {hostfile}. Lower it, "
-            "or add hosts or slots to the hostfile."
+            f"{flag} {wanted} is above the {count(slots, 'slot')} of {hosts.source}. Lower it, "
+            "or add hosts or slots."
         )
 
 

@@ -41,10 +41,12 @@ class Connection(ABC):
     Attributes:
         host: the host, as in the hostfile.
         peer_address: address of the host as seen from here; None if reached through a jump host.
+        python: interpreter to use there, if the host itself has named one.
     """
 
     host: Host
     peer_address: str | None = None
+    python: str | None = None
 
     @property
     @abstractmethod

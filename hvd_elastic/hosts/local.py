@@ -8,6 +8,7 @@ import pwd
 import signal as signals
 import subprocess
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class LocalConnection(Connection):
     def __init__(self, host: Host) -> None:
         self.host = host
         self.peer_address = "::1" if host.name == "::1" else "127.0.0.1"
-        self._processes: list[_PopenEnds] = []
+        self._processes: list[PopenEnds] = []
         self._closed = False
 
     @property
@@ -39,20 +40,8 @@ class LocalConnection(Connection):
         command = as_command(command)
         account = pwd.getpwuid(os.getuid())
         folder = account.pw_dir if Path(account.pw_dir).is_dir() else "/"
-        try:
-            # As sshd does: the user's shell, in the home folder, in a new session.
-            popen = subprocess.Popen(
-                [command_shell(account), "-c", command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=folder,
-                bufsize=0,
-                start_new_session=True,
-            )
-        except (OSError, ValueError) as error:
-            raise SshError(f"host {self.host.name}: no command can be started: {error}") from error
-        ends = _PopenEnds(popen, self.host.name)
+        # As sshd does: the user's shell, in the home folder, in a new session.
+        ends = start_here([command_shell(account), "-c", command], self.host.name, cwd=folder)
         self._processes = [known for known in self._processes if not known.ended] + [ends]
         return RemoteProcess(ends, command, self.host.name, on_stderr, on_stdout)
 
@@ -62,7 +51,37 @@ class LocalConnection(Connection):
             process.close()
 
 
-class _PopenEnds:
+def start_here(
+    argv: Sequence[str], host: str, *, cwd: str, env: Mapping[str, str] | None = None
+) -> PopenEnds:
+    """Start a program on this machine, in a session of its own, with three pipes.
+
+    Args:
+        argv: the program and its arguments.
+        host: name of the host that it runs on, or that it connects to, for messages.
+        cwd: its working directory.
+        env: its environment; None: that of this process.
+
+    Raises:
+        SshError: it cannot be started.
+    """
+    try:
+        popen = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=cwd,
+            env=env,
+            bufsize=0,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        raise SshError(f"host {host}: no command can be started: {error}") from error
+    return PopenEnds(popen, host)
+
+
+class PopenEnds:
     """Pipes of a command on this machine."""
 
     def __init__(self, popen: subprocess.Popen[bytes], host: str) -> None:

@@ -5,6 +5,7 @@ Standard library only, since the set-up runs this before anything is installed.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -26,6 +27,7 @@ class Purpose(Enum):
     CLUSTER = "run virtual clusters (make demo, make test)"
     NETWORKS = "give virtual hosts networks of their own"
     MPI = "run jobs through Open MPI (--mpi)"
+    ENGINES = "test runs on Slurm and Spark (make test-engines)"
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,18 @@ PREREQUISITES: tuple[Prerequisite, ...] = (
         "Open MPI", _find_openmpi, ("libopenmpi-dev", "openmpi-bin"), Purpose.MPI, optional=True
     ),
 )
+
+ENGINE_PREREQUISITES: tuple[Prerequisite, ...] = tuple(
+    Prerequisite(name, functools.partial(find_program, name), (package,), Purpose.ENGINES, True)
+    for name, package in (
+        ("slurmctld", "slurmctld"),
+        ("slurmd", "slurmd"),
+        ("srun", "slurm-client"),
+        ("munged", "munge"),
+        ("java", "openjdk-17-jre-headless"),
+    )
+)
+"""What the tests of the engines need; a user's engine brings its own."""
 
 
 def missing(wanted: Iterable[Prerequisite] = PREREQUISITES) -> list[Prerequisite]:

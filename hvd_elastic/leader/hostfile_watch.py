@@ -68,7 +68,7 @@ class HostfileWatch:
             if self._spec.objective == "cost":
                 require_prices(hostfile)
                 hosts = self._cheapest_first(hosts)
-        reads = input_hosts(hosts, self._spec.input_hosts, path)
+        reads = input_hosts(hosts, self._spec.input_hosts, str(path))
         self.input_hosts = {host.name: host for host in reads}
         self.hosts = {host.name: host for host in hosts if host.name not in self.input_hosts}
 
@@ -125,13 +125,13 @@ class HostfileWatch:
         return [*pinned, *first, *(host for host in others if host not in first)]
 
 
-def input_hosts(hosts: Sequence[Host], named: Sequence[str], hostfile: Path | None) -> list[Host]:
+def input_hosts(hosts: Sequence[Host], named: Sequence[str], hostfile: str) -> list[Host]:
     """Return the hosts that read for the ranks: those with ``labels=input``, and those named.
 
     Args:
         hosts: hosts of the hostfile.
         named: names of ``--input-hosts``; those that are not in the hostfile are added.
-        hostfile: its path, for messages.
+        hostfile: its name, for messages.
 
     Raises:
         HostfileError: an input host has slots, so that it would train as well.

@@ -279,6 +279,7 @@ class AgentConnection:
             self._connection = self._connect(self.host)
         # Every user of the host can read this command line, so the training command and the
         # environment are sent through stdin instead.
+        self._python = self._connection.python or self._python
         command = f"exec {shlex.quote(self._python)} -m hvd_elastic.agent.agent"
         self._process = self._connection.start(command, on_stdout=self._take)
         self._input.open(self._process.stdin, encode(self._hello), self.host.name)

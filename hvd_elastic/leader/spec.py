@@ -57,6 +57,7 @@ class RunSpec:
         command: training command with its arguments.
         cwd: working directory of the command on every host.
         hostfile: path of the hostfile; None: the run uses this machine only.
+        engine: what owns the hosts and writes the hostfile: ``slurm``; None: the user.
         slots: number of processes on this machine when there is no hostfile.
         np: requested number of processes; None: as many as allowed.
         min_np, max_np: bounds of the number of processes; ``max_np`` None: all slots.
@@ -86,6 +87,7 @@ class RunSpec:
     command: tuple[str, ...]
     cwd: str
     hostfile: str | None = None
+    engine: str | None = None
     slots: int = 1
     np: int | None = None
     min_np: int = 1

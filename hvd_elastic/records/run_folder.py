@@ -9,6 +9,7 @@
       saved/           files that the script saved by name
       tensorboard/     event files (only with --tensorboard)
       commands/        one file for each request to the leader
+      hosts            hosts that an engine such as Slurm has given to the run
       leader.lock      locked while a leader is alive
       leader.log       output of a detached leader
 
@@ -109,6 +110,7 @@ class RunFolder:
         self.saved = path / "saved"
         self.tensorboard = path / "tensorboard"
         self.commands = path / "commands"
+        self.hosts = path / "hosts"
         self.lock = path / "leader.lock"
         self.leader_log = path / "leader.log"
 

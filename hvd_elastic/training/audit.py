@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,19 +20,29 @@ class Audit:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._begun: list[Any] = []
         self._read: list[list[int]] = []
         self._used: deque[msg.Used] = deque(maxlen=_REMEMBERED_STEPS)
 
-    def gather(self, passes: Sequence[Pass]) -> None:
-        """Gather the indices that all ranks read for a step, epoch by epoch; a collective."""
+    def begin(self, passes: Sequence[Pass]) -> None:
+        """Begin to gather the indices that all ranks read for a step, epoch by epoch."""
         own: dict[int, list[int]] = {}
         for each in passes:
             # Padding was read, but has weight 0 in the step: a negative sign marks it.
             read = [-1 - i if each.padding else i for i in each.indices or []]
             own.setdefault(each.epoch, []).extend(read)
-        gather = self._worker.communicator.gather
-        arrays = (np.array(indices, np.int64) for indices in own.values())
-        self._read = [gather(array, "hvd_elastic.audit").tolist() for array in arrays]
+        self._begun = [
+            self._worker.communicator.gather_async(
+                np.array(indices, np.int64), f"hvd_elastic.audit.{number}"
+            )
+            for number, indices in enumerate(own.values())
+        ]
+
+    def finish(self) -> None:
+        """Wait for what :meth:`begin` began."""
+        begun, self._begun = self._begun, []
+        if begun:
+            self._read = [self._worker.communicator.wait(each).tolist() for each in begun]
 
     def record(self, epoch: int, position: int) -> None:
         """Record the step just counted, which began at ``position`` of ``epoch``."""

@@ -180,7 +180,9 @@ class Context:
         worker, step = self.worker, self.step
         place = self.reading.place_hash() if step.passes else 0
         shared = worker.communicator.size > 1
-        step.begin_exchange(worker, self._wishes, place=place, shared=shared)
+        begins = step.begin_exchange(worker, self._wishes, place=place, shared=shared)
+        if begins and worker.audit and step.passes:
+            self._audit.begin(step.passes)
 
     @property
     def _exchanges_at_commit(self) -> bool:
@@ -206,8 +208,7 @@ class Context:
         if worker.communicator.size == 1:
             worker.refuse_aborted()  # a single rank has no collective that would fail
         self.begin_exchange()
-        if worker.audit and step.passes:
-            self._audit.gather(step.passes)
+        self._audit.finish()
         stop = self._finish_exchange()
         if step.stage is Stage.VOIDED:
             self.planner.want_review()
@@ -232,7 +233,8 @@ class Context:
         if worker.communicator.size == 1:
             worker.refuse_aborted()  # a single rank has no collective that would fail
         if worker.audit and step.passes:
-            self._audit.gather(step.passes)
+            self._audit.begin(step.passes)
+            self._audit.finish()
         return step.flags(self._wishes, place=self.reading.place_hash() if step.passes else 0)
 
     def graph_stepped(self, told: np.ndarray, *, collectives: bool = True) -> None:

@@ -167,8 +167,10 @@ class Step:
 
     def begin_exchange(
         self, worker: Worker, wishes: Callable[[], Sequence[bool]], *, place: int, shared: bool
-    ) -> None:
+    ) -> bool:
         """Begin to exchange this rank's place and wishes with the others; once a step.
+
+        Return whether this call has begun it.
 
         The numbers are reduced together with the gradients, so all ranks learn of a wish in the
         same step and act on it at the same step boundary. The place in the training data is sent
@@ -181,10 +183,11 @@ class Step:
             shared: whether the ranks exchange them, or each acts on its own.
         """
         if self.is_exchanged or self._told is not None:
-            return
+            return False
         self._told, self._is_shared = self.flags(wishes, place=place), shared
         if shared:
             self._told = worker.communicator.reduce_async(self._told, FLAGS_NAME)
+        return True
 
     def flags(self, wishes: Callable[[], Sequence[bool]], *, place: int) -> np.ndarray:
         """Return what this rank tells the others; a graph may reduce it itself."""

@@ -63,10 +63,15 @@ class WorkerProcess:
 
 @dataclass
 class Stage:
-    """Virtual hosts, and a folder that this machine and all of them see."""
+    """Virtual hosts, and a folder that this machine and all of them see.
+
+    Attributes:
+        services: names of processes that belong on the hosts, such as those of an engine.
+    """
 
     cluster: VirtualCluster
     folder: Path
+    services: frozenset[str] = frozenset()
 
     @property
     def hosts(self) -> list[str]:
@@ -99,24 +104,26 @@ class RunningJob:
 
     Args:
         stage: where.
-        hosts: host name → slots, the hostfile in this order.
+        hosts: host name → slots, the hostfile in this order; None: there is no hostfile.
         options: more options of ``run``.
         script: command instead of the probe; FOLDER stands for the job's.
         script_options: of the probe.
         style: which probe, of :data:`PROBES`.
         program: what the interpreter is given for ``hvd-elastic``.
+        launcher: command that starts the interpreter, such as that of an engine.
         stdout: where the first leader prints; None: into ``output``.
     """
 
     def __init__(
         self,
         stage: Stage,
-        hosts: Mapping[str, int],
+        hosts: Mapping[str, int] | None,
         *options: str,
         script: list[str] | None = None,
         script_options: tuple[str, ...] = (),
         style: str = "torch",
         program: tuple[str, ...] = ("-m", "hvd_elastic.cli.app"),
+        launcher: tuple[str, ...] = (),
         stdout: int | None = None,
     ) -> None:
         self.stage = stage
@@ -125,7 +132,12 @@ class RunningJob:
         self.folder.mkdir()
         self.home = self.folder / "home"
         self.hostfile = self.folder / "hosts"
-        self.use(hosts)
+        self._launcher = launcher
+        where = []
+        if hosts is not None:
+            self.use(hosts)
+            config = str(stage.cluster.ssh_config)
+            where = ["--hostfile", str(self.hostfile), "--ssh-config", config]
         self.output = self.folder / "output"
         self.events: list[Record] = []
         self._run_folder = self.home / "runs" / self.run_id
@@ -135,8 +147,7 @@ class RunningJob:
         command = script or [sys.executable, *PROBES[style], *script_options]
         command = [str(self.folder) if word == "FOLDER" else word for word in command]
         self.process = self._start(
-            *("run", "--run-id", self.run_id, "--hostfile", str(self.hostfile)),
-            *("--ssh-config", str(stage.cluster.ssh_config), "--audit"),
+            *("run", "--run-id", self.run_id, *where, "--audit"),
             *("--checkpoint-every", "1", *options, "--", *command),
             program=program,
             stdout=stdout,
@@ -164,7 +175,7 @@ class RunningJob:
         self._lives += 1
         with self.output.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, *program, *arguments],
+                [*self._launcher, sys.executable, *program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output if stdout is None else stdout,
                 stderr=subprocess.STDOUT,
@@ -456,7 +467,9 @@ class RunningJob:
         for host in hosts or self.stage.hosts:
             for pid in cluster.pids(host):
                 with contextlib.suppress(psutil.Error):
-                    yield host, psutil.Process(pid).cmdline()
+                    process = psutil.Process(pid)
+                    if process.name() not in self.stage.services:
+                        yield host, process.cmdline()
             # Sockets in the abstract namespace are of a network namespace.
             for pid in sorted(cluster.pids(host, system=True))[:1]:
                 table = Path(f"/proc/{pid}/net/unix").read_text(errors="replace")

@@ -18,7 +18,7 @@ LEVELS = (
     {"control"},
     {"sim", "wire", "records", "checkpoint", "hosts", "data"},
     {"agent", "leader", "communicator", "training"},
-    {"torch", "tensorflow", "models", "cluster", "virtual", "views", "install"},
+    {"torch", "tensorflow", "models", "cluster", "virtual", "views", "install", "slurm", "engines"},
     {"keras", "bench", "ray", "cli"},
 )
 """Rooms, each of which may import those of lower levels, of its own level and nothing above."""

@@ -71,6 +71,8 @@ class Process:
 
 
 class Connection:
+    python = None
+
     def __init__(self) -> None:
         self.process = Process()
 

@@ -43,6 +43,8 @@ class Process:
 
 
 class Connection:
+    python = None
+
     def __init__(self, process: Process) -> None:
         self._process = process
 

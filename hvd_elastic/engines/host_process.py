@@ -1,0 +1,88 @@
+"""Run the host process of an engine's task or actor, on the host that the engine gives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_elastic.errors import RunError
+
+_TAIL_BYTES = 4096
+
+
+class HostProcess:
+    """A process that dials back to the leader, and runs its commands on this host.
+
+    It ends when the leader ends it, when its link is lost for good, with :meth:`close`, and with
+    the process that has made this object.
+
+    Args:
+        invitation: of :class:`hvd_elastic.hosts.dialled.DialIn`; it goes through a pipe.
+        name: name to propose for the host, such as its address; the leader adds a number if another
+            host has it.
+        slots: number of processes that the host can hold.
+        env: variables for all that runs here, beside those of this process.
+    """
+
+    def __init__(
+        self,
+        invitation: Mapping[str, Any],
+        name: str,
+        slots: int,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hvd_elastic.hosts.programs.dial_back"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # it decides itself when it ends
+        )
+        asked = {**invitation, "name": name, "slots": slots, "env": dict(env or {})}
+        assert self._process.stdin is not None, "started with a pipe"
+        with contextlib.suppress(BrokenPipeError):  # its end says why
+            self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+            self._process.stdin.flush()
+        self._said = b""
+        self._reading = threading.Thread(target=self._read, name="host process", daemon=True)
+        self._reading.start()
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the process has ended."""
+        return self._process.poll() is not None
+
+    def wait(self) -> None:
+        """Wait until the leader has no more use for this host.
+
+        Raises:
+            RunError: the link was lost, or the leader has another key; says which.
+        """
+        status = self._process.wait()
+        self.close()
+        if status:
+            said = self._said.decode(errors="replace").strip()
+            raise RunError(said or "the host process was killed")
+
+    def terminate(self) -> None:
+        """Give notice that the host goes away: its workers leave, as at SIGTERM under ssh."""
+        self._process.terminate()
+
+    def close(self) -> None:
+        """End the process at once, with all that it has started."""
+        assert self._process.stdin is not None, "started with a pipe"
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+        self._reading.join()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None, "started with a pipe"
+        with self._process.stderr as pipe:
+            while line := pipe.readline(_TAIL_BYTES):
+                self._said = (self._said + line)[-_TAIL_BYTES:]

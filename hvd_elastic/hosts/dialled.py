@@ -1,0 +1,371 @@
+"""Connections to hosts that cannot be logged in to, and that dial back to the leader instead.
+
+An engine starts :mod:`hvd_elastic.hosts.programs.dial_back` on each host that it gives, with an
+invitation of :class:`DialIn`. The link is TLS, on which both sides show the certificate of the run;
+the engine hands it over in the way in which it hands over secrets. Whoever connects without it gets
+no further than the handshake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import secrets
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_elastic.errors import HostUnreachableError, SshError
+from hvd_elastic.hosts.certificate import make_certificate
+from hvd_elastic.hosts.connection import Connection
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.process import (
+    ByteStream,
+    Command,
+    RemoteProcess,
+    Sink,
+    as_command,
+    has_room,
+)
+from hvd_elastic.hosts.programs.dial_back import CONTROL_PATIENCE_S
+from hvd_elastic.hosts.programs.secure_stream import Kind, SecureStream
+
+_STRANGERS = 64
+"""Most connections that are in their handshake at a time. One more ends the oldest of them: that of
+a host takes some milliseconds."""
+_START_S = 10.0
+"""How long a host may take to open the connection of a command [s]."""
+_UNREAD_BYTES = 1 << 20
+"""Output of a command that is taken from the network before its reader asks for it."""
+
+
+@dataclass(frozen=True)
+class DialledHost:
+    """A host that has dialled in.
+
+    Attributes:
+        host: its name, unique among those that are connected, and slots.
+        identity: tells its process from others.
+        python: path of its interpreter.
+        python_version: version of that.
+        control: control connection.
+    """
+
+    host: Host
+    identity: str
+    python: str
+    python_version: str
+    control: SecureStream
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message to the host process.
+
+        Raises:
+            OSError: it is gone.
+        """
+        self.control.send(Kind.MESSAGE, json.dumps(message).encode())
+
+
+class DialIn:
+    """Listens for hosts that dial in.
+
+    Args:
+        address: address of this machine by which the hosts reach it; only this one is listened on.
+        changed: called in other threads when a host has come or gone.
+        warn: called with the reason when a connection is refused, once for each address.
+        grace_s: how long hosts try to dial in again when the link breaks [s].
+
+    Raises:
+        OSError: the address is not one of this machine.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        changed: Callable[[], None],
+        warn: Callable[[str], None],
+        grace_s: float = 60.0,
+    ) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=128)
+        self._certificate = make_certificate()
+        self._address, self._grace_s = address, grace_s
+        self._changed, self._warn = changed, warn
+        self._lock = threading.Lock()
+        self._by_name: dict[str, DialledHost] = {}
+        self._awaited: dict[str, queue.SimpleQueue[SecureStream]] = {}
+        self._strangers: dict[int, socket.socket] = {}
+        self._warned: set[str] = set()
+        self._closed = False
+        threading.Thread(target=self._listen, name="hosts dial in", daemon=True).start()
+
+    @property
+    def invitation(self) -> dict[str, Any]:
+        """Return what a host process needs to dial in; secret, since the key is part of it."""
+        return {
+            "address": self._address,
+            "port": self._listener.getsockname()[1],
+            "certificate": self._certificate,
+            "grace_s": self._grace_s,
+        }
+
+    @property
+    def hosts(self) -> list[DialledHost]:
+        """Return the hosts that are connected, in the order in which they have dialled in."""
+        with self._lock:
+            return [*self._by_name.values()]
+
+    def connect(self, host: Host) -> DialledConnection:
+        """Return a connection to a host.
+
+        Raises:
+            HostUnreachableError: it is not connected.
+        """
+        with self._lock:
+            dialled = self._by_name.get(host.name)
+        if dialled is None:
+            raise HostUnreachableError(
+                f"host {host.name}: its link is lost; it is used again when it dials in"
+            )
+        return DialledConnection(self, host, dialled)
+
+    def close(self) -> None:
+        """Tell all hosts that there is nothing more to do, and stop listening."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for dialled in self.hosts:
+            with contextlib.suppress(OSError):
+                dialled.send({"end": True})
+
+    def open_command(self, dialled: DialledHost, number: str, command: str) -> SecureStream:
+        """Start a command on a host; return the connection that the host has opened for it.
+
+        Raises:
+            SshError: the host does not answer.
+        """
+        opened: queue.SimpleQueue[SecureStream] = queue.SimpleQueue()
+        self._awaited[number] = opened
+        failed = f"host {dialled.host.name}: no command can be started"
+        try:
+            dialled.send({"start": number, "command": command})
+            return opened.get(timeout=_START_S)
+        except OSError as error:
+            raise SshError(f"{failed}: {error}") from error
+        except queue.Empty:
+            if self._awaited.pop(number, None) is None:
+                return opened.get()  # it has come at this moment
+            raise SshError(f"{failed}: no answer for {_START_S:g} s") from None
+        finally:
+            self._awaited.pop(number, None)
+
+    # -- threads -------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                plain, peer = self._listener.accept()
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return
+                continue  # that connection is gone already
+            with self._lock:
+                self._strangers[id(plain)] = plain
+                if len(self._strangers) > _STRANGERS:
+                    oldest = next(iter(self._strangers.values()))
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)
+            threading.Thread(
+                target=self._meet, args=(plain, str(peer[0])), name="a host dials in", daemon=True
+            ).start()
+
+    def _meet(self, plain: socket.socket, peer: str) -> None:
+        try:
+            try:
+                stream = SecureStream(plain, self._certificate, client=False)
+                kind, data = stream.receive()
+                if kind is not Kind.MESSAGE:
+                    raise ConnectionError("it did not say what it is")
+            finally:
+                with self._lock:
+                    del self._strangers[id(plain)]
+        except OSError as error:
+            self._refuse(peer, error)
+            return
+        first = json.loads(data)
+        with contextlib.suppress(OSError):
+            if "command" in first:
+                self._take_command(stream, first["command"])
+            else:
+                self._attend(self._register(stream, first))
+
+    def _refuse(self, peer: str, error: OSError) -> None:
+        why = error.reason if isinstance(error, ssl.SSLError) else str(error)
+        if peer not in self._warned and not self._closed:
+            self._warned.add(peer)
+            self._warn(
+                f"a connection from {peer} to the port for hosts was refused: it does not have the "
+                f"key of this run ({why})"
+            )
+
+    def _take_command(self, stream: SecureStream, number: str) -> None:
+        opened = self._awaited.pop(number, None)
+        if opened is None:
+            stream.send(Kind.MESSAGE, b'{"refused": "nobody waits for this command"}')
+            stream.close()
+            return
+        stream.send(Kind.MESSAGE, b"{}")
+        stream.has_begun()
+        opened.put(stream)
+
+    def _register(self, stream: SecureStream, hello: dict[str, Any]) -> DialledHost:
+        identity = hello["control"]
+        with self._lock:
+            before = next((h for h in self._by_name.values() if h.identity == identity), None)
+            name = before.host.name if before else _unique(hello["name"], self._by_name)
+            host = Host(name, slots=hello["slots"])
+            dialled = DialledHost(
+                host, identity, hello["python"], hello["python_version"], control=stream
+            )
+            self._by_name[name] = dialled
+        if before is not None:
+            before.control.cut()
+        stream.send(Kind.MESSAGE, b"{}")
+        stream.has_begun(CONTROL_PATIENCE_S)
+        return dialled
+
+    def _attend(self, dialled: DialledHost) -> None:
+        """Wait until a host has gone."""
+        self._changed()
+        with contextlib.suppress(OSError):
+            while True:
+                dialled.control.receive()
+        dialled.control.close()
+        name = dialled.host.name
+        with self._lock:
+            is_known = self._by_name.get(name) is dialled
+            if is_known:
+                del self._by_name[name]
+        if is_known and not self._closed:
+            self._changed()
+
+
+def _unique(name: str, taken: dict[str, DialledHost]) -> str:
+    """Return the name, with a number if another host has it: several may share a machine."""
+    number = 1
+    unique = name
+    while unique in taken:
+        number += 1
+        unique = f"{name}-{number}"
+    return unique
+
+
+class DialledConnection(Connection):
+    """A host that has dialled in.
+
+    Args:
+        dial_in: where it has dialled in.
+        host: the host, as in the hostfile.
+        dialled: its control connection.
+    """
+
+    def __init__(self, dial_in: DialIn, host: Host, dialled: DialledHost) -> None:
+        self.host = host
+        self.peer_address = dialled.control.peer_address
+        self.python = dialled.python
+        self._dial_in = dial_in
+        self._dialled = dialled
+        self._streams: list[SecureStream] = []
+        self._closed = False
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed and self._dialled in self._dial_in.hosts
+
+    def start(
+        self, command: Command, on_stderr: Sink = None, on_stdout: Sink = None
+    ) -> RemoteProcess:
+        if self._closed:
+            raise SshError(f"host {self.host.name}: the connection is closed")
+        command = as_command(command)
+        number = secrets.token_hex(8)
+        stream = self._dial_in.open_command(self._dialled, number, command)
+        self._streams = [known for known in self._streams if known.fileno() >= 0] + [stream]
+        ends = _StreamEnds(stream, self._dialled, number)
+        return RemoteProcess(ends, command, self.host.name, on_stderr, on_stdout)
+
+    def close(self) -> None:
+        self._closed = True
+        for stream in self._streams:
+            stream.cut()
+
+
+class _StreamEnds:
+    """Pipes of a command on a host that has dialled in."""
+
+    def __init__(self, stream: SecureStream, dialled: DialledHost, number: str) -> None:
+        self._stream = stream
+        self._dialled, self._number = dialled, number
+        self._output = {
+            Kind.STDOUT: ByteStream(_UNREAD_BYTES),
+            Kind.STDERR: ByteStream(_UNREAD_BYTES),
+        }
+        self._status = -1
+        """Exit status; as over ssh -1 if the connection was lost before it came."""
+        self._ended = threading.Event()
+        name = f"from {dialled.host.name}"
+        threading.Thread(target=self._receive, name=name, daemon=True).start()
+
+    def read_stdout(self, size: int) -> bytes:
+        return self._output[Kind.STDOUT].read(size)
+
+    def read_stderr(self, size: int) -> bytes:
+        return self._output[Kind.STDERR].read(size)
+
+    def write(self, data: bytes) -> None:
+        if not data:
+            return  # an empty frame would be the end
+        try:
+            self._stream.send(Kind.STDIN, data)
+        except OSError as error:
+            raise BrokenPipeError(f"the command or its connection is gone ({error})") from error
+
+    def is_ready(self) -> bool:
+        descriptor = self._stream.fileno()
+        return descriptor >= 0 and has_room(descriptor)
+
+    def close_stdin(self) -> None:
+        self._stream.send(Kind.STDIN)
+
+    def wait(self, timeout: float | None) -> int | None:
+        return self._status if self._ended.wait(timeout) else None
+
+    def signal(self, name: str) -> None:
+        self._dialled.send({"signal": self._number, "name": name})
+
+    def close(self) -> None:
+        self._stream.cut()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                kind, data = self._stream.receive()
+                if kind is Kind.EXIT:
+                    self._status = int(data)
+                    self._ended.set()
+                elif data:
+                    self._output[kind].put(data)
+                else:
+                    self._output[kind].end()
+        except OSError:
+            pass  # it has ended, or the connection is lost
+        finally:
+            for output in self._output.values():
+                output.end()
+            self._ended.set()
+            self._stream.close()

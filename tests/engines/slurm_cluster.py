@@ -1,0 +1,191 @@
+"""A Slurm of one's own on virtual hosts: slurmctld here, a slurmd on each host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+from typing_extensions import Self
+
+from hvd_elastic.install.prerequisites import find_program
+from hvd_elastic.virtual import VirtualCluster
+from tests.dist.running import processes_with
+
+START_S = 60.0
+DOWN_AFTER_S = 10
+"""Slurm's own time limit for a silent slurmd [s]; its default is 300."""
+
+CONFIG = """\
+ClusterName=virtual
+SlurmctldHost={name}({address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=10
+SlurmctldPort={port}
+SlurmdPort={slurmd_port}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmdTimeout={down_after_s}
+KillWait=5
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=0
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing_programs() -> list[str]:
+    programs = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
+    return [name for name in programs if find_program(name) is None]
+
+
+class SlurmCluster:
+    """All hosts of a virtual cluster as nodes of one partition.
+
+    Args:
+        cluster: the virtual hosts.
+        folder: folder that they share with this machine, for configuration, state and logs.
+        cpus: CPUs of each node, as Slurm counts them.
+    """
+
+    def __init__(self, cluster: VirtualCluster, folder: Path, cpus: int = 2) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        for name in ("state", "spool", "log", "munge"):
+            (folder / name).mkdir(parents=True)
+        (folder / "munge").chmod(0o755)
+        port = _free_port()
+        config = CONFIG.format(
+            name=socket.gethostname(),
+            address=cluster.leader_address,
+            folder=folder,
+            port=port,
+            slurmd_port=port + 1,
+            down_after_s=DOWN_AFTER_S,
+        )
+        for host in cluster.state.hosts:
+            config += (
+                f"NodeName={host.name} NodeAddr={host.address} NodeHostname={host.name} "
+                f"CPUs={cpus} RealMemory=1000\n"
+            )
+        self.config = folder / "slurm.conf"
+        self.config.write_text(config, encoding="utf-8")
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(subprocess.SubprocessError):
+            self.call("scancel", "--me", check=False)
+        for process in processes_with("SLURM_CONF", str(self.config)):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for daemon in reversed(self._daemons):
+            daemon.send_signal(signal.SIGKILL)
+            daemon.wait()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment of a user's shell, in which Slurm's commands find this cluster."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        return {**kept, "SLURM_CONF": str(self.config)}
+
+    def call(
+        self, *command: str, check: bool = True, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one of Slurm's commands."""
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**self.environment, **(env or {})},
+            timeout=START_S,
+            cwd=self.folder,
+        )
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done
+
+    def states(self) -> dict[str, str]:
+        """Return the state of each node."""
+        lines = self.call("sinfo", "-h", "-N", "-o", "%N %T").stdout.split("\n")
+        return dict(line.split() for line in lines if line)
+
+    def start_slurmd(self, host: str) -> None:
+        """Start the slurmd of a host that has (again) booted."""
+        slurmd = find_program("slurmd")
+        assert slurmd is not None
+        command = [slurmd, "-f", str(self.config)]
+        done = self.cluster.run_on(host, command, env=self.environment, timeout=START_S)
+        assert done.returncode == 0, done.stderr
+
+    def wait_idle(self, hosts: list[str]) -> None:
+        """Wait until Slurm gives out these nodes."""
+        deadline = time.monotonic() + START_S
+        while not all(self.states().get(host) == "idle" for host in hosts):
+            assert time.monotonic() < deadline, self.states()
+            time.sleep(0.1)
+
+    def _start(self) -> None:
+        munge = self.folder / "munge"
+        key = munge / "key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        files = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        options = [f"--{option}={munge / name}" for option, name in files.items()]
+        self._run("munged", "--foreground", "--force", f"--key-file={key}", *options)
+        deadline = time.monotonic() + START_S
+        while not (munge / "socket").exists():
+            assert time.monotonic() < deadline, "munged does not start"
+            time.sleep(0.02)
+        self._run("slurmctld", "-D", "-c", "-f", str(self.config))
+        for host in self.cluster.hosts:
+            self.start_slurmd(host)
+        self.wait_idle(self.cluster.hosts)
+
+    def _run(self, program: str, *options: str) -> None:
+        found = find_program(program)
+        assert found is not None, program
+        with (self.folder / "log" / f"{program}.out").open("wb") as output:
+            self._daemons.append(
+                subprocess.Popen(
+                    [found, *options], stdout=output, stderr=output, env=self.environment
+                )
+            )
+
+
+def _free_port() -> int:
+    """Return a port that is free together with the next one."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("", 0))
+            port = int(first.getsockname()[1])
+            with contextlib.suppress(OSError):
+                second.bind(("", port + 1))
+                return port

@@ -1,0 +1,299 @@
+"""Hosts that dial back: real host processes, real commands, and strangers at the port."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.engines.host_process import HostProcess
+from hvd_elastic.errors import HostUnreachableError, RunError, SshError
+from hvd_elastic.hosts.certificate import make_certificate
+from hvd_elastic.hosts.connection import Connection
+from hvd_elastic.hosts.dialled import DialIn
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.programs.secure_stream import Kind, SecureStream, dial
+from hvd_elastic.hosts.transfer import receive_file, send_file
+
+LONG_S = 30.0
+
+
+def eventually(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+class Leader:
+    """A listener with what it has reported."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+        self.changes = 0
+        self.dial_in = DialIn("127.0.0.1", self._changed, self.warnings.append, grace_s=2.0)
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def names(self) -> list[str]:
+        return [each.host.name for each in self.dial_in.hosts]
+
+    def connect(self, name: str = "here") -> Connection:
+        eventually(lambda: name in self.names())
+        return self.dial_in.connect(Host(name))
+
+
+@pytest.fixture
+def leader() -> Iterator[Leader]:
+    made = Leader()
+    yield made
+    made.dial_in.close()
+
+
+@pytest.fixture
+def process(leader: Leader) -> Iterator[HostProcess]:
+    made = HostProcess(leader.dial_in.invitation, "here", 2, {"COLOUR": "blue"})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def connection(leader: Leader, process: HostProcess) -> Connection:
+    return leader.connect()
+
+
+def test_command_gets_input_and_gives_output_and_exit_status(connection):
+    result = connection.run("cat; echo wrong >&2; exit 7", stdin=b"one\ntwo")
+    assert (result.stdout, result.stderr, result.exit_status) == (b"one\ntwo", b"wrong\n", 7)
+    assert connection.run('printf "$COLOUR $HVD_ELASTIC_LEADER_ADDRESS"').text == "blue 127.0.0.1"
+    assert connection.python == sys.executable
+    assert connection.peer_address == "127.0.0.1"
+
+
+def test_programs_of_the_host_interpreter_are_found_first(connection):
+    assert connection.run("command -v python3").text.startswith(str(Path(sys.executable).parent))
+
+
+def test_file_of_many_megabytes_is_sent_and_fetched(connection, tmp_path: Path) -> None:
+    content = os.urandom(1 << 20) * 24
+    (tmp_path / "local").write_bytes(content)
+    send_file(connection, tmp_path / "local", str(tmp_path / "new" / "remote"))
+    back = bytearray()
+    receive_file(connection, str(tmp_path / "new" / "remote"), back.extend)
+    assert back == content
+    with pytest.raises(SshError, match="nothing-here"):
+        receive_file(connection, str(tmp_path / "nothing-here"), back.extend)
+
+
+def test_unread_output_of_one_command_does_not_hold_up_another(connection):
+    full = connection.start("exec yes")
+    assert connection.run("echo free").text == "free"
+    assert full.stop()
+    eventually(lambda: not is_running(process_id(connection, "yes")))
+
+
+def process_id(connection: Connection, name: str) -> int:
+    """The process of that name under the host process; 0: there is none."""
+    found = connection.run(["pgrep", "-x", "-P", connection.run("echo $PPID").text, name])
+    return int(found.text or 0)
+
+
+def test_signal_reaches_the_command_behind_input_that_it_does_not_read(connection):
+    process = connection.start("trap 'exit 5' TERM; echo on; while :; do sleep 0.05; done")
+    assert process.stdout.readline(LONG_S) == b"on\n"
+
+    def feed() -> None:
+        with contextlib.suppress(OSError):
+            process.stdin.write(bytes(8 << 20))
+
+    feeding = threading.Thread(target=feed)
+    feeding.start()
+    process.signal("TERM")
+    assert process.wait(LONG_S) == 5
+    process.close()
+    feeding.join(LONG_S)
+    killed = connection.start("kill -9 $$")
+    assert killed.wait(LONG_S) == 128 + signal.SIGKILL
+
+
+def test_closed_connection_is_the_end_of_input_for_its_commands(connection, tmp_path: Path) -> None:
+    process = connection.start(["sh", "-c", 'cat; echo > "$1"', "sh", str(tmp_path / "ended")])
+    process.stdin.write(b"x")
+    assert process.stdout.read(1, LONG_S) == b"x"
+    connection.close()
+    eventually((tmp_path / "ended").exists)
+    with pytest.raises(SshError, match="closed"):
+        connection.start("true")
+
+
+def test_end_of_the_leader_ends_the_host_process(leader, connection, process):
+    leader.dial_in.close()
+    process.wait()
+
+
+def test_hosts_of_one_name_are_told_apart(leader, connection):
+    other = HostProcess(leader.dial_in.invitation, "here", 1)
+    eventually(lambda: leader.names() == ["here", "here-2"])
+    assert (
+        leader.connect("here-2").run("echo $PPID").text != leader.connect().run("echo $PPID").text
+    )
+    other.close()
+    eventually(lambda: leader.names() == ["here"])
+
+
+def test_host_process_that_is_closed_takes_its_commands_with_it(leader, connection, process):
+    running = connection.start("echo $$; trap '' HUP TERM; while :; do sleep 0.1; done")
+    pid = int(running.stdout.readline(LONG_S))
+    process.close()
+    eventually(lambda: not is_running(pid))
+    assert running.wait(LONG_S) == -1
+    eventually(lambda: not connection.alive)
+    with pytest.raises(HostUnreachableError, match="here"):
+        leader.dial_in.connect(Host("here"))
+
+
+def test_agent_dies_with_its_host_process(connection):
+    running = connection.start(f"exec {sys.executable} -m hvd_elastic.agent.agent")
+    assert running.stdout.readline(LONG_S)  # its first heartbeat
+    parent = int(connection.run("echo $PPID").text)
+    agent = process_id(connection, Path(sys.executable).name) or process_id(connection, "python3")
+    assert agent
+    os.kill(parent, signal.SIGKILL)
+    eventually(lambda: not is_running(agent))
+
+
+def test_broken_link_is_dialled_again_by_the_same_host(leader, connection):
+    changes = leader.changes
+    (dialled,) = leader.dial_in.hosts
+    dialled.control.cut()
+    eventually(lambda: leader.changes > changes and leader.names() == ["here"])
+    assert leader.dial_in.hosts[0].identity == dialled.identity
+    assert leader.connect().run("echo again").text == "again"
+
+
+LEADER = """
+import json, sys
+from hvd_elastic.hosts.dialled import DialIn
+from hvd_elastic.hosts.hostfile import Host
+dial_in = DialIn("127.0.0.1", lambda: None, print, grace_s=1.0)
+print(json.dumps(dial_in.invitation), flush=True)
+while not dial_in.hosts:
+    pass
+process = dial_in.connect(Host("here")).start("echo $$; exec sleep 1000 > /dev/null 2>&1")
+print(process.stdout.readline().decode(), flush=True)
+process.wait()
+"""
+
+
+def test_commands_end_when_the_leader_is_gone_for_good():
+    killed = subprocess.Popen([sys.executable, "-c", LEADER], stdout=subprocess.PIPE)
+    assert killed.stdout is not None
+    with killed.stdout as said:
+        process = HostProcess(json.loads(said.readline()), "here", 1)
+        pid = int(said.readline())
+        assert is_running(pid)
+        killed.kill()
+        killed.wait()
+    with pytest.raises(RunError, match="the link to the leader is lost"):
+        process.wait()
+    assert not is_running(pid)
+
+
+def test_wrong_key_is_refused_and_both_sides_say_so(leader, process):
+    leader.connect()
+    wrong = {**leader.dial_in.invitation, "certificate": make_certificate()}
+    with pytest.raises(RunError, match="does not have the key of this run"):
+        HostProcess(wrong, "thief", 1).wait()
+    eventually(lambda: bool(leader.warnings))
+    assert "does not have the key of this run" in leader.warnings[0]
+    assert leader.names() == ["here"]
+
+
+def test_strangers_cost_nothing(leader, process):
+    address = ("127.0.0.1", leader.dial_in.invitation["port"])
+    silent = [socket.create_connection(address) for _ in range(100)]
+    for rubbish in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(70_000), b"\0"):
+        with socket.create_connection(address) as stranger:
+            with contextlib.suppress(OSError):
+                stranger.sendall(rubbish)
+    with contextlib.suppress(OSError), socket.create_connection(address) as plain:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with context.wrap_socket(plain) as stranger:
+            stranger.recv(1)  # it has no certificate of its own
+    assert leader.connect().run("echo fine").text == "fine"
+    for stranger in silent:
+        stranger.settimeout(LONG_S)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""  # closed by the leader
+        stranger.close()
+    assert leader.names() == ["here"]
+    assert len(leader.warnings) == 1
+
+
+def test_key_is_in_no_command_line_or_environment(leader, connection):
+    parent = connection.run("echo $PPID").text
+    for name in ("cmdline", "environ"):
+        assert b"PRIVATE" not in Path(f"/proc/{parent}/{name}").read_bytes()
+    assert "PRIVATE" not in connection.run("env").text
+
+
+def test_one_thread_reads_a_stream_while_another_one_writes():
+    certificate = make_certificate()
+    listener = socket.create_server(("127.0.0.1", 0))
+    ends: list[SecureStream] = []
+    accepting = threading.Thread(
+        target=lambda: ends.append(SecureStream(listener.accept()[0], certificate, client=False))
+    )
+    accepting.start()
+    here = dial("127.0.0.1", listener.getsockname()[1], certificate)
+    accepting.join()
+    (there,) = ends
+    sent = [os.urandom(200_000) for _ in range(20)]
+    received: dict[int, bytes] = {}
+
+    def write(stream: SecureStream) -> None:
+        for data in sent:
+            stream.send(Kind.STDIN, data)
+        stream.send(Kind.EXIT, b"0")
+
+    def read(number: int, stream: SecureStream) -> None:
+        data = b""
+        while (frame := stream.receive())[0] is Kind.STDIN:
+            data += frame[1]
+        received[number] = data
+
+    threads = [threading.Thread(target=write, args=(end,)) for end in (here, there)]
+    threads += [threading.Thread(target=read, args=each) for each in enumerate((here, there))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert received == {0: b"".join(sent), 1: b"".join(sent)}
+    for stream in (here, there):
+        stream.close()
+    listener.close()
+
+
+def test_invitation_is_needed():
+    module = "hvd_elastic.hosts.programs.dial_back"
+    ended = subprocess.run([sys.executable, "-m", module], input=b"", capture_output=True)
+    assert ended.returncode
