@@ -12,7 +12,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing.connection import Client, Connection, Listener
@@ -78,22 +78,27 @@ def _count_rows(table: Any) -> int:
 
 
 class RowServer:
-    """Serves rows to the processes of this host over a socket, to those that have the key."""
+    """Serves rows to the processes of this host over a socket, to those that have the key.
 
-    def __init__(self) -> None:
+    Args:
+        names: names of the data sets that will be offered.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
         key = secrets.token_hex(16)
         # Names that begin with a zero byte are not in the file system and end with the process.
         name = f"hvd-ray-{secrets.token_hex(8)}"
         self.variables = {PLACE_VARIABLE: f"{name}:{key}"}
         self._listener = Listener(f"\0{name}", authkey=key.encode())
-        self._stored: dict[str, StoredRows] = {}
+        self._names = tuple(names)
+        self._stored: dict[str, StoredRows | DataError] = {}
         self._changed = threading.Condition()
         threading.Thread(target=self._listen, name="rows", daemon=True).start()
 
-    def offer(self, stored: Mapping[str, StoredRows]) -> None:
-        """Serve these data sets; until then, whoever asks for one waits."""
+    def offer(self, name: str, stored: StoredRows | DataError) -> None:
+        """Serve a data set, or say why there is none; until then, whoever asks for it waits."""
         with self._changed:
-            self._stored.update(stored)
+            self._stored[name] = stored
             self._changed.notify_all()
 
     def _listen(self) -> None:
@@ -118,14 +123,14 @@ class RowServer:
     def _answer(self, asked: _Ask) -> Any:
         import ray
 
+        if asked.name not in self._names:
+            names = ", ".join(self._names) or "none"
+            raise DataError(f"the trainer was given none of that name; its datasets are: {names}")
         with self._changed:
-            self._changed.wait_for(lambda: self._stored)
-        if asked.name not in self._stored:
-            raise DataError(
-                "the trainer was given none of that name; its datasets are: "
-                f"{', '.join(self._stored)}"
-            )
+            self._changed.wait_for(lambda: asked.name in self._stored)
         stored = self._stored[asked.name]
+        if isinstance(stored, DataError):
+            raise stored
         match asked:
             case _AskSizes():
                 return stored.sizes
@@ -133,7 +138,7 @@ class RowServer:
                 tables = ray.get([stored.blocks[block] for block in rows])
                 return [_take(*pair) for pair in zip(tables, rows.values(), strict=True)]
             case _AskAhead(blocks=blocks):
-                refs = [stored.blocks[block] for block in blocks]
+                refs = [stored.blocks[block] for block in dict.fromkeys(blocks)]
                 ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=True)
                 return None
 
