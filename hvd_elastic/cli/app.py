@@ -117,6 +117,9 @@ COMMANDS: dict[str, LazyCommand] = {
         "cluster",
         "Run, copy, kill and check on all hosts of a hostfile.",
     ),
+    "ray": LazyCommand(
+        "hvd_elastic.cli.ray", "ray", "Start and end a Ray cluster on the hosts of a hostfile."
+    ),
     "trust": LazyCommand(
         "hvd_elastic.cli.cluster_tools", "trust", "Show and accept the host keys of a hostfile."
     ),
