@@ -49,6 +49,7 @@ def as_jobs(jobs: Sequence[JobInTime], rescale_s: float, *, tells_length: bool) 
             job.min_slots,
             job.max_slots,
             job.priority,
+            rescales=max(job.rescales, 0),
         )
         for job in jobs
     ]
