@@ -164,7 +164,7 @@ def submit(context: typer.Context, options: SubmitOptions) -> None:
     Examples:
       hvd-elastic slurm submit --nodes 2-8 --time 4:00:00 -- python train.py
 
-      hvd-elastic slurm submit --nodes 2-8 --slots-per-node 4 --sbatch --gpus-per-node=4
+      hvd-elastic slurm submit --nodes 2-8 --slots-per-node 4 --sbatch=--gpus-per-node=4
       --policy goodput --run-id resnet -- python train.py
 
       hvd-elastic slurm submit --nodes 2 --dry-run -- python train.py
