@@ -10,13 +10,12 @@ import typer
 
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 
-RunArgument = Annotated[
-    str | None, typer.Argument(metavar="[RUN]", help="a run id (default: all runs)")
-]
-
 
 def dashboard(
-    run: RunArgument = None,
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN", help="a run id, or several to compare (default: all runs)"),
+    ] = None,
     host: Annotated[str, typer.Option(help="address to listen on", metavar="ADDRESS")] = (
         "127.0.0.1"
     ),
@@ -37,15 +36,15 @@ def dashboard(
       hvd-elastic dashboard
 
       hvd-elastic dashboard digits-3 --port 8000
+
+      hvd-elastic dashboard digits-3 digits-4
     """
     from hvd_elastic.records.run_folder import RunFolder
     from hvd_elastic.views.server import Dashboard, serve_until_interrupted
 
-    shown = None if run is None else RunFolder.open(run).run_id
+    shown = [RunFolder.open(run).run_id for run in runs or []]
     server = Dashboard(host, port, control=control)
-    url = server.url if shown is None else server.url.replace("/?", f"/runs/{shown}?", 1)
-    if shown is not None and "?" not in url:
-        url += f"runs/{shown}"
+    url = server.url_of(shown)
     print(f"dashboard: {url}   (Ctrl-C ends it; /metrics is for Prometheus)", flush=True)
     serve_until_interrupted(server)
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -267,7 +268,11 @@ def test_others_than_this_machine_need_the_token(folder: Path) -> None:
         assert "HttpOnly; SameSite=Strict" in headers["Set-Cookie"]
         assert viewer.get("/", Cookie=headers["Set-Cookie"].partition(";")[0])[0] == 200
         assert viewer.get("/metrics", Authorization=f"Bearer {server.token}")[0] == 200
-        assert server.token in server.url
+        assert server.url.endswith(f"/?token={server.token}")
+        assert server.url_of(["a"]).endswith(f"/runs/a?token={server.token}")
+        compared = urlsplit(server.url_of(["digits-3", "digits-4"]))
+        sample_folder(folder.parent, "digits-4")
+        assert viewer.get(f"{compared.path}?{compared.query}")[0] == 200
     finally:
         server.shutdown()
         server.server_close()
