@@ -40,6 +40,8 @@ def simulate_one(task: tuple[Path, Path, str, float, float]) -> dict[str, float]
     outcome = simulate_jobs(jobs, HOSTS, POLICIES[policy], interval_s, rescale_s)
     return {
         "mean_h": outcome.mean_completion_s / 3600,
+        "rho_mean": outcome.mean_fairness,
+        "rho_worst": outcome.worst_fairness,
         "p99_h": outcome.percentile_completion_s(99) / 3600,
         "rescales": outcome.rescales,
         "decision_ms": 1e3 * float(np.mean(outcome.decision_s)),

@@ -32,6 +32,7 @@ if sys.version_info < OLDEST_PYTHON:
 from hvd_elastic.errors import BuildError, HvdElasticError  # noqa: E402
 from hvd_elastic.install.file_lock import file_lock  # noqa: E402
 from hvd_elastic.install.prerequisites import (  # noqa: E402
+    DEVELOPER_PREREQUISITES,
     ENGINE_PREREQUISITES,
     PREREQUISITES,
     Prerequisite,
@@ -60,7 +61,14 @@ def ensure_system_packages(log: Path, wanted: Sequence[Prerequisite]) -> None:
     """
     lacking = missing(wanted)
     if lacking and has_apt() and os.geteuid() == 0:
-        _apt_install(lacking, log)
+        needed = [item for item in lacking if not item.optional]
+        try:
+            _apt_install(lacking, log)
+        except BuildError:
+            if needed == lacking:
+                raise
+            if needed:  # this system may lack a package that only a part needs
+                _apt_install(needed, log)
         lacking = missing(wanted)
     if not lacking:
         return
@@ -193,6 +201,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     wanted = [*PREREQUISITES, *(ENGINE_PREREQUISITES if arguments.engines else ())]
+    if "dev" in arguments.extras.split(","):
+        wanted += DEVELOPER_PREREQUISITES
     venv = arguments.venv.absolute()
     log = venv / "setup.log"
     try:

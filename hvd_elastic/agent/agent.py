@@ -32,8 +32,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-
 from hvd_elastic import __version__
 from hvd_elastic.agent.failover import (
     Caller,
@@ -42,6 +40,7 @@ from hvd_elastic.agent.failover import (
     listen_for_successors,
     write_last_checkpoint,
 )
+from hvd_elastic.agent.host_sampler import HostSampler
 from hvd_elastic.agent.leader_link import LeaderLink
 from hvd_elastic.agent.preemption.clouds import CloudWatch
 from hvd_elastic.agent.preemption.command import CommandWatch
@@ -51,6 +50,8 @@ from hvd_elastic.agent.spool import Spool
 from hvd_elastic.agent.unacknowledged import UnacknowledgedLog
 from hvd_elastic.agent.worker_start import die_with_parent
 from hvd_elastic.agent.workers import Workers
+from hvd_elastic.control.progress import Activity
+from hvd_elastic.hosts.interfaces import interface_of, interfaces, own_address
 from hvd_elastic.hosts.programs.dial_back import PARENT_VARIABLE
 from hvd_elastic.hosts.programs.hold_command import become_subreaper
 from hvd_elastic.hosts.programs.processes import (
@@ -66,25 +67,6 @@ from hvd_elastic.wire.framing import ProtocolError, compress, decompress
 
 _PROOF_S = 2.0
 """Least wait for a message of a leader that may live [s]; two of its heartbeats if longer."""
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has ``address``; None if there is none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.split("%")[0] == address for entry in addresses):
-            return name
-    # All of 127.0.0.0/8 belongs to the loopback interface.
-    return "lo" if address.startswith("127.") else None
-
-
-def _interfaces() -> dict[str, str]:
-    """Return name and address of the network interfaces that the ring can use."""
-    found: dict[str, str] = {}
-    for name, addresses in psutil.net_if_addrs().items():
-        for entry in addresses:
-            if entry.family in (socket.AF_INET, socket.AF_INET6):
-                found.setdefault(name, entry.address)
-    return found
 
 
 def _machine() -> str:
@@ -104,6 +86,7 @@ class Agent:
     _hello: msg.LeaderHello
     _spool: Spool
     _interface: str | None
+    _sampler: HostSampler
 
     def __init__(self, output: IO[bytes]) -> None:
         self._output = output
@@ -215,6 +198,7 @@ class Agent:
         generation = announcement.generation
         members = announcement.order.members
         here = [member for member in members if member.host == self._hello.host]
+        self._sampler.hosts = len({member.host for member in members})
         self._log.announced(announcement.order, [member.worker for member in here])
         for old in [number for number in self._stores if number < generation - 1]:
             self._stores.pop(old).close()
@@ -257,12 +241,14 @@ class Agent:
             # A leader that is only frozen may continue, and is not needed while nothing changes.
             if self._link.is_open and silent_s > max(self._leader_timeout_s, self._leader_grace_s):
                 self._lose_leader(silent_s)
-            activities = {
-                worker.name: replace(worker.activity, silent_s=round(worker.silent_s(now), 3))
-                for worker in workers or ()
-            }
-            self._link.send(msg.AgentBeat(activities))
+            self._link.send(msg.AgentBeat(self._activities(now)))
             await asyncio.sleep(interval_s)
+
+    def _activities(self, now: float) -> dict[str, Activity]:
+        return {
+            worker.name: replace(worker.activity, silent_s=round(worker.silent_s(now), 3))
+            for worker in self._workers or ()
+        }
 
     def _reap(self) -> None:
         """Reap all children that have ended: workers, and orphans of theirs."""
@@ -430,7 +416,7 @@ class Agent:
             return
         become_subreaper()
         swept = len(end_processes(functools.partial(_left_by_predecessor, hello), 0.5))
-        self._interface = hello.interface or interface_of(_own_address(hello))
+        self._interface = hello.interface or interface_of(own_address(hello.local_address))
         self._spool = Spool.of_run(hello)
         self._spool.keep_run(hello.run)
         workers = Workers(hello, self._spool.path, self._interface, self._tell)
@@ -439,6 +425,10 @@ class Agent:
         self._door = listen_for_successors(hello.run_id, hello.host)
         asyncio.get_running_loop().add_reader(self._door, self._at_the_door)
         self._introduce(swept)
+        self._sampler = HostSampler(self._interface)
+        self._begin(
+            self._sampler.watch(lambda: self._activities(time.monotonic()), self._link.send)
+        )
         for message in self._spool.take_untold():
             self._tell(message)
         if hello.preemption_command:
@@ -464,7 +454,7 @@ class Agent:
                 pid=os.getpid(),
                 hostname=socket.gethostname(),
                 interface=self._interface,
-                interfaces=_interfaces(),
+                interfaces=interfaces(),
                 cpus=len(os.sched_getaffinity(0)),
                 machine=_machine(),
                 swept=swept,
@@ -475,18 +465,6 @@ class Agent:
 
 def _is_of_saved_file(message: msg.AgentToLeader) -> bool:
     return isinstance(message, msg.WorkerSaid) and isinstance(message.message, msg.FileSaved)
-
-
-def _own_address(hello: msg.LeaderHello) -> str:
-    """Return the address of this host for the other hosts."""
-    leader = os.environ.get("HVD_ELASTIC_LEADER_ADDRESS")
-    if leader:
-        family = socket.AF_INET6 if ":" in leader else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((leader, 9))  # sends nothing, only looks up the route
-            return str(probe.getsockname()[0])
-    ssh = os.environ.get("SSH_CONNECTION", "").split(" ")
-    return ssh[2] if len(ssh) == 4 else hello.local_address
 
 
 def _left_by_predecessor(hello: msg.LeaderHello) -> list[Process]:

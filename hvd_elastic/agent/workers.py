@@ -37,6 +37,7 @@ _TENSORFLOW_ERRORS = "2"
 _MAPPED_BYTES, _KEPT_BYTES = 128 << 20, 256 << 20
 """Least size of a block of memory that is mapped by itself, and most memory at the end of the heap
 that a worker keeps while it is free; see mallopt(3)."""
+_VISIBLE, _NVIDIA = "CUDA_VISIBLE_DEVICES", Path("/proc/driver/nvidia")
 _SAME_NOTICE_S = 2.0
 """Time within which a signal that is sent to all processes of a host reaches all of them."""
 
@@ -177,6 +178,17 @@ class Workers:
         if all(worker.is_ready for worker in self) and any(worker.is_member for worker in self):
             self._template.warm()
 
+    def _visible_devices(self, devices: list[int]) -> dict[str, str]:
+        """Return the variable that lets a worker's slot find its GPU, if the host has any."""
+        if not devices or not _NVIDIA.exists():
+            return {}
+        offered = (self.hello.env.get(_VISIBLE) or os.environ.get(_VISIBLE, "")).split(",")
+        # Numbers count the GPUs that the user has made visible.
+        named = (
+            offered if len(offered) > max(devices) else [str(n) for n in range(max(devices) + 1)]
+        )
+        return {_VISIBLE: ",".join(named[number] for number in devices)}
+
     def _environment(self, order: msg.StartWorker) -> dict[str, str]:
         cores = str(max(1, len(os.sched_getaffinity(0)) // max(1, order.slots)))
         defaults = {
@@ -209,6 +221,7 @@ class Workers:
             "HVD_ELASTIC_SPOOL": str(self._spool),
             "HVD_ELASTIC_OPTIONS": encode(self.hello.options).decode().strip(),
             **({"HVD_ELASTIC_READS": "1"} if order.reads else {}),
+            **self._visible_devices(order.devices),
             # Those that differ between the workers of a host; see WorkerStart.
             "HVD_ELASTIC_LOCAL_RANK": str(order.local_rank),
             "HVD_ELASTIC_WORKER": order.worker,

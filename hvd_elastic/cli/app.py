@@ -59,6 +59,23 @@ class LazyCommand:
 
 COMMANDS: dict[str, LazyCommand] = {
     "run": LazyCommand("hvd_elastic.cli.run", "run", "Train a script over a hostfile.", _PASS_ON),
+    "up": LazyCommand(
+        "hvd_elastic.cli.cluster_daemon", "up", "Share a cluster between jobs: start its daemon."
+    ),
+    "down": LazyCommand("hvd_elastic.cli.cluster_daemon", "down", "End the daemon of a cluster."),
+    "hosts": LazyCommand(
+        "hvd_elastic.cli.cluster_daemon", "hosts", "Show the hosts of a cluster and their jobs."
+    ),
+    "submit": LazyCommand(
+        "hvd_elastic.cli.jobs", "submit", "Put a job into the queue of a cluster.", _PASS_ON
+    ),
+    "queue": LazyCommand("hvd_elastic.cli.jobs", "queue", "List the jobs of a cluster."),
+    "why": LazyCommand("hvd_elastic.cli.jobs", "why", "Say why a job waits, or has its slots."),
+    "wait": LazyCommand("hvd_elastic.cli.jobs", "wait", "Wait until jobs have ended."),
+    "cancel": LazyCommand("hvd_elastic.cli.jobs", "cancel", "Cancel jobs."),
+    "requeue": LazyCommand("hvd_elastic.cli.jobs", "requeue", "Put jobs back into the queue."),
+    "priority": LazyCommand("hvd_elastic.cli.jobs", "priority", "Change the priority of jobs."),
+    "slurm": LazyCommand("hvd_elastic.cli.slurm", "slurm", "Submit a run to Slurm."),
     "predict": LazyCommand(
         "hvd_elastic.cli.predict", "predict", "Compute a model's outputs for a data set.", _PASS_ON
     ),

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import json
 import os
-import shutil
 import signal
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +13,7 @@ from typing import Any
 
 import typer
 
+from hvd_elastic.cli.leading import STARTED, fork_leader, lead
 from hvd_elastic.cli.run_options import (
     RunOptions,
     check_sizes,
@@ -27,14 +22,14 @@ from hvd_elastic.cli.run_options import (
     check_tensorboard_option,
     raise_together,
     ssh_config_for,
+    takes_options,
 )
 from hvd_elastic.config import runs_folder
-from hvd_elastic.errors import HvdElasticError, RunError, UsageError
+from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.hosts.hostfile import parse_hostfile
-from hvd_elastic.leader.spec import RunSpec, forwarded_environment
+from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder, check_run_id
 from hvd_elastic.records.summary import summarize
-from hvd_elastic.records.tensorboard import TensorBoardWriter
 
 # Parameters that may be given with --resume; the run keeps all others from its start.
 _WITH_RESUME = {
@@ -42,25 +37,7 @@ _WITH_RESUME = {
 }
 
 
-def _takes_run_options(
-    function: Callable[[typer.Context, RunOptions], None],
-) -> Callable[..., None]:
-    """Return a typer command whose options are the fields of :class:`RunOptions`."""
-
-    @functools.wraps(function)
-    def command(context: typer.Context, **given: Any) -> None:
-        function(context, RunOptions(**given))
-
-    options = inspect.signature(RunOptions, eval_str=True).parameters.values()
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    context = inspect.Parameter("context", keyword, annotation=typer.Context)
-    parameters = [context, *(option.replace(kind=keyword) for option in options)]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
-    return command
-
-
-@_takes_run_options
+@takes_options(RunOptions)
 def run(context: typer.Context, options: RunOptions) -> None:
     """Train a script on the hosts of a hostfile, elastically.
 
@@ -201,75 +178,6 @@ def _check_folder_is_here(spec: RunSpec, run_id: str) -> None:
         )
 
 
-def lead(
-    spec: RunSpec,
-    folder: RunFolder,
-    *,
-    resumed: bool,
-    json_output: bool,
-    forget: bool = False,
-    on_start: Callable[[], None] = lambda: None,
-) -> int:
-    """Lead a run to its end; return the exit status.
-
-    Args:
-        spec: specification of the run.
-        folder: run folder.
-        resumed: whether the run had a leader before.
-        json_output: print every event as a JSON line.
-        forget: remove the folder if another leader leads the run and this one started nothing.
-        on_start: called at each event; the first call means that the run has begun.
-    """
-    from hvd_elastic.leader.leader import Leader
-    from hvd_elastic.views.terminal import LastingView, unless_nobody_reads
-
-    def warn(message: str) -> None:
-        show_event({"t": time.time(), "kind": "warning", "message": message})
-
-    with (
-        folder.take_lead(),
-        LastingView(live=False if json_output else None) as view,
-        TensorBoardWriter(folder.tensorboard, warn) as board,
-    ):
-
-        def show_event(event: Any) -> None:
-            on_start()
-            if json_output:
-                with unless_nobody_reads():
-                    print(json.dumps(event), flush=True)
-            else:
-                view.show(event)
-            if spec.tensorboard:
-                board.note(event)
-
-        def show_output(host: str, slot: int, line: str) -> None:
-            if not json_output:
-                view.print(f"[{host}:{slot}] {line}")
-
-        environment = forwarded_environment(os.environ)
-        engine = None
-        if spec.engine == "slurm":
-            from hvd_elastic.slurm.allocation import own_allocation
-            from hvd_elastic.slurm.commands import clean_environment
-            from hvd_elastic.slurm.engine import SlurmEngine
-
-            spec = replace(spec, hostfile=str(folder.hosts))
-            environment = clean_environment(environment)
-            engine = SlurmEngine(folder.hosts, own_allocation(os.environ))
-        leader = Leader(
-            spec, folder, environment, show_event, show_output, resumed=resumed, engine=engine
-        )
-        finish = leader.run()
-    if finish.status == "failed" and any(folder.logs.iterdir()):
-        print(f"logs of the workers: {folder.logs}", file=sys.stderr)
-    if leader.gave_way and forget:
-        shutil.rmtree(folder.path, ignore_errors=True)
-    return {"succeeded": 0, "stopped": 130}.get(finish.status, 1)
-
-
-_STARTED = b"started"  # what a forked leader sends when the run has begun
-
-
 def _await_leader(child: int, answer: int, folder: RunFolder) -> None:
     """Wait until the forked leader has begun the run, or print why it cannot.
 
@@ -285,7 +193,7 @@ def _await_leader(child: int, answer: int, folder: RunFolder) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGINT)
             raise
-    if said == _STARTED:
+    if said == STARTED:
         print(folder.run_id)
         print(
             f"running in the background: hvd-elastic attach {folder.run_id}, "
@@ -306,42 +214,17 @@ def _lead_in_background(spec: RunSpec, folder: RunFolder, *, resumed: bool) -> N
     Raises:
         typer.Exit: the leader could not begin; the reason was printed.
     """
-    sys.stdout.flush()
     answer, to_terminal = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(to_terminal)
-        _await_leader(child, answer, folder)
-        return
-    os.close(answer)
-    os.setsid()
-    log = os.open(folder.leader_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    os.environ.pop("COLUMNS", None)
-    started = False
+
+    def prepare() -> Callable[[bytes], None]:
+        os.close(answer)
+        return tell
 
     def tell(text: bytes) -> None:
         with contextlib.suppress(OSError):  # after Ctrl-C, the other end of the pipe is closed
             os.write(to_terminal, text)
         os.close(to_terminal)
 
-    def on_start() -> None:
-        nonlocal started
-        if not started:
-            started = True
-            tell(_STARTED)
-
-    try:
-        status = lead(spec, folder, resumed=resumed, json_output=False, on_start=on_start)
-    except HvdElasticError as error:
-        status = error.exit_status
-        if started:
-            print(f"error: {error}", file=sys.stderr)
-        else:  # the run may have another leader, whose log it is
-            tell(f"{status} error: {error}".encode())
-    except BaseException:  # noqa: BLE001  (a forked child must not return into its parent's code)
-        traceback.print_exc()
-        status = 1
-    os._exit(status)
+    child = fork_leader(spec, folder, resumed=resumed, prepare=prepare)
+    os.close(to_terminal)
+    _await_leader(child, answer, folder)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -26,6 +27,33 @@ from hvd_elastic.records.tensorboard import check_tensorboard
 from hvd_elastic.slurm.allocation import Allocation, is_inside, own_allocation
 
 _POLICIES = ("fixed", "goodput")
+Options = TypeVar("Options")
+
+
+def takes_options(
+    kind: Callable[..., Options], but: Collection[str] = ()
+) -> Callable[[Callable[[typer.Context, Options], None]], Callable[..., None]]:
+    """Return a decorator that makes a typer command of a function that takes its options as one.
+
+    Args:
+        kind: dataclass whose fields are the options and arguments of the command.
+        but: names of the fields that the command does not have.
+    """
+    options = inspect.signature(kind, eval_str=True).parameters.values()
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    context = inspect.Parameter("context", keyword, annotation=typer.Context)
+    own = [option.replace(kind=keyword) for option in options if option.name not in but]
+
+    def decorate(function: Callable[[typer.Context, Options], None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(context: typer.Context, **given: Any) -> None:
+            function(context, kind(**given))
+
+        command.__signature__ = inspect.Signature([context, *own])  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in (context, *own)}
+        return command
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -259,7 +287,8 @@ class RunOptions:
     def spec(self) -> RunSpec:
         """Return the specification of the run that the options describe."""
         names = [field.name for field in fields(RunSpec)]
-        asked: dict[str, Any] = {name: getattr(self, name, None) for name in names}
+        # The rest, which has no option, keeps its default.
+        asked: dict[str, Any] = {n: getattr(self, n) for n in names if hasattr(self, n)}
         place = self.checkpoint_folder
         asked |= {
             "command": tuple(self.command or ()),

@@ -364,6 +364,10 @@ def report(
         Path | None,
         typer.Option(help="Where to write it; report.html in the run folder if left out."),
     ] = None,
+    cluster: Annotated[
+        bool,
+        typer.Option("--cluster", help="Report on a cluster that jobs share; RUN is its name."),
+    ] = False,
     compare: Annotated[
         list[str] | None,
         typer.Option("--compare", metavar="RUN", help="Plot this run over it; may be repeated."),
@@ -378,9 +382,17 @@ def report(
       hvd-elastic report
       hvd-elastic report digits-3 --out digits.html --open
       hvd-elastic report digits-3 --compare digits-2
+      hvd-elastic report --cluster gpus
     """
     from hvd_elastic.views.report import write_report
 
+    if cluster:
+        if compare:
+            raise UsageError("--compare is for runs, and --cluster for the cluster of many jobs")
+        path = _report_cluster(run, out, as_json=as_json)
+        if open_:
+            _open(path)
+        return
     folder = RunFolder.open(run)
     if compare:
         path = folder.path / "comparison.html" if out is None else out
@@ -407,6 +419,31 @@ def report(
         _print_rows([*rows, ("report", str(result.path))])
     if open_:
         _open(result.path)
+
+
+def _report_cluster(name: str | None, out: Path | None, *, as_json: bool) -> Path:
+    from hvd_elastic.views.cluster_page import write_cluster_report
+
+    path, summary = write_cluster_report(name, out)
+    if as_json:
+        _print_json({"path": str(path), **summary.as_json()})
+        return path
+    ended = [job for job in summary.jobs.values() if job.ended_s is not None]
+    waits_s = [job.wait_s(summary.duration_s) for job in summary.jobs.values()]
+    took_s = [job.ended_s - job.submitted_s for job in ended if job.ended_s is not None]
+    rows = [
+        (
+            "cluster",
+            f"{summary.name}: {count(len(summary.hosts), 'host')}, {count(summary.slots, 'slot')}",
+        ),
+        ("jobs", f"{len(summary.jobs)}, {len(ended)} of them over"),
+        ("wait", f"{duration_words(sum(waits_s) / len(waits_s))} in the mean"),
+    ]
+    if took_s:
+        mean_s = sum(took_s) / len(took_s)
+        rows.append(("completion", f"{duration_words(mean_s)} in the mean"))
+    _print_rows([*rows, ("report", str(path))])
+    return path
 
 
 def _compare(folders: list[RunFolder], path: Path, as_json: bool) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cli.scaling_options import ScalingOptions
-from hvd_elastic.cli.simulate_jobs import simulate_many
+from hvd_elastic.cli.simulate_jobs import simulate_many, simulate_past
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import duration_words, number_words
 
@@ -20,12 +20,24 @@ _POLICIES = ("fixed", "goodput", "adaptdl")
 
 
 def simulate(
-    trace: Annotated[Path, typer.Option(help="a run as JSON, or a workload of many jobs as CSV")],
+    cluster_name: Annotated[
+        str | None,
+        typer.Argument(metavar="[CLUSTER]", help="for --history (default: the one used last)"),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="a run as JSON, or a workload of many jobs as CSV")
+    ] = None,
+    history: Annotated[
+        bool, typer.Option("--history", help="the past jobs of a cluster instead of a trace")
+    ] = False,
+    add_hosts: Annotated[
+        int, whole_number_option("--add-hosts", least=0, help="for --history: further hosts")
+    ] = 0,
     policy: Annotated[
         str,
         typer.Option(
             help="of a run: fixed (the trace's np), goodput, or adaptdl (AdaptDL's rule); of many "
-            "jobs: goodput, goodput-unknown, sia, equal, tiresias or fifo"
+            "jobs: goodput, goodput-unknown, sia, pollux, equal, optimus, tiresias or fifo"
         ),
     ] = "goodput",
     profiles: Annotated[
@@ -40,8 +52,15 @@ def simulate(
         number_option("--interval", above=True, help="of many jobs: time between decisions [s]"),
     ] = 10.0,
     rescale: Annotated[
-        float, number_option("--rescale", help="of many jobs: pause of a rescale [s]")
-    ] = 1.0,
+        float | None,
+        number_option(
+            "--rescale",
+            help="of many jobs: pause of a rescale [s] (default: 1; of --history as measured)",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="of many jobs: where to draw who had which slots, as HTML")
+    ] = None,
     objective: Annotated[
         str | None, typer.Option(help="goodput, efficiency or cost (default: goodput)")
     ] = None,
@@ -68,8 +87,22 @@ def simulate(
 
       hvd-elastic simulate --trace day.json --objective cost --budget 40/h --json
 
-      hvd-elastic simulate --trace workload-1.csv --profiles pollux --policy sia
+      hvd-elastic simulate --trace workload-1.csv --profiles pollux --policy sia --out sia.html
+
+      hvd-elastic simulate --history gpus --add-hosts 2
     """
+    if history:
+        if trace is not None or policy != "goodput":
+            raise UsageError(
+                "--history has the jobs of a cluster, and takes no --trace or --policy"
+            )
+        simulate_past(cluster_name, add_hosts, interval, rescale, out, as_json=json_output)
+        return
+    if trace is None or cluster_name is not None or add_hosts:
+        raise UsageError(
+            "give --trace FILE, or --history, the name of a cluster and --add-hosts, for example: "
+            "hvd-elastic simulate --history gpus --add-hosts 2"
+        )
     if trace.suffix == ".csv":
         of_a_run = {
             "--objective": objective,
@@ -80,8 +113,11 @@ def simulate(
         given = [name for name, value in of_a_run.items() if value is not None]
         if given:
             raise UsageError(f"{', '.join(given)}: only for the trace of a run, as JSON")
-        simulate_many(trace, policy, profiles, cluster, interval, rescale, as_json=json_output)
+        pause_s = 1.0 if rescale is None else rescale
+        simulate_many(trace, policy, profiles, cluster, interval, pause_s, out, as_json=json_output)
         return
+    if out is not None:
+        raise UsageError("--out: only for many jobs, as CSV or with --history")
     from hvd_elastic.control.scaling import ScalingConfig, ScalingController
     from hvd_elastic.sim.adaptdl import AdaptDLRule
     from hvd_elastic.sim.run import simulate as run_trace

@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words
 
 if TYPE_CHECKING:
+    from hvd_elastic.policy.schedule.jobs import HostSlots
     from hvd_elastic.sim.jobs.run import Outcome
 
 
@@ -23,6 +25,7 @@ def simulate_many(
     cluster: str,
     interval_s: float,
     rescale_s: float,
+    out: Path | None,
     *,
     as_json: bool,
 ) -> None:
@@ -58,9 +61,13 @@ def simulate_many(
         raise UsageError(f"workload {trace}: {error}") from error
     took_s = time.perf_counter() - began
     summary = {"policy": policy, "knows": entry.knows, **_summary(outcome)}
+    if out is not None:
+        heading = f"{policy} on {count(len(hosts), 'host')} of {count(shape[1], 'slot')}, simulated"
+        _draw(outcome, hosts, trace.stem, heading, out)
     if as_json:
-        changes = [vars(change) for change in outcome.changes]
-        print(json.dumps({**summary, "jobs": outcome.completion_s, "changes": changes}, indent=2))
+        changes = [{**vars(change), "slots": change.slots} for change in outcome.changes]
+        jobs = {"jobs": outcome.completion_s, "fairness_of_jobs": outcome.fairness}
+        print(json.dumps({**summary, **jobs, "changes": changes}, indent=2))
         return
     for change in outcome.changes:
         at = duration_words(change.at_s)
@@ -72,17 +79,102 @@ def simulate_many(
         f"{count(hosts[0].slots, 'slot')}",
         "completion": f"{summary['mean_completion_s'] / 3600:.3f} h in the mean, "
         f"{summary['p99_completion_s'] / 3600:.2f} h at the 99th percentile",
+        "fairness": f"{summary['mean_fairness']:.2f} times the completion time with an equal share "
+        f"in the mean, {summary['worst_fairness']:.2f} for the worst job",
         "rescales": str(outcome.rescales),
         "decision": f"{1e3 * summary['mean_decision_s']:.1f} ms in the mean, "
         f"{1e3 * summary['max_decision_s']:.0f} ms at most",
     }
+    if out is not None:
+        rows["picture"] = str(out)
     for name, value in rows.items():
         print(f"{name:<12} {value}")
     print(f"simulated in {took_s:.1f} s", file=sys.stderr)
 
 
+def simulate_past(
+    name: str | None,
+    added_hosts: int,
+    interval_s: float,
+    rescale_s: float | None,
+    out: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print what further hosts would have brought; see ``hvd-elastic simulate --help``.
+
+    Raises:
+        RunError: the cluster has no history.
+    """
+    from hvd_elastic.jobs.place import open_cluster
+    from hvd_elastic.records.cluster import summarize_cluster
+    from hvd_elastic.records.json_lines import iter_events
+    from hvd_elastic.sim.jobs.history import read_history, simulate_history
+
+    folder = open_cluster(name)
+    cluster = summarize_cluster(iter_events(folder.events), folder.name)
+    history = read_history(cluster)
+    hosts = [history.hosts_with(0), history.hosts_with(added_hosts)]
+    outcomes = [simulate_history(history, each, interval_s, rescale_s) for each in hosts]
+    without, added = outcomes
+    if out is not None:
+        heading = f"its past jobs with {count(added_hosts, 'further host')}, simulated"
+        _draw(added, hosts[1], cluster.name, heading, out)
+    measured_s = statistics.fmean(job.took_s for job in history.jobs)
+    ratio = added.mean_completion_s / without.mean_completion_s
+    guessed = sum(job.speed is None for job in history.jobs)
+    found = {
+        "cluster": cluster.name,
+        "jobs": len(history.jobs),
+        "jobs_left_out": history.left_out,
+        "jobs_of_unknown_speed": guessed,
+        "added_hosts": added_hosts,
+        "measured_mean_completion_s": measured_s,
+        "without": _summary(without),
+        "with": _summary(added),
+        "ratio": ratio,
+    }
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    rows = {
+        "cluster": f"{cluster.name}: {count(len(hosts[0]), 'host')}, "
+        f"{count(sum(host.slots for host in hosts[0]), 'slot')}",
+        "jobs": f"{len(history.jobs)} that succeeded"
+        + (f"; {history.left_out} others are left out" if history.left_out else ""),
+        "measured": f"{duration_words(measured_s)} from submission to end in the mean",
+        "simulated": f"{duration_words(without.mean_completion_s)} with the same hosts",
+        f"+ {count(added_hosts, 'host')}": f"{duration_words(added.mean_completion_s)}, "
+        f"{100 * (1 - ratio):.0f} % less; {_busy(added, hosts[1]):.0f} % of the slots in use "
+        f"instead of {_busy(without, hosts[0]):.0f} %",
+    }
+    if out is not None:
+        rows["picture"] = str(out)
+    for label, value in rows.items():
+        print(f"{label:<12} {value}")
+    if guessed:
+        print(
+            f"Too little was measured of {count(guessed, 'job')}: taken to be as fast on any slots."
+        )
+
+
+def _busy(outcome: Outcome, hosts: Sequence[HostSlots]) -> float:
+    """Return how much of the slots was in use [%]."""
+    return 100 * outcome.slot_s / (sum(host.slots for host in hosts) * outcome.span_s)
+
+
+def _draw(outcome: Outcome, hosts: Sequence[HostSlots], name: str, heading: str, out: Path) -> None:
+    from hvd_elastic.records.cluster import summarize_cluster
+    from hvd_elastic.sim.jobs.run import queue_events
+    from hvd_elastic.views.cluster_page import render_cluster
+    from hvd_elastic.views.page import write_page
+
+    summary = summarize_cluster(queue_events(outcome, hosts), name)
+    write_page(out, render_cluster(summary, heading))
+
+
 def _summary(outcome: Outcome) -> dict[str, Any]:
-    return {
+    found = {
         "mean_completion_s": outcome.mean_completion_s,
         "p99_completion_s": outcome.percentile_completion_s(99),
         "rescales": outcome.rescales,
@@ -91,3 +183,7 @@ def _summary(outcome: Outcome) -> dict[str, Any]:
         "mean_decision_s": statistics.fmean(outcome.decision_s),
         "max_decision_s": max(outcome.decision_s),
     }
+    if outcome.fairness:
+        found["mean_fairness"] = outcome.mean_fairness
+        found["worst_fairness"] = outcome.worst_fairness
+    return found

@@ -29,6 +29,8 @@ class MachineConfig:
         slow_start_s: how long workers may take to start before the slow ones are reported [s].
         max_stuck_generations: number of generations in a row that may break at the same step
             without a death before the run fails; another attempt would not help.
+        plain: whether the command is no training script: then it succeeds with exit status 0, and
+            is not started again if a signal ends it.
 
     Raises:
         ValueError: a value is outside its limits.
@@ -49,6 +51,7 @@ class MachineConfig:
     max_unknown_tries: int = 4
     slow_start_s: float = 5.0
     max_stuck_generations: int = 8
+    plain: bool = False
 
     def __post_init__(self) -> None:
         if self.min_np < 1:

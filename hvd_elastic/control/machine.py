@@ -441,6 +441,12 @@ class RunMachine:
                 self._gone(worker, Departure.KILLED, worker.killed, now, blame=worker.killed)
             else:
                 self._gone(worker, Departure.DIED, what, now)
+        elif self._config.plain:
+            end = Departure.FINISHED if code == 0 else Departure.DIED
+            self._fleet.bury(worker, now, "")
+            self._emit_worker("worker_left", worker, cause=what, how=end.value)
+            status = "succeeded" if code == 0 else "failed"
+            self._out.send(Finish(status, f"the command {how} on host {worker.host}"))
         elif code is None:
             self._gone(worker, Departure.DIED, what, now, blame=what)
         elif self._can_do_without(worker):

@@ -66,6 +66,7 @@ class Activity:
         step: number of optimizer steps taken.
         step_s: duration of the current step so far [s].
         waiting_s: how long the worker has waited for other ranks in it [s]; 0: it computes.
+        waited_s: how long this process has waited for other ranks in all [s].
         longest_step_s, longest_wait_s: longest completed step and wait of this process [s].
         line: current line of the script; empty unless it has computed or waited for some seconds.
         waiting_for: name of the collective it waits for; empty unless it has waited for some
@@ -80,6 +81,7 @@ class Activity:
     step: int = 0
     step_s: float = 0.0
     waiting_s: float = 0.0
+    waited_s: float = 0.0
     longest_step_s: float = 0.0
     longest_wait_s: float = 0.0
     line: str = ""

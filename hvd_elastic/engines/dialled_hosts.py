@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import count
 from hvd_elastic.hosts.connection import Connection
-from hvd_elastic.hosts.dialled import DialIn, DialledHost
-from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.dialled import DialIn, DialledConnection, DialledHost
+from hvd_elastic.hosts.hostfile import Host, format_hostfile
+from hvd_elastic.hosts.transfer import send_file
+
+_LOOK_S = 0.5
+"""Time between two looks at what is waited for, if no host has come or gone [s]."""
+_PATIENCE_S = 30.0
+"""How long hosts are waited for before that is said [s]."""
+_START_S = 600.0
+"""How long enough hosts are waited for [s]."""
 
 
 class DialledHosts:
@@ -19,13 +30,13 @@ class DialledHosts:
             keeps its last hosts when all have gone, since a hostfile has at least one.
         address: address of this machine by which the hosts reach it.
         warn: called with the reason when a connection is refused.
-        changed: called in another thread after hosts have come or gone.
+        files: files that each host gets into its folder before it is used.
 
     Attributes:
         dial_in: where the hosts dial in; its ``invitation`` is for them.
 
     Raises:
-        OSError: the address is not one of this machine, or the hostfile cannot be written.
+        OSError: the address is not one of this machine.
     """
 
     def __init__(
@@ -33,12 +44,15 @@ class DialledHosts:
         hostfile: Path,
         address: str,
         warn: Callable[[str], None],
-        changed: Callable[[], None] = lambda: None,
+        files: tuple[Path, ...] = (),
     ) -> None:
         self._hostfile = hostfile
         self._address = address
-        self._changed = changed
-        self._writing = threading.Lock()
+        self._files = files
+        self._warn = warn
+        self._changed = threading.Condition()
+        self._provided: dict[str, threading.Lock] = {}
+        self._ready: set[str] = set()
         self.dial_in = DialIn(address, self._write, warn)
 
     @property
@@ -46,9 +60,57 @@ class DialledHosts:
         """Return the hosts that are connected."""
         return self.dial_in.hosts
 
+    @property
+    def slots(self) -> int:
+        """Return the number of slots of the hosts that are connected."""
+        return sum(each.host.slots for each in self.hosts)
+
+    def wait_for(self, slots: int, check: Callable[[], None], calm_s: float, least: int) -> None:
+        """Wait until there are hosts with enough slots.
+
+        Args:
+            slots: number of slots to wait for.
+            check: called now and then; raises an error if no more hosts are to come.
+            calm_s: time without a new host after which ``least`` slots are enough [s].
+            least: number of slots.
+
+        Raises:
+            RunError: they have not come in time.
+        """
+        began = came_at = time.monotonic()
+        seen, is_told = 0, False
+        with self._changed:
+            while (now := self.slots) < slots:
+                if now != seen:
+                    came_at, seen = time.monotonic(), now
+                if now >= least and time.monotonic() >= came_at + calm_s:
+                    return
+                check()
+                waited_s = time.monotonic() - began
+                there = f"{now} of {count(slots, 'process')} have a host"
+                if waited_s > _START_S:
+                    raise RunError(f"{there}, and no more have come in {_START_S:g} s")
+                if waited_s > _PATIENCE_S and not is_told:
+                    is_told = True
+                    self._warn(f"{there} after {_PATIENCE_S:g} s; waiting for more")
+                self._changed.wait(_LOOK_S)
+
     def connect(self, host: Host) -> Connection:
-        """Return a connection to a host; see :class:`hvd_elastic.hosts.engine.Engine`."""
-        return self.dial_in.connect(host)
+        """Return a connection to a host, which has its files then.
+
+        Raises:
+            SshError: the host is not connected, or a file cannot be sent.
+        """
+        connection = self.dial_in.connect(host)
+        with self._provided.setdefault(connection.dialled.identity, threading.Lock()):
+            if connection.dialled.identity not in self._ready:
+                self._provide(connection)
+                self._ready.add(connection.dialled.identity)
+        return connection
+
+    def _provide(self, connection: DialledConnection) -> None:
+        for file in self._files:
+            send_file(connection, file, f"{connection.dialled.folder}/{file.name}")
 
     def address_towards(self, hosts: list[Host]) -> str:
         """Return the address of this machine."""
@@ -60,10 +122,10 @@ class DialledHosts:
 
     def _write(self) -> None:
         """Write the hostfile; called when a host has come or gone, by several threads."""
-        with self._writing:
-            lines = [f"{each.host.name} slots={each.host.slots}\n" for each in self.hosts]
-            if lines:
+        with self._changed:
+            hosts = [each.host for each in self.hosts]
+            if hosts:
                 partial = self._hostfile.with_suffix(".part")
-                partial.write_text("".join(lines), encoding="utf-8")
+                partial.write_text(format_hostfile(hosts), encoding="utf-8")
                 partial.replace(self._hostfile)
-        self._changed()
+            self._changed.notify_all()

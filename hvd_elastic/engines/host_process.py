@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -43,7 +44,8 @@ class HostProcess:
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # it decides itself when it ends
         )
-        asked = {**invitation, "name": name, "slots": slots, "env": dict(env or {})}
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # what is imported here
+        asked = {**invitation, "name": name, "slots": slots, "env": {**path, **(env or {})}}
         assert self._process.stdin is not None, "started with a pipe"
         with contextlib.suppress(BrokenPipeError):  # its end says why
             self._process.stdin.write(json.dumps(asked).encode() + b"\n")

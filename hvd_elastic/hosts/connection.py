@@ -53,6 +53,15 @@ class Connection(ABC):
     def alive(self) -> bool:
         """False once the connection is known to be lost."""
 
+    @property
+    def files(self) -> Connection:
+        """Return the connection over which whole files of the host are best read and written.
+
+        Raises:
+            SshError: as in :meth:`start`.
+        """
+        return self
+
     @abstractmethod
     def start(
         self, command: Command, on_stderr: Sink = None, on_stdout: Sink = None

@@ -52,6 +52,7 @@ class DialledHost:
         identity: tells its process from others.
         python: path of its interpreter.
         python_version: version of that.
+        folder: folder on the host for files that are sent to it; it ends with the host process.
         control: control connection.
     """
 
@@ -59,6 +60,7 @@ class DialledHost:
     identity: str
     python: str
     python_version: str
+    folder: str
     control: SecureStream
 
     def send(self, message: dict[str, Any]) -> None:
@@ -229,9 +231,8 @@ class DialIn:
             before = next((h for h in self._by_name.values() if h.identity == identity), None)
             name = before.host.name if before else _unique(hello["name"], self._by_name)
             host = Host(name, slots=hello["slots"])
-            dialled = DialledHost(
-                host, identity, hello["python"], hello["python_version"], control=stream
-            )
+            told = {field: hello[field] for field in ("python", "python_version", "folder")}
+            dialled = DialledHost(host, identity, **told, control=stream)
             self._by_name[name] = dialled
         if before is not None:
             before.control.cut()
@@ -271,7 +272,7 @@ class DialledConnection(Connection):
     Args:
         dial_in: where it has dialled in.
         host: the host, as in the hostfile.
-        dialled: its control connection.
+        dialled: what has dialled in.
     """
 
     def __init__(self, dial_in: DialIn, host: Host, dialled: DialledHost) -> None:
@@ -279,13 +280,13 @@ class DialledConnection(Connection):
         self.peer_address = dialled.control.peer_address
         self.python = dialled.python
         self._dial_in = dial_in
-        self._dialled = dialled
+        self.dialled = dialled
         self._streams: list[SecureStream] = []
         self._closed = False
 
     @property
     def alive(self) -> bool:
-        return not self._closed and self._dialled in self._dial_in.hosts
+        return not self._closed and self.dialled in self._dial_in.hosts
 
     def start(
         self, command: Command, on_stderr: Sink = None, on_stdout: Sink = None
@@ -294,9 +295,9 @@ class DialledConnection(Connection):
             raise SshError(f"host {self.host.name}: the connection is closed")
         command = as_command(command)
         number = secrets.token_hex(8)
-        stream = self._dial_in.open_command(self._dialled, number, command)
+        stream = self._dial_in.open_command(self.dialled, number, command)
         self._streams = [known for known in self._streams if known.fileno() >= 0] + [stream]
-        ends = _StreamEnds(stream, self._dialled, number)
+        ends = _StreamEnds(stream, self.dialled, number)
         return RemoteProcess(ends, command, self.host.name, on_stderr, on_stdout)
 
     def close(self) -> None:

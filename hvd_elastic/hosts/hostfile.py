@@ -9,6 +9,7 @@ A line names one host in one of these forms. The order matters, since ranks foll
     alice@gpu1 slots=8 port=2222    user and ssh port
     gpu[01-16] slots=8              ranges as in pdsh and ClusterShell: gpu[1-4,7], r[1-2]n[01-08]
     gpu1 cpus=64 price=2.5 labels=spot,a100
+    gpu1 slots=2 devices=4,5        the GPU of each slot
     ::1   or   [fe80::1]:4          IPv6 addresses
     # a comment, alone or after a host; blank lines are skipped
 
@@ -38,7 +39,8 @@ _RANGES = {"slots": (0, 65_536), "max_slots": (1, 65_536), "port": (1, 65_535), 
 
 VALID_FORMS = (
     "valid lines: 'gpu1', 'gpu1 slots=8', 'gpu1:8' (8 slots), 'alice@gpu1 slots=8 port=2222', "
-    "'gpu[01-16] slots=8'; attributes: slots=, max_slots=, port=, cpus=, price=, labels=a,b; "
+    "'gpu[01-16] slots=8'; attributes: slots=, max_slots=, port=, cpus=, price=, labels=a,b, "
+    "devices=0,1; "
     "'#' begins a comment"
 )
 
@@ -73,6 +75,7 @@ class Host:
         price: cost of the host [any currency, per hour], >= 0.
         labels: words by which hosts can be selected, such as ``spot``; a host with ``input`` reads
             for those that train.
+        devices: number of the GPU of each slot; empty: those of the host in their order.
     """
 
     name: str
@@ -83,6 +86,7 @@ class Host:
     cpus: int | None = None
     price: float | None = None
     labels: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for problem in _find_problems(self):
@@ -529,10 +533,21 @@ def _parse_labels(key: str, text: str, column: int) -> tuple[str, ...]:
     return tuple(labels)
 
 
+def _parse_devices(key: str, text: str, column: int) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(_INTEGER.fullmatch(part) for part in parts):
+        raise _PartError(column, f"{key} are numbers of GPUs as in {key}=0,1, not '{text}'")
+    devices = tuple(map(int, parts))
+    if len(set(devices)) < len(devices):
+        raise _PartError(column, f"{key}={text} names a GPU twice")
+    return devices
+
+
 _ATTRIBUTES: dict[str, Callable[[str, str, int], object]] = {
     **dict.fromkeys(_RANGES, _parse_count),
     "price": _parse_price,
     "labels": _parse_labels,
+    "devices": _parse_devices,
 }
 
 
@@ -542,7 +557,7 @@ def _format_host(host: Host) -> str:
         value = getattr(host, field.name)
         if field.name in ("name", "user", "slots") or value is None or value == ():
             continue
-        text = ",".join(value) if isinstance(value, tuple) else repr(value)
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else repr(value)
         words.append(f"{field.name}={text}")
     return " ".join(words)
 
@@ -577,6 +592,11 @@ def _find_problems(host: Host) -> Iterator[str]:
         yield f"max_slots={host.max_slots} of host {host.name} is below its {slots}"
     if host.price is not None and not (math.isfinite(host.price) and host.price >= 0):
         yield f"price={host.price} of host {host.name}: a number >= 0"
+    if host.devices and len(host.devices) < host.slots:
+        yield (
+            f"devices of host {host.name} are {len(host.devices)}, fewer than its "
+            f"{count(host.slots, 'slot')}"
+        )
     for label in host.labels:
         if not _LABEL.fullmatch(label):
             yield f"label {label!r} of host {host.name}: letters, digits, '_.:/-'"

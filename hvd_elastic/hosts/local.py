@@ -41,7 +41,11 @@ class LocalConnection(Connection):
         account = pwd.getpwuid(os.getuid())
         folder = account.pw_dir if Path(account.pw_dir).is_dir() else "/"
         # As sshd does: the user's shell, in the home folder, in a new session.
-        ends = start_here([command_shell(account), "-c", command], self.host.name, cwd=folder)
+        try:
+            popen = start_here([command_shell(account), "-c", command], cwd=folder)
+        except SshError as error:
+            raise SshError(f"host {self.host.name}: {error}") from error
+        ends = PopenEnds(popen, self.host.name)
         self._processes = [known for known in self._processes if not known.ended] + [ends]
         return RemoteProcess(ends, command, self.host.name, on_stderr, on_stdout)
 
@@ -52,13 +56,12 @@ class LocalConnection(Connection):
 
 
 def start_here(
-    argv: Sequence[str], host: str, *, cwd: str, env: Mapping[str, str] | None = None
-) -> PopenEnds:
+    argv: Sequence[str], *, cwd: str, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start a program on this machine, in a session of its own, with three pipes.
 
     Args:
         argv: the program and its arguments.
-        host: name of the host that it runs on, or that it connects to, for messages.
         cwd: its working directory.
         env: its environment; None: that of this process.
 
@@ -66,7 +69,7 @@ def start_here(
         SshError: it cannot be started.
     """
     try:
-        popen = subprocess.Popen(
+        return subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -77,12 +80,16 @@ def start_here(
             start_new_session=True,
         )
     except (OSError, ValueError) as error:
-        raise SshError(f"host {host}: no command can be started: {error}") from error
-    return PopenEnds(popen, host)
+        raise SshError(f"{argv[0]} cannot be started: {error}") from error
 
 
 class PopenEnds:
-    """Pipes of a command on this machine."""
+    """Pipes of a command on this machine.
+
+    Args:
+        popen: the command, started with three pipes in a session of its own.
+        host: name of the host that it runs on, or connects to.
+    """
 
     def __init__(self, popen: subprocess.Popen[bytes], host: str) -> None:
         assert popen.stdin is not None, "started with three pipes"

@@ -27,6 +27,7 @@ class Purpose(Enum):
     CLUSTER = "run virtual clusters (make demo, make test)"
     NETWORKS = "give virtual hosts networks of their own"
     MPI = "run jobs through Open MPI (--mpi)"
+    BROWSER = "test the live pages in a browser"
     ENGINES = "test runs on Slurm and Spark (make test-engines)"
 
 
@@ -113,6 +114,17 @@ ENGINE_PREREQUISITES: tuple[Prerequisite, ...] = tuple(
     )
 )
 """What the tests of the engines need; a user's engine brings its own."""
+
+DEVELOPER_PREREQUISITES: tuple[Prerequisite, ...] = (
+    Prerequisite(
+        "chromium",
+        lambda: find_program("chromium", "chromium-browser"),
+        ("chromium",),
+        Purpose.BROWSER,
+        optional=True,
+    ),
+)
+"""What only tests need."""
 
 
 def missing(wanted: Iterable[Prerequisite] = PREREQUISITES) -> list[Prerequisite]:

@@ -120,6 +120,7 @@ class ElasticCallback(keras.callbacks.Callback):
         check_optimizer(self.state)
         self._train = self.model.train_function
         rehearse(self.state, self._trace)
+        self._ctx.aim(self._epochs or self.params["epochs"], "epoch")
         self._session.begin()
         progress = self._ctx.worker.progress
         done = progress.phase is Phase.DONE or self._is_enough()

@@ -194,6 +194,8 @@ class InputHosts:
                 self._failed(name, cause, fatal=fatal)
             case msg.AgentWarning(message=text):
                 self._warn(f"host {name}: {text}")
+            case msg.HostSample():
+                self._emit("host_sample", message.event_fields(name))
             case msg.Log(worker=worker, data=data) if worker == known.worker:
                 self._workers.log(worker, data)
             case msg.WorkerNotStarted(error=error):

@@ -28,6 +28,7 @@ from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
 from hvd_elastic.control.progress import Position, ProgressWatch
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.formatting import count, hosts_named
+from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader import requests
 from hvd_elastic.leader.agents import LOOK_S, Agents
 from hvd_elastic.leader.fencing import Fence
@@ -186,6 +187,7 @@ class Leader:
             np=np,
             pinned=spec.pin_hosts,
             spares=spec.spares,
+            plain=spec.plain,
         )
         return RunMachine(config, has_checkpoint)
 
@@ -472,7 +474,7 @@ class Leader:
             if reason:
                 self._give_way_for(reason)
                 return
-        self._journal.emit("hosts_changed", {"hosts": self._hosts_and_slots()})
+        self._journal.emit("hosts_changed", self._hosts())
         for host in takeover.came_back:
             self._journal.emit("host_returned", {"host": host})
         event = takeover.event(self._hostfile.slots)
@@ -546,8 +548,13 @@ class Leader:
     def _hosts_and_slots(self) -> list[list[Any]]:
         return [[host.name, host.slots] for host in self._hostfile.slots]
 
+    def _hosts(self) -> dict[str, Any]:
+        """Return the fields of the event ``hosts_changed``."""
+        prices = {host.name: host.price for host in self._hostfile.hosts.values() if host.price}
+        return {"hosts": self._hosts_and_slots(), **({"prices": prices} if prices else {})}
+
     def _hosts_changed(self) -> None:
-        self._journal.emit("hosts_changed", {"hosts": self._hosts_and_slots()})
+        self._journal.emit("hosts_changed", self._hosts())
         self._readers.update(self._hostfile.input_hosts, self._hostfile.hosts)
         self._tell(ev.HostsChanged(self._hostfile.slots))
 
@@ -732,6 +739,8 @@ class Leader:
                     self._tell(requests.host_draining(host, cause, leave_in_s, self._reserve_s))
             case msg.AgentWarning(message=text):
                 self._journal.warn(f"host {host}: {text}")
+            case msg.HostSample():
+                self._journal.emit("host_sample", message.event_fields(host))
             case msg.PastReading(message=reading):
                 self._journal.read(*reading.as_event())
             case msg.Log() | msg.WorkerEnded() | msg.WorkerNotStarted() | msg.WorkerSaid():
@@ -883,9 +892,11 @@ class Leader:
                 self._stop_agent(host)
             case cmd.StartWorker(worker=worker, host=host, slot=slot):
                 self._workers.places[worker] = (host, slot)
-                hosts = self._hostfile.hosts
-                slots = hosts[host].slots if host in hosts else 1
-                self._agents.send(host, msg.StartWorker(worker, slot, slots))
+                known = self._hostfile.hosts.get(host, Host(host))
+                # Other jobs may use the rest of the slots that the host may ever hold.
+                slots = max(known.slots, known.max_slots or 0)
+                order = msg.StartWorker(worker, slot, slots, devices=list(known.devices))
+                self._agents.send(host, order)
                 if self._readers.use is not None:
                     self._say(worker, self._readers.use)
             case cmd.KillWorker(worker=worker, reason=reason):

@@ -195,7 +195,7 @@ class AgentConnection:
         Raises:
             SshError: the file cannot be read.
         """
-        receive_file(self._connected(), remote, write)
+        receive_file(self._connected().files, remote, write)
 
     def put(self, local: Path, remote: str) -> None:
         """Copy a file to the host; blocks.
@@ -203,7 +203,7 @@ class AgentConnection:
         Raises:
             SshError: the file could not be copied.
         """
-        send_file(self._connected(), local, remote)
+        send_file(self._connected().files, local, remote)
 
     def discard(self, remote: str) -> None:
         """Remove a folder of the host; blocks.
@@ -211,7 +211,7 @@ class AgentConnection:
         Raises:
             SshError: the command could not be run on the host.
         """
-        self._connected().run(["rm", "-rf", "--", remote], timeout_s=_DISCARD_TIMEOUT_S)
+        self._connected().files.run(["rm", "-rf", "--", remote], timeout_s=_DISCARD_TIMEOUT_S)
 
     def _connected(self) -> Connection:
         if self._connection is None:

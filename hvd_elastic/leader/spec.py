@@ -79,6 +79,7 @@ class RunSpec:
             away: ``aws``, ``gcp`` or ``azure``; None: nothing is asked.
         preemption_command: command that reports on each host whether the host is about to be
             taken away; None: nothing is asked.
+        plain: whether the command is no training script; its exit status alone counts.
         policy: what decides the number of processes: ``fixed`` or ``goodput``.
         objective, min_speedup_per_slot, budget, deadline_s, target_examples: settings of the
             policy ``goodput``; see :class:`hvd_elastic.policy.objective.Objective`.
@@ -108,6 +109,7 @@ class RunSpec:
     leader_grace_s: float = 60.0
     preemption: str | None = None
     preemption_command: str | None = None
+    plain: bool = False
     policy: str = "fixed"
     objective: str = "goodput"
     min_speedup_per_slot: float = 0.5

@@ -24,22 +24,38 @@ def replay(records: Iterable[Mapping[str, Any]]) -> Evidence:
     >>> round(float(replay(events).model().step_s(1, 2, 16, 0)), 2)
     0.1
     """
-    evidence = Evidence()
-    begun: tuple[Any, list[str]] = (None, [])
+    replaying = Replay()
     for record in records:
-        kind, now = record.get("kind"), record.get("mono")
-        if kind == "rescale_started":
-            begun = (record.get("generation"), _hosts_of_ranks(record))
-        elif not isinstance(now, (int, float)):
-            continue
-        elif kind == "rescale_finished" and begun[0] == record.get("generation"):
-            evidence.formed(begun[1])
-            evidence.note(kind, record, now)
-        elif kind in ("metrics", "batch_plan", "agent_started"):
-            evidence.note(kind, record, now)
+        replaying.add(record)
+    evidence = replaying.evidence
     evidence.formed([])
     evidence.news = False
     return evidence
+
+
+class Replay:
+    """Takes the events of a run as they come, oldest first.
+
+    Attributes:
+        evidence: the measurements so far.
+    """
+
+    def __init__(self) -> None:
+        self.evidence = Evidence()
+        self._begun: tuple[Any, list[str]] = (None, [])
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take measurements from an event."""
+        kind, now = record.get("kind"), record.get("mono")
+        if kind == "rescale_started":
+            self._begun = (record.get("generation"), _hosts_of_ranks(record))
+        elif not isinstance(now, (int, float)):
+            return
+        elif kind == "rescale_finished" and self._begun[0] == record.get("generation"):
+            self.evidence.formed(self._begun[1])
+            self.evidence.note(kind, record, now)
+        elif kind in ("metrics", "batch_plan", "agent_started"):
+            self.evidence.note(kind, record, now)
 
 
 def _hosts_of_ranks(record: Mapping[str, Any]) -> list[str]:

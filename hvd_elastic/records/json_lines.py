@@ -15,10 +15,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from hvd_elastic.errors import RunError
 
@@ -32,6 +34,7 @@ After a power failure, others may be lost; all survive the death of the process.
 
 _STAMPS = frozenset({"t", "mono", "kind"})  # set by the writer, never taken from the fields
 _READ_BYTES = 1 << 20  # most bytes per read of a followed file
+_DECODER = msgspec.json.Decoder()  # three times as fast as json
 
 
 class RecordNotWrittenError(RunError):
@@ -187,8 +190,12 @@ class LineFollower:
         self.path = Path(path)
         self.offset = offset  # of the first byte that was not returned yet
 
-    def poll(self) -> list[bytes]:
-        """Return the new complete lines, without line ends."""
+    def poll(self, max_bytes: float = math.inf) -> list[bytes]:
+        """Return the new complete lines, without line ends.
+
+        Args:
+            max_bytes: about how many bytes to read at most; the next call continues there.
+        """
         lines: list[bytes] = []
         try:
             with self.path.open("rb") as file:
@@ -196,7 +203,8 @@ class LineFollower:
                     self.offset = 0
                 file.seek(self.offset)
                 pending = b""
-                while chunk := file.read(_READ_BYTES):
+                begin = self.offset
+                while self.offset - begin < max_bytes and (chunk := file.read(_READ_BYTES)):
                     whole, newline, pending = (pending + chunk).rpartition(b"\n")
                     if newline:
                         lines.extend(whole.split(b"\n"))
@@ -227,10 +235,23 @@ class EventFollower:
             offset = Path(path).stat().st_size
         self._lines = LineFollower(path, offset=offset)
 
-    def poll(self) -> list[Record]:
-        """Return the new records; invalid lines are skipped."""
-        decoded = (_decode(line) for line in self._lines.poll())
-        return [record for record in decoded if record is not None]
+    @property
+    def offset(self) -> int:
+        """Return how many bytes of the file have been read."""
+        return self._lines.offset
+
+    def poll(self, max_bytes: float = math.inf) -> list[Record]:
+        """Return the new records; invalid lines are skipped.
+
+        Args:
+            max_bytes: about how many bytes to read at most; the next call continues there.
+        """
+        return decode_lines(self._lines.poll(max_bytes))
+
+
+def decode_lines(lines: Iterable[bytes]) -> list[Record]:
+    """Return the records of lines; invalid ones are skipped."""
+    return [record for record in map(_decode, lines) if record is not None]
 
 
 def _ends_inside_a_line(fd: int) -> bool:
@@ -249,8 +270,8 @@ def _encode(record: Record) -> bytes:
 
 def _decode(line: bytes) -> Record | None:
     try:
-        record = json.loads(line)
-    except ValueError:
+        record = _DECODER.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     if isinstance(record, dict) and isinstance(record.get("kind"), str):
         return record

@@ -8,6 +8,8 @@ from hvd_elastic.records.json_lines import read_last_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
 
+GOES_ON = ("running", "waiting", "leaderless")
+"""States of a run that is not over."""
 _TAIL_BYTES = 256 * 1024  # holds the last events of a run
 
 
@@ -36,12 +38,17 @@ def run_row(folder: RunFolder) -> dict[str, Any]:
     summary = summarize(read_last_events(folder.events, _TAIL_BYTES))
     alive = folder.leader_alive()
     until = None if alive else folder.leaderless_until(summary.ended)
+    last = summary.last
     status = "running" if summary.status == "unknown" and summary.ended else summary.status
+    state = run_state(status, alive=alive, waiting=bool(summary.waiting), until=until)
+    size = summary.size or int(last.get("size", 0)) if state in GOES_ON else 0
     return {
         "run_id": folder.run_id,
-        "status": run_state(status, alive=alive, waiting=bool(summary.waiting), until=until),
+        "status": state,
         "created": folder.created,
         "steps": summary.steps,
-        "size": summary.size,
+        "size": size,
+        "throughput": last.get("throughput") if state in GOES_ON else None,
+        "done": 1.0 if state == "succeeded" else last.get("done"),
         "folder": str(folder.path),
     }

@@ -63,6 +63,23 @@ class HostsChanged(_Event, tag="hosts_changed"):
     """The hosts of the hostfile, at the start and after each change of the file."""
 
     hosts: list[HostSlots]
+    prices: dict[str, float] | UnsetType = UNSET
+
+
+class HostSample(_Event, tag="host_sample"):
+    """How busy a host is, over the time since the sample before; rates in bytes/s."""
+
+    host: str
+    cpu: float
+    memory: float
+    memory_bytes: int
+    sent: int
+    received: int
+    read: int
+    written: int
+    gpus: list[msg.GpuSample]
+    step_s: float | None
+    rank_wait: float | None
 
 
 class AgentStarted(_Event, tag="agent_started"):
@@ -162,6 +179,8 @@ class Metrics(_Event, tag="metrics"):
     rank_s: list[float | None] | UnsetType = UNSET
     passes: int | UnsetType = UNSET
     data_wait: float | UnsetType = UNSET
+    rank_wait: float | UnsetType = UNSET
+    done: float | UnsetType = UNSET
     shares: list[int] | UnsetType = UNSET
 
 
@@ -285,9 +304,10 @@ class TrainingGoesOn(_Event, tag="training_goes_on"):
 
 
 class Warned(_Event, tag="warning"):
-    """A problem that does not stop the run."""
+    """A problem that does not stop the run; ``unusable_host``: no agent can be started there."""
 
     message: str
+    unusable_host: str | UnsetType = UNSET
 
 
 class RunFinished(_Event, tag="run_finished"):
@@ -320,6 +340,7 @@ _ALL = (
     TakenOver,
     LeaderCutOff,
     HostsChanged,
+    HostSample,
     AgentStarted,
     HostLost,
     HostDraining,

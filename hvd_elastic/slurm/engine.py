@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
 from pathlib import Path
 
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.hostfile import Host, format_hostfile
-from hvd_elastic.hosts.local import PopenEnds, start_here
+from hvd_elastic.hosts.local import LocalConnection, PopenEnds, start_here
 from hvd_elastic.hosts.process import Command, RemoteProcess, Sink, as_command
+from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.slurm.allocation import Allocation
 from hvd_elastic.slurm.commands import clean_environment
 
@@ -19,60 +22,100 @@ _TELL_ADDRESS = "export HVD_ELASTIC_LEADER_ADDRESS=$SLURM_LAUNCH_NODE_IPADDR; "
 """The agent finds by it which of the node's addresses the other hosts use."""
 
 
+_OF_SRUN = re.compile(rb"(?m)^srun: (error: \S+: task 0: |.*lacks support for cpu binding).*\n")
+
+
 class SlurmEngine:
     """The nodes of a run's allocations as its hosts.
 
     Args:
-        hostfile: hostfile of the run, written by this class.
+        folder: folder of the run, in which this class writes its hostfile.
         allocation: the allocation that the run is led in.
     """
 
-    def __init__(self, hostfile: Path, allocation: Allocation) -> None:
-        self._hostfile = hostfile
+    def __init__(self, folder: RunFolder, allocation: Allocation) -> None:
+        self._folder = folder
         self._jobs: dict[str, str] = {}
         self._hosts: dict[str, Host] = {}
+        self._connections: list[SrunConnection] = []
+        self._changing = threading.Lock()
         self.add(allocation)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Return the names of the hosts that the run has been given."""
+        return tuple(self._hosts)
 
     def add(self, allocation: Allocation) -> None:
         """Give the run the hosts of an allocation."""
-        for host in allocation.hosts:
-            self._jobs[host.name] = allocation.job_id
-            self._hosts[host.name] = host
+        with self._changing:
+            for host in allocation.hosts:
+                self._jobs[host.name] = allocation.job_id
+                self._hosts[host.name] = host
         self._write()
 
     def remove(self, job_id: str) -> None:
-        """Take the hosts of an allocation from the run."""
-        for name in [name for name, job in self._jobs.items() if job == job_id]:
-            del self._hosts[name]  # how to reach it is still needed until the run has left it
+        """Take the hosts of an allocation from the run, which then leaves them."""
+        with self._changing:
+            for name in [name for name, job in self._jobs.items() if job == job_id]:
+                self._hosts.pop(name, None)
         self._write()
 
+    def in_use(self, job_id: str) -> bool:
+        """Return whether the run is still connected to a host of an allocation."""
+        with self._changing:
+            return any(each.alive and each.job_id == job_id for each in self._connections)
+
     def connect(self, host: Host) -> Connection:
-        job_id = self._jobs.get(host.name)
-        if job_id is None:
-            raise SrunError(f"host {host.name} is in no Slurm allocation of this run")
-        return SrunConnection(host, job_id)
+        with self._changing:
+            job_id = self._jobs.get(host.name)
+            if job_id is None:
+                raise SrunError(f"host {host.name} is in no Slurm allocation of this run")
+            connection = SrunConnection(host, job_id, self._folder.run_json)
+            self._connections = [each for each in self._connections if each.alive] + [connection]
+            return connection
 
     def address_towards(self, hosts: list[Host]) -> str:
         return "127.0.0.1"  # the agents find their own addresses, see _TELL_ADDRESS
 
     def _write(self) -> None:
-        temporary = self._hostfile.with_name(f"{self._hostfile.name}.new")
+        temporary = self._folder.hosts.with_suffix(".new")
         temporary.write_text(format_hostfile(self._hosts.values()), encoding="utf-8")
-        temporary.replace(self._hostfile)
+        temporary.replace(self._folder.hosts)
 
 
 class SrunConnection(Connection):
-    """A node of an allocation: each command is a step of the job."""
+    """A node of an allocation: each command is a step of the job.
 
-    def __init__(self, host: Host, job_id: str) -> None:
+    Args:
+        host: the node.
+        job_id: number of the job.
+        seen: file of this machine with a content of its own, by which to find out whether the node
+            sees the same files.
+    """
+
+    def __init__(self, host: Host, job_id: str, seen: Path) -> None:
         self.host = host
-        self._job_id = job_id
-        self._processes: list[PopenEnds] = []
+        self.job_id = job_id
+        self._seen = seen
+        self._ends: list[PopenEnds] = []
         self._closed = False
+        self._looking = threading.Lock()
+        self._files: Connection | None = None
 
     @property
     def alive(self) -> bool:
         return not self._closed
+
+    @property
+    def files(self) -> Connection:
+        """Return this machine where it has the same files: srun carries some 10 MB/s."""
+        with self._looking:
+            if self._files is None:
+                there = self.run(["cat", str(self._seen)], timeout_s=_STEP_S + 20)
+                same = there.ok and there.stdout == self._seen.read_bytes()
+                self._files = LocalConnection(self.host) if same else self
+            return self._files
 
     def start(
         self, command: Command, on_stderr: Sink = None, on_stdout: Sink = None
@@ -83,15 +126,29 @@ class SrunConnection(Connection):
         # The variables of the user's ssh session do not belong to this node.
         environment = {k: v for k, v in environment.items() if not k.startswith("SSH_")}
         command = as_command(command)
-        argv = srun_command(self._job_id, self.host.name, command)
-        ends = start_here(argv, self.host.name, cwd="/", env=environment)
-        self._processes = [known for known in self._processes if not known.ended] + [ends]
+        argv = srun_command(self.job_id, self.host.name, command)
+        ends = _SrunEnds(start_here(argv, cwd="/", env=environment), self.host.name)
+        self._ends = [known for known in self._ends if not known.ended] + [ends]
         return RemoteProcess(ends, command, self.host.name, on_stderr, on_stdout)
 
     def close(self) -> None:
         self._closed = True
-        for process in self._processes:
-            process.close()
+        if self._files is not None and self._files is not self:
+            self._files.close()
+        for ends in self._ends:
+            ends.close()
+
+
+class _SrunEnds(PopenEnds):
+    """Pipes of a step, without what srun itself says about a command that has failed.
+
+    Those would be the last lines, which messages quote.
+    """
+
+    def read_stderr(self, size: int) -> bytes:
+        data = super().read_stderr(size)
+        rest = _OF_SRUN.sub(b"", data)
+        return rest or (self.read_stderr(size) if data else b"")
 
 
 class SrunError(SshError):
@@ -114,7 +171,6 @@ def srun_command(job_id: str, host: str, command: str) -> list[str]:
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={host}",
-        "--no-kill",
         "--kill-on-bad-exit=0",
         "--wait=0",
         f"--immediate={_STEP_S}",

@@ -66,6 +66,8 @@ class Context:
         self.last_reader: tuple[tuple[int, int], object] | None = None
         self._audit = Audit(self.worker)
         self._has_loader = False
+        self._examples = 0
+        self._aim: tuple[int, str] = (0, "")
         self.kept: dict[str, Any] = {}
         self._before_change: dict[str, Callable[[], None]] = {}
         self._change_agreed = False
@@ -140,6 +142,7 @@ class Context:
             planner: divides its steps.
         """
         self._has_loader = True
+        self._examples = examples
         worker = self.worker
         if worker.audit:
             worker.sink.send(msg.Dataset(examples, dropped))
@@ -149,6 +152,22 @@ class Context:
             self.keep("_adaptation", planner)
             if worker.in_train or not worker.averagers.several:  # else hvd.run chooses
                 self._adapt()
+
+    def aim(self, count: int, unit: str) -> None:
+        """Note that the script trains until it has made ``count`` of ``unit``, step or epoch."""
+        self._aim = (count, unit)
+
+    def _planned(self) -> dict[str, Any]:
+        """Return the planner's metrics, and what part of the training is done if that is known."""
+        count, unit = self._aim
+        progress = self.worker.progress
+        made = self.planner.progress_in(unit)
+        if made is None:
+            made = progress.step if unit == "step" else progress.epoch
+            if unit == "epoch" and self._examples:
+                made += progress.position / self._examples
+        done = {"done": round(min(1.0, made / count), 6)} if count > 0 else {}
+        return {**self.planner.metrics(), **done}
 
     # -- a step ----------------------------------------------------------------------------
 
@@ -274,7 +293,7 @@ class Context:
         worker.progress = step.count(worker.progress)
         if worker.audit:
             self._audit.record(epoch, position)
-        self.metrics.step_finished(self.planner.metrics)
+        self.metrics.step_finished(self._planned)
 
     def _step_without_loader(self) -> None:
         """Note a step of the optimizer for examples that our loader did not hand out.
@@ -313,7 +332,7 @@ class Context:
     def _count_own_step(self) -> None:
         self.step.forget()
         self.worker.progress.advance(0)
-        self.metrics.step_finished(self.planner.metrics)
+        self.metrics.step_finished(self._planned)
 
     def mark_consumed(self) -> None:
         """End the step in flight where the loop body ended without a step of our optimizer."""
@@ -407,7 +426,7 @@ class Context:
         """Add numbers to the metrics of the next step; outside of training, send them at once."""
         self.metrics.update(metrics)
         if not self.worker.in_train:
-            self.metrics.send(self.planner.metrics)
+            self.metrics.send(self._planned)
 
     def out_of_memory(self) -> bool:
         """Call the step off on all ranks, since a pass did not fit into this rank's memory.

@@ -111,6 +111,7 @@ def epochs(count: int) -> Iterator[int]:
     """
     ctx = context.current()
     worker = ctx.worker
+    ctx.aim(count, "epoch")
     ctx.rollback.epochs_begin()
     while worker.progress.phase is not Phase.DONE:
         epoch = ctx.reading.epoch
@@ -176,6 +177,7 @@ def _steps(count: int, loader: Loader[Batch]) -> Iterator[Batch]:
         return ctx.planner.is_enough(worker.progress.step, count, "step")
 
     ctx.nothing_to_do = ""
+    ctx.aim(count, "step")
     if enough():
         ctx.rollback.epochs_begin()
         stands = int(ctx.planner.progress_in("step") or worker.progress.step)

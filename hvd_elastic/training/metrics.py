@@ -25,6 +25,7 @@ class Metrics:
         self._due = 0.0
         self._window = (time.monotonic(), 0)
         self._input = (0.0, 0.0)
+        self._waited_s = 0.0
         self._last_step: float | None = None
         self._rescaled_from: float | None = None
         self._announces_pause = False
@@ -39,6 +40,7 @@ class Metrics:
         self._announces_pause = announces_pause
         self._rescaled_from = None if first else self._last_step
         self._window = (now, self._worker.progress.examples)
+        self._waited_s = self._worker.communicator.waited_s
 
     def step_finished(self, planned: Callable[[], Mapping[str, Any]]) -> None:
         """Note that a step was counted, and send metrics if due.
@@ -70,6 +72,8 @@ class Metrics:
         record: dict[str, Any] = {}
         if done > 0 and now > since:
             record["throughput"] = done / (now - since)
+            waited_s = worker.communicator.waited_s - self._waited_s
+            record["rank_wait"] = round(min(1.0, max(0.0, waited_s / (now - since))), 4)
         loop_s, wait_s = (
             now - then for now, then in zip(worker.input_times.waited, self._input, strict=True)
         )
@@ -87,6 +91,7 @@ class Metrics:
                 record[name] = worker.frontend.plain(value)
         self._window = (now, worker.progress.examples)
         self._input = worker.input_times.waited
+        self._waited_s = worker.communicator.waited_s
         worker.sink.send(msg.Metrics(worker.position, worker.communicator.size, record))
 
 

@@ -145,6 +145,7 @@ class Worker:
             step=self.progress.step,
             step_s=round(step_s, 3),
             waiting_s=round(waiting_s, 3),
+            waited_s=round(communicator.waited_s + waiting_s, 3),
             longest_step_s=round(self.longest_step_s, 3),
             longest_wait_s=round(communicator.longest_wait_s, 3),
             line=script_line() if max(step_s, waiting_s) >= _LONG_S else "",

@@ -45,24 +45,41 @@ def write_comparison(folders: Sequence[RunFolder], out: Path) -> list[RunSummary
 
 def render_comparison(summaries: Sequence[RunSummary]) -> str:
     """Return the page as HTML; time begins at the start of each run."""
-    title = " and ".join(summary.run_id for summary in summaries)
+    parts, data = comparison_parts(summaries, comparison_charts(summaries))
+    return render_page(comparison_title(summaries), "\n".join(parts.values()), data)
+
+
+def comparison_title(summaries: Sequence[RunSummary]) -> str:
+    """Return the names of the runs."""
+    return " and ".join(summary.run_id for summary in summaries)
+
+
+def comparison_charts(summaries: Sequence[RunSummary]) -> list[dict[str, Any]]:
+    """Return the charts, each with a line for each run."""
     names = dict.fromkeys(name for summary in summaries for name in chart_names(summary))
     charts = [_chart("size", [_sizes(summary) for summary in summaries], summaries)]
     for name in names:
         series = [summary.series.get(name, MetricSeries()) for summary in summaries]
         charts.append(_chart(name, series, summaries))
+    return charts
+
+
+def comparison_parts(
+    summaries: Sequence[RunSummary], charts: Sequence[dict[str, Any]]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the parts of the page as HTML by name, in their order, and the input of report.js."""
     keys = " ".join(
         f'<span class="key-{color}">{escape(summary.run_id)}</span>'
         for color, summary in zip(COLORS, summaries, strict=False)
     )
-    body = [
-        f"<header><h1>{escape(title)}</h1><p>Time begins at the start of each run.</p></header>",
-        f"<section><h2>Runs</h2>{_run_table(summaries)}</section>",
-        f'<section><p class="keys">{keys}</p>{chart_boxes(charts)}</section>',
-    ]
+    title = escape(comparison_title(summaries))
+    parts = {
+        "header": f"<header><h1>{title}</h1><p>Time begins at the start of each run.</p></header>",
+        "runs": f"<section><h2>Runs</h2>{_run_table(summaries)}</section>",
+        "plots": f'<section><p class="keys">{keys}</p>{chart_boxes(charts)}</section>',
+    }
     duration_s = max(summary.duration_s for summary in summaries)
-    data = {"charts": charts, "marks": [], "duration_s": duration_s}
-    return render_page(title, "\n".join(body), data)
+    return parts, {"charts": charts, "marks": [], "duration_s": duration_s}
 
 
 def _sizes(summary: RunSummary) -> MetricSeries:
@@ -74,12 +91,8 @@ def _chart(
     name: str, series: Sequence[MetricSeries], summaries: Sequence[RunSummary]
 ) -> dict[str, Any]:
     """Return a chart with a line for each run, which has its last value until the run ends."""
-    longest_s = max(summary.duration_s for summary in summaries)
-    x = [round(longest_s * point / _POINTS, 3) for point in range(_POINTS + 1)]
-    lines = [
-        [_value_at(each, at_s, summary.duration_s) for at_s in x]
-        for each, summary in zip(series, summaries, strict=True)
-    ]
+    ends = [summary.duration_s for summary in summaries]
+    x, lines = sampled_lines(series, ends, 0.0, max(ends))
     title, unit = chart_title(name)
     more = [
         {"color": color, "y": line, "name": summary.run_id, "solid": True}
@@ -98,9 +111,28 @@ def _chart(
         "from_zero": name in ("size", "throughput", "goodput"),
         "whole": name == "size",
         "log": name != "size" and bool(finite) and min(finite) > 0,
-        "height": 150 if name == "size" else 220,
+        "height": 190,
         "summary": "",
     }
+
+
+def sampled_lines(
+    series: Sequence[MetricSeries], ends_s: Sequence[float], begin_s: float, end_s: float
+) -> tuple[list[float], list[list[float | None]]]:
+    """Return times between two, and the values of each series there.
+
+    Args:
+        series: values of each run.
+        ends_s: when each run ends; it has no values after that [s].
+        begin_s, end_s: first and last time [s].
+    """
+    step_s = max(0.0, end_s - begin_s) / _POINTS
+    x = [round(begin_s + step_s * point, 3) for point in range(_POINTS + 1)]
+    lines = [
+        [_value_at(each, at_s, last_s) for at_s in x]
+        for each, last_s in zip(series, ends_s, strict=True)
+    ]
+    return x, lines
 
 
 def _value_at(series: MetricSeries, at_s: float, end_s: float) -> float | None:

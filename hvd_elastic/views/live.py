@@ -3,33 +3,62 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
-from collections.abc import Mapping
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from string import Template
 from typing import Any
+from urllib.parse import urlencode
 
 from hvd_elastic.errors import RunError
-from hvd_elastic.formatting import count, duration_words, number_words
+from hvd_elastic.formatting import bytes_words, count, duration_words, number_words
 from hvd_elastic.records.audit import AuditResult, check_audit
-from hvd_elastic.records.json_lines import EventFollower, iter_events
+from hvd_elastic.records.json_lines import EventFollower, LineFollower, decode_lines, iter_events
 from hvd_elastic.records.run_folder import RunFolder, list_runs
-from hvd_elastic.records.run_state import run_row, run_state
-from hvd_elastic.records.summary import RunSummary, take_event
+from hvd_elastic.records.run_state import GOES_ON, run_row, run_state
+from hvd_elastic.records.summary import MetricSeries, RunSummary, take_events
+from hvd_elastic.views.cluster_page import LiveClusters
+from hvd_elastic.views.comparison import (
+    COLORS,
+    comparison_charts,
+    comparison_parts,
+    sampled_lines,
+)
+from hvd_elastic.views.costs import forecast_words
+from hvd_elastic.views.forecast import predict_end
 from hvd_elastic.views.page import cell, escape, read_asset, table
 from hvd_elastic.views.report import (
     MAX_POINTS,
     Charts,
     chart_names,
+    downsample,
     make_charts,
     report_parts,
+    status_tone,
     zoomed_points,
 )
 
 _FRESH_S = 0.4
 """Age of what was read up to which it is not read again [s]."""
+_READ_S = 0.3
+"""Longest time that is read on at once [s]; then what there is is shown, and reading goes on."""
+_PIECE_BYTES = 1 << 21
+"""Bytes that are read together."""
+_POINTS = 20_000
+"""Points of a metric that are kept at least. When there are twice as many, they are thinned out;
+a part that is zoomed to is read from the file again."""
+_ZOOM_BYTES = 64 << 20
+"""Most bytes that are read for that."""
 _ROWS = 100
 """Most runs on the first page."""
+READING = "reading"
+"""State of a run whose events are not all read yet."""
 _CONTROLS = """<section class="controls" data-control="/runs/{run_id}/control">
 <form data-op="scale"><label>processes <input name="np" type="number" min="1" required></label>
 <button>scale</button></form>
@@ -47,6 +76,7 @@ class LiveRun:
 
     Attributes:
         version: grows with every event that was read.
+        lock: held while its summary is read or changed.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -54,8 +84,11 @@ class LiveRun:
         self.version = 0
         self._summary = RunSummary()
         self._follower = EventFollower(folder.events)
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._read_at = 0.0
+        self._unread = 0
+        self._pieces: list[tuple[float, int]] = []
+        self._thinned: set[str] = set()
         self._audit: AuditResult | None = None
         self._charts: Charts = ([], [])
         self._charts_key: Any = None
@@ -68,24 +101,43 @@ class LiveRun:
         Raises:
             RunError: the folder of the run is gone.
         """
-        with self._lock:
+        with self.lock:
             return self._read()
 
     def _read(self) -> RunSummary:
-        if time.monotonic() - self._read_at >= _FRESH_S:
+        begin = time.monotonic()
+        if begin - self._read_at >= (_FRESH_S / 8 if self._unread else _FRESH_S):
             if not self.folder.path.is_dir():
                 raise RunError(f"run {self.folder.run_id} is gone: its folder was removed")
-            while records := self._follower.poll():
-                for record in records:
-                    take_event(self._summary, record)
+            while time.monotonic() - begin < _READ_S:
+                at_s, offset = self._summary.duration_s, self._follower.offset
+                records = self._follower.poll(_PIECE_BYTES)
+                self._unread = max(0, _size_of(self.folder.events) - self._follower.offset)
+                if self._follower.offset == offset:
+                    self._unread = 0  # what remains is an incomplete line
+                    break
+                if not self._pieces or offset - self._pieces[-1][1] >= _PIECE_BYTES:
+                    self._pieces.append((at_s, offset))
+                take_events(self._summary, records)
                 self.version += len(records)
+                self._thin_out()
             self._read_at = time.monotonic()
             self._summary.run_id = self.folder.run_id
         return self._summary
 
+    def _thin_out(self) -> None:
+        """Drop points of long metrics; the peaks stay."""
+        for name, series in self._summary.series.items():
+            if len(series.values) >= 2 * _POINTS:
+                x, y = downsample(series.at_s, series.values, _POINTS)
+                self._summary.series[name] = MetricSeries(array("d", x), array("d", y))
+                self._thinned.add(name)
+
     def state(self) -> str:
         """Return the state of the run in a word; see :func:`run_state`."""
         summary = self.read()
+        if self._unread:
+            return READING
         alive = self.folder.leader_alive()
         until = None if alive else self.folder.leaderless_until(summary.ended)
         waiting = bool(summary.waiting)
@@ -94,7 +146,7 @@ class LiveRun:
     def render(self) -> dict[str, Any]:
         """Return the parts of the page, the data of its charts, and a line on how it stands."""
         state = self.state()
-        with self._lock:
+        with self.lock:
             summary = self._read()
             if self._rendered is not None and self._rendered[0] == (self.version, state):
                 return self._rendered[1]
@@ -113,6 +165,8 @@ class LiveRun:
                 parts["audit"] = ""  # it is checked once the run has ended
             parts = {"header": "", "words": _words(summary, state), **parts}
             told = f"{state}, as of its last event at {_clock(summary.ended)}"
+            if self._unread:
+                told = f"reading its events, {bytes_words(self._unread)} to go"
             self._rendered = (self.version, state), {"html": parts, "data": data, "live": told}
             return self._rendered[1]
 
@@ -122,12 +176,39 @@ class LiveRun:
         Raises:
             RunError: the run has no such chart.
         """
-        with self._lock:
+        x, y = zoomed_points(self.part(name, begin_s, end_s), begin_s, end_s)
+        return {"x": x, "lines": [y]}
+
+    def part(self, name: str, begin_s: float, end_s: float) -> MetricSeries:
+        """Return the values of a metric, between two times in full detail if that can be had.
+
+        Raises:
+            RunError: the run has no chart of it.
+        """
+        with self.lock:
             summary = self._read()
             if name not in chart_names(summary):
                 raise RunError(f"run {self.folder.run_id} has no chart {name!r}")
-            x, y = zoomed_points(summary, name, begin_s, end_s)
-            return {"x": x, "y": y}
+            series = summary.series[name]
+            if name in self._thinned:
+                series = self._reread(summary, begin_s, end_s).series.get(name, series)
+            return MetricSeries(series.at_s[:], series.values[:])
+
+    def _reread(self, summary: RunSummary, begin_s: float, end_s: float) -> RunSummary:
+        """Return the metrics between two times as read from the file, if they are not too many."""
+        times = [at_s for at_s, _ in self._pieces]
+        first = max(0, bisect_left(times, begin_s) - 1)
+        last = bisect_right(times, end_s)
+        begin = self._pieces[first][1]
+        end = self._pieces[last][1] if last < len(times) else self._follower.offset
+        if end - begin > _ZOOM_BYTES:
+            return summary
+        lines = LineFollower(self.folder.events, offset=begin).poll(end - begin)
+        metrics = (line for line in lines if b'"metrics"' in line)
+        found = RunSummary(started=summary.started, ended=(summary.started or 0.0) + times[first])
+        found.first_step_s = summary.first_step_s
+        take_events(found, decode_lines(metrics))
+        return found
 
     def _charts_of(self, state: str) -> Charts:
         """Return the charts, made anew where a pixel or more would differ."""
@@ -153,11 +234,74 @@ class LiveRun:
         return self._audit
 
 
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+class LiveComparison:
+    """Several runs over each other, whose events are read as they come; for several threads.
+
+    Args:
+        runs: the runs.
+    """
+
+    def __init__(self, runs: Sequence[LiveRun]) -> None:
+        self._runs = runs
+        self._lock = threading.Lock()
+        self._charts: list[dict[str, Any]] = []
+        self._charts_key: Any = None
+        self._rendered: tuple[Any, dict[str, Any]] | None = None
+
+    def render(self) -> dict[str, Any]:
+        """Return the parts of the page, the data of its charts, and a line on how they stand."""
+        states = [run.state() for run in self._runs]
+        summaries = [run.read() for run in self._runs]
+        key = [(run.version, state) for run, state in zip(self._runs, states, strict=True)]
+        with self._lock, ExitStack() as held:
+            for run in self._runs:
+                held.enter_context(run.lock)
+            if self._rendered is not None and self._rendered[0] == key:
+                return self._rendered[1]
+            shown = [replace(s, status=state) for s, state in zip(summaries, states, strict=True)]
+            whole_s = max(summary.duration_s for summary in shown)
+            # The charts are made anew where a pixel or more would differ.
+            charts_key = (states, [len(s.sizes) for s in shown], int(whole_s / _pixel_s(whole_s)))
+            if charts_key != self._charts_key:
+                self._charts, self._charts_key = comparison_charts(shown), charts_key
+            parts, data = comparison_parts(shown, self._charts)
+            alive = sum(not _has_ended(state) for state in states)
+            found = {"html": parts, "data": data, "live": f"{count(alive, 'run')} going on"}
+            self._rendered = key, found
+            return found
+
+    def zoom(self, name: str, begin_s: float, end_s: float) -> dict[str, Any]:
+        """Return the points of a chart between two times after the start of each run [s]."""
+        parts = []
+        for run in self._runs:
+            try:
+                parts.append(run.part(name, begin_s, end_s))
+            except RunError:  # it has no such metric
+                parts.append(MetricSeries())
+        ends = [run.read().duration_s for run in self._runs]
+        x, lines = sampled_lines(parts, ends, begin_s, min(end_s, max(ends)))
+        return {"x": x, "lines": lines}
+
+
+def _pixel_s(whole_s: float) -> float:
+    """Return the time of a pixel, to the next power of two [s]."""
+    return float(2.0 ** math.ceil(math.log2(max(whole_s, 1.0) / MAX_POINTS)))
+
+
 class LiveRuns:
     """All runs of this machine."""
 
     def __init__(self) -> None:
         self._known: dict[str, LiveRun] = {}
+        self._compared: dict[tuple[str, ...], LiveComparison] = {}
+        self._clusters = LiveClusters()
         self._lock = threading.Lock()
 
     def get(self, run_id: str) -> LiveRun:
@@ -171,16 +315,31 @@ class LiveRuns:
         with self._lock:
             return self._known.setdefault(folder.run_id, LiveRun(folder))
 
+    def compare(self, run_ids: Sequence[str]) -> LiveComparison:
+        """Return several runs over each other.
+
+        Raises:
+            UsageError: a run id is not valid.
+            RunError: there is no such run, or there are too few or too many.
+        """
+        chosen = tuple(sorted(set(run_ids)))
+        if not 2 <= len(chosen) <= len(COLORS):
+            raise RunError(f"choose 2 to {len(COLORS)} runs to compare, not {len(chosen)}")
+        runs = [self.get(run_id) for run_id in chosen]  # sorted: locked in one order
+        with self._lock:
+            return self._compared.setdefault(chosen, LiveComparison(runs))
+
     def alive(self) -> list[LiveRun]:
         """Return the runs whose leader lives."""
         return [self.get(each.run_id) for each in list_runs() if each.leader_alive()]
 
     def render(self) -> dict[str, Any]:
-        """Return the first page's table, and a line on how the runs stand."""
+        """Return the parts of the first page, and a line on how the runs stand."""
         folders = list_runs()
         rows = [run_row(folder) for folder in folders[:_ROWS]]
-        running = sum(row["status"] in ("running", "waiting", "leaderless") for row in rows)
-        return {"html": {"runs": _run_table(rows)}, "live": f"{count(running, 'run')} going on"}
+        running = sum(row["status"] in GOES_ON for row in rows)
+        html = {"clusters": self._clusters.render(), "runs": _run_table(rows)}
+        return {"html": html, "live": f"{count(running, 'run')} going on"}
 
 
 def run_page(run: LiveRun, *, control: bool = False) -> str:
@@ -190,6 +349,13 @@ def run_page(run: LiveRun, *, control: bool = False) -> str:
     links = '<a href="/">all runs</a> · '
     forms = _CONTROLS.format(run_id=escape(run_id)) if control else ""
     return _page(run_id, f"/runs/{run_id}/events", found, links, forms)
+
+
+def comparison_page(run_ids: Sequence[str], comparison: LiveComparison) -> str:
+    """Return the page of several runs as HTML."""
+    query = urlencode([("run", run_id) for run_id in run_ids])
+    links = '<a href="/">all runs</a> · '
+    return _page(" and ".join(run_ids), f"/compare/events?{query}", comparison.render(), links)
 
 
 def first_page(runs: LiveRuns) -> str:
@@ -218,16 +384,31 @@ def _run_table(rows: list[dict[str, Any]]) -> str:
         )
     cells = [
         [
-            f'<td><a href="/runs/{escape(row["run_id"])}">{escape(row["run_id"])}</a></td>',
-            cell(row["status"]),
-            cell(time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))),
+            (
+                f'<td><input type="checkbox" name="run" value="{escape(row["run_id"])}" '
+                f'aria-label="compare {escape(row["run_id"])}"></td>'
+            ),
+            f'<td class="h"><a href="/runs/{(name := escape(row["run_id"]))}">{name}</a></td>',
+            f'<td><span class="pill {status_tone(row["status"])}">{row["status"]}</span></td>',
+            cell(time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"])), "h"),
+            _done_cell(row["done"]),
             cell(number_words(row["steps"]), "n"),
             cell(str(row["size"] or ""), "n"),
+            cell("" if row["throughput"] is None else number_words(round(row["throughput"])), "n"),
         ]
         for row in rows
     ]
-    heads = [("run", ""), ("status", ""), ("started", ""), ("steps", "n"), ("processes", "n")]
-    return f"<h1>Runs</h1><section>{table(heads, cells)}</section>"
+    heads = [("compare", ""), ("run", ""), ("status", ""), ("started", ""), ("done", "")]
+    heads += [("steps", "n"), ("processes", "n"), ("examples/s", "n")]
+    button = "<button>Compare the chosen runs</button>" if len(rows) > 1 else ""
+    return (
+        f'<h1>Runs</h1><section><form action="/compare">{table(heads, cells)}'
+        f'<p class="hint">{button}</p></form></section>'
+    )
+
+
+def _done_cell(done: float | None) -> str:
+    return "<td></td>" if done is None else f'<td class="part">{_progress_bar(done)}</td>'
 
 
 def _words(summary: RunSummary, state: str) -> str:
@@ -235,29 +416,40 @@ def _words(summary: RunSummary, state: str) -> str:
     told = []
     if state == "running":
         rate = summary.last.get("throughput")
-        fast = f", {number_words(round(rate))} examples/s" if rate else ""
+        fast = f" at {number_words(round(rate))} examples/s" if rate else ""
         told.append(f"Trains on {count(summary.size, 'process')}{fast}.")
+    elif state == READING:
+        told.append("The events of this run are still being read; what there is so far is shown.")
     elif state == "waiting":
         told.append(f"Waits: {summary.waiting}.")
+    done = summary.last.get("done") if state in GOES_ON else None
+    if isinstance(done, float):
+        told.append(forecast_words(summary, done, predict_end(summary)))
     if summary.input and "no bottleneck" not in summary.input:
         told.append(f"Data: {summary.input}.")
     paused_s = sum(each.pause_s or 0.0 for each in summary.live_rescales)
     if summary.live_rescales:
         rescales = count(len(summary.live_rescales), "rescale")
         told.append(f"{rescales} took {duration_words(paused_s)} of training together.")
-    decided = [said.text for said in summary.decisions if said.kind == "decision"]
+    decided = [said for said in summary.decisions if said.kind == "decision"]
     if decided:
-        told.append(f"The policy: {decided[-1]}.")
+        at = _clock((summary.started or 0.0) + decided[-1].at_s)
+        told.append(f"The policy decided at {at}: {decided[-1].text}.")
     if summary.missed:
         told.append(f"It fell short: {summary.missed}.")
     if summary.warnings:
         told.append(f"Last warning: {summary.warnings[-1].text}")
     if not told:
         return ""
+    bar = _progress_bar(done) if isinstance(done, float) else ""
+    lines = "".join(f"<p>{escape(text)}</p>" for text in told)
+    return f'<section class="words">{lines}{bar}</section>'
+
+
+def _progress_bar(done: float) -> str:
     return (
-        '<section class="words">'
-        + "".join(f"<p>{escape(text)}</p>" for text in told)
-        + "</section>"
+        f'<svg class="done" viewBox="0 0 100 1" preserveAspectRatio="none" role="img" '
+        f'aria-label="{done:.0%} done"><rect width="{100 * done:.2f}" height="1"></rect></svg>'
     )
 
 

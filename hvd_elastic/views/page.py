@@ -36,7 +36,7 @@ def render_page(title: str, body: str, data: Mapping[str, Any]) -> str:
         body=body,
         data=encoded,
         plot_js=read_asset("uPlot.iife.min.js"),
-        js=read_asset("report.js"),
+        js=read_asset("picture.js") + read_asset("report.js"),
     )
 
 
@@ -57,6 +57,13 @@ def write_page(path: Path, text: str) -> None:
         ) from error
 
 
+_SAVE = "".join(
+    f'<button type="button" class="save" data-kind="{kind.lower()}" aria-label="save as {kind}">'
+    f"{kind}</button>"
+    for kind in ("PNG", "SVG")
+)
+
+
 def chart_boxes(charts: Sequence[Mapping[str, Any]]) -> str:
     """Return the HTML elements in which report.js draws the charts, in the same order."""
     boxes = []
@@ -70,13 +77,13 @@ def chart_boxes(charts: Sequence[Mapping[str, Any]]) -> str:
             f'<div class="chart" data-name="{escape(chart["name"])}" role="figure" '
             f'aria-label="{escape(chart["title"])}"><div class="chart-head">'
             f'<h3>{escape(chart["title"])}</h3><span class="unit">{escape(chart["unit"])}</span>'
-            f'{button}<button type="button" class="save" aria-label="save as PNG">PNG</button>'
+            f"{button}{_SAVE}"
             '<span class="readout" aria-live="polite"></span></div>'
             '<div class="plot" tabindex="0" role="img" '
             f'aria-label="{escape(chart["title"])}: arrow keys read its points"></div>'
             "<details><summary>Data</summary></details></div>"
         )
-    return "".join(boxes)
+    return f'<div class="charts">{"".join(boxes)}</div>'
 
 
 def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:

@@ -16,7 +16,8 @@ from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import iter_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import MetricSeries, Rescale, RunSummary, summarize
-from hvd_elastic.views.allocation import allocation_picture
+from hvd_elastic.views.allocation import hosts_section
+from hvd_elastic.views.costs import time_section
 from hvd_elastic.views.page import (
     MAX_ROWS,
     cell,
@@ -38,12 +39,15 @@ _TITLES = {
     "loss": ("Loss", "", "loss"),
     "goodput": ("Goodput", "useful examples/s", "throughput"),
     "data_wait": ("Wait for data", "of the time", "other"),
+    "rank_wait": ("Wait for other ranks", "of the time", "other"),
     "lr": ("Learning rate", "", "other"),
     "global_batch_size": ("Global batch size", "examples", "size"),
     "noise_scale": ("Gradient noise scale", "examples", "other"),
     "efficiency": ("Statistical efficiency", "", "other"),
 }
 _FROM_ZERO = frozenset({"throughput", "goodput", "global_batch_size"})
+_SAME_S = 2.0
+"""Time between a rescale and what is told with it [s]."""
 _OF_THE_BATCH = ("global_batch_size", "noise_scale", "efficiency")
 _UNPLOTTED = frozenset({"position", "size", "generation", "rank", "local_rank"})
 
@@ -122,17 +126,15 @@ def report_parts(
         charts: the charts, as :func:`make_charts` has made them; None: make them.
     """
     own, of_the_batch = make_charts(summary) if charts is None else charts
-    marks = [
-        {"at_s": rescale.at_s, "label": str(number), "way": _way(rescale)}
-        for number, rescale in enumerate(summary.live_rescales, start=1)
-    ]
+    marks = _marks(summary)
     parts = {
         "header": _header(summary, asked or {}),
         "tiles": _tiles(summary, audit),
         "failure": _failure(summary),
-        "hosts": allocation_picture(summary),
-        "plots": _plots(own, bool(marks)),
+        "hosts": hosts_section(summary),
+        "plots": _plots(own),
         "batch": _batch_panel(summary, of_the_batch),
+        "time": time_section(summary),
         "rescales": _rescale_table(summary),
         "audit": _audit_section(audit),
         "decisions": _decision_table(summary),
@@ -212,16 +214,14 @@ def chart_names(summary: RunSummary) -> list[str]:
 
 
 def zoomed_points(
-    summary: RunSummary, name: str, begin_s: float, end_s: float
+    series: MetricSeries, begin_s: float, end_s: float
 ) -> tuple[list[float], list[float | None]]:
-    """Return the points of a metric between two times, and one beyond each, in full detail.
+    """Return the points of a metric between two times, and one beyond each.
 
     Args:
-        summary: summary of the run.
-        name: one of :func:`chart_names`.
+        series: its values.
         begin_s, end_s: times after the start of the run [s].
     """
-    series = summary.series[name]
     first = max(0, bisect_left(series.at_s, begin_s) - 1)
     last = bisect_right(series.at_s, end_s) + 1
     return _points(MetricSeries(series.at_s[first:last], series.values[first:last]))
@@ -255,16 +255,16 @@ def _size_chart(summary: RunSummary) -> dict[str, Any]:
         "stepped": True,
         "whole": True,
         "from_zero": True,
-        "height": 150,
+        "height": 170,
         "summary": f"at most {summary.largest_size}",
     }
 
 
 def _metric_chart(name: str, series: MetricSeries) -> dict[str, Any]:
     title, unit, color = _TITLES.get(name, (_title(name), "", "other"))
-    finite = [value for value in series.values if math.isfinite(value)]
-    last = finite[-1]
     x, y = _points(series)
+    finite = [value for value in y if value is not None]
+    last = finite[-1]
     return {
         "name": name,
         "title": title,
@@ -274,7 +274,7 @@ def _metric_chart(name: str, series: MetricSeries) -> dict[str, Any]:
         "y": y,
         "stepped": name == "global_batch_size",
         "from_zero": name in _FROM_ZERO,
-        "height": 200,
+        "height": 170,
         "log": name not in _FROM_ZERO and min(finite) > 0,
         "summary": f"last {number_words(last)}",
     }
@@ -298,8 +298,14 @@ def _way(rescale: Rescale) -> str:
 # -- parts of the page ---------------------------------------------------------------------------
 
 
+def status_tone(status: str) -> str:
+    """Return the CSS class in which a state of a run is shown."""
+    tones = {"succeeded": "good", "failed": "bad", "died": "bad", "running": "on"}
+    return tones.get(status, "")
+
+
 def _header(summary: RunSummary, asked: Mapping[str, Any]) -> str:
-    tone = {"succeeded": "good", "failed": "bad", "died": "bad"}.get(summary.status, "")
+    tone = status_tone(summary.status)
     words = [_date(summary.started or 0.0)]
     if summary.hosts:
         words.append("hosts " + " ".join(f"{name}:{slots}" for name, slots in summary.hosts))
@@ -367,11 +373,52 @@ def _failure(summary: RunSummary) -> str:
     )
 
 
-def _plots(charts: list[dict[str, Any]], marked: bool) -> str:
+def _marks(summary: RunSummary) -> list[dict[str, Any]]:
+    """Return what happened in the order of time: rescales with their numbers, the rest by sign."""
+    marks = [
+        _mark(each.at_s, str(number), _way(each), f"rescale {number}", _rescale_words(each))
+        for number, each in enumerate(summary.live_rescales, start=1)
+    ]
+    others = [
+        _mark(gone.at_s, "✕", "down", "loss", f"host {gone.host} was lost: {gone.cause}")
+        for gone in summary.left
+        if gone.local_rank is None
+    ]
+    others += [_mark(said.at_s, "◆", "same", "decision", said.text) for said in summary.decisions]
+    others += [_mark(said.at_s, "!", "warn", "warning", said.text) for said in summary.warnings]
+    times = [float(mark["at_s"]) for mark in marks]
+    for other in others:
+        # What led to a rescale, or followed from the same loss, is told with it.
+        place = bisect_left(times, other["at_s"] - _SAME_S)
+        if place < len(times) and abs(times[place] - other["at_s"]) <= _SAME_S:
+            marks[place]["text"] += f" · {other['what']}: {other['text']}"
+        else:
+            marks.append(other)
+    return sorted(marks, key=lambda mark: float(mark["at_s"]))[-MAX_ROWS:]
+
+
+def _mark(at_s: float, label: str, way: str, what: str, text: str) -> dict[str, Any]:
+    return {
+        "key": f"{what} {at_s:.3f}",
+        "at_s": round(at_s, 3),
+        "label": label,
+        "way": way,
+        "what": what,
+        "text": text,
+        "line": label.isdecimal(),
+    }
+
+
+def _rescale_words(rescale: Rescale) -> str:
+    pause = duration_words(rescale.pause_s)
+    done = f"pause {pause}" if rescale.finished else "not finished"
+    return f"{rescale.from_size} → {rescale.to_size} processes, {done}: {rescale.reason}"
+
+
+def _plots(charts: list[dict[str, Any]]) -> str:
     if not charts:
         return '<section><h2>Plots</h2><p class="hint">No metrics were recorded.</p></section>'
-    numbers = "Numbered lines are the rescales of the table below. " if marked else ""
-    hint = f'<p class="hint">{numbers}Drag to zoom, double-click to see everything again.</p>'
+    hint = '<p class="hint">Drag to zoom, double-click to see everything again.</p>'
     return f"<section>{chart_boxes(charts)}{hint}</section>"
 
 

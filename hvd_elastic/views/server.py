@@ -20,7 +20,14 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from hvd_elastic.errors import HvdElasticError, RunError
-from hvd_elastic.views.live import LiveRuns, first_page, run_page
+from hvd_elastic.views.live import (
+    LiveComparison,
+    LiveRun,
+    LiveRuns,
+    comparison_page,
+    first_page,
+    run_page,
+)
 from hvd_elastic.views.page import read_asset
 from hvd_elastic.views.prometheus import CONTENT_TYPE, prometheus_text
 
@@ -28,13 +35,14 @@ _ASSETS = {
     "uPlot.min.css": "text/css; charset=utf-8",
     "report.css": "text/css; charset=utf-8",
     "uPlot.iife.min.js": "text/javascript; charset=utf-8",
+    "picture.js": "text/javascript; charset=utf-8",
     "report.js": "text/javascript; charset=utf-8",
     "live.js": "text/javascript; charset=utf-8",
 }
 _HTML = "text/html; charset=utf-8"
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
 _COOKIE = "hvd_elastic_token"
 _UPDATE_S, _ALIVE_S = 0.5, 5.0
@@ -140,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(HTTPStatus.FORBIDDEN, why)
 
     def _shows_token(self) -> bool:
-        shown = parse_qs(urlsplit(self.path).query).get("token", [""])[0]
+        shown = [*self._query("token"), ""][0]
         if not shown:
             with contextlib.suppress(CookieError, KeyError):
                 shown = SimpleCookie(self.headers.get("Cookie", ""))[_COOKIE].value
@@ -155,6 +163,13 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(first_page(runs), _HTML)
             case ["events"]:
                 self._stream(runs.render)
+            case ["compare"]:
+                chosen = self._query("run")
+                self._send(comparison_page(chosen, runs.compare(chosen)), _HTML)
+            case ["compare", "events"]:
+                self._stream(runs.compare(self._query("run")).render)
+            case ["compare", "charts", name]:
+                self._send_points(runs.compare(self._query("run")), name)
             case ["metrics"]:
                 told = [(run.read(), run.state()) for run in runs.alive()]
                 self._send(prometheus_text(told), CONTENT_TYPE)
@@ -163,16 +178,23 @@ class _Handler(BaseHTTPRequestHandler):
             case ["runs", run_id, "events"]:
                 self._stream(runs.get(run_id).render)
             case ["runs", run_id, "charts", name]:
-                found = runs.get(run_id).zoom(name, self._number("from"), self._number("to"))
-                self._send(json.dumps(found, allow_nan=False), "application/json")
+                self._send_points(runs.get(run_id), name)
             case ["assets", name] if name in _ASSETS:
                 self._send(read_asset(name), _ASSETS[name])
             case _:
                 raise _RefusedError(HTTPStatus.NOT_FOUND, "there is no such page")
 
+    def _send_points(self, shown: LiveRun | LiveComparison, name: str) -> None:
+        found = shown.zoom(name, self._number("from"), self._number("to"))
+        self._send(json.dumps(found, allow_nan=False), "application/json")
+
+    def _query(self, name: str) -> list[str]:
+        """Return the values of a name in the query."""
+        return parse_qs(urlsplit(self.path).query).get(name, [])
+
     def _number(self, name: str) -> float:
         """Return a number of the query."""
-        text = parse_qs(urlsplit(self.path).query).get(name, [""])[0]
+        text = [*self._query(name), ""][0]
         try:
             return float(text)
         except ValueError:

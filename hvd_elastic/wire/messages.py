@@ -17,7 +17,7 @@ from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.control.progress import Activity, Position
 from hvd_elastic.wire.framing import MessageDecoder, compress, decompress, encode
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of the protocol, increased with every incompatible change."""
 
 
@@ -560,13 +560,15 @@ class LeaderBeat(_ToAgent, tag="beat"):
 class StartWorker(_ToAgent, tag="start_worker"):
     """Start a standby worker; ``slots`` is the number of processes that share the host.
 
-    ``reads``: it reads for the ranks of other hosts and does not train.
+    ``reads``: it reads for the ranks of other hosts and does not train. ``devices``: GPU of each
+    slot of the run on the host; empty: those of the host in their order.
     """
 
     worker: str
     local_rank: int
     slots: int
     reads: bool = False
+    devices: list[int] = []
 
 
 class AnnounceGeneration(_ToAgent, tag="announce"):
@@ -754,6 +756,54 @@ class Notice(_FromAgent, tag="notice"):
     leave_in_s: float
 
 
+class GpuSample(_Plain):
+    """Use of a GPU.
+
+    Attributes:
+        busy: part of the time in which it computed.
+        memory: part of its memory in use.
+        memory_bytes: its memory.
+    """
+
+    busy: float
+    memory: float
+    memory_bytes: int
+
+
+class HostSample(_FromAgent, tag="host_sample"):
+    """How busy the host is, over the time since the sample before.
+
+    Attributes:
+        cpu, memory: part of all its cores, and of its memory, in use.
+        memory_bytes: its memory.
+        sent, received: over the network interface of the ring [bytes/s].
+        read, written: from and to disks [bytes/s].
+        gpus: use of its GPUs.
+        step_s: compute time of a step, without waits for data and for other ranks; mean over the
+            host's workers [s]; None: no step.
+        rank_wait: part of the time that they wait for other ranks; None: no step.
+    """
+
+    cpu: float
+    memory: float
+    memory_bytes: int
+    sent: int
+    received: int
+    read: int
+    written: int
+    gpus: list[GpuSample]
+    step_s: float | None
+    rank_wait: float | None
+
+    def event_fields(self, host: str) -> dict[str, Any]:
+        """Return the fields of the event ``host_sample``."""
+        fields = msgspec.to_builtins(self)
+        return {"host": host, **{name: fields[name] for name in fields if name not in _ENVELOPE}}
+
+
+_ENVELOPE = ("ev", "seq")
+
+
 class AgentWarning(_FromAgent, tag="warning"):
     """A problem on the host that does not stop training."""
 
@@ -802,6 +852,7 @@ AgentToLeader = (
     | AgentBeat
     | EntryAdded
     | Notice
+    | HostSample
     | AgentWarning
     | WorkerSaid
     | PastReading

@@ -110,7 +110,7 @@ class RunningJob:
         script_options: of the probe.
         style: which probe, of :data:`PROBES`.
         program: what the interpreter is given for ``hvd-elastic``.
-        launcher: command that starts the interpreter, such as that of an engine.
+        verb: what of ours begins the run.
         stdout: where the first leader prints; None: into ``output``.
     """
 
@@ -123,7 +123,7 @@ class RunningJob:
         script_options: tuple[str, ...] = (),
         style: str = "torch",
         program: tuple[str, ...] = ("-m", "hvd_elastic.cli.app"),
-        launcher: tuple[str, ...] = (),
+        verb: tuple[str, ...] = ("run",),
         stdout: int | None = None,
     ) -> None:
         self.stage = stage
@@ -132,7 +132,6 @@ class RunningJob:
         self.folder.mkdir()
         self.home = self.folder / "home"
         self.hostfile = self.folder / "hosts"
-        self._launcher = launcher
         where = []
         if hosts is not None:
             self.use(hosts)
@@ -147,7 +146,7 @@ class RunningJob:
         command = script or [sys.executable, *PROBES[style], *script_options]
         command = [str(self.folder) if word == "FOLDER" else word for word in command]
         self.process = self._start(
-            *("run", "--run-id", self.run_id, *where, "--audit"),
+            *(*verb, "--run-id", self.run_id, *where, "--audit"),
             *("--checkpoint-every", "1", *options, "--", *command),
             program=program,
             stdout=stdout,
@@ -175,7 +174,7 @@ class RunningJob:
         self._lives += 1
         with self.output.open("ab") as output:
             return subprocess.Popen(
-                [*self._launcher, sys.executable, *program, *arguments],
+                [sys.executable, *program, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output if stdout is None else stdout,
                 stderr=subprocess.STDOUT,

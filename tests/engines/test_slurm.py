@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.testbed.slurm import SlurmCluster, missing_programs
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.slurm.engine import SrunConnection
 from tests.dist.running import RunningJob, Stage
-from tests.engines.slurm_cluster import SlurmCluster, missing_programs
+from tests.engines.submitted_job import SubmittedJob
 
 pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(300)]
-
-SALLOC = ("salloc", "--quiet", "--no-kill", "--ntasks-per-node=1")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,12 @@ def nodes(stage: Stage, slurm: SlurmCluster) -> list[str]:
     return stage.hosts
 
 
+@pytest.fixture
+def two_nodes(nodes: list[str], slurm: SlurmCluster) -> Iterator[None]:
+    with slurm.allocation("--nodes=2", "--ntasks-per-node=1"):
+        yield
+
+
 def end_well(job: RunningJob) -> None:
     """Let training end, and check it; a crashed host keeps its files, unlike in finish()."""
     (job.folder / "enough").touch()
@@ -47,9 +55,31 @@ def end_well(job: RunningJob) -> None:
     job.check_equal_parameters()
 
 
-def test_a_lost_node_costs_one_step_and_no_example(stage: Stage, nodes: list[str]) -> None:
-    """The run is led in salloc's shell; Slurm itself notices the loss much later."""
-    with RunningJob(stage, None, launcher=(*SALLOC, "--nodes=3")) as job:
+def test_streams_of_srun_are_binary_and_not_held_back(stage, nodes, slurm, tmp_path) -> None:
+    with slurm.allocation("--nodes=1", "--ntasks-per-node=1") as variables:
+        seen = tmp_path / "run.json"
+        seen.write_text("{}")
+        job_id, node = variables["SLURM_JOB_ID"], variables["SLURM_JOB_NODELIST"]
+        connection = SrunConnection(Host(node), job_id, seen)
+        data = bytes(range(256)) * 4096 + b"\r\n\r\n\x04\x03\x00"
+        assert connection.run("cat", timeout_s=60, stdin=data).stdout == data
+        process = connection.start("cat; echo ended >&2; exit 3")
+        for number in range(20):
+            process.stdin.write(b'{"n":%d}\n' % number)
+            assert process.stdout.readline(timeout=10) == b'{"n":%d}\n' % number
+        process.stdin.close()
+        assert process.wait(10) == 3
+        assert process.wait_drained(10)
+        assert process.last_line == "ended"  # not what srun says about it
+        assert connection.files is connection  # the node has another /tmp
+        connection.close()
+
+
+def test_a_lost_node_costs_one_step_and_no_example(stage, nodes, slurm) -> None:
+    with (
+        slurm.allocation("--nodes=3", "--no-kill", "--ntasks-per-node=1"),
+        RunningJob(stage, None) as job,
+    ):
         job.wait_size(3)
         job.wait_steps(10)
         since = job.mark()
@@ -62,8 +92,71 @@ def test_a_lost_node_costs_one_step_and_no_example(stage: Stage, nodes: list[str
         end_well(job)
 
 
-def test_a_run_leaves_nothing_on_its_nodes(stage: Stage, nodes: list[str]) -> None:
-    with RunningJob(stage, None, launcher=(*SALLOC, "--nodes=2")) as job:
+def test_the_next_leader_goes_on_in_the_same_processes(stage, two_nodes) -> None:
+    with RunningJob(stage, None) as job:
         job.wait_size(2)
+        job.wait_event("checkpoint", 0)
+        before = job.workers()
+        job.process.kill()
+        job.process.wait()
+        job.resume(alive=True)
+        job.wait_event("taken_over", 0, size=2)
         job.wait_steps(10)
+        assert job.workers() == before
         job.finish()
+
+
+def test_a_submitted_run_grows_shrinks_and_outlives_its_time_limit(stage, nodes, slurm) -> None:
+    with SubmittedJob(slurm, stage, "--nodes", "1-3", "--time", "30") as job:
+        job.wait_size(3)
+        joined = [event["pause_s"] for event in job.kinds("rescale_finished")][1:]
+        assert max(joined) <= 1.0
+        job.wait_steps(10)
+
+        # An administrator, or a preemption, takes a node away: another one is asked for.
+        since = job.mark()
+        first, second = job.further_jobs()
+        slurm.call("scancel", first)
+        job.wait_size(2, since)
+        job.wait_size(3, since)
+        assert first not in job.further_jobs()
+        assert second in job.further_jobs()
+
+        # Slurm announces the time limit to the batch script.
+        since = job.mark()
+        slurm.call("scancel", "--batch", "--signal=USR1", job.first_job())
+        finished = job.wait_event("run_finished", since)
+        assert (finished["status"], finished["checkpoint_step"]) == ("stopped", finished["steps"])
+        restored = job.wait_event("restored", since)
+        assert restored["step"] == finished["steps"]
+        job.wait_size(3, since)
+        end_well(job)
+        job.wait_for(lambda: not job.further_jobs(), "the end of all allocations", ended_too=True)
+
+
+def test_an_unused_node_is_given_back(stage, nodes, slurm) -> None:
+    options = ("--nodes", "1-2", "--policy", "goodput", "--give-back-after", "4")
+    with SubmittedJob(slurm, stage, *options) as job:
+        job.wait_size(1)
+        job.command("policy", job.run_id, "pause")
+        (further,) = job.wait_for(job.further_jobs, "a further node")
+        since = job.mark()
+        job.wait_for(lambda: job.hosts() == 2, "a host that joins")
+        job.wait_for(lambda: job.hosts() == 1, "a host that is given back")
+        job.wait_for(lambda: further not in job.further_jobs(), "the end of its allocation")
+        assert not job.kinds("rescale_finished", since)
+        end_well(job)
+
+
+def test_a_command_that_srun_starts_several_times_says_so(nodes, slurm) -> None:
+    command = [sys.executable, "-m", "hvd_elastic.cli.app", "run", "--", "true"]
+    done = slurm.call("srun", "--nodes=2", "--ntasks=2", *command, check=False)
+    assert "srun has started this command 2 times" in done.stderr
+    assert done.returncode == 2
+
+
+def test_an_allocation_that_has_ended_is_said(stage, two_nodes, slurm) -> None:
+    slurm.call("scancel", "--me")
+    with RunningJob(stage, None) as job:
+        assert job.process.wait(60) == 1
+        assert "does not run (" in job.output.read_text()

@@ -9,8 +9,8 @@ It ends, with all that it has started, when the leader says so, when the link st
 longer than the grace time of the invitation, and at once when its stdin ends: then the engine has
 taken the host away. SIGTERM is passed on to the commands: the agent reports it as a notice.
 
-Exit status: 0 the leader has ended it, 1 the link is lost, 2 the leader refused it or is not the
-leader.
+Exit status: 0 the leader has ended it, or nobody listened from the beginning; 1 the link is lost;
+2 the leader refused it or is not the leader.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import json
 import os
 import platform
 import secrets
+import shutil
 import signal
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -33,6 +35,8 @@ from hvd_elastic.hosts.programs.secure_stream import Kind, SecureStream, dial
 
 PARENT_VARIABLE = "HVD_ELASTIC_HOST_PROCESS"
 """Variable with the id of this process, whose death ends the agent."""
+FOLDER_VARIABLE = "HVD_ELASTIC_HOST_FOLDER"
+"""Variable with a folder of this process, for files that its leader sends; it ends with it."""
 CONTROL_PATIENCE_S = 10.0
 """Time after which the other end of a control connection counts as gone [s]."""
 _REDIAL_S = 1.0
@@ -60,25 +64,36 @@ class HostProcess:
         self._port: int = invitation["port"]
         self._certificate: str = invitation["certificate"]
         self._grace_s: float = invitation["grace_s"]
+        self._folder = tempfile.mkdtemp(prefix="hvd_elastic-host-")
         self._hello = {
             "control": secrets.token_hex(8),  # the same when this process dials again
             "name": invitation["name"],
             "slots": invitation["slots"],
             "python": sys.executable,
             "python_version": platform.python_version(),
+            "folder": self._folder,
         }
         self._variables = {**os.environ, **invitation["env"]}
         folder = str(Path(sys.executable).parent)
         self._variables["PATH"] = f"{folder}:{self._variables.get('PATH', os.defpath)}"
         self._variables[PARENT_VARIABLE] = str(os.getpid())
         self._variables["HVD_ELASTIC_LEADER_ADDRESS"] = self._address
+        self._variables[FOLDER_VARIABLE] = self._folder
+        # An engine's user may have no home; nothing of a run is needed here after it.
+        self._variables.setdefault("HVD_ELASTIC_HOME", self._folder)
         self._commands: dict[str, subprocess.Popen[bytes]] = {}
 
     def run(self) -> int:
         """Serve the leader until it or the link ends; return the exit status."""
         signal.signal(signal.SIGTERM, lambda *_: self._signal_all(signal.SIGTERM))
         threading.Thread(target=self._follow_parent, name="parent", daemon=True).start()
-        lost_at, why = time.monotonic(), "it was never reached"
+        try:
+            return self._serve_and_redial()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _serve_and_redial(self) -> int:
+        lost_at, why, was_led = time.monotonic(), "", False
         while time.monotonic() < lost_at + self._grace_s:
             try:
                 control = self._call(self._hello, CONTROL_PATIENCE_S)
@@ -86,9 +101,12 @@ class HostProcess:
                 self._end_commands()
                 return self._failed(2, error)
             except OSError as error:
+                if isinstance(error, ConnectionRefusedError) and not was_led:
+                    return 0  # the engine was slower than the run, which is over
                 why = str(error)
                 time.sleep(_REDIAL_S)
                 continue
+            was_led = True
             try:
                 self._serve(control)
             except OSError as error:
@@ -186,6 +204,7 @@ class HostProcess:
             while os.read(0, _CHUNK_BYTES):
                 pass
         self._signal_all(signal.SIGKILL)
+        shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(1)
 
     def _signal_all(self, number: int) -> None:

@@ -10,12 +10,14 @@ import numpy as np
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.policy.schedule.jobs import Allocation, Assignment, HostSlots, Job
 from hvd_elastic.policy.schedule.knapsack import choose_options
-from hvd_elastic.policy.schedule.placement import place_jobs
+from hvd_elastic.policy.schedule.placement import Wish, mean_slowness, place_jobs
 
 _WAITING_LOSS = 0.35
 """Worth of the first slot of a job beyond its speedup: shrink others before one waits."""
 _LATE = 4.0
-"""Weight of a job that would miss its deadline with its present slots."""
+"""Weight of finishing by the deadline, relative to the speedup that it takes."""
+_MARGIN = 1.1
+"""A deadline counts as kept if the job would be done even if it took this much longer."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def decide(
 
     Maximises the sum over jobs of weight times speedup, less what a rescale costs. The weight
     combines priority, remaining time (or attained service) and deadline. No job waits while there
-    are slots for the minimum of all.
+    are slots for the minimum of all, and none loses its last slots if it may not be preempted.
 
     Args:
         jobs: jobs that run or wait.
@@ -52,67 +54,130 @@ def decide(
     Source: Sia, SOSP 2023 (integer program, discount of a restart); Tiresias, NSDI 2019 (attained
     service); Berg et al., SIGMETRICS 2020 (heSRPT: short jobs first, but not alone).
     """
-    weights = weights or Weights()
-    capacity = sum(host.slots for host in hosts)
-    names = {host.name for host in hosts}
-    per_host = max((host.slots for host in hosts), default=1)
+    cluster = _Cluster(hosts, len(jobs))
     order = sorted(jobs, key=lambda job: (job.submitted_s, job.name))
-    sizes, values = [], []
-    room_for_all = sum(job.min_slots for job in order) <= capacity
-    for job in order:
-        options = np.append(0, _sizes(job, per_host, capacity))
-        worth = _values(job, options, now, weights, names)
-        if room_for_all:
-            worth[0] = -np.inf
-        sizes.append(options)
-        values.append(worth)
-    chosen = choose_options(sizes, values, capacity)
-    wanted = {
-        job.name: int(options[index])
-        for job, options, index in zip(order, sizes, chosen, strict=True)
+    scored = [_score(job, cluster, now, weights or Weights()) for job in order]
+    room = cluster.capacity - sum(job.min_slots for job in order)
+    room_of_kept = cluster.capacity - sum(job.min_slots for job in order if not job.preemptible)
+    for job, each in zip(order, scored, strict=True):
+        if room >= 0 or (room_of_kept >= 0 and not job.preemptible):
+            each.values[0] = -np.inf
+    chosen = choose_options(
+        [each.sizes for each in scored], [each.values for each in scored], cluster.capacity
+    )
+    wishes = {
+        job.name: Wish(int(each.sizes[index]), job.held, each.worth_of_slot(index), each.lost)
+        for job, each, index in zip(order, scored, chosen, strict=True)
     }
-    held = {job.name: job.held for job in order}
-    placed = place_jobs(wanted, held, hosts)
+    placed = place_jobs(wishes, hosts)
     return {
-        job.name: Assignment(placed[job.name], _reason(job, placed[job.name], capacity, len(order)))
+        job.name: Assignment(placed[job.name], _reason(job, placed[job.name], cluster))
         for job in order
     }
 
 
-def _sizes(job: Job, per_host: int, capacity: int) -> np.ndarray:
-    """Return the numbers of slots to try: those that fill hosts without remainders, and its own."""
-    within = [2**power for power in range(per_host.bit_length()) if 2**power < per_host]
-    whole = range(per_host, capacity + 1, per_host)
-    found = {*within, *whole, job.min_slots, min(job.max_slots, capacity)}
-    if job.max_slots > per_host:
-        found.discard(job.max_slots)
-        found.add(job.max_slots // per_host * per_host)
-    most = min(job.max_slots, capacity)
-    return np.asarray(sorted(size for size in found if job.min_slots <= size <= most), np.int64)
+class _Cluster:
+    """What the decision about each job needs to know of the hosts.
+
+    Attributes:
+        names: names of the hosts.
+        capacity: number of their slots.
+        boundaries: numbers of slots that whole hosts have, the fullest first.
+        parts: numbers of slots of a part of a host.
+        jobs: number of jobs.
+        slowness: slowness of each host.
+    """
+
+    def __init__(self, hosts: Sequence[HostSlots], jobs: int) -> None:
+        self.jobs = jobs
+        self.slowness = {host.name: host.slowness for host in hosts}
+        self.names = self.slowness.keys()
+        slots = sorted((host.slots for host in hosts), reverse=True)
+        self.capacity = sum(slots)
+        self.boundaries = np.cumsum(slots, dtype=np.int64)
+        largest = slots[0] if slots else 1
+        powers = {2**power for power in range(largest.bit_length())}
+        self.parts = np.asarray(sorted({*powers, *slots}), np.int64)
+        fastest = sorted(hosts, key=lambda host: host.slowness)
+        speeds = np.repeat(
+            [1 / host.slowness for host in fastest], [host.slots for host in fastest]
+        )
+        self._speed = np.append(1.0, np.cumsum(speeds) / np.arange(1, len(speeds) + 1))
+
+    def speed(self, slots: np.ndarray) -> np.ndarray:
+        """Return the mean speed of the fastest slots, relative to a reference host.
+
+        A job on one kind of hosts gains the same factor for each number of slots, so only what
+        spans slower hosts as well counts for less.
+        """
+        return self._speed[slots]
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """The options of a job.
+
+    Attributes:
+        sizes: numbers of slots, the first of which is 0.
+        values: worth of each.
+        gains: worth of the speed alone.
+        lost: part of the training that a rescale costs, with its present number of slots.
+    """
+
+    sizes: np.ndarray
+    values: np.ndarray
+    gains: np.ndarray
+    lost: float
+
+    def worth_of_slot(self, index: int) -> float:
+        """Return the worth of a slot at full speed, if an option is chosen."""
+        return float(self.gains[index] / max(int(self.sizes[index]), 1))
+
+
+def _score(job: Job, cluster: _Cluster, now: float, weights: Weights) -> _Scored:
+    sizes = _sizes(job, cluster)
+    weight = _weight(job, weights)
+    speedup = speedups(job, sizes) * cluster.speed(sizes)
+    alone_s = _alone_s(job)
+    horizon = np.full(sizes.shape, weights.horizon_s)
+    if alone_s is not None:
+        horizon = np.minimum(horizon, alone_s / np.maximum(speedup, 1e-9))
+    lost = np.minimum(1.0, job.rescale_s / np.maximum(horizon, 1.0))
+    keeps = (sizes == job.slots) & (job.held.keys() <= cluster.names)
+    gains = weight * speedup * np.where(keeps, 1.0, 1 - lost)
+    gains += weight * _worth_of_deadline(job, alone_s, speedup, lost * ~keeps, now)
+    values = gains + weight * _WAITING_LOSS * (sizes > 0)
+    values = np.where(sizes == 0, 0.0, np.maximum(values, 1e-9))
+    present = np.flatnonzero(keeps)
+    return _Scored(sizes, values, gains, float(lost[present[0] if present.size else -1]))
+
+
+def _sizes(job: Job, cluster: _Cluster) -> np.ndarray:
+    """Return 0 and the numbers of slots to try: those that fill hosts, and the job's limits."""
+    most = min(job.max_slots, cluster.capacity)
+    found = np.concatenate([cluster.parts, cluster.boundaries, [job.min_slots, most]])
+    return np.unique(np.append(found[(found >= job.min_slots) & (found <= most)], 0))
 
 
 def speedups(job: Job, sizes: np.ndarray) -> np.ndarray:
-    """Return the goodput of numbers of slots relative to one slot; linear where it is unknown."""
+    """Return the goodput of numbers of slots relative to one slot; linear where it is unknown.
+
+    Args:
+        job: the job.
+        sizes: numbers of slots, which need not be whole.
+    """
     if job.goodput is None:
-        return sizes.astype(np.float64)
+        return np.asarray(sizes, np.float64)
     known = np.asarray(job.goodput, np.float64)
-    found = known[np.minimum(sizes, len(known) - 1)]
     first = known[known > 0]
-    return np.asarray(found / (first[0] if first.size else 1.0))
+    return np.interp(sizes, np.arange(len(known)), known) / (first[0] if first.size else 1.0)
 
 
-def _weight(job: Job, now: float, weights: Weights) -> float:
-    weight = job.priority
+def _weight(job: Job, weights: Weights) -> float:
     alone_s = _alone_s(job)
-    if alone_s is not None:
-        weight *= (max(alone_s, 60.0) / 3600) ** -weights.shortness
-    else:
-        weight *= (max(job.attained_slot_s, 600.0) / 3600) ** -weights.service
-    if job.deadline_s is not None and alone_s is not None:
-        rate = float(speedups(job, np.asarray([max(job.slots, job.min_slots)]))[0])
-        if now + alone_s / max(rate, 1e-9) > job.deadline_s:
-            weight *= _LATE
-    return weight
+    if alone_s is None:
+        return job.priority * (max(job.attained_slot_s, 600.0) / 3600) ** -weights.service
+    return job.priority * (max(alone_s, 60.0) / 3600) ** -weights.shortness
 
 
 def _alone_s(job: Job) -> float | None:
@@ -123,43 +188,46 @@ def _alone_s(job: Job) -> float | None:
     return job.remaining / float(first[0]) if first.size else None
 
 
-def _values(
-    job: Job, options: np.ndarray, now: float, weights: Weights, names: set[str]
+def _worth_of_deadline(
+    job: Job, alone_s: float | None, speedup: np.ndarray, lost: np.ndarray, now: float
 ) -> np.ndarray:
-    weight, speedup = _weight(job, now, weights), speedups(job, options)
-    alone_s = _alone_s(job)
-    horizon = np.full(options.shape, weights.horizon_s)
-    if alone_s is not None:
-        horizon = np.minimum(horizon, alone_s / np.maximum(speedup, 1e-9))
-    lost = np.minimum(1.0, job.rescale_s / np.maximum(horizon, 1.0))
-    keeps = (options == job.slots) & (job.held.keys() <= names)
-    worth = speedup * np.where(keeps, 1.0, 1 - lost)
-    worth = weight * (worth + _WAITING_LOSS * (options > 0))
-    return np.where(options == 0, 0.0, np.maximum(worth, 1e-9))
+    """Return what each option is worth for the deadline: the same for all that keep it.
+
+    If none keeps it, faster is better.
+    """
+    if job.deadline_s is None or alone_s is None:
+        return np.zeros_like(speedup)
+    left_s = job.deadline_s - now - lost * job.rescale_s
+    in_time = (speedup > 0) & (_MARGIN * alone_s <= speedup * left_s)
+    if not in_time.any():
+        return (_LATE - 1) * speedup
+    return np.where(in_time, (_LATE - 1) * speedup[in_time].min(), 0.0)
 
 
-def _reason(job: Job, placed: Allocation, capacity: int, jobs: int) -> str:
+def _reason(job: Job, placed: Allocation, cluster: _Cluster) -> str:
     slots = sum(placed.values())
-    alone_s = _alone_s(job)
-    left = ""
-    rate = float(speedups(job, np.asarray([slots]))[0])
-    if alone_s is not None and slots:
-        left = f", about {duration_words(alone_s / max(rate, 1e-9))} left"
     if not slots:
-        others = f"all {capacity} slots are worth more to the {jobs - 1} other jobs"
-        if job.min_slots > capacity:
-            others = f"it needs {job.min_slots} slots, the cluster has {capacity}"
-        return f"waits: {others}"
+        if job.min_slots > cluster.capacity:
+            return f"waits: it needs {job.min_slots} slots, the cluster has {cluster.capacity}"
+        others = count(cluster.jobs - 1, "other job")
+        return f"waits: all {cluster.capacity} slots are worth more to the {others}"
     now_has = f"{count(slots, 'slot')} on {count(len(placed), 'host')}"
+    slowness = mean_slowness(placed, cluster.slowness)
     if job.goodput is None:
         return f"{now_has}: nothing is measured yet, so it starts small"
+    rate = float(speedups(job, np.asarray([slots]))[0]) / slowness
+    speed = f"{rate:.1f} times the speed of one"
+    alone_s = _alone_s(job)
+    left = ""
+    if alone_s is not None:
+        left = f", about {duration_words(alone_s / max(rate, 1e-9))} left"
     if slots == job.slots:
         kept = "keeps" if dict(placed) == dict(job.held) else "moves to"
-        return f"{kept} {now_has}: {rate:.1f} times the speed of one{left}"
+        return f"{kept} {now_has}: {speed}{left}"
     verb = "grows" if slots > job.slots else "shrinks"
     if not job.slots:
         verb = "starts"
-    reason = f"{verb} from {job.slots} to {now_has}: {rate:.1f} times the speed of one{left}"
+    reason = f"{verb} from {job.slots} to {now_has}: {speed}{left}"
     if slots == job.max_slots:
         reason += f"; at most {job.max_slots} for now"
     return reason

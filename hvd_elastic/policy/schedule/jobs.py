@@ -44,6 +44,7 @@ class Job:
             model is not known for more slots yet.
         priority: weight of the job relative to others, above 0.
         deadline_s: when it has to be finished [s]; None: no deadline.
+        preemptible: whether all its slots may be taken away.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Job:
     max_slots: int = 1
     priority: float = 1.0
     deadline_s: float | None = None
+    preemptible: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_slots <= self.max_slots:

@@ -1,137 +1,232 @@
-"""Place jobs on hosts: few hosts for a job, few jobs across hosts on a host, few moves."""
+"""Place jobs on hosts: few hosts for a job, one ring across a host, fast hosts, few moves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from hvd_elastic.policy.schedule.jobs import Allocation, HostSlots
 
+_STAYS = 1.2
+"""Weight of being on a fast host already, so that two similar jobs do not swap hosts for ever."""
+_LEAST_GAIN = 1.05
+"""Least ratio of speeds for which a job moves to faster hosts."""
 
-def place_jobs(
-    wanted: Mapping[str, int], held: Mapping[str, Allocation], hosts: Sequence[HostSlots]
-) -> dict[str, Allocation]:
+
+@dataclass(frozen=True)
+class Wish:
+    """What a job should get.
+
+    Attributes:
+        slots: number of its slots.
+        held: its present slots on each host.
+        worth: worth of one slot at full speed, relative to other jobs; only hosts of unequal
+            speed need it.
+        lost: part of its training that a move costs, over the time in which it has to pay off.
+    """
+
+    slots: int
+    held: Allocation
+    worth: float = 1.0
+    lost: float = 0.0
+
+
+def place_jobs(wishes: Mapping[str, Wish], hosts: Sequence[HostSlots]) -> dict[str, Allocation]:
     """Return the slots of each job on each host.
 
-    A job keeps its hosts if its number of slots is unchanged, unless a larger job would else be
-    split more than needed. Sums of wanted slots within the capacity are always placed.
+    A job that keeps its number of slots keeps its hosts, unless a larger job would else be split
+    more than needed, or faster hosts are worth the move. Sums of slots within the capacity are
+    always placed.
 
     Args:
-        wanted: number of slots of each job.
-        held: present slots of each job on each host.
-        hosts: hosts of the cluster, fastest first where it matters.
+        wishes: what each job should get.
+        hosts: hosts of the cluster.
 
     Raises:
         ValueError: the hosts have fewer slots than are wanted.
     """
     total = sum(host.slots for host in hosts)
-    if sum(wanted.values()) > total:
-        raise ValueError(f"{sum(wanted.values())} slots are wanted, the hosts have {total}")
-    names = {host.name for host in hosts}
-    free = {host.name: host.slots for host in hosts}
-    size = dict(free)
-    placed: dict[str, Allocation] = {}
-
-    def take(job: str, allocation: Allocation) -> None:
-        placed[job] = allocation
-        for host, count in allocation.items():
-            free[host] -= count
-
-    def give_back(job: str) -> None:
-        for host, count in placed.pop(job).items():
-            free[host] += count
-
-    def is_kept(job: str) -> bool:
-        has = held.get(job, {})
-        return sum(has.values()) == wanted[job] > 0 and has.keys() <= names
-
-    for job in wanted:
-        has = held.get(job, {})
-        if is_kept(job) and all(free[host] >= count for host, count in has.items()):
-            take(job, dict(has))
-    pending = sorted(
-        (job for job, count in wanted.items() if count and job not in placed),
-        key=lambda job: (-wanted[job], job),
-    )
-    while pending:
-        job = pending.pop(0)
-        own = held.get(job, {})
-        found = _fill(wanted[job], free, size, own)
-        need = _fewest_hosts(wanted[job], hosts)
-        if len(found) > need:
-            moved = _make_room(wanted[job], free, size, placed, wanted)
-            for other in moved:
-                give_back(other)
-            if moved:
-                pending = sorted([*pending, *moved], key=lambda each: (-wanted[each], each))
-                found = _fill(wanted[job], free, size, own)
-        take(job, found)
-    return {job: placed.get(job, {}) for job in wanted}
+    if sum(wish.slots for wish in wishes.values()) > total:
+        wanted = sum(wish.slots for wish in wishes.values())
+        raise ValueError(f"{wanted} slots are wanted, the hosts have {total}")
+    return _Placement(wishes, hosts).place()
 
 
-def _fill(
-    count: int, free: Mapping[str, int], size: Mapping[str, int], own: Allocation
-) -> dict[str, int]:
-    """Return slots for a job: the tightest single host, else whole hosts first, its own first."""
-    fits = [host for host, room in free.items() if room >= count]
-    if fits:
-        host = min(fits, key=lambda each: (free[each], -own.get(each, 0)))
-        return {host: count}
-    order = sorted(
-        (host for host, room in free.items() if room),
-        key=lambda each: (-free[each], free[each] < size[each], -own.get(each, 0)),
-    )
-    found: dict[str, int] = {}
-    while count:
-        # The last part goes to the host that it fills best.
-        tight = [host for host in order if free[host] >= count and host not in found]
-        host = (
-            min(tight, key=free.__getitem__) if tight else next(h for h in order if h not in found)
+def mean_slowness(allocation: Allocation, slowness: Mapping[str, float]) -> float:
+    """Return the slowness of slots that share a batch by their speeds: their harmonic mean.
+
+    >>> mean_slowness({"a": 1, "b": 1}, {"a": 1.0, "b": 3.0})
+    1.5
+    """
+    slots = sum(allocation.values())
+    return slots / sum(count / slowness[host] for host, count in allocation.items())
+
+
+class _Placement:
+    def __init__(self, wishes: Mapping[str, Wish], hosts: Sequence[HostSlots]) -> None:
+        self._wishes = wishes
+        self._size = {host.name: host.slots for host in hosts}
+        self._free = dict(self._size)
+        self._slowness = {host.name: host.slowness for host in hosts}
+        self._placed: dict[str, Allocation] = {}
+        self._rings = dict.fromkeys(self._size, 0)
+        """Number of jobs across hosts on each host."""
+        self._unequal = len(set(self._slowness.values())) > 1
+        self._largest_first = sorted(self._size.values(), reverse=True)
+        self._preferred = self._preferred_slowness()
+
+    def place(self) -> dict[str, Allocation]:
+        """Return the slots of each job on each host."""
+        for job, wish in self._wishes.items():
+            if self._is_kept(wish, job) and all(
+                self._free[host] >= count for host, count in wish.held.items()
+            ):
+                self._take(job, dict(wish.held))
+        pending = self._by_size(
+            job for job, wish in self._wishes.items() if wish.slots and job not in self._placed
         )
-        found[host] = min(count, free[host])
-        count -= found[host]
-    return found
+        while pending:
+            job = pending.pop(0)
+            wanted = self._wishes[job].slots
+            found = self._fill(job)
+            if len(found) > 1 and len(found) > self._fewest_hosts(wanted):
+                moved = self._make_room(wanted)
+                for other in moved:
+                    self._give_back(other)
+                if moved:
+                    pending = self._by_size([*pending, *moved])
+                    found = self._fill(job)
+            self._take(job, found)
+        return {job: self._placed.get(job, {}) for job in self._wishes}
 
+    def _by_size(self, jobs: Iterable[str]) -> list[str]:
+        return sorted(jobs, key=lambda job: (-self._wishes[job].slots, job))
 
-def _fewest_hosts(count: int, hosts: Sequence[HostSlots]) -> int:
-    needed = 0
-    for slots in sorted((host.slots for host in hosts), reverse=True):
-        if count <= 0:
-            break
-        count -= slots
-        needed += 1
-    return needed
+    def _take(self, job: str, allocation: Allocation) -> None:
+        self._placed[job] = allocation
+        for host, count in allocation.items():
+            self._free[host] -= count
+            self._rings[host] += len(allocation) > 1
 
+    def _give_back(self, job: str) -> None:
+        allocation = self._placed.pop(job)
+        for host, count in allocation.items():
+            self._free[host] += count
+            self._rings[host] -= len(allocation) > 1
 
-def _make_room(
-    count: int,
-    free: Mapping[str, int],
-    size: Mapping[str, int],
-    placed: Mapping[str, Allocation],
-    wanted: Mapping[str, int],
-) -> list[str]:
-    """Return smaller jobs whose move frees hosts for a job; none if the move would not help."""
-    on: dict[str, list[str]] = {host: [] for host in free}
-    for job, allocation in placed.items():
-        for host in allocation:
-            on[host].append(job)
-    movable = {
-        host: sum(placed[job][host] for job in jobs if wanted[job] < min(count, size[host]))
-        for host, jobs in on.items()
-    }
-    order = sorted(free, key=lambda host: (-(free[host] >= size[host]), movable[host]))
-    left, moved = count, []
-    for host in order:
-        if left <= 0:
-            break
-        part = min(left, size[host])
-        if free[host] + movable[host] < part:
-            continue
-        room = free[host]
-        for job in sorted(on[host], key=lambda each: wanted[each]):
-            if room >= part:
+    def _is_kept(self, wish: Wish, job: str) -> bool:
+        if sum(wish.held.values()) != wish.slots or not wish.slots:
+            return False
+        if not wish.held.keys() <= self._size.keys():
+            return False
+        gain = mean_slowness(wish.held, self._slowness) / self._preferred[job]
+        return gain * (1 - wish.lost) < _LEAST_GAIN
+
+    def _preferred_slowness(self) -> dict[str, float]:
+        """Return the slowness of the hosts for each job: the worthiest get the fast ones."""
+        groups = sorted(set(self._slowness.values()))
+        if not self._unequal:
+            return dict.fromkeys(self._wishes, groups[0] if groups else 1.0)
+        room = dict.fromkeys(groups, 0)
+        for host, slots in self._size.items():
+            room[self._slowness[host]] += slots
+
+        def worth(job: str) -> float:
+            wish = self._wishes[job]
+            fast = sum(n for host, n in wish.held.items() if self._slowness.get(host) == groups[0])
+            return wish.worth * (_STAYS if fast and fast == wish.slots else 1.0)
+
+        found = {}
+        for job in sorted(self._wishes, key=lambda each: (-worth(each), each)):
+            fits = [each for each in groups if room[each] >= self._wishes[job].slots]
+            found[job] = fits[0] if fits else groups[0]
+            left = self._wishes[job].slots
+            for group in [found[job], *groups]:
+                part = min(left, room[group])
+                room[group] -= part
+                left -= part
+        return found
+
+    def _fill(self, job: str) -> dict[str, int]:
+        """Return slots: the tightest single host, else whole hosts first, its own first.
+
+        The hosts of its preferred speed come first, then those of similar speed.
+        """
+        count, own = self._wishes[job].slots, self._wishes[job].held
+        free, size = self._free, self._size
+
+        def distance(host: str) -> float:
+            return abs(self._slowness[host] - self._preferred[job])
+
+        fits = [host for host, room in free.items() if room >= count]
+        if fits:
+            if self._unequal:
+                nearest = min(map(distance, fits))
+                fits = [host for host in fits if distance(host) == nearest]
+            least = min(free[host] for host in fits)
+            tightest = [host for host in fits if free[host] == least]
+            return {max(tightest, key=lambda each: own.get(each, 0)): count}
+        order = sorted(
+            (host for host, room in free.items() if room),
+            key=lambda each: (
+                distance(each),
+                self._rings[each],
+                -free[each],
+                free[each] < size[each],
+                -own.get(each, 0),
+            ),
+        )
+        found: dict[str, int] = {}
+        while count:
+            # The last part goes to the host that it fills best.
+            tight = [host for host in order if free[host] >= count and host not in found]
+            host = (
+                min(tight, key=lambda each: (self._rings[each], distance(each), free[each]))
+                if tight
+                else next(each for each in order if each not in found)
+            )
+            found[host] = min(count, free[host])
+            count -= found[host]
+        return found
+
+    def _fewest_hosts(self, count: int) -> int:
+        needed = 0
+        for slots in self._largest_first:
+            if count <= 0:
                 break
-            if wanted[job] < min(count, size[host]) and job not in moved:
-                moved.append(job)
-                room += placed[job][host]
-        left -= part
-    return moved if left <= 0 else []
+            count -= slots
+            needed += 1
+        return needed
+
+    def _make_room(self, count: int) -> list[str]:
+        """Return smaller jobs whose move frees hosts for a job; none if it would not help."""
+        free, size, placed = self._free, self._size, self._placed
+        on: dict[str, list[str]] = {host: [] for host in free}
+        for job, allocation in placed.items():
+            for host in allocation:
+                on[host].append(job)
+
+        def is_movable(job: str, host: str) -> bool:
+            return self._wishes[job].slots < min(count, size[host])
+
+        movable = {
+            host: sum(placed[job][host] for job in jobs if is_movable(job, host))
+            for host, jobs in on.items()
+        }
+        order = sorted(free, key=lambda host: (-(free[host] >= size[host]), movable[host]))
+        left, moved = count, []
+        for host in order:
+            if left <= 0:
+                break
+            part = min(left, size[host])
+            if free[host] + movable[host] < part:
+                continue
+            room = free[host]
+            for job in sorted(on[host], key=lambda each: self._wishes[each].slots):
+                if room >= part:
+                    break
+                if is_movable(job, host) and job not in moved:
+                    moved.append(job)
+                    room += placed[job][host]
+            left -= part
+        return moved if left <= 0 else []

@@ -1,8 +1,9 @@
-"""Simulate one job of a published workload: its progress, its measurements and its batch."""
+"""Simulate one job: its progress, its measurements and its batch."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
@@ -15,8 +16,85 @@ _PASSES_ALONE = 2
 """Fewest passes of a job on one slot with more than its initial batch, as in the artifact."""
 
 
-class SimulatedJob:
-    """A job in virtual time, as in the simulator of the Pollux artifact.
+class JobInTime(ABC):
+    """A job in virtual time, and what a policy may read of it.
+
+    Args:
+        name: its name.
+        submitted_s: when it is submitted [s].
+
+    Attributes:
+        held: its slots on each host.
+        finished_s: when it finished [s]; None: it has not.
+        attained_slot_s: slots times seconds that it has had.
+        rescales: number of changes of its slots after the first.
+        priority: weight relative to other jobs.
+        min_slots: fewest slots.
+    """
+
+    def __init__(self, name: str, submitted_s: float) -> None:
+        self.name, self.submitted_s = name, submitted_s
+        self.held: dict[str, int] = {}
+        self.finished_s: float | None = None
+        self.attained_slot_s = 0.0
+        self.rescales = -1
+        self.priority, self.min_slots = 1.0, 1
+        self._rounds, self._competitors = 0, 0
+        self._pause_s = 0.0
+
+    @property
+    @abstractmethod
+    def max_slots(self) -> int:
+        """Most slots of the job for now: twice as many as were measured (Pollux, section 4.1)."""
+
+    @property
+    @abstractmethod
+    def remaining_examples(self) -> float:
+        """Useful examples that are left, of the number that the job has declared."""
+
+    @abstractmethod
+    def goodput(self) -> np.ndarray | None:
+        """Return the predicted useful examples per second by number of slots; None: unknown."""
+
+    @property
+    def competitors(self) -> float | None:
+        """Mean number of unfinished jobs since it was submitted, itself included."""
+        return self._competitors / self._rounds if self._rounds else None
+
+    def note_competitors(self, jobs: int) -> None:
+        """Take the number of unfinished jobs at a decision."""
+        self._rounds += 1
+        self._competitors += jobs
+
+    def hold(self, hosts: Mapping[str, int], pause_s: float) -> None:
+        """Change its slots; it trains on after a pause [s]."""
+        if dict(hosts) == self.held:
+            return
+        self.held = dict(hosts)
+        if self.held:
+            self._rescaled()
+            self._pause_s = pause_s
+            self.rescales += 1
+
+    def train(self, now: float, seconds: float) -> None:
+        """Train from ``now`` [s] for so many seconds."""
+        if not self.held or self.finished_s is not None:
+            return
+        pause = min(self._pause_s, seconds)
+        self._pause_s -= pause
+        self.attained_slot_s += pause * sum(self.held.values())
+        self._train(now + pause, seconds - pause)
+
+    @abstractmethod
+    def _train(self, now: float, seconds: float) -> None:
+        """Train without a pause."""
+
+    def _rescaled(self) -> None:  # noqa: B027  (not every job adapts)
+        """Adapt to other slots."""
+
+
+class SimulatedJob(JobInTime):
+    """A job of a published workload, as in the simulator of the Pollux artifact.
 
     What a policy may read is what a live run would report: measured step times, gradient noise,
     progress, and what the job says of itself (its limits and number of epochs).
@@ -25,30 +103,25 @@ class SimulatedJob:
         submitted: the job of the workload.
         adapts: whether it adapts its batch; else it trains with the batch that was asked.
         per_host: slots of a host.
-
-    Attributes:
-        held: its slots on each host.
-        finished_s: when it finished [s]; None: it has not.
-        attained_slot_s: slots times seconds that it has had.
-        rescales: number of changes of its slots after the first.
     """
 
     def __init__(self, submitted: SubmittedJob, adapts: bool, per_host: int) -> None:
+        super().__init__(submitted.name, submitted.submitted_s)
         self.submitted, self.application = submitted, submitted.application
-        self.name, self.per_host = submitted.name, per_host
+        self.per_host = per_host
         asked = None if adapts else submitted.asked_batch
         self._fixed_batch = self.application.fixed_batch or asked
-        self.held: dict[str, int] = {}
-        self.finished_s: float | None = None
-        self.attained_slot_s = 0.0
-        self.rescales = -1
         self._progress, self._epoch = 0.0, 0
-        self._pause_s = 0.0
         self._atomic, self._extra = 0, 0
         self._profile: dict[tuple[int, int, int], Observation] = {}
         self._model: StepTimeModel | None = None
         self._noise = 0.0
         self._curve: np.ndarray | None = None
+
+    @property
+    def max_slots(self) -> int:
+        """Most slots of the job for now; see :class:`JobInTime`."""
+        return min(max(2 * self.profiled_slots, 1), self.application.most_slots)
 
     @property
     def profiled_slots(self) -> int:
@@ -60,6 +133,23 @@ class SimulatedJob:
         """Useful examples that are left, of the number that the job has declared."""
         left = self.application.total - self._progress
         return left * self.application.limits.initial_batch_size
+
+    @property
+    def most_asked_slots(self) -> int:
+        """Most slots on which the batch that was asked can be divided."""
+        if self.application.fixed_batch:
+            return 1
+        return self.submitted.asked_batch // self.application.limits.min_atomic_batch_size
+
+    def asked_time_left(self, slots: int) -> float:
+        """Return the true time that is left with the batch that was asked, on full hosts [s]."""
+        batch = self._fixed_batch or self.submitted.asked_batch
+        atomic, extra = self._passes(batch, slots)
+        whole, rest = divmod(slots, self.per_host)
+        placement = (self.per_host,) * whole + (rest,) * (rest > 0)
+        step, sync = self.application.step_times(placement, atomic)
+        steps = self.application.steps_after(batch, self._epoch)
+        return steps * (step + (step - sync) * extra)
 
     def goodput(self) -> np.ndarray | None:
         """Return the predicted useful examples per second by number of slots; None: unknown.
@@ -86,25 +176,11 @@ class SimulatedJob:
             self._curve = np.interp(every, np.append(0, slots), np.append(0.0, found))
         return self._curve
 
-    def hold(self, hosts: Mapping[str, int], pause_s: float) -> None:
-        """Change its slots; it trains on after a pause [s]."""
-        if dict(hosts) == self.held:
-            return
-        self.held = dict(hosts)
-        if self.held:
-            self._choose_batch()
-            self._pause_s = pause_s
-            self.rescales += 1
+    def _rescaled(self) -> None:
+        self._choose_batch()
 
-    def train(self, now: float, seconds: float) -> None:
-        """Train from ``now`` [s] for so many seconds."""
-        if not self.held or self.finished_s is not None:
-            return
+    def _train(self, now: float, seconds: float) -> None:
         placement, slots = tuple(self.held.values()), sum(self.held.values())
-        pause = min(self._pause_s, seconds)
-        self._pause_s -= pause
-        self.attained_slot_s += pause * slots
-        now, seconds = now + pause, seconds - pause
         while seconds > 0 and self.finished_s is None:
             batch = slots * self._atomic * (self._extra + 1)
             scale = batch / self.application.limits.initial_batch_size
@@ -143,7 +219,6 @@ class SimulatedJob:
 
     def _choose_batch(self) -> None:
         limits, hosts, slots = self.application.limits, len(self.held), sum(self.held.values())
-        most = limits.max_atomic_batch_size or limits.max_batch_size
         batch = self._fixed_batch
         if batch is None and not self._profile:
             batch = max(limits.initial_batch_size, limits.min_atomic_batch_size * slots)
@@ -151,11 +226,17 @@ class SimulatedJob:
             curve = goodput_curve(self._fitted(), self._noise, limits, hosts, slots, _PASSES_ALONE)
             self._atomic = int(curve.atomic_batch_size[0])
             self._extra = int(curve.accumulation_steps[0])
+            most = limits.max_batch_size // (slots * (self._extra + 1))
+            self._atomic = min(self._atomic, most)
         else:
-            local = math.ceil(batch / slots - 1e-8)
-            passes = math.ceil(local / most - 1e-8)
-            if slots == 1 and batch > limits.initial_batch_size:
-                passes = max(_PASSES_ALONE, passes)
-            self._extra = passes - 1
-            self._atomic = math.ceil(local / passes - 1e-8)
-        self._atomic = min(self._atomic, limits.max_batch_size // (slots * (self._extra + 1)))
+            self._atomic, self._extra = self._passes(batch, slots)
+
+    def _passes(self, batch: int, slots: int) -> tuple[int, int]:
+        """Return examples of a pass and number of extra passes with which a batch is computed."""
+        limits = self.application.limits
+        local = math.ceil(batch / slots - 1e-8)
+        passes = math.ceil(local / (limits.max_atomic_batch_size or limits.max_batch_size) - 1e-8)
+        if slots == 1 and batch > limits.initial_batch_size:
+            passes = max(_PASSES_ALONE, passes)
+        atomic = math.ceil(local / passes - 1e-8)
+        return min(atomic, limits.max_batch_size // (slots * passes)), passes - 1

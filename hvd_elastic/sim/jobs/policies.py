@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,8 @@ import numpy as np
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
 from hvd_elastic.policy.schedule.knapsack import choose_options
-from hvd_elastic.policy.schedule.placement import place_jobs
-from hvd_elastic.sim.jobs.job import SimulatedJob
+from hvd_elastic.policy.schedule.placement import Wish, place_jobs
+from hvd_elastic.sim.jobs.job import JobInTime, SimulatedJob
 
 Policy = Callable[
     [Sequence[SimulatedJob], Sequence[HostSlots], float, float], Mapping[str, Assignment]
@@ -34,26 +35,23 @@ class PolicyEntry:
     knows: str
 
 
-def as_jobs(jobs: Sequence[SimulatedJob], rescale_s: float, *, tells_length: bool) -> list[Job]:
+def as_jobs(jobs: Sequence[JobInTime], rescale_s: float, *, tells_length: bool) -> list[Job]:
     """Return what the scheduler sees of simulated jobs."""
     return [
         Job(
             job.name,
-            job.submitted.submitted_s,
+            job.submitted_s,
             job.goodput(),
             job.remaining_examples if tells_length else None,
             job.held,
             job.attained_slot_s,
             rescale_s,
-            max_slots=growth_limit(job),
+            job.min_slots,
+            job.max_slots,
+            job.priority,
         )
         for job in jobs
     ]
-
-
-def growth_limit(job: SimulatedJob) -> int:
-    """Return the most slots of a job: twice as many as were measured (Pollux, section 4.1)."""
-    return min(max(2 * job.profiled_slots, 1), job.application.most_slots)
 
 
 def _goodput(tells_length: bool) -> Policy:
@@ -71,7 +69,7 @@ def _fifo(
     """First come, first served, with the slots that were asked; the first that waits blocks."""
     left = sum(host.slots for host in hosts)
     wanted: dict[str, int] = {}
-    for job in sorted(jobs, key=lambda each: each.submitted.submitted_s):
+    for job in sorted(jobs, key=lambda each: each.submitted_s):
         asked = job.submitted.asked_slots
         if asked > left:
             break
@@ -87,7 +85,7 @@ def _tiresias(
     left = sum(host.slots for host in hosts)
     wanted: dict[str, int] = {}
     for job in sorted(
-        jobs, key=lambda each: (each.attained_slot_s >= _TIRESIAS_S, each.submitted.submitted_s)
+        jobs, key=lambda each: (each.attained_slot_s >= _TIRESIAS_S, each.submitted_s)
     ):
         asked = job.submitted.asked_slots
         if asked <= left:
@@ -106,7 +104,7 @@ def _equal(
     """Equal shares, as far as each job can use them."""
     left = sum(host.slots for host in hosts)
     wanted = dict.fromkeys((job.name for job in jobs), 0)
-    limits = {job.name: growth_limit(job) for job in jobs}
+    limits = {job.name: job.max_slots for job in jobs}
     sizes = [0, 1, 2, *range(4, left + 1, 4)]
     # Raise the least share that can still be raised, in steps that fill hosts.
     while True:
@@ -128,28 +126,94 @@ def _sia(
     jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], now: float, rescale_s: float
 ) -> Mapping[str, Assignment]:
     """Sia's integer program for equal hosts (SOSP 2023, section 3), solved exactly."""
+
+    def value(job: SimulatedJob, options: np.ndarray) -> np.ndarray:
+        worth = np.maximum(_discounted(job, options, options, now, rescale_s), 1e-4)
+        found = _SIA_WAITING - worth**_SIA_POWER
+        return np.where(options == 0, -1 / 1e-4**0.5, found)
+
+    return _most_valuable(jobs, hosts, value, "Sia's integer program")
+
+
+def _pollux(
+    jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], now: float, rescale_s: float
+) -> Mapping[str, Assignment]:
+    """Pollux's objective (OSDI 2021, section 4.2.1), solved exactly where Pollux searches.
+
+    It is the harmonic mean of the speedups over an equal share; the constants are the artifact's.
+    """
     capacity = sum(host.slots for host in hosts)
-    per_host = hosts[0].slots
-    every = np.asarray([0, 1, 2, *range(per_host, capacity + 1, per_host)])
-    sizes, values = [], []
-    for job in jobs:
-        options = every[every <= growth_limit(job)]
+    share = -(-capacity // len(jobs))
+
+    def value(job: SimulatedJob, options: np.ndarray) -> np.ndarray:
         goodput = job.goodput()
-        speed = options.astype(float) if goodput is None else goodput[options] / goodput[1]
-        age = max(now - job.submitted.submitted_s, 1.0)
-        rescales = max(job.rescales, 0)
-        factor = max(0.0, age - rescales * rescale_s) / (age + rescale_s)
-        worth = speed * np.where(options == sum(job.held.values()), 1.0, factor)
-        with np.errstate(divide="ignore"):
-            value = _SIA_WAITING - np.maximum(worth, 1e-4) ** _SIA_POWER
-        sizes.append(options)
-        values.append(np.where(options == 0, -1 / 1e-4**0.5, value))
+        fair = 1.0 if goodput is None else goodput[min(share, len(goodput) - 1)] / goodput[1]
+        linear = options / share if goodput is None else options
+        speed = _discounted(job, options, linear, now, rescale_s) / fair
+        return np.asarray(-1 / (speed / hosts[0].slots + 1e-3))
+
+    return _most_valuable(jobs, hosts, value, "Pollux's objective")
+
+
+def _discounted(
+    job: SimulatedJob, options: np.ndarray, unknown: np.ndarray, now: float, rescale_s: float
+) -> np.ndarray:
+    """Return the speedups of a job, less the restarts that it has had, as Pollux and Sia do."""
+    goodput = job.goodput()
+    speed = unknown.astype(float) if goodput is None else goodput[options] / goodput[1]
+    age = max(now - job.submitted_s, 1.0)
+    factor = max(0.0, age - max(job.rescales, 0) * rescale_s) / (age + rescale_s)
+    return np.asarray(speed * np.where(options == sum(job.held.values()), 1.0, factor))
+
+
+def _most_valuable(
+    jobs: Sequence[SimulatedJob],
+    hosts: Sequence[HostSlots],
+    value: Callable[[SimulatedJob, np.ndarray], np.ndarray],
+    reason: str,
+) -> Mapping[str, Assignment]:
+    """Return the slots with the largest sum of values, from a few numbers of slots for each job."""
+    capacity, per_host = sum(host.slots for host in hosts), hosts[0].slots
+    every = np.asarray([0, 1, 2, *range(per_host, capacity + 1, per_host)])
+    sizes = [every[every <= job.max_slots] for job in jobs]
+    values = [value(job, options) for job, options in zip(jobs, sizes, strict=True)]
     chosen = choose_options(sizes, values, capacity)
     wanted = {
         job.name: int(options[index])
         for job, options, index in zip(jobs, sizes, chosen, strict=True)
     }
-    return _placed(jobs, hosts, wanted, "Sia's integer program")
+    return _placed(jobs, hosts, wanted, reason)
+
+
+def _optimus(
+    jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], _now: float, _rescale_s: float
+) -> Mapping[str, Assignment]:
+    """Slots one by one to the job whose remaining time shrinks most (Optimus, EuroSys 2018).
+
+    As in the artifact of Pollux it knows the true step times and the steps that are left.
+    """
+    left = sum(host.slots for host in hosts)
+    wanted: dict[str, int] = {}
+    gains: list[tuple[float, int]] = []
+    order = sorted(jobs, key=lambda each: each.submitted_s)
+
+    def gain(job: SimulatedJob) -> float:
+        slots = wanted[job.name]
+        if slots >= job.most_asked_slots:
+            return 0.0
+        return job.asked_time_left(slots) - job.asked_time_left(slots + 1)
+
+    for number, job in enumerate(order):
+        wanted[job.name] = int(left > 0)
+        left -= wanted[job.name]
+        if wanted[job.name]:
+            heapq.heappush(gains, (-gain(job), number))
+    while left and gains and gains[0][0] < 0:
+        number = heapq.heappop(gains)[1]
+        wanted[order[number].name] += 1
+        left -= 1
+        heapq.heappush(gains, (-gain(order[number]), number))
+    return _placed(jobs, hosts, wanted, "largest marginal gain")
 
 
 def _placed(
@@ -158,10 +222,9 @@ def _placed(
     wanted: Mapping[str, int],
     reason: str,
 ) -> Mapping[str, Assignment]:
-    every = {job.name: wanted.get(job.name, 0) for job in jobs}
-    held = {job.name: job.held for job in jobs}
-    placed = place_jobs(every, held, hosts)
-    return {name: Assignment(placed[name], reason) for name in every}
+    wishes = {job.name: Wish(wanted.get(job.name, 0), job.held) for job in jobs}
+    placed = place_jobs(wishes, hosts)
+    return {name: Assignment(placed[name], reason) for name in wishes}
 
 
 POLICIES: dict[str, PolicyEntry] = {
@@ -170,7 +233,11 @@ POLICIES: dict[str, PolicyEntry] = {
     ),
     "goodput-unknown": PolicyEntry(_goodput(False), True, "measurements"),
     "sia": PolicyEntry(_sia, True, "measurements"),
+    "pollux": PolicyEntry(_pollux, True, "measurements"),
     "equal": PolicyEntry(_equal, True, "largest number of slots measured"),
+    "optimus": PolicyEntry(
+        _optimus, False, "batch that the user asks for, true step times, steps that are left"
+    ),
     "tiresias": PolicyEntry(_tiresias, False, "slots and batch that the user asks for"),
     "fifo": PolicyEntry(_fifo, False, "slots and batch that the user asks for"),
 }

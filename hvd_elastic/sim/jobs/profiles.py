@@ -68,11 +68,13 @@ class Application:
         self._scales = _read_scales(folder, self._placements)
         self._cache: dict[tuple[tuple[int, ...], int], tuple[float, float]] = {}
         self._batches: list[int] = []
-        gradients = []
+        gradients, steps = [], []
         for path in sorted(folder.glob("validation-*.csv"), key=_batch_of):
             rows = _rows(path)[: self.epochs]
             self._batches.append(_batch_of(path))
             gradients.append([[float(row[key]) for row in rows] for key in _GRADIENT])
+            steps.append([0.0, *(float(row["iteration"]) for row in rows)])
+        self._steps = np.asarray(steps)  # batch sizes x ends of epochs
         self._gradients = np.asarray(gradients)  # batch sizes x (progress, sqr, var) x epochs
         self._ends = np.append(0.0, self._gradients[:, 0].min(axis=0))
         self.total = float(self._ends[-1])
@@ -80,6 +82,11 @@ class Application:
     def end_of_epoch(self, epoch: int) -> float:
         """Return the progress after so many epochs [steps of the initial batch size]."""
         return float(self._ends[epoch])
+
+    def steps_after(self, batch: int, epoch: int) -> float:
+        """Return the number of steps of a batch size that are left after so many epochs."""
+        left = self._steps[:, -1] - self._steps[:, epoch]
+        return float(np.interp(batch, self._batches, left))
 
     def gradient_statistics(self, batch: int, epoch: int) -> tuple[float, float]:
         """Return the squared norm of the gradient and its variance at the initial batch size."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_elastic.policy.schedule.jobs import HostSlots
-from hvd_elastic.sim.jobs.job import SimulatedJob
+from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots
+from hvd_elastic.sim.jobs.fairness import EqualShares
+from hvd_elastic.sim.jobs.job import JobInTime, SimulatedJob
 from hvd_elastic.sim.jobs.policies import PolicyEntry
 from hvd_elastic.sim.jobs.profiles import SubmittedJob
 
@@ -24,16 +27,19 @@ class Change:
     Attributes:
         at_s: when [s].
         job: its name.
-        slots: its slots afterwards.
-        hosts: number of hosts they are on.
+        hosts: its slots on each host afterwards.
         reason: the policy's reason.
     """
 
     at_s: float
     job: str
-    slots: int
-    hosts: int
+    hosts: Mapping[str, int]
     reason: str
+
+    @property
+    def slots(self) -> int:
+        """Number of its slots afterwards."""
+        return sum(self.hosts.values())
 
 
 @dataclass
@@ -42,6 +48,9 @@ class Outcome:
 
     Attributes:
         completion_s: time from submission to the end of each job [s].
+        fairness: finish-time fairness of each job: its completion time relative to that with an
+            equal share of its own.
+        submitted_s: when each job was submitted [s].
         changes: all changes of slots, in order.
         decision_s: processor time of each decision [s].
         rescales: number of changes of running jobs.
@@ -50,6 +59,8 @@ class Outcome:
     """
 
     completion_s: dict[str, float] = field(default_factory=dict)
+    fairness: dict[str, float] = field(default_factory=dict)
+    submitted_s: dict[str, float] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     decision_s: list[float] = field(default_factory=list)
     rescales: int = 0
@@ -65,6 +76,20 @@ class Outcome:
         """Return a percentile of the completion times [s]."""
         return float(np.percentile(list(self.completion_s.values()), percent))
 
+    @property
+    def mean_fairness(self) -> float:
+        """Mean finish-time fairness."""
+        return float(np.mean(list(self.fairness.values())))
+
+    @property
+    def worst_fairness(self) -> float:
+        """Largest finish-time fairness: of the job that sharing has delayed most."""
+        return max(self.fairness.values())
+
+
+J = TypeVar("J", bound=JobInTime)
+"""A kind of job."""
+
 
 def simulate_jobs(
     workload: Sequence[SubmittedJob],
@@ -73,7 +98,7 @@ def simulate_jobs(
     interval_s: float = 60.0,
     rescale_s: float = 30.0,
 ) -> Outcome:
-    """Return what happens to a workload under a policy.
+    """Return what happens to a published workload under a policy.
 
     Args:
         workload: its jobs.
@@ -85,37 +110,98 @@ def simulate_jobs(
     Raises:
         ValueError: some job never gets slots.
     """
+    shares = EqualShares(sum(host.slots for host in hosts), hosts[0].slots, rescale_s)
     jobs = [SimulatedJob(each, policy.adapts, hosts[0].slots) for each in workload]
+    outcome = run_jobs(
+        jobs,
+        lambda active, now: policy.run(active, hosts, now, rescale_s),
+        interval_s,
+        rescale_s,
+    )
+    for job in jobs:
+        fair_s = shares.completion_s(job.application, job.competitors or 1.0)
+        outcome.fairness[job.name] = outcome.completion_s[job.name] / fair_s
+    return outcome
+
+
+def run_jobs(
+    jobs: Sequence[J],
+    decide: Callable[[Sequence[J], float], Mapping[str, Assignment]],
+    interval_s: float,
+    rescale_s: float,
+) -> Outcome:
+    """Return what happens to jobs, without their finish-time fairness.
+
+    Args:
+        jobs: the jobs.
+        decide: slots of the jobs that are submitted and not finished, at a time [s].
+        interval_s: time between decisions [s].
+        rescale_s: pause of a job when its slots change [s].
+
+    Raises:
+        ValueError: some job never gets slots.
+    """
     outcome = Outcome()
-    now = 0.0
-    pending = sorted(jobs, key=lambda job: job.submitted.submitted_s)
-    active: list[SimulatedJob] = []
+    pending = sorted(jobs, key=lambda job: job.submitted_s)
+    outcome.submitted_s = {job.name: job.submitted_s for job in pending}
+    now = pending[0].submitted_s // interval_s * interval_s
+    active: list[J] = []
     while pending or active:
         for job in active:
             job.train(now, interval_s)
         now += interval_s
         for job in active:
             if job.finished_s is not None:
-                outcome.completion_s[job.name] = job.finished_s - job.submitted.submitted_s
+                outcome.completion_s[job.name] = job.finished_s - job.submitted_s
         active = [job for job in active if job.finished_s is None]
-        while pending and pending[0].submitted.submitted_s <= now:
+        while pending and pending[0].submitted_s <= now:
             active.append(pending.pop(0))
         if not active:
             continue
+        for job in active:
+            job.note_competitors(len(active))
         began = time.process_time()
-        decided = policy.run(active, hosts, now, rescale_s)
+        decided = decide(active, now)
         outcome.decision_s.append(time.process_time() - began)
         for job in active:
             assignment = decided[job.name]
             if dict(assignment.hosts) != job.held:
-                slots = sum(assignment.hosts.values())
-                change = Change(now, job.name, slots, len(assignment.hosts), assignment.reason)
-                outcome.changes.append(change)
+                held = dict(assignment.hosts)
+                outcome.changes.append(Change(now, job.name, held, assignment.reason))
             job.hold(assignment.hosts, rescale_s)
-        if now > _LONGEST_S:
+        if now - outcome.submitted_s[active[0].name] > _LONGEST_S:
             names = ", ".join(job.name for job in active if not job.held)
             raise ValueError(f"after a month of virtual time these jobs still wait: {names}")
     outcome.rescales = sum(max(0, job.rescales) for job in jobs)
     outcome.slot_s = sum(job.attained_slot_s for job in jobs)
-    outcome.span_s = now - min(job.submitted.submitted_s for job in jobs)
+    outcome.span_s = now - min(outcome.submitted_s.values())
     return outcome
+
+
+def queue_events(outcome: Outcome, hosts: Sequence[HostSlots]) -> Iterator[dict[str, Any]]:
+    """Yield what happened as the events that a real queue writes, in their order."""
+    yield {"t": 0.0, "kind": "cluster_hosts", "hosts": {host.name: host.slots for host in hosts}}
+    ends = {job: outcome.submitted_s[job] + took_s for job, took_s in outcome.completion_s.items()}
+    moments: list[tuple[float, int, dict[str, Any]]] = []
+    for job, at_s in outcome.submitted_s.items():
+        moments.append((at_s, 0, {"kind": "job_submitted", "job": job, "name": job}))
+    for job, at_s in ends.items():
+        ended = {"kind": "job_finished", "job": job, "status": "succeeded", "message": ""}
+        moments.append((at_s, 1, ended))
+    held: dict[str, Mapping[str, int]] = {}
+    for at_s, changes in groupby(outcome.changes, key=lambda change: change.at_s):
+        reasons = {}
+        held = {job: hosts_of for job, hosts_of in held.items() if ends[job] > at_s}
+        for change in changes:
+            if not held.get(change.job) and change.hosts:
+                moments.append((at_s, 2, {"kind": "job_started", "job": change.job}))
+            held[change.job], reasons[change.job] = change.hosts, change.reason
+        decided = {"kind": "jobs_decided", "allocations": dict(held), "reasons": reasons}
+        moments.append((at_s, 3, decided))
+        moments += [
+            (at_s, 4, {"kind": "job_requeued", "job": job, "reason": reasons[job]})
+            for job in reasons
+            if not held[job]
+        ]
+    for at_s, _, record in sorted(moments, key=lambda moment: moment[:2]):
+        yield {"t": at_s, **record}

@@ -4,6 +4,25 @@
   const parts = new Map([...document.querySelectorAll("[data-part]")].map((each) => [each.dataset.part, each]));
   const withCharts = new Set(["plots", "batch"]);
   let names = [...document.querySelectorAll(".chart")].map((each) => each.dataset.name).join();
+  // Of a part with pieces only those are replaced: what is between them keeps its focus.
+  function replace(part, text) {
+    const fresh = document.createElement("template");
+    fresh.innerHTML = part.shown = text;
+    const [now, next] = [part, fresh.content].map((each) => [...each.querySelectorAll("[data-piece]")]);
+    if (!now.length || now.length !== next.length) return exchange(part, fresh.content);
+    now.forEach((piece, k) => { if (piece.innerHTML !== next[k].innerHTML) exchange(piece, next[k]); });
+  }
+  // What the user has ticked, scrolled to and focused stays.
+  const focusable = "a, button, input, summary, [tabindex]";
+  function exchange(place, next) {
+    const ticked = new Set([...place.querySelectorAll("input:checked")].map((each) => each.value));
+    const scrolled = [...place.querySelectorAll(".table")].map((each) => each.scrollLeft);
+    const focused = [...place.querySelectorAll(focusable)].indexOf(document.activeElement);
+    place.replaceChildren(...next.childNodes);
+    for (const each of place.querySelectorAll("input")) each.checked = ticked.has(each.value);
+    place.querySelectorAll(".table").forEach((each, k) => { each.scrollLeft = scrolled[k] ?? 0; });
+    if (focused >= 0) place.querySelectorAll(focusable)[focused]?.focus({ preventScroll: true });
+  }
   const source = new EventSource(document.body.dataset.events);
   source.onmessage = (message) => {
     const { html, data, live } = JSON.parse(message.data);
@@ -13,7 +32,7 @@
       const part = parts.get(name);
       // Charts are kept and given new points; they would lose their zoom.
       if (!part || (withCharts.has(name) && !replaced)) continue;
-      if (part.shown !== text) part.innerHTML = part.shown = text;
+      if (part.shown !== text) replace(part, text);
     }
     names = now;
     if (data) window.updateReport(data, replaced);
@@ -25,12 +44,15 @@
   });
   window.fetchPoints = async (plot, name) => {
     const { min, max } = plot.scales.x;
-    const place = document.body.dataset.events.replace(/events$/, `charts/${name}?from=${min}&to=${max}`);
+    const place = new URL(document.body.dataset.events, location.href);
+    place.pathname = place.pathname.replace(/events$/, `charts/${encodeURIComponent(name)}`);
+    place.searchParams.set("from", min);
+    place.searchParams.set("to", max);
     try {
       const answer = await fetch(place);
       const found = answer.ok ? await answer.json() : null;
       const same = plot.scales.x.min === min && plot.scales.x.max === max;
-      if (found && same && plot.zoomed) plot.setData([found.x, found.y], false);
+      if (found && same && plot.zoomed) plot.showPart(found.x, found.lines);
     } catch { /* the coarse points stay */ }
   };
   const controls = document.querySelector("[data-control]");

@@ -33,6 +33,7 @@
         c.font = `600 ${11 * r}px system-ui, Arial, sans-serif`;
         let lastRight = -1e9;
         for (const mark of run.marks) {
+          if (!mark.line) continue;
           const x = u.valToPos(mark.at_s, "x", true);
           if (x < box.left - 1 || x > box.left + box.width + 1) continue;
           const shade = color(mark.way);
@@ -71,9 +72,71 @@
   const at = (x, fine) => (counts ? `${x} ${run.x_name}` : clock(x, fine));
 
   const plots = [];
+
+  // Under the picture of the hosts every mark is a button, which tells what happened and why.
+  const strip = document.querySelector(".marks");
+  const reason = document.querySelector(".reason");
+  let opened = null;
+  function tell(key) {
+    opened = opened === key ? null : key;
+    const shown = run.marks.find((mark) => mark.key === opened);
+    reason.hidden = !shown;
+    reason.textContent = shown ? `${clock(shown.at_s, true)}  ${shown.text}` : "";
+    for (const button of strip.children) button.setAttribute("aria-expanded", String(button.dataset.key === opened));
+  }
+  function markButton(mark) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = `mark ${mark.way}`;
+    button.textContent = mark.label;
+    button.dataset.key = mark.key;
+    button.setAttribute("aria-label", `${mark.what} at ${clock(mark.at_s, false)}`);
+    button.setAttribute("aria-expanded", String(mark.key === opened));
+    button.addEventListener("click", () => tell(mark.key));
+    return button;
+  }
+  function placeMarks() {
+    // Who has no pointer scrolls a table that is too wide by its arrow keys.
+    for (const table of document.querySelectorAll(".table")) {
+      if (table.scrollWidth > table.clientWidth) table.tabIndex = 0;
+      else table.removeAttribute("tabindex");
+    }
+    if (!strip) return;
+    const known = new Map([...strip.children].map((button) => [button.dataset.key, button]));
+    run.marks.forEach((mark, k) => {
+      const button = known.get(mark.key) ?? markButton(mark);
+      known.delete(mark.key);
+      if (button.textContent !== mark.label) button.textContent = mark.label;
+      if (strip.children[k] !== button) strip.insertBefore(button, strip.children[k] ?? null);
+    });
+    known.forEach((button) => button.remove());
+    if (opened !== null && !run.marks.some((mark) => mark.key === opened)) tell(opened);
+    // Marks that stand close together are moved apart, from the right, where the newest are.
+    const width = strip.clientWidth, whole = Math.max(run.duration_s, 0.001);
+    let edge = width - 24;
+    for (let k = run.marks.length - 1; k >= 0; k--) {
+      const x = Math.max(0, Math.min((width * run.marks[k].at_s) / whole - 12, edge));
+      edge = Math.max(0, x - 15);
+      strip.children[k].style.left = `${x}px`;
+    }
+  }
+  // A long line gets a mean over its neighbours, drawn on top of it.
+  const isSmoothed = (chart) => !counts && !chart.stepped && !chart.low && !chart.more;
+  const isLong = (values) => values.length > 150;
+  function smooth(values) {
+    if (!isLong(values)) return values.map(() => null);
+    const half = Math.ceil(values.length / 160);
+    let sum = 0, count = 0, from = 0, to = 0;
+    return values.map((value, i) => {
+      for (; to <= Math.min(values.length - 1, i + half); to++) if (values[to] != null) { sum += values[to]; count++; }
+      for (; from < i - half; from++) if (values[from] != null) { sum -= values[from]; count--; }
+      return value == null || !count ? null : sum / count;
+    });
+  }
+  const withMean = (chart, data) => (isSmoothed(chart) ? [...data, smooth(data[1])] : data);
   function lines(chart, box) {
     const y = box.dataset.log === "1" ? chart.y.map((v) => (v > 0 ? v : null)) : chart.y;
-    return [chart.x, y, ...(chart.low ? [chart.low, chart.high] : []), ...(chart.more || []).map((each) => each.y)];
+    return withMean(chart, [chart.x, y, ...(chart.low ? [chart.low, chart.high] : []), ...(chart.more || []).map((each) => each.y)]);
   }
   function draw(chart, box) {
     const holder = box.querySelector(".plot");
@@ -115,12 +178,14 @@
       series: [
         {},
         {
-          stroke, width: 2, points: { show: chart.x.length < 30 && !chart.stepped, size: 5, fill: stroke },
+          stroke: isSmoothed(chart) ? (u) => (isLong(u.data[0]) ? stroke + "55" : stroke) : stroke,
+          width: isSmoothed(chart) && isLong(chart.x) ? 1 : 2, points: { show: chart.x.length < 30 && !chart.stepped, size: 5, fill: stroke },
           paths: chart.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
           fill: chart.stepped ? stroke + "22" : undefined,
         },
         ...(chart.low ? [1, 2].map(() => ({ stroke: "transparent", points: { show: false } })) : []),
         ...(chart.more || []).map((each) => ({ stroke: color(each.color), width: 1.5, dash: each.solid ? [] : [6, 4], points: { show: false } })),
+        ...(isSmoothed(chart) ? [{ stroke, width: 2, points: { show: false } }] : []),
       ],
       bands: chart.low ? [{ series: [3, 2], fill: stroke + "22" }] : [],
       plugins: [marks],
@@ -145,7 +210,10 @@
       },
     };
     readout.textContent = chart.summary;
-    return new uPlot(options, lines(chart, box), holder);
+    const plot = new uPlot(options, lines(chart, box), holder);
+    holder.plot = plot;
+    plot.showPart = (x, found) => plot.setData(withMean(chart, [x, ...found]), false);
+    return plot;
   }
 
   let boxes = [];
@@ -153,6 +221,7 @@
     while (plots.length) plots.pop().destroy();
     boxes.forEach((box, i) => plots.push(draw(run.charts[i], box)));
     document.documentElement.dataset.plots = String(plots.length);
+    placeMarks();
   }
   function findBoxes() {
     boxes = [...document.querySelectorAll(".chart")];
@@ -185,22 +254,6 @@
     const next = Math.min(last, Math.max(0, now + by));
     plot.setCursor({ left: plot.valToPos(plot.data[0][next], "x"), top: 10 });
   }
-  function save(plot, chart) {
-    const drawn = plot.ctx.canvas;
-    const picture = document.createElement("canvas");
-    [picture.width, picture.height] = [drawn.width, drawn.height];
-    const to = picture.getContext("2d");
-    to.fillStyle = color("card");
-    to.fillRect(0, 0, picture.width, picture.height);
-    to.drawImage(drawn, 0, 0);
-    picture.toBlob((blob) => {
-      const link = document.createElement("a");
-      link.href = URL.createObjectURL(blob);
-      link.download = chart.name + ".png";
-      link.click();
-      URL.revokeObjectURL(link.href);
-    });
-  }
   const strides = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -1e9, End: 1e9 };
 
   function listen(box, i) {
@@ -211,7 +264,9 @@
       event.preventDefault();
       step(plots[i], strides[event.key]);
     });
-    box.querySelector("button.save").addEventListener("click", () => save(plots[i], run.charts[i]));
+    for (const button of box.querySelectorAll("button.save")) {
+      button.addEventListener("click", () => window.savePicture(plots[i], run.charts[i], run.marks, button.dataset.kind));
+    }
     const button = box.querySelector("button.log");
     if (!button) return;
     button.addEventListener("click", () => {
@@ -228,6 +283,7 @@
   addEventListener("resize", () => {
     if (innerWidth === width) return;
     width = innerWidth;
+    placeMarks();
     boxes.forEach((box, i) =>
       plots[i].setSize({ width: Math.max(240, box.querySelector(".plot").clientWidth), height: run.charts[i].height }));
   });
@@ -235,6 +291,7 @@
   window.updateReport = (next, replaced) => {
     run = next;
     if (replaced) return findBoxes();
+    placeMarks();
     plots.forEach((plot, i) => {
       const chart = run.charts[i];
       if (!plot.zoomed) plot.setData(lines(chart, boxes[i]));

@@ -38,7 +38,7 @@ def status_of(*arguments: str) -> int:
 def test_help_lists_commands_in_the_table_s_order(capsys):
     assert status_of("--help") == 0
     out = capsys.readouterr().out
-    places = [out.index(f" {name} ") for name in COMMANDS]
+    places = [out.index(f"│ {name} ") for name in COMMANDS]
     assert places == sorted(places)
 
 

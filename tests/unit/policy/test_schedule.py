@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
 from hvd_elastic.policy.schedule.knapsack import choose_options
-from hvd_elastic.policy.schedule.placement import place_jobs
+from hvd_elastic.policy.schedule.placement import Wish, place_jobs
 
 HOSTS = [HostSlots(f"h{number}", 4) for number in range(4)]
 LINEAR = np.arange(17.0)
@@ -76,24 +77,170 @@ def test_priority_and_deadline_move_slots() -> None:
         assert found["b"] > found["a"] > 0
 
 
+def placed_on(
+    hosts: list[HostSlots], wanted: dict[str, int], held: dict[str, dict[str, int]] | None = None
+) -> dict[str, dict[str, int]]:
+    wishes = {job: Wish(slots, (held or {}).get(job, {})) for job, slots in wanted.items()}
+    return {job: dict(hosts_of) for job, hosts_of in place_jobs(wishes, hosts).items()}
+
+
 @given(st.lists(st.sampled_from([0, 1, 2, 3, 4, 8]), min_size=1, max_size=12))
 def test_every_choice_that_fits_is_placed_and_unchanged_jobs_stay(sizes: list[int]) -> None:
     wanted, left = {}, 16
     for number, size in enumerate(sizes):
         wanted[f"j{number}"] = min(size, left)
         left -= wanted[f"j{number}"]
-    placed = place_jobs(wanted, {}, HOSTS)
+    placed = placed_on(HOSTS, wanted)
     assert {job: sum(hosts.values()) for job, hosts in placed.items()} == wanted
     for host in HOSTS:
         assert sum(hosts.get(host.name, 0) for hosts in placed.values()) <= host.slots
-    assert place_jobs(wanted, placed, HOSTS) == placed
+    assert placed_on(HOSTS, wanted, placed) == placed
 
 
 def test_a_small_job_moves_where_a_large_one_would_be_split() -> None:
     held = {"a": {"h0": 1}, "b": {"h1": 1}}
-    two = HOSTS[:2]
-    placed = place_jobs({"a": 1, "b": 1, "large": 4}, held, two)
+    placed = placed_on(HOSTS[:2], {"a": 1, "b": 1, "large": 4}, held)
     assert len(placed["large"]) == 1
+
+
+def test_two_jobs_across_hosts_do_not_share_a_host_where_it_can_be_avoided() -> None:
+    placed = placed_on(HOSTS, {"a": 6, "b": 6})
+    assert not placed["a"].keys() & placed["b"].keys()
+    assert len(placed["a"]) == len(placed["b"]) == 2
+    small = placed_on(HOSTS, {"a": 6, "b": 6, "c": 2, "d": 2})
+    assert not small["a"].keys() & small["b"].keys(), "small jobs fill what is left"
+
+
+MIXED = [HostSlots("fast0", 4), HostSlots("fast1", 4), HostSlots("slow0", 4, 3.0)]
+
+
+def test_the_job_to_which_speed_is_worth_most_gets_the_fast_hosts() -> None:
+    wishes = {"a": Wish(4, {}, 1.0), "b": Wish(4, {}, 3.0), "c": Wish(4, {}, 2.0)}
+    placed = place_jobs(wishes, MIXED)
+    assert set(placed["a"]) == {"slow0"}
+    held = {"a": {"fast0": 4}, "b": {"slow0": 4}}
+    wishes = {"a": Wish(4, held["a"], 1.0, 0.001), "b": Wish(4, held["b"], 3.0, 0.001)}
+    placed = place_jobs(wishes, MIXED)
+    assert placed == {"a": {"fast0": 4}, "b": {"fast1": 4}}, "a fast host is free, so b moves"
+    dear = {**wishes, "b": Wish(4, held["b"], 3.0, 0.9)}
+    assert place_jobs(dear, MIXED) == held, "the move would cost more than it brings"
+
+
+def test_one_job_alone_takes_slow_hosts_only_where_they_help() -> None:
+    linear = np.arange(17.0)
+    decided = decide([Job("a", 0.0, linear, 1e5, max_slots=12)], MIXED, 0.0)
+    assert slots_of(decided) == {"a": 12}
+    # With slots three times as slow, twelve are 1.17 times as fast as eight at best.
+    flat = np.minimum(linear, 8 + 0.1 * np.maximum(linear - 8, 0))
+    decided = decide([Job("a", 0.0, flat, 1e5, max_slots=12)], MIXED, 0.0)
+    assert decided["a"].hosts == {"fast0": 4, "fast1": 4}
+
+
+def test_hosts_of_unequal_size_are_filled() -> None:
+    hosts = [HostSlots("a", 4), HostSlots("b", 4), HostSlots("c", 3)]
+    alone = decide([Job("a", 0.0, LINEAR, 1e5, max_slots=16)], hosts, 0.0)
+    assert slots_of(alone) == {"a": 11}
+    two = [Job(name, 0.0, LINEAR, 1e5, max_slots=16) for name in "ab"]
+    assert sum(slots_of(decide(two, hosts, 0.0)).values()) == 11
+
+
+def test_a_deadline_gets_the_slots_that_it_takes_and_no_more() -> None:
+    other = Job("a", 0.0, LINEAR, 1e4, max_slots=16)
+    urgent = Job("b", 0.0, LINEAR, 1e5, max_slots=16, deadline_s=2e4)
+    found = slots_of(decide([other, urgent], HOSTS, 0.0))
+    assert found == {"a": 8, "b": 8}, "4 slots would take 25,000 s"
+    calm = Job("b", 0.0, LINEAR, 1e5, max_slots=16, deadline_s=2e5)
+    assert slots_of(decide([other, calm], HOSTS, 0.0))["b"] < 8
+
+
+def test_a_job_that_may_not_be_preempted_keeps_its_minimum() -> None:
+    fixed = Job("a", 0.0, LINEAR, 1e9, {"h0": 4}, min_slots=4, max_slots=4, preemptible=False)
+    short = [Job(f"s{n}", 1.0, LINEAR, 10.0, max_slots=4) for n in range(20)]
+    assert slots_of(decide([fixed, *short], HOSTS, 1.0))["a"] == 4
+    taken = Job("a", 0.0, LINEAR, 1e9, {"h0": 4}, min_slots=4, max_slots=4)
+    assert slots_of(decide([taken, *short], HOSTS, 1.0))["a"] == 0
+
+
+# -- what holds for all jobs and hosts -----------------------------------------------------
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> list[HostSlots]:
+    sizes = draw(st.lists(st.integers(1, 8), min_size=1, max_size=6))
+    slow = draw(st.lists(st.sampled_from([1.0, 1.0, 2.5]), min_size=6, max_size=6))
+    return [HostSlots(f"h{n}", size, slow[n]) for n, size in enumerate(sizes)]
+
+
+@st.composite
+def queues(draw: st.DrawFn, hosts: list[HostSlots]) -> list[Job]:
+    """Jobs of all kinds; some hold slots, on hosts that may be gone."""
+    free = {host.name: host.slots for host in hosts} | {"gone": 4}
+    jobs = []
+    for number in range(draw(st.integers(1, 12))):
+        least = draw(st.integers(1, 4))
+        most = least + draw(st.integers(0, 12))
+        known = draw(st.booleans())
+        held: dict[str, int] = {}
+        for host in draw(st.lists(st.sampled_from(sorted(free)), unique=True, max_size=2)):
+            slots = draw(st.integers(0, min(free[host], most - sum(held.values()))))
+            if slots:
+                held[host] = slots
+                free[host] -= slots
+        jobs.append(
+            Job(
+                f"j{number}",
+                draw(st.floats(0, 1000)),
+                np.arange(33.0) ** draw(st.floats(0.2, 1.0)) if known else None,
+                draw(st.floats(1, 1e6)) if known and draw(st.booleans()) else None,
+                held,
+                draw(st.floats(0, 1e6)),
+                draw(st.sampled_from([0.0, 0.2, 30.0, 300.0])),
+                min_slots=least,
+                max_slots=most,
+                priority=draw(st.sampled_from([0.5, 1.0, 4.0])),
+                deadline_s=draw(st.sampled_from([None, 1e3, 1e6])),
+                preemptible=draw(st.booleans()),
+            )
+        )
+    return jobs
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_decision_keeps_to_the_hosts_and_to_the_limits_of_jobs(data: st.DataObject) -> None:
+    hosts = data.draw(clusters())
+    jobs = data.draw(queues(hosts))
+    decided = decide(jobs, hosts, 1000.0)
+    for host in hosts:
+        assert sum(each.hosts.get(host.name, 0) for each in decided.values()) <= host.slots
+    slots = slots_of(decided)
+    for job in jobs:
+        assert decided[job.name].hosts.keys() <= {host.name for host in hosts}
+        assert all(count > 0 for count in decided[job.name].hosts.values())
+        assert slots[job.name] == 0 or job.min_slots <= slots[job.name] <= job.max_slots
+        assert decided[job.name].reason
+    capacity = sum(host.slots for host in hosts)
+    if sum(job.min_slots for job in jobs) <= capacity:
+        assert all(slots.values()), "nobody waits while there is room for all minimums"
+    waiting = [job for job in jobs if not slots[job.name]]
+    left = capacity - sum(slots.values())
+    assert all(job.min_slots > left for job in waiting), "nobody waits for slots that are free"
+    shuffled = data.draw(st.permutations(jobs))
+    assert decide(shuffled, hosts, 1000.0) == decided, "the order of the jobs means nothing"
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_higher_priority_never_brings_fewer_slots(data: st.DataObject) -> None:
+    jobs = [
+        Job(f"j{n}", float(n), LINEAR ** data.draw(st.floats(0.3, 0.9)),
+            data.draw(st.floats(100, 1e6)), max_slots=16)
+        for n in range(data.draw(st.integers(2, 6)))
+    ]  # fmt: skip
+    before = slots_of(decide(jobs, HOSTS, 100.0))
+    factor = data.draw(st.floats(1.1, 20))
+    raised = [dataclasses.replace(jobs[0], priority=factor), *jobs[1:]]
+    assert slots_of(decide(raised, HOSTS, 100.0))["j0"] >= before["j0"]
 
 
 def test_a_job_with_invalid_limits_is_refused() -> None:

@@ -2,8 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
+from typing import Any
 
-from hvd_elastic.records.summary import summarize
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_elastic.records.summary import RunSummary, summarize, take_event, take_events
 from tests.unit.records.sample_run import EXAMPLES, START, sample_events
 
 
@@ -143,3 +149,29 @@ def test_odd_fields_do_not_break_it() -> None:
         ]
     )
     assert run.hosts == [("n3", 2)]
+
+
+VALUES = st.none() | st.booleans() | st.text(max_size=2) | st.floats(allow_nan=True) | st.integers()
+FIELDS = st.dictionaries(
+    st.sampled_from(["step", "loss", "lr", "throughput", "data_wait", "global_batch_size", "a"]),
+    VALUES,
+)
+METRICS = st.builds(
+    lambda t, fields: {"t": t, "mono": 0.0, "kind": "metrics", **fields},
+    st.floats(0, 100),
+    st.just({"step": 3, "loss": 0.5, "throughput": 2.0, "data_wait": 0.25}) | FIELDS,
+)
+
+
+@given(st.lists(METRICS | st.just({"t": 9.0, "kind": "warning", "message": "w"}), max_size=40))
+def test_events_that_are_taken_together_tell_the_same(events: list[dict[str, Any]]) -> None:
+    events = [{"t": 0.0, "kind": "run_started"}, *events]
+    one_by_one, together = RunSummary(), RunSummary()
+    for event in events:
+        take_event(one_by_one, event)
+    take_events(together, events)
+    expected, found = asdict(one_by_one), asdict(together)
+    spent = expected.pop("spending"), found.pop("spending")
+    assert repr(found) == repr(expected)  # NaN is not equal to itself
+    for cause, times in spent[0]["by_cause"].items():
+        assert spent[1]["by_cause"][cause] == pytest.approx(times)

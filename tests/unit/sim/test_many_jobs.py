@@ -11,9 +11,11 @@ import pytest
 
 from hvd_elastic.errors import UsageError
 from hvd_elastic.policy.schedule.jobs import HostSlots
+from hvd_elastic.records.cluster import summarize_cluster
+from hvd_elastic.sim.jobs.fairness import EqualShares
 from hvd_elastic.sim.jobs.policies import POLICIES
 from hvd_elastic.sim.jobs.profiles import SubmittedJob, read_applications, read_workload
-from hvd_elastic.sim.jobs.run import simulate_jobs
+from hvd_elastic.sim.jobs.run import queue_events, simulate_jobs
 
 HOSTS = [HostSlots("a", 2), HostSlots("b", 2)]
 STEP_S, EPOCHS, STEPS = 0.5, 4, 1000
@@ -37,7 +39,8 @@ def profiles(tmp_path: Path) -> Path:
     columns = ["num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time"]
     write(app / "scalability.csv", columns, scales)
     for batch in (64, 256):
-        epochs = [[STEPS * (epoch + 1), 0, 0, 1.0, 0.0] for epoch in range(EPOCHS)]
+        ends = [STEPS * (epoch + 1) for epoch in range(EPOCHS)]
+        epochs = [[end, end, 0, 1.0, 0.0] for end in ends]
         columns = ["progress", "iteration", "metric", "grad_sqr", "grad_var"]
         write(app / f"validation-{batch}.csv", columns, epochs)
     limits = {"init_batch_size": 64, "max_batch_size": 256, "min_local_bsz": 8}
@@ -59,11 +62,41 @@ def test_first_come_first_served_takes_the_time_of_the_profile(profiles: Path) -
     assert outcome.completion_s["j2"] == pytest.approx(2 * alone_s, abs=60)
 
 
-@pytest.mark.parametrize("policy", ["goodput", "goodput-unknown", "sia", "equal", "tiresias"])
+@pytest.mark.parametrize("policy", list(POLICIES))
 def test_every_policy_ends_every_job(profiles: Path, policy: str) -> None:
     outcome = simulate_jobs(jobs(profiles, 6), HOSTS, POLICIES[policy], 30.0, 1.0)
     assert len(outcome.completion_s) == 6
     assert all(change.reason for change in outcome.changes)
+    assert outcome.mean_fairness <= outcome.worst_fairness
+
+
+def test_finish_time_fairness_is_relative_to_an_equal_share(profiles: Path) -> None:
+    application = read_applications(profiles)["app"]
+    shares = EqualShares(capacity=4, per_host=2, pause_s=0.0)
+    alone_s = STEPS * EPOCHS * STEP_S
+    assert shares.completion_s(application, 4) == pytest.approx(alone_s)
+    assert shares.completion_s(application, 2) == pytest.approx(alone_s / 2)
+    assert shares.completion_s(application, 8) == pytest.approx(2 * alone_s), "half a slot"
+    assert shares.completion_s(application, 8 / 3) == pytest.approx(alone_s / 1.5)
+    # Two jobs that ask for all slots: the second waits half of its time, in which there are two.
+    both = [SubmittedJob(f"j{n}", 0.0, application, 4, 64) for n in range(2)]
+    outcome = simulate_jobs(both, HOSTS, POLICIES["fifo"], 10.0, 0.0)
+    expected = outcome.completion_s["j1"] / (1.5 * alone_s / 4)
+    assert outcome.fairness["j1"] == pytest.approx(expected, rel=0.05)
+
+
+def test_what_happened_can_be_told_as_the_events_of_a_queue(profiles: Path) -> None:
+    outcome = simulate_jobs(jobs(profiles, 6), HOSTS, POLICIES["goodput"], 30.0, 1.0)
+    cluster = summarize_cluster(queue_events(outcome, HOSTS))
+    assert cluster.hosts == {"a": 2, "b": 2}
+    assert [job.status for job in cluster.jobs.values()] == ["succeeded"] * 6
+    for name, job in cluster.jobs.items():
+        assert job.ended_s == pytest.approx(outcome.completion_s[name])
+    held = sum(job.slot_s for job in cluster.jobs.values())
+    assert held == pytest.approx(outcome.slot_s, rel=0.01)
+    changes = [(made.at_s, made.job, made.after) for made in cluster.decisions]
+    told = [(change.at_s, change.job, change.slots) for change in outcome.changes]
+    assert sorted(changes) == sorted(told)
 
 
 def test_one_job_grows_to_the_whole_cluster(profiles: Path) -> None:

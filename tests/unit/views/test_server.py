@@ -18,6 +18,7 @@ import pytest
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.views import live
 from hvd_elastic.views.prometheus import FIGURES
 from hvd_elastic.views.server import Dashboard
 from tests.paths import ROOT
@@ -128,7 +129,7 @@ def test_a_part_of_a_chart_has_all_its_points(viewer: Viewer, folder: Path) -> N
     status, text, _ = viewer.get("/runs/digits-3/charts/loss?from=2000&to=2100.5")
     assert status == 200
     # and one beyond each end
-    assert json.loads(text)["y"] == list(range(999, 1102))
+    assert json.loads(text)["lines"] == [list(range(999, 1102))]
     assert viewer.get("/runs/digits-3/charts/position?from=0&to=1")[0] == 404
     assert viewer.get("/runs/digits-3/charts/loss?from=a&to=1")[0] == 400
 
@@ -321,3 +322,57 @@ def test_the_dashboard_for_grafana_asks_for_figures_that_there_are() -> None:
     assert len(json.loads(text)["panels"]) == 8
     assert asked <= FIGURES.keys()
     assert {"slots", "throughput_examples_per_second"} <= asked
+
+
+def test_runs_are_compared_on_one_page(viewer: Viewer, folder: Path) -> None:
+    other = sample_folder(folder.parent, "digits-4").path
+    status, page, _ = viewer.get("/compare?run=digits-3&run=digits-4")
+    assert status == 200
+    assert "<h1>digits-3 and digits-4</h1>" in page
+    news = viewer.stream("/compare/events?run=digits-3&run=digits-4")
+    _, before = next(news)
+    with EventLog(other / "events.jsonl") as log:
+        log.append("run_finished", {"status": "failed", "message": "", "steps": 1})
+    _, after = next(news)
+    assert before["html"]["runs"] != after["html"]["runs"]
+    assert "failed" in after["html"]["runs"]
+    status, text, _ = viewer.get("/compare/charts/loss?run=digits-3&run=digits-4&from=5&to=6")
+    found = json.loads(text)
+    assert (found["x"][0], found["x"][-1], len(found["lines"])) == (5.0, 6.0, 2)
+    assert found["lines"][0] == found["lines"][1]
+    assert viewer.get("/compare?run=digits-3")[:2] == (404, "choose 2 to 6 runs to compare, not 1")
+    assert viewer.get("/compare?run=digits-3&run=../x")[0] == 404
+    assert viewer.get("/compare?run=digits-3&run=no-such-run")[0] == 404
+
+
+def test_a_file_too_long_to_be_read_at_once_is_shown_as_it_is_read(
+    viewer: Viewer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_READ_S", 1e-4)  # a piece of 2 MB each time
+    begin = json.loads((folder / "events.jsonl").read_text().splitlines()[0])["t"]
+    number = 60_000
+    with (folder / "events.jsonl").open("a") as file:
+        for step in range(number):
+            spike = 9.0 if step == 31_234 else 1.0
+            event = {"t": begin + 100 + step, "kind": "metrics", "step": step + 1, "loss": step,
+                     "throughput": 7.0, "lr": 0.1, "spike": spike}  # fmt: skip
+            file.write(json.dumps(event) + "\n")
+        file.write('{"t": 5, "kind": "met')  # the leader's disk was full
+    status, page, _ = viewer.get("/runs/digits-3")
+    assert status == 200
+    assert "reading its events" in page
+    states: list[str] = []
+    data: dict[str, Any] = {}
+    for _, found in viewer.stream("/runs/digits-3/events"):
+        states.append(found["live"])
+        data = found.get("data", data)
+        if not found["live"].startswith("reading"):
+            break
+    assert len(states) > 1
+    charts = {chart["name"]: chart for chart in data["charts"]}
+    assert charts["loss"]["y"][-1] == number - 1
+    assert max(charts["spike"]["y"]) == 9.0, "a peak is not thinned out"
+    summary = viewer.server.runs.get("digits-3").read()
+    assert len(summary.series["loss"].values) < 45_000
+    status, text, _ = viewer.get("/runs/digits-3/charts/loss?from=30099.5&to=30200.5")
+    assert json.loads(text)["lines"] == [list(range(29_999, 30_102))], "read again in full detail"

@@ -8,15 +8,15 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 from typing_extensions import Self
 
 from hvd_elastic.install.prerequisites import find_program
 from hvd_elastic.virtual import VirtualCluster
-from tests.dist.running import processes_with
 
 START_S = 60.0
 DOWN_AFTER_S = 10
@@ -56,6 +56,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing_programs() -> list[str]:
+    """Return the programs of Slurm that this machine lacks."""
     programs = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
     return [name for name in programs if find_program(name) is None]
 
@@ -94,19 +95,28 @@ class SlurmCluster:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self.__exit__()
-            raise
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start all daemons, and wait until Slurm gives out the nodes."""
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End all daemons, and everything that was started in this Slurm."""
         with contextlib.suppress(subprocess.SubprocessError):
             self.call("scancel", "--me", check=False)
-        for process in processes_with("SLURM_CONF", str(self.config)):
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                process.kill()
+                if process.environ().get("SLURM_CONF") == str(self.config):
+                    process.kill()
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGKILL)
             daemon.wait()
@@ -131,6 +141,38 @@ class SlurmCluster:
         )
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done
+
+    @contextlib.contextmanager
+    def allocation(self, *options: str) -> Iterator[dict[str, str]]:
+        """Have this process be in an allocation, as a shell of salloc is; yields its variables."""
+        told = self.folder / "allocation"
+        told.unlink(missing_ok=True)
+        script = f"env -0 > {told}.new && mv {told}.new {told} && exec sleep 1000"
+        process = subprocess.Popen(
+            ["salloc", "--quiet", *options, "sh", "-c", script],
+            stdin=subprocess.DEVNULL,
+            env=self.environment,
+            start_new_session=True,
+        )
+        try:
+            deadline = time.monotonic() + START_S
+            while not told.exists():
+                assert process.poll() is None, "salloc has failed"
+                assert time.monotonic() < deadline, "no allocation"
+                time.sleep(0.02)
+            pairs = (each.split("=", 1) for each in told.read_text().split("\0") if each)
+            found = {name: value for name, value in pairs if name.startswith("SLURM_")}
+            with patch.dict(os.environ, found):
+                yield found
+        finally:
+            # The allocation ends with the command; salloc itself does not end at SIGTERM.
+            for child in psutil.Process(process.pid).children():
+                child.kill()
+            process.wait(START_S)
+
+    def jobs(self, name: str, *options: str) -> list[str]:
+        """Return the numbers of the jobs of that name."""
+        return self.call("squeue", "-h", f"--name={name}", "-o%A", *options).stdout.split()
 
     def states(self) -> dict[str, str]:
         """Return the state of each node."""

@@ -1,0 +1,303 @@
+"""Measures runs on the machines of an engine, beside the engine's own launcher, in one run.
+
+Run it: ``python benchmarks/engines.py --repetitions 3``. For each engine: the time from the command
+to the first finished step, the pause at a lost node, and the pause when one more joins. Virtual
+hosts stand for machines; the engine's daemons run on them and are started anew for each job, before
+its time begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.elasticity.rows import crash
+from benchmarks.elasticity.stage import Stage
+from benchmarks.testbed.command import (
+    Say,
+    at_least_one,
+    check_names,
+    names,
+    run_benchmark,
+)
+from benchmarks.testbed.environments import PeerMissingError
+from benchmarks.testbed.figures import Result, conditions, figure, table
+from benchmarks.testbed.hosts import Testbed
+from benchmarks.testbed.launchers import (
+    OUR_PROGRAM,
+    ROOT,
+    DriverJob,
+    FailedPlayError,
+    Job,
+    Launcher,
+    Order,
+)
+from benchmarks.testbed.marks import first_step
+from benchmarks.testbed.slurm import SlurmCluster, missing_programs
+
+_HOSTS = 3
+_LIMIT_S = 120.0
+_CASES = ("first step", "a node is lost", "a node joins")
+_NOTE = (
+    "Steps are padded to 15 ms. One round before the measured ones warms the file cache for all. A "
+    "lost node has all its processes killed at once."
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine with the launchers that are compared on it.
+
+    Attributes:
+        name: name for the table.
+        ours: ours, for each case.
+        theirs: the engine's own.
+        cannot: case → why the engine's own launcher is not measured in it.
+    """
+
+    name: str
+    ours: Mapping[str, Launcher]
+    theirs: Launcher
+    cannot: Mapping[str, str] = field(default_factory=dict)
+
+
+# -- Slurm -------------------------------------------------------------------------------------
+
+
+class _SlurmJob(DriverJob):
+    """A job on a Slurm of its own."""
+
+    def __init__(
+        self,
+        launcher: _OnSlurm,
+        bed: Testbed,
+        folder: Path,
+        order: Order,
+        slurm: SlurmCluster,
+    ) -> None:
+        self.slurm = slurm
+        command = launcher.command(bed, folder, order)
+        environment = {
+            **slurm.environment,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "HVD_ELASTIC_HOME": str(folder / "home"),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            # Without this setting an agent of torchrun that joins hangs for 60 s.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        super().__init__(launcher.name, bed, folder, order, command, environment)
+
+    def end(self) -> None:
+        super().end()
+        self.slurm.stop()
+
+
+class _OnSlurm(Launcher):
+    needs_nodes: ClassVar[int] = _HOSTS
+
+    def prepare(self) -> list[Path]:
+        if missing := missing_programs():
+            raise PeerMissingError(f"Slurm is not installed ({', '.join(missing)} missing)")
+        return super().prepare()
+
+    def launch(self, bed: Testbed, folder: Path, order: Order) -> Job:
+        slurm = SlurmCluster(bed.cluster, folder / "slurm")
+        slurm.start()
+        try:
+            # Nodes that the job does not begin with come when Slurm gets them.
+            for host in bed.hosts[self.needs_nodes :]:
+                slurm.call("scontrol", "update", f"nodename={host}", "state=drain", "reason=later")
+            return _SlurmJob(self, bed, folder, order, slurm)
+        except BaseException:
+            slurm.stop()
+            raise
+
+    def command(self, bed: Testbed, folder: Path, order: Order) -> list[str]:
+        """Return the command that starts the job."""
+        raise NotImplementedError
+
+
+def _allocated(*command: str) -> list[str]:
+    options = [f"--nodes={_HOSTS}", "--ntasks-per-node=1", "--no-kill", "--quiet"]
+    return ["salloc", *options, *command]
+
+
+def _training(folder: Path, order: Order) -> list[str]:
+    return ["-m", "benchmarks.testbed.marking", str(folder / "marks"), *order.training]
+
+
+class _Ours(_OnSlurm):
+    key = "ours"
+    name = "hvd-elastic run in salloc"
+    script = "train_ours.py"
+    is_ours = True
+
+    def command(self, bed: Testbed, folder: Path, order: Order) -> list[str]:
+        run = [*OUR_PROGRAM, "run", "--run-id", "bench", "--min-np", str(order.min_np), "--"]
+        return _allocated(*run, sys.executable, *_training(folder, order))
+
+
+class _OursSubmitted(_Ours):
+    key = "submitted"
+    name = "hvd-elastic slurm submit"
+    needs_nodes = _HOSTS - 1
+
+    def command(self, bed: Testbed, folder: Path, order: Order) -> list[str]:
+        submit = [*OUR_PROGRAM, "slurm", "submit", "--run-id", "bench"]
+        submit += ["--nodes", f"{_HOSTS - 1}-{_HOSTS}", "--"]
+        command = shlex.join([*submit, sys.executable, *_training(folder, order)])
+        # The command ends once the job is queued; the benchmark wants a process that does not.
+        waits = "while squeue -h --name=hvd-bench | grep -q .; do sleep 1; done"
+        return ["sh", "-c", f"{command} && {waits}"]
+
+
+class _Torchrun(_OnSlurm):
+    key = "torchrun"
+    name = "srun torchrun"
+    script = "train_torchrun.py"
+
+    def command(self, bed: Testbed, folder: Path, order: Order) -> list[str]:
+        torchrun = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{_HOSTS}"),
+            *("--nproc-per-node", "1", "--max-restarts", "100", "--rdzv-backend", "c10d"),
+            *("--rdzv-id", "bench"),
+            *("--rdzv-endpoint", f"{bed.cluster.address(bed.hosts[0])}:29400"),
+            *(*_training(folder, order), "--snapshot", str(folder / "snapshot")),
+        ]
+        # At its defaults srun ends all tasks once one has failed.
+        survives = ["--no-kill", "--wait=0", "--kill-on-bad-exit=0"]
+        return _allocated("srun", *survives, *torchrun)
+
+
+def _more_room(job: Job) -> float:
+    """Have Slurm get the third node; return when the run is given it [s, monotonic]."""
+    assert isinstance(job, _SlurmJob)
+    host = job.bed.hosts[-1]
+    job.slurm.call("scontrol", "update", f"nodename={host}", "state=resume")
+    # The time in the queue is not the run's.
+    return job.wait(
+        lambda: next(
+            (e["mono"] for e in job.events("hosts_changed") if len(e["hosts"]) == _HOSTS), None
+        ),
+        _LIMIT_S,
+        "Slurm did not grant the node",
+    )
+
+
+_OURS = _Ours()
+ENGINES = {
+    "slurm": Engine(
+        "Slurm",
+        {"first step": _OURS, "a node is lost": _OURS, "a node joins": _OursSubmitted()},
+        _Torchrun(),
+        {"a node joins": "an allocation cannot grow"},
+    ),
+}
+"""Engines by the name for ``--engines``."""
+
+
+# -- measuring ---------------------------------------------------------------------------------
+
+
+def _measure(stage: Stage, launcher: Launcher, case: str) -> float:
+    bed = stage.bed()
+    hosts = _HOSTS - 1 if case == "a node joins" else _HOSTS
+    order = Order(dict.fromkeys(bed.hosts[:hosts], 1), max_np=_HOSTS)
+    with stage.training(bed, launcher, order) as job:
+        if case == "first step":
+            first = first_step(job.marks.processes)
+            assert first is not None
+            return first - job.asked
+        if case == "a node is lost":
+            return stage.pause_s(job, crash(job), _HOSTS - 1, [(bed.hosts[2], 0)])
+        return stage.pause_s(job, _more_room(job), _HOSTS)
+
+
+def measure_engines(options: argparse.Namespace, say: Say) -> Result:
+    """Measure the cases of each engine, after one round that is not measured."""
+    check_names("--engines", options.engines, ENGINES)
+    load_before = os.getloadavg()
+    samples: dict[tuple[str, str, str], list[float]] = {}
+    failed: dict[tuple[str, str, str], str] = {}
+    with Stage(_LIMIT_S, hosts=_HOSTS) as stage:
+        for number in range(options.repetitions + 1):
+            for key, case, launcher in _plays(options.engines):
+                if number == 0 and case != "first step":
+                    continue
+                place = (key, case, launcher.name)
+                try:
+                    seconds = _measure(stage, launcher, case)
+                except FailedPlayError as error:
+                    failed[place] = error.short
+                    say(f"round {number}: {key}, {case}, {launcher.name}: {error}")
+                    continue
+                say(f"round {number}: {key}, {case}, {launcher.name}: {seconds:.2f} s")
+                if number:
+                    samples.setdefault(place, []).append(seconds)
+        hosts = stage.description
+    rows = []
+    for key, case, launcher in _plays(options.engines):
+        place = (key, case, launcher.name)
+        found = figure(samples.get(place, []))
+        rows.append(
+            {"engine": key, "case": case, "launcher": launcher.name}
+            | {"median_s": found.median_s, "min_s": found.min_s, "max_s": found.max_s}
+            | {"samples_s": found.samples_s, "failed": failed.get(place, "")}
+        )
+    for key in options.engines:
+        for case, why in ENGINES[key].cannot.items():
+            rows.append(
+                {"engine": key, "case": case, "launcher": ENGINES[key].theirs.name}
+                | {"failed": f"not measured: {why}"}
+            )
+    shown = [(row["engine"], row["case"], row["launcher"], _cell(row)) for row in rows]
+    headings = ("engine", "case", "launcher", "median (range)")
+    return Result(
+        "engines",
+        conditions(hosts, _NOTE, load_before),
+        {"rows": rows},
+        [table("On the machines of an engine", headings, shown)],
+    )
+
+
+def _cell(row: Mapping[str, object]) -> str:
+    samples = row.get("samples_s")
+    text = str(figure(samples)) if isinstance(samples, tuple) and samples else ""
+    return ", ".join(part for part in (text, str(row["failed"])) if part)
+
+
+def _plays(keys: Sequence[str]) -> Iterator[tuple[str, str, Launcher]]:
+    """Yield engine, case and launcher in the order of a round."""
+    for key in keys:
+        engine = ENGINES[key]
+        for case in _CASES:
+            if case in engine.ours:
+                yield key, case, engine.ours[case]
+            if case not in engine.cannot:
+                yield key, case, engine.theirs
+
+
+def main() -> int:
+    """Run the benchmark with its command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="engines.py", description=__doc__)
+    told = "measured rounds (3)"
+    parser.add_argument("--repetitions", "-n", type=at_least_one, default=3, help=told)
+    told = f"engines to measure ({','.join(ENGINES)})"
+    parser.add_argument("--engines", type=names, default=[*ENGINES], help=told)
+    with contextlib.suppress(BrokenPipeError):
+        return run_benchmark(parser, measure_engines)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Asks NVIDIA's management library (NVML) how busy the GPUs of a host are."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+from hvd_elastic.wire import messages as msg
+
+_LIBRARY = "libnvidia-ml.so.1"
+_MOST = 16
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+class Gpus:
+    """The GPUs of this host; there are none without a driver that works.
+
+    Args:
+        library: name of NVML's library.
+    """
+
+    def __init__(self, library: str = _LIBRARY) -> None:
+        self._handles: list[ctypes.c_void_p] = []
+        with contextlib.suppress(OSError, AttributeError):
+            self._nvml = ctypes.CDLL(library)
+            self._open()
+
+    def _open(self) -> None:
+        count = ctypes.c_uint()
+        if self._nvml.nvmlInit_v2() or self._nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return
+        for index in range(min(count.value, _MOST)):
+            handle = ctypes.c_void_p()
+            if not self._nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
+                self._handles.append(handle)
+
+    def look(self) -> list[msg.GpuSample]:
+        """Return the use of each GPU that answers."""
+        found = []
+        for handle in self._handles:
+            use, memory = _Utilization(), _Memory()
+            if self._nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(use)):
+                continue
+            if self._nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
+                continue
+            used = memory.used / max(1, memory.total)
+            found.append(msg.GpuSample(use.gpu / 100, round(used, 3), memory.total))
+        return found

@@ -1,0 +1,200 @@
+"""Implement ``hvd-elastic up``, ``down`` and ``hosts``: the daemon that shares a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hvd_elastic.errors import HvdElasticError, RunError
+
+if TYPE_CHECKING:
+    from hvd_elastic.jobs.place import ClusterFolder
+
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", "-c", envvar="HVD_ELASTIC_CLUSTER", help="name of the cluster, if several"
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
+_UP_S = 10.0
+_DOWN_S = 120.0
+_POLL_S = 0.05
+
+
+def up(
+    hostfile: Annotated[Path, typer.Argument(metavar="HOSTFILE", help="hosts and their slots")],
+    name: Annotated[
+        str | None, typer.Option("--name", help="name of the cluster (default: of the hostfile)")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="run in the background; see down and hosts")
+    ] = False,
+    ssh_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--ssh-config",
+            "-F",
+            envvar="HVD_ELASTIC_SSH_CONFIG",
+            help="ssh configuration (default: ~/.ssh/config)",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Share a cluster between jobs: start the daemon that decides which job holds which slots.
+
+    It ends with Ctrl-C or [bold]hvd-elastic down[/bold]. Jobs go on while it is not there, and the
+    next daemon takes them up.
+
+    Examples:
+      hvd-elastic up hosts --detach
+
+      hvd-elastic submit -- python train.py
+
+      hvd-elastic queue
+    """
+    from hvd_elastic.cli.run_options import check_ssh_config, ssh_config_for
+    from hvd_elastic.hosts.hostfile import parse_hostfile
+    from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile
+
+    check_ssh_config(ssh_config)
+    parse_hostfile(hostfile)  # an error is told before anything is made
+    place = ClusterFolder.create(name or name_of_hostfile(hostfile))
+    config = ssh_config_for(hostfile, ssh_config)
+    if detach:
+        _serve_in_background(place, hostfile.absolute(), config, as_json)
+    else:
+        _serve(place, hostfile.absolute(), config, lambda: _tell_up(place, as_json))
+
+
+def _serve(place: ClusterFolder, hostfile: Path, config: str | None, on_up: object) -> None:
+    from hvd_elastic.cli.leading import begin_leader
+    from hvd_elastic.jobs.daemon import Daemon
+
+    with place.lock():
+        daemon = Daemon(place, hostfile, config, begin_leader)
+        place.describe_daemon(hostfile)
+        assert callable(on_up)
+        on_up()
+        daemon.run()
+
+
+def _tell_up(place: ClusterFolder, as_json: bool) -> None:
+    told = place.daemon()
+    if as_json:
+        print(json.dumps({"cluster": place.name, **told, "folder": str(place.path)}), flush=True)
+        return
+    print(f"cluster {place.name} is up, with the hosts of {told.get('hostfile')}", flush=True)
+    print(
+        "submit jobs with: hvd-elastic submit -- python train.py   see them with: hvd-elastic "
+        "queue",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _serve_in_background(
+    place: ClusterFolder, hostfile: Path, config: str | None, as_json: bool
+) -> None:
+    """Fork the daemon and wait until it serves, or print why it does not."""
+    answer, to_terminal = os.pipe()
+    sys.stdout.flush()
+    if os.fork():
+        os.close(to_terminal)
+        with open(answer, "rb") as told:  # noqa: PTH123
+            said = told.read().decode(errors="replace")
+        if said == "up":
+            _tell_up(place, as_json)
+            return
+        raise RunError(said or f"the daemon ended before it served; see {place.log}")
+    os.close(answer)
+    os.setsid()
+    status = 1
+
+    def tell(text: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(to_terminal, text.encode())
+        os.close(to_terminal)
+
+    try:
+        log = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        _serve(place, hostfile, config, lambda: tell("up"))
+        status = 0
+    except HvdElasticError as error:
+        tell(str(error))
+    except BaseException:  # noqa: BLE001  (a forked child must not return into its parent's code)
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def down(
+    leave_jobs: Annotated[
+        bool, typer.Option("--leave-jobs", help="end the daemon only; its jobs go on")
+    ] = False,
+    cluster: ClusterOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """End the daemon of a cluster; its jobs end after a checkpoint, and go on at the next up.
+
+    Examples:
+      hvd-elastic down
+
+      hvd-elastic down --leave-jobs
+    """
+    from hvd_elastic.jobs.messages import Down
+    from hvd_elastic.jobs.place import open_cluster
+    from hvd_elastic.jobs.server import ask_daemon
+
+    place = open_cluster(cluster)
+    answer = ask_daemon(place, Down(leave_jobs))
+    if not as_json:
+        print(answer.message, flush=True)
+    deadline = time.monotonic() + _DOWN_S
+    while place.daemon_alive():
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"the daemon of cluster {place.name} still waits for jobs to end after "
+                f"{_DOWN_S:g} s; see: hvd-elastic queue --cluster {place.name}"
+            )
+        time.sleep(_POLL_S)
+    if as_json:
+        print(json.dumps({"ok": True, "message": answer.message, "jobs": answer.jobs}))
+
+
+def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
+    """Show the hosts of a cluster, and which job holds which slots.
+
+    Examples:
+      hvd-elastic hosts
+
+      hvd-elastic hosts --json
+    """
+    from hvd_elastic.jobs.messages import Hosts
+    from hvd_elastic.jobs.place import open_cluster
+    from hvd_elastic.jobs.server import ask_daemon
+
+    rows = ask_daemon(open_cluster(cluster), Hosts()).data
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    width = max([4, *(len(row["host"]) for row in rows)])
+    print(f"{'HOST':<{width}}  STATE  SLOTS  FREE  JOBS")
+    for row in rows:
+        free = row["slots"] - sum(row["jobs"].values())
+        jobs = ", ".join(f"{run_id}: {slots}" for run_id, slots in row["jobs"].items())
+        what = row["cause"] or jobs
+        print(f"{row['host']:<{width}}  {row['state']:<5}  {row['slots']:>5}  {free:>4}  {what}")

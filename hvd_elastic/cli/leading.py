@@ -1,0 +1,185 @@
+"""Lead a run in this process, or in one of its own that outlives this one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.hosts.engine import Engine
+from hvd_elastic.leader.spec import RunSpec, forwarded_environment
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.tensorboard import TensorBoardWriter
+
+STARTED = b"started"
+"""What a leader in the background sends when the run has begun."""
+
+
+def lead(
+    spec: RunSpec,
+    folder: RunFolder,
+    *,
+    resumed: bool,
+    json_output: bool,
+    forget: bool = False,
+    on_start: Callable[[], None] = lambda: None,
+    engine: Engine | None = None,
+) -> int:
+    """Lead a run to its end; return the exit status.
+
+    Args:
+        spec: specification of the run.
+        folder: run folder.
+        resumed: whether the run had a leader before.
+        json_output: print every event as a JSON line.
+        forget: remove the folder if another leader leads the run and this one started nothing.
+        on_start: called at each event; the first call means that the run has begun.
+        engine: has the hosts of the run; None: they are found as its specification says.
+    """
+    from hvd_elastic.leader.leader import Leader
+    from hvd_elastic.views.terminal import LastingView, unless_nobody_reads
+
+    def warn(message: str) -> None:
+        show_event({"t": time.time(), "kind": "warning", "message": message})
+
+    environment = forwarded_environment(os.environ)
+    if spec.engine == "slurm":
+        from hvd_elastic.slurm.allocation import own_allocation
+        from hvd_elastic.slurm.commands import clean_environment
+        from hvd_elastic.slurm.engine import SlurmEngine
+
+        engine = engine or SlurmEngine(folder, own_allocation(os.environ))
+        # Workers have the variables of their own node's step.
+        environment = clean_environment(environment)
+        spec = replace(spec, hostfile=str(folder.hosts))
+    with (
+        folder.take_lead(),
+        LastingView(live=False if json_output else None) as view,
+        TensorBoardWriter(folder.tensorboard, warn) as board,
+    ):
+
+        def show_event(event: Any) -> None:
+            on_start()
+            if json_output:
+                with unless_nobody_reads():
+                    print(json.dumps(event), flush=True)
+            else:
+                view.show(event)
+            if spec.tensorboard:
+                board.note(event)
+
+        def show_output(host: str, slot: int, line: str) -> None:
+            if not json_output:
+                view.print(f"[{host}:{slot}] {line}")
+
+        leader = Leader(
+            spec, folder, environment, show_event, show_output, resumed=resumed, engine=engine
+        )
+        finish = leader.run()
+    if finish.status == "failed" and any(folder.logs.iterdir()):
+        print(f"logs of the workers: {folder.logs}", file=sys.stderr)
+    if leader.gave_way and forget:
+        shutil.rmtree(folder.path, ignore_errors=True)
+    return {"succeeded": 0, "stopped": 130}.get(finish.status, 1)
+
+
+def fork_leader(
+    spec: RunSpec,
+    folder: RunFolder,
+    *,
+    resumed: bool,
+    prepare: Callable[[], Callable[[bytes], None]],
+) -> int:
+    """Fork a leader in a session of its own, whose output goes to leader.log.
+
+    Args:
+        spec: specification of the run.
+        folder: run folder.
+        resumed: whether the run had a leader before.
+        prepare: called first in the new process; returns a function that is told :data:`STARTED`
+            once the run has begun, or the exit status and the error if it does not begin.
+
+    Returns:
+        The process id of the leader.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        os.setsid()
+        tell = prepare()
+        log = os.open(folder.leader_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.environ.pop("COLUMNS", None)
+        status = _lead_or_tell(spec, folder, resumed, tell)
+    except BaseException:  # noqa: BLE001  (a forked child must not return into its parent's code)
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _lead_or_tell(
+    spec: RunSpec, folder: RunFolder, resumed: bool, tell: Callable[[bytes], None]
+) -> int:
+    started = False
+
+    def on_start() -> None:
+        nonlocal started
+        if not started:
+            started = True
+            tell(STARTED)
+
+    try:
+        return lead(spec, folder, resumed=resumed, json_output=False, on_start=on_start)
+    except HvdElasticError as error:
+        if started:
+            print(f"error: {error}", file=sys.stderr)
+        else:  # the run may have another leader, whose log it is
+            tell(f"{error.exit_status} error: {error}".encode())
+        return error.exit_status
+
+
+def begin_leader(
+    spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resumed: bool
+) -> int:
+    """Fork a leader from a daemon; return its process id.
+
+    Args:
+        spec: specification of the run.
+        folder: run folder.
+        environment: environment of the leader, which passes it on to the workers.
+        resumed: whether the run had a leader before.
+    """
+    home = os.environ.get("HVD_ELASTIC_HOME")
+
+    def prepare() -> Callable[[bytes], None]:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # The lock, the socket and the database stay the daemon's alone.
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        with contextlib.suppress(OSError):  # the agents say that the folder is missing
+            os.chdir(spec.cwd)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.environ.pop("HVD_ELASTIC_HOME", None)
+        if home is not None:
+            os.environ["HVD_ELASTIC_HOME"] = home
+        return lambda text: None if text == STARTED else print(text.decode(), file=sys.stderr)
+
+    return fork_leader(spec, folder, resumed=resumed, prepare=prepare)

@@ -1,0 +1,286 @@
+"""Implement ``hvd-elastic slurm``: submit a run, and lead it in the first of its allocations."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from hvd_elastic.cli.leading import lead
+from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.run_options import RunOptions, takes_options
+from hvd_elastic.config import home, runs_folder
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.hosts.hostfile import Host, Hostfile
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.run_folder import RunFolder, new_run_id
+from hvd_elastic.records.summary import summarize
+from hvd_elastic.slurm.allocation import Allocation, own_allocation
+from hvd_elastic.slurm.batch import Submission, parse_nodes
+from hvd_elastic.slurm.commands import call, require_commands
+from hvd_elastic.slurm.engine import SlurmEngine
+from hvd_elastic.slurm.growth import Growth, growing
+
+_STOPPED = 130
+
+slurm = typer.Typer(
+    name="slurm",
+    help="Submit a run to Slurm, which grows and shrinks by allocations.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+)
+
+
+@slurm.callback()
+def group() -> None:
+    """Submit a run to Slurm, which grows and shrinks by allocations."""
+
+
+@dataclass(frozen=True)
+class SubmitOptions(RunOptions):
+    """The options of ``slurm submit``: those of a run, and those of its allocations."""
+
+    nodes: Annotated[
+        str | None,
+        typer.Option("--nodes", "-N", help="fewest and most nodes, such as 2-8", metavar="N[-M]"),
+    ] = None
+    slots_per_node: Annotated[
+        int, whole_number_option("--slots-per-node", help="processes on each node")
+    ] = 1
+    time: Annotated[
+        str | None,
+        typer.Option(
+            "--time", "-t", help="time limit of each allocation, as for sbatch", metavar="TIME"
+        ),
+    ] = None
+    partition: Annotated[
+        str | None, typer.Option("--partition", "-p", help="partition of the nodes")
+    ] = None
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="further option for sbatch, such as --account=vision; may be repeated",
+            metavar="OPTION",
+        ),
+    ] = None
+    leave_before_s: Annotated[
+        float,
+        number_option(
+            "--leave-before", help="seconds before its time limit that an allocation is left"
+        ),
+    ] = 120.0
+    give_back_after_s: Annotated[
+        float,
+        number_option(
+            "--give-back-after",
+            help="seconds after which a further node that --policy goodput leaves unused is "
+            "given back",
+        ),
+    ] = 120.0
+    resume: Annotated[
+        str | None, typer.Option(help="submit a stopped run again, which goes on", metavar="RUN")
+    ] = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the batch scripts, and submit nothing")
+    ] = False
+    json_output: Annotated[
+        bool, typer.Option("--json", help="print the run id and the number of the job as JSON")
+    ] = False
+
+    @functools.cached_property
+    def allocation(self) -> Allocation:
+        """Return the most nodes that the run may get, under names of no meaning."""
+        if self.nodes is None:
+            raise UsageError("say how many nodes the run may have: --nodes 2-8")
+        _, most = parse_nodes(self.nodes)
+        hosts = (Host(f"node{n}", slots=self.slots_per_node) for n in range(1, most + 1))
+        return Allocation("", tuple(hosts))
+
+    def hosts(self) -> Hostfile:
+        """Return those nodes, named for messages."""
+        return Hostfile(self.allocation.hosts, f"--nodes {self.nodes}")
+
+    def submission(self, run_id: str) -> Submission:
+        """Return what is submitted.
+
+        Raises:
+            UsageError: an option is not valid.
+        """
+        least, most = parse_nodes(self.nodes or "")
+        found = Submission(
+            run_id=run_id,
+            least=least,
+            most=most,
+            folder=str(runs_folder() / run_id / "slurm"),
+            cwd=str(Path.cwd()),
+            python=sys.executable,
+            home=str(home().absolute()),
+            slots_per_node=self.slots_per_node,
+            time=self.time,
+            partition=self.partition,
+            leave_before_s=self.leave_before_s,
+            give_back_after_s=self.give_back_after_s,
+            sbatch=tuple(self.sbatch or ()),
+        )
+        found.check()
+        return found
+
+
+_NOT_HERE = ("hostfile", "slurm", "detach", "ssh_config", "mpi", "pin_hosts", "input_hosts")
+"""Options of a run that say where its hosts come from, or name hosts that nobody knows yet."""
+
+
+@slurm.command("submit", context_settings={"allow_interspersed_args": False})
+@takes_options(SubmitOptions, but=_NOT_HERE)
+def submit(_context: typer.Context, options: SubmitOptions) -> None:
+    """Submit a run: begin with the fewest nodes, and take further ones as Slurm grants them.
+
+    Each further node is an allocation of its own, which joins the running training, and is
+    cancelled when [bold]--policy goodput[/bold] does not want it. Before the time limit of the
+    first allocation the run writes a checkpoint, and goes on in the next one by itself.
+
+    Examples:
+      hvd-elastic slurm submit --nodes 2-8 --time 4:00:00 -- python train.py
+
+      hvd-elastic slurm submit --nodes 2-8 --slots-per-node 4 --sbatch --gpus-per-node=4
+      --policy goodput --run-id resnet -- python train.py
+
+      hvd-elastic slurm submit --nodes 2 --dry-run -- python train.py
+
+      hvd-elastic slurm submit --resume resnet
+    """
+    if options.resume is not None:
+        folder, submission = _submitted(options.resume)
+        if options.command or options.nodes:
+            raise UsageError(
+                f"--resume {folder.run_id} submits the run again as it was; leave --nodes and the "
+                "command out"
+            )
+    else:
+        options.check()
+        spec = options.spec()
+        submission = options.submission(options.run_id or new_run_id())
+        if options.dry_run:
+            print(submission.first())
+            if submission.most > submission.least:
+                print(f"# --- for each further node ---\n{submission.further()}", end="")
+            return
+        require_commands("sbatch", "squeue", "scancel")
+        folder = RunFolder.create(
+            submission.run_id, {**spec.as_dict(), "slurm": submission.as_dict()}
+        )
+    try:
+        submission.write_scripts()
+        job_id = _sbatch(submission)
+    except RunError:
+        if options.resume is None:
+            shutil.rmtree(folder.path, ignore_errors=True)  # so that the id stays free
+        raise
+    if options.json_output:
+        print(json.dumps({"run_id": folder.run_id, "job_id": job_id}))
+        return
+    print(folder.run_id)
+    print(
+        f"job {job_id} begins run {folder.run_id} on {submission.least} of at most "
+        f"{submission.most} nodes: hvd-elastic status {folder.run_id}, squeue --me. Output: "
+        f"{submission.folder}/slurm-{job_id}.log",
+        file=sys.stderr,
+    )
+
+
+@slurm.command("lead", hidden=True)
+def lead_in_allocation(run_id: str) -> None:
+    """Lead a submitted run in the allocation that this process runs in (for the batch script)."""
+    folder, submission = _submitted(run_id)
+    past = summarize(folder.read_events())
+    if past.status == "succeeded":
+        print(f"run {run_id} has finished: there is nothing to go on with")
+        return
+    spec = RunSpec.from_dict(folder.read_run(), run_id)
+    allocation = own_allocation(os.environ, submission.slots_per_node)
+    engine = SlurmEngine(folder, allocation)
+    growth = Growth(engine, submission, spec, _tell)
+    growth.adopt()
+    with _time_limit() as limit, growing(growth, folder, _tell):
+        resumed = past.attempts > 0
+        status = lead(spec, folder, resumed=resumed, json_output=False, engine=engine)
+    if status == _STOPPED and limit.is_near:
+        reached = summarize(folder.read_events()).steps
+        if reached <= past.steps:
+            growth.end()
+            raise RunError(
+                f"no step was trained within the time limit of job {allocation.job_id}, so the "
+                "run is not submitted again. Give more time: hvd-elastic slurm submit --time"
+            )
+        job_id = _sbatch(submission)
+        _tell(f"step {reached} is reached, and job {job_id} goes on with the run")
+        return
+    growth.end()
+    raise typer.Exit(status)
+
+
+def _submitted(run_id: str) -> tuple[RunFolder, Submission]:
+    """Return a submitted run, and how it was submitted."""
+    try:
+        folder = RunFolder.open(run_id)
+    except RunError as error:
+        raise RunError(
+            f"{error}\nA run on Slurm needs a folder that all nodes see: set HVD_ELASTIC_HOME to "
+            f"one before it is submitted ({os.uname().nodename} looks in {runs_folder()})"
+        ) from error
+    fields = folder.read_run().get("slurm")
+    if fields is None:
+        raise RunError(
+            f"run {run_id} was not submitted to Slurm. Go on with it inside an allocation: "
+            f"hvd-elastic run --resume {run_id}"
+        )
+    try:
+        return folder, msgspec.convert(fields, Submission)
+    except ValueError as error:
+        raise RunError(f"run {run_id}: its run.json cannot be used ({error})") from error
+
+
+def _sbatch(submission: Submission) -> str:
+    """Submit the first allocation of a run; return the number of its job."""
+    printed = call("sbatch", "--parsable", str(submission.first_script))
+    return printed.strip().partition(";")[0]
+
+
+def _tell(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  slurm: {text}", flush=True)
+
+
+@dataclass
+class _TimeLimit:
+    is_near: bool = False
+
+
+@contextmanager
+def _time_limit() -> Iterator[_TimeLimit]:
+    """Have the run stop, and write a checkpoint, when Slurm announces its time limit."""
+    limit = _TimeLimit()
+
+    def announce(_number: int, _frame: Any) -> None:
+        if not limit.is_near:
+            limit.is_near = True
+            _tell("the time limit is near, so the run stops here and goes on in another job")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGUSR1, announce)
+    try:
+        yield limit
+    finally:
+        signal.signal(signal.SIGUSR1, before)

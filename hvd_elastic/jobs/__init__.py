@@ -1,0 +1,1 @@
+"""The queue of a cluster: a daemon that decides which jobs hold which slots, and its records."""

@@ -1,0 +1,434 @@
+"""The daemon of a cluster: decides which job holds which slots, and keeps runs and queue in step.
+
+It has one thread. All that it needs to go on is in the store, in the run folders and in the
+hostfiles of the jobs, so it may be killed at any moment; the runs have leaders of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import count
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.jobs.grants import Claim, grant_slots
+from hvd_elastic.jobs.health import HostHealth
+from hvd_elastic.jobs.job import Job, JobStatus, StopReason
+from hvd_elastic.jobs.messages import (
+    Answer,
+    Cancel,
+    Down,
+    Hosts,
+    Request,
+    Requeue,
+    SetPriority,
+    Submit,
+)
+from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.jobs.queue import JobQueue, jobs_words
+from hvd_elastic.jobs.runs import BeginLeader, JobRuns
+from hvd_elastic.jobs.scheduling import Candidate, Plan, plan_slots
+from hvd_elastic.jobs.server import RequestServer
+from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.leader.hostfile_watch import HostfileWatch
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.policy.schedule.jobs import HostSlots
+from hvd_elastic.records.json_lines import EventLog
+
+_LOOK_S = 0.2
+"""Time between two looks at the runs [s]."""
+_IDLE_LOOK_S = 1.0
+"""The same while no job runs [s]."""
+_DECIDE_S = 10.0
+"""Longest time between two decisions while jobs run [s]; most follow an event."""
+_MOST_LEADER_LOSSES = 5
+"""Leaders of a run that may die in a row without a step of training in between."""
+_ETA_MOVED_S = 5.0
+"""Change of an expected time that is stored [s]."""
+
+
+@dataclass
+class _Losses:
+    """Deaths of a run's leader in a row."""
+
+    number: int = 0
+    again_at: float = 0.0
+
+
+class Daemon:
+    """The daemon of one cluster.
+
+    Args:
+        place: folder of the cluster, whose lock the caller holds.
+        hostfile: the cluster's hostfile; it is read again whenever it is saved.
+        ssh_config: ssh configuration of the cluster; None: the user's own.
+        begin_leader: starts the leader of a run in a process of its own.
+
+    Raises:
+        HostfileError: the hostfile cannot be used.
+        StoreError: the database cannot be used.
+    """
+
+    def __init__(
+        self,
+        place: ClusterFolder,
+        hostfile: Path,
+        ssh_config: str | None,
+        begin_leader: BeginLeader,
+    ) -> None:
+        self._place = place
+        watched = RunSpec(("true",), "/", hostfile=str(hostfile))
+        self._hostfile = HostfileWatch(watched, self._warn)
+        self._hostfile.read()
+        self._store = JobStore.create(place.database)
+        self._events = EventLog(place.events)
+        self._queue = JobQueue(self._store, self._emit)
+        self._runs = JobRuns(place, ssh_config, begin_leader)
+        self._health = HostHealth(hostfile, ssh_config)
+        self._server = RequestServer(place, self._handle)
+        self._wanted: dict[int, dict[str, int]] = {}
+        self._decided: dict[str, Any] = {}
+        self._losses: dict[int, _Losses] = {}
+        self._decide_at = 0.0
+        self._down: Down | None = None
+        self._warned = ""
+
+    def run(self) -> None:
+        """Serve until ``down`` or a signal asks for the end."""
+        self._tell_hosts()
+        for job in self._queue.with_status(JobStatus.RUNNING):
+            self._wanted[job.number] = dict(job.held)
+            self._runs.take_up(job, self._hosts.values())
+        with self._signals():
+            while not self._is_over():
+                timeout_s = _IDLE_LOOK_S
+                try:
+                    timeout_s = self._look()
+                    self._warned = ""
+                except RunError as error:  # a full disk, most likely: the jobs go on meanwhile
+                    self._warn(str(error))
+                self._server.serve(timeout_s)
+        self._server.close()
+        self._health.close()
+        self._events.close()
+        self._store.close()
+
+    def _is_over(self) -> bool:
+        if self._down is None:
+            return False
+        return self._down.leave_jobs or not self._queue.with_status(JobStatus.RUNNING)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Have SIGTERM, SIGINT and SIGHUP end the daemon and leave the jobs; SIGCHLD wakes it."""
+        read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._server.watch(read_end)
+
+        def end(_number: int, _frame: Any) -> None:
+            self._down = Down(leave_jobs=True)
+
+        handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), end)
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(read_end)
+            os.close(write_end)
+
+    # -- one look --------------------------------------------------------------------------
+
+    def _look(self) -> float:
+        """Do what is due; return how long to wait until the next look [s]."""
+        if self._hostfile.changed():
+            self._tell_hosts()
+            self._queue.changed = True
+        self._health.look(time.monotonic(), self._host_returned)
+        now = time.time()
+        for job in self._queue.with_status(JobStatus.RUNNING):
+            self._look_at_run(job)
+        if self._queue.changed or now >= self._decide_at:
+            self._queue.changed = False
+            self._decide_at = now + _DECIDE_S
+            self._decide(now)
+        self._move_slots()
+        busy = self._queue.with_status(JobStatus.RUNNING) or self._queue.changed
+        return _LOOK_S if busy else _IDLE_LOOK_S
+
+    def _look_at_run(self, job: Job) -> None:
+        """Follow the run of a job; act on its end."""
+        progress = self._runs.progress(job)
+        led = self._runs.is_led(job)  # before reading, so that its last events are read too
+        self._queue.changed |= progress.poll()
+        for host, cause in progress.take_lost().items():
+            if host in self._hosts and host not in self._health.lost:
+                self._health.host_lost(host, cause, time.monotonic())
+                self._queue.changed = True
+        self._runs.release(job)
+        if led:
+            if job.stop is not None:
+                self._runs.stop(job, f"{job.stop.value} asked for by the queue")
+            if progress.trained_at is not None:
+                self._losses.pop(job.number, None)
+            return
+        ending = progress.ending
+        if ending is not None and ending.at >= (job.started_at or 0.0):
+            self._run_ended(job, ending.status, ending.message)
+        elif progress.began_at is None or progress.began_at < (job.started_at or 0.0):
+            self._run_ended(job, "failed", self._runs.why_not_begun(job))
+        else:
+            self._lead_on(job)
+
+    def _host_returned(self, _host: str) -> None:
+        self._queue.changed = True
+
+    def _run_ended(self, job: Job, status: str, message: str) -> None:
+        retries, failures = job.request.retries, job.failures
+        self._wanted.pop(job.number, None)
+        if status == "succeeded":
+            ended = self._queue.ended(job, JobStatus.SUCCEEDED, message)
+        elif job.stop is StopReason.CANCEL:
+            ended = self._queue.ended(job, JobStatus.CANCELLED, job.reason.partition(":")[0])
+        elif status == "stopped" and job.stop is StopReason.REQUEUE:
+            self._queue.put_back(job, job.reason)
+            self._runs.release(job, ended=True)
+            return
+        elif status == "stopped":
+            ended = self._queue.ended(job, JobStatus.CANCELLED, "its run was stopped by its user")
+        elif failures < retries:
+            why = f"failed, and is tried again ({failures + 1} of {retries}): {message}"
+            self._queue.put_back(job, why, failed=True)
+            self._runs.release(job, ended=True)
+            return
+        else:
+            tried = f" ({count(failures + 1, 'attempt')})" if retries else ""
+            ended = self._queue.ended(job, JobStatus.FAILED, f"{message}{tried}")
+        self._runs.forget(ended)
+        self._losses.pop(job.number, None)
+
+    def _lead_on(self, job: Job) -> None:
+        """Start another leader for a run whose leader has died."""
+        losses = self._losses.setdefault(job.number, _Losses())
+        now = time.monotonic()
+        if losses.number >= _MOST_LEADER_LOSSES:
+            message = f"its leader died {losses.number} times in a row without training"
+            self._run_ended(job, "failed", message)
+        elif now >= losses.again_at:
+            losses.number += 1
+            losses.again_at = now + 2.0**losses.number
+            self._runs.progress(job).trained_at = None
+            self._start(job, job.run_id, job.held)
+
+    def _start(self, job: Job, run_id: str, held: Mapping[str, int]) -> None:
+        started = self._queue.started(job, run_id, held)
+        environment = self._store.environment(started)
+        try:
+            self._runs.start(started, self._hosts.values(), environment)
+        except RunError as error:
+            self._run_ended(started, "failed", str(error))
+
+    # -- decisions -------------------------------------------------------------------------
+
+    def _decide(self, now: float) -> None:
+        if self._down is not None:
+            self._stop_all()
+            return
+        ready = self._queue.ready()
+        running = self._queue.with_status(JobStatus.RUNNING)
+        candidates = [Candidate(job, self._runs.progress(job)) for job in running if not job.stop]
+        candidates += [
+            Candidate(job, self._runs.progress(job) if job.attempts else None) for job in ready
+        ]
+        reserved = self._reserved([job for job in running if job.stop])
+        hosts = [
+            HostSlots(name, slots - reserved.get(name, 0))
+            for name, slots in self._usable_hosts().items()
+        ]
+        plan = plan_slots(candidates, [host for host in hosts if host.slots > 0], now)
+        self._adopt(plan, [each.job for each in candidates])
+
+    def _adopt(self, plan: Plan, jobs: list[Job]) -> None:
+        changed = []
+        for job in jobs:
+            number = job.number
+            slots, reason, eta = plan.slots[number], plan.reasons[number], plan.etas.get(number)
+            self._wanted[number] = slots
+            stop = job.stop
+            if job.status is JobStatus.RUNNING and not slots:
+                stop, reason = StopReason.REQUEUE, f"preempted: {reason}"
+                self._wanted.pop(number)
+            if (stop, reason) != (job.stop, job.reason) or _moved(eta, job.eta):
+                changed.append(replace(job, stop=stop, reason=reason, eta=eta))
+        self._queue.update(changed)
+        if any(job.stop for job in changed):
+            self._queue.changed = True
+        waiting = [number for number, slots in plan.slots.items() if not slots]
+        fields = {
+            "allocations": {n: slots for n, slots in plan.slots.items() if slots},
+            "reasons": plan.reasons
+            if len(waiting) <= 100
+            else {n: reason for n, reason in plan.reasons.items() if plan.slots[n]},
+            "queued": waiting,
+        }
+        told = {key: fields[key] for key in ("allocations", "queued")}
+        if told != self._decided:
+            self._decided = told
+            self._emit("jobs_decided", fields)
+
+    def _stop_all(self) -> None:
+        """Have all runs end after a checkpoint, to be continued by the next daemon."""
+        stopping = [
+            replace(job, stop=StopReason.REQUEUE, reason="the cluster was taken down")
+            for job in self._queue.with_status(JobStatus.RUNNING)
+            if not job.stop
+        ]
+        self._queue.update(stopping)
+
+    def _reserved(self, jobs: list[Job]) -> dict[str, int]:
+        """Return the slots of jobs that are about to end."""
+        found: dict[str, int] = {}
+        for job in jobs:
+            for host, slots in job.held.items():
+                found[host] = found.get(host, 0) + slots
+        return found
+
+    def _usable_hosts(self) -> dict[str, int]:
+        """Return the slots of the hosts that no run has lost."""
+        lost = self._health.lost
+        return {host.name: host.slots for host in self._hosts.values() if host.name not in lost}
+
+    def _move_slots(self) -> None:
+        """Give the slots that are free to those that are to have them, and start jobs."""
+        active = self._queue.active
+        claims: dict[str, Claim] = {}
+        for job in active.values():
+            if job.status is JobStatus.RUNNING:
+                occupied = self._runs.progress(job).occupied
+                wanted = job.held if job.stop else self._wanted.get(job.number, job.held)
+                claims[str(job.number)] = Claim(wanted, job.held, occupied, job.request.min_np)
+            elif self._wanted.get(job.number):
+                wanted = self._wanted[job.number]
+                claims[str(job.number)] = Claim(wanted, {}, {}, job.request.min_np)
+        slots = {host.name: host.slots for host in self._hosts.values()}
+        granted = grant_slots(claims, slots)
+        for name, held in granted.items():
+            job = active[int(name)]
+            if job.status is JobStatus.RUNNING:
+                if held != job.held and held:
+                    changed = replace(job, held=held)
+                    self._queue.update([changed])
+                    self._runs.write_hostfile(changed, self._hosts.values())
+            elif sum(held.values()) >= job.request.min_np and self._down is None:
+                self._start(job, self._runs.free_run_id(job), held)
+
+    @property
+    def _hosts(self) -> Mapping[str, Host]:
+        """Hosts of the cluster by name."""
+        return self._hostfile.hosts
+
+    # -- requests --------------------------------------------------------------------------
+
+    def _handle(self, request: Request) -> Answer:
+        queue = self._queue
+        match request:
+            case Submit(jobs, environment):
+                self._refuse_too_large(request)
+                added = queue.add(jobs, environment)
+                return Answer(
+                    f"submitted {jobs_words(added)}",
+                    jobs=[j.number for j in added],
+                    data=[job.run_id for job in added],
+                )
+            case Cancel(jobs, by):
+                ended, stopping = queue.cancel(jobs, by)
+                parts = [f"cancelled {jobs_words(ended)}"] if ended else []
+                parts += [f"ending {jobs_words(stopping)} after a checkpoint"] if stopping else []
+                return Answer("; ".join(parts), jobs=[j.number for j in [*ended, *stopping]])
+            case Requeue(jobs, environment, after):
+                changed = queue.requeue(jobs, environment, after)
+                return Answer(
+                    f"queued {jobs_words(changed)} again", jobs=[j.number for j in changed]
+                )
+            case SetPriority(jobs, priority):
+                changed = queue.set_priority(jobs, priority)
+                words = f"{jobs_words(changed)}: priority {priority:g}"
+                return Answer(words, jobs=[job.number for job in changed])
+            case Down(leave_jobs):
+                self._down = request
+                queue.changed = True
+                running = queue.with_status(JobStatus.RUNNING)
+                what = "goes on" if leave_jobs else "ends after a checkpoint, and is queued"
+                told = f"; {jobs_words(running)} {what}" if running else ""
+                return Answer(f"the daemon ends{told}", jobs=[job.number for job in running])
+            case Hosts():
+                return Answer("", data=self._host_rows())
+
+    def _refuse_too_large(self, request: Submit) -> None:
+        hosts = self._hosts
+        slots = sum(host.slots for host in hosts.values())
+        for job in request.jobs:
+            if job.min_np > slots:
+                raise RunError(
+                    f"job {job.name} needs {count(job.min_np, 'slot')}, and cluster "
+                    f"{self._place.name} has {slots} on {count(len(hosts), 'host')}. "
+                    "Lower --min-np or --np, or add hosts to its hostfile first."
+                )
+
+    def _host_rows(self) -> list[dict[str, Any]]:
+        lost = self._health.lost
+        rows = []
+        for host in self._hosts.values():
+            jobs = {
+                job.run_id: job.held[host.name]
+                for job in self._queue.active.values()
+                if job.held.get(host.name)
+            }
+            cause = lost.get(host.name)
+            state = "up" if cause is None else "lost"
+            rows.append(
+                {
+                    "host": host.name,
+                    "slots": host.slots,
+                    "state": state,
+                    "jobs": jobs,
+                    "cause": cause,
+                }
+            )
+        return rows
+
+    # -- records ---------------------------------------------------------------------------
+
+    def _tell_hosts(self) -> None:
+        slots = {host.name: host.slots for host in self._hosts.values()}
+        self._emit("cluster_hosts", {"hosts": slots})
+
+    def _emit(self, kind: str, fields: Mapping[str, Any]) -> None:
+        try:
+            self._events.append(kind, fields)
+        except RunError as error:  # the first of several that are lost
+            self._warn(str(error))
+
+    def _warn(self, message: str) -> None:
+        if message != self._warned:
+            self._warned = message
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            sys.stderr.write(f"{stamp} warning: {message}\n")
+            sys.stderr.flush()
+
+
+def _moved(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is not other
+    return abs(one - other) > _ETA_MOVED_S

@@ -1,0 +1,108 @@
+"""Which hosts of a cluster can be used: runs tell which are lost, and those are tried again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+_RETRY_S = (0.0, 2.0, 5.0, 10.0, 30.0)
+"""Time to the next try of a lost host after 0, 1, 2, … tries [s]."""
+_LOGIN_S = 10.0
+"""How long a try may take [s]."""
+
+
+@dataclass
+class _Lost:
+    cause: str
+    tries: int
+    try_at: float
+
+
+class HostHealth:
+    """The lost hosts of a cluster; a command on each of them tells when it can be used again.
+
+    Args:
+        hostfile: hostfile of the cluster.
+        ssh_config: its ssh configuration; None: the user's own.
+    """
+
+    def __init__(self, hostfile: Path, ssh_config: str | None) -> None:
+        self._hostfile = hostfile
+        self._options = [] if ssh_config is None else ["--ssh-config", ssh_config]
+        self._lost: dict[str, _Lost] = {}
+        self._trial: tuple[subprocess.Popen[bytes], IO[bytes], list[str]] | None = None
+
+    @property
+    def lost(self) -> Mapping[str, str]:
+        """Lost hosts, with the cause."""
+        return {host: lost.cause for host, lost in self._lost.items()}
+
+    def host_lost(self, host: str, cause: str, now: float) -> None:
+        """Note that a run has lost a host."""
+        self._lost.setdefault(host, _Lost(cause, 0, now + _RETRY_S[0]))
+
+    def look(self, now: float, returned: Callable[[str], None]) -> None:
+        """Try lost hosts again when it is time; call ``returned`` with each that answers."""
+        if self._trial is not None:
+            process, output, tried = self._trial
+            if process.poll() is None:
+                return
+            self._trial = None
+            with output:
+                output.seek(0)
+                answers = _answering(output.read())
+            for host in tried:
+                lost = self._lost.get(host)
+                if lost is None:
+                    continue
+                if host in answers:
+                    del self._lost[host]
+                    returned(host)
+                else:
+                    lost.tries += 1
+                    lost.try_at = now + _RETRY_S[min(lost.tries, len(_RETRY_S) - 1)]
+        due = [host for host, lost in self._lost.items() if now >= lost.try_at]
+        if due:
+            self._try(due)
+
+    def close(self) -> None:
+        """End a try that goes on."""
+        if self._trial is not None:
+            process, output, _ = self._trial
+            process.kill()
+            process.wait()
+            output.close()
+
+    def _try(self, hosts: list[str]) -> None:
+        import tempfile
+
+        output = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the result)
+        limit = f"{_LOGIN_S:g}"
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "hvd_elastic.cli.app", "cluster", "run"),
+                *(str(self._hostfile), "--hosts", ",".join(hosts), "--no-stdin", "--json"),
+                *("--connect-timeout", limit, "--total-timeout", limit, *self._options, "true"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+        )
+        self._trial = process, output, hosts
+
+
+def _answering(output: bytes) -> set[str]:
+    """Return the hosts on which the command succeeded."""
+    found = set()
+    for line in output.splitlines():
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            if entry.get("kind") == "host" and entry.get("state") == "ok":
+                found.add(str(entry.get("host")))
+    return found

@@ -1,0 +1,151 @@
+"""Describe a job of the queue: what was asked, and what became of it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class JobStatus(str, enum.Enum):
+    """State of a job."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def active(self) -> bool:
+        """Whether the job still waits or runs."""
+        return self in (JobStatus.QUEUED, JobStatus.RUNNING)
+
+
+class JobKind(str, enum.Enum):
+    """What the scheduler may do with a job.
+
+    ELASTIC: change its slots while it trains. FIXED: the script is elastic, the number of slots is
+    not. PLAIN: any command, one process on one host.
+    """
+
+    ELASTIC = "elastic"
+    FIXED = "fixed"
+    PLAIN = "plain"
+
+
+class StopReason(str, enum.Enum):
+    """Why the daemon ends the run of a job."""
+
+    CANCEL = "cancel"
+    REQUEUE = "requeue"
+
+
+@dataclass(frozen=True)
+class After:
+    """A job that another one waits for.
+
+    Attributes:
+        outcome: ``ok``: it has to succeed; ``fail``: it has to fail; ``any``: it has to end.
+        job: number of the job.
+    """
+
+    outcome: str
+    job: int
+
+    def met(self, status: JobStatus) -> bool | None:
+        """Return whether the condition is met; None: the other job has not ended yet.
+
+        >>> After("ok", 1).met(JobStatus.FAILED), After("any", 1).met(JobStatus.RUNNING)
+        (False, None)
+        """
+        if status.active:
+            return None
+        if self.outcome == "any":
+            return True
+        return (status is JobStatus.SUCCEEDED) == (self.outcome == "ok")
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """What a user asks for.
+
+    Attributes:
+        name: name of the job, the first part of its run id.
+        spec: specification of its run, as in run.json, but for the hostfile.
+        kind: what may be done with its slots.
+        min_np, max_np: bounds of its slots; ``max_np`` None: all slots of the cluster.
+        priority: weight relative to other jobs, above 0.
+        deadline: when it has to be finished [Unix s]; None: no deadline.
+        epochs, target_examples: length of training as the user states it; None: not stated.
+        after: jobs that it waits for.
+        retries: how often it is run again if it fails.
+        array_index: its index in an array of jobs; None: it is not of an array.
+    """
+
+    name: str
+    spec: dict[str, Any]
+    kind: JobKind = JobKind.ELASTIC
+    min_np: int = 1
+    max_np: int | None = None
+    priority: float = 1.0
+    deadline: float | None = None
+    epochs: float | None = None
+    target_examples: float | None = None
+    after: tuple[After, ...] = ()
+    retries: int = 0
+    array_index: int | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """The command with its arguments."""
+        return [str(word) for word in self.spec.get("command", ())]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of the queue.
+
+    Attributes:
+        number: number of the job, unique in its cluster.
+        request: what was asked.
+        run_id: run id of its run.
+        status: its state.
+        reason: why it waits, or holds the slots that it holds, in words.
+        message: how it ended; empty: it has not.
+        submitted_at, started_at, ended_at: times [Unix s]; None: not yet. ``started_at`` is that
+            of the present or last attempt.
+        eta: when it is expected to start, or to end if it runs [Unix s]; None: not known.
+        attempts: how often its run was started or resumed.
+        failures: how often it has failed.
+        stop: why its run is being ended; None: it is not.
+        held: slots on each host that its run may use.
+        environment: number of its environment in the store; None: it was removed.
+    """
+
+    number: int
+    request: JobRequest
+    run_id: str
+    status: JobStatus = JobStatus.QUEUED
+    reason: str = ""
+    message: str = ""
+    submitted_at: float = 0.0
+    started_at: float | None = None
+    ended_at: float | None = None
+    eta: float | None = None
+    attempts: int = 0
+    failures: int = 0
+    stop: StopReason | None = None
+    held: Mapping[str, int] = field(default_factory=dict)
+    environment: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        return self.request.name
+
+    @property
+    def slots(self) -> int:
+        """Number of slots that its run may use."""
+        return sum(self.held.values())

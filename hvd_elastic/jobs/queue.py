@@ -1,0 +1,286 @@
+"""The jobs of a cluster and the changes of their states; every change is stored before it acts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.formatting import count
+from hvd_elastic.jobs.job import After, Job, JobRequest, JobStatus, StopReason
+from hvd_elastic.jobs.store import JobStore
+
+Emit = Callable[[str, Mapping[str, Any]], None]
+"""Records an event of the cluster: kind and fields."""
+
+_OUTCOMES = {"ok": "to succeed", "fail": "to fail", "any": "to end"}
+
+
+class JobQueue:
+    """All jobs that wait or run, in memory and in the store.
+
+    Args:
+        store: the database.
+        emit: records an event.
+
+    Attributes:
+        active: jobs that wait or run, by number.
+        changed: whether a job was added, ended or changed since the flag was last cleared.
+    """
+
+    def __init__(self, store: JobStore, emit: Emit) -> None:
+        self.store = store
+        self._emit = emit
+        self.active = {job.number: job for job in store.active()}
+        self.changed = True
+
+    def with_status(self, status: JobStatus) -> list[Job]:
+        """Return the active jobs of a state, oldest first."""
+        return [job for job in self.active.values() if job.status is status]
+
+    # -- requests --------------------------------------------------------------------------
+
+    def add(self, requests: Sequence[JobRequest], environment: Mapping[str, str]) -> list[Job]:
+        """Add jobs at the end of the queue.
+
+        Raises:
+            UsageError: they wait for a job that does not exist.
+            StoreError: nothing was added.
+        """
+        wanted = {after.job for request in requests for after in request.after}
+        known = self.store.statuses(wanted)
+        for number in sorted(wanted - known.keys()):
+            raise UsageError(
+                f"--after names job {number}, and there is none; see: hvd-elastic queue --all"
+            )
+        jobs = self.store.add(requests, environment, time.time())
+        self.active |= {job.number: job for job in jobs}
+        for job in jobs:
+            request = job.request
+            self._emit(
+                "job_submitted",
+                {
+                    "job": job.number,
+                    "name": job.name,
+                    "command": request.words,
+                    "priority": request.priority,
+                    "min_np": request.min_np,
+                    "max_np": request.max_np,
+                    "deadline": request.deadline,
+                },
+            )
+        self.changed = True
+        return jobs
+
+    def cancel(self, numbers: Collection[int], by: str) -> tuple[list[Job], list[Job]]:
+        """Cancel jobs; return those that have ended by it, and those whose runs have to end first.
+
+        Raises:
+            RunError: a job has ended already, or does not exist; nothing is cancelled.
+        """
+        jobs = [self._need_active(number) for number in dict.fromkeys(numbers)]
+        now = time.time()
+        message = f"cancelled by {by}"
+        waiting = [job for job in jobs if job.status is JobStatus.QUEUED]
+        running = [job for job in jobs if job.status is JobStatus.RUNNING]
+        stopping = [
+            replace(job, stop=StopReason.CANCEL, reason=f"{message}: ends after a checkpoint")
+            for job in running
+        ]
+        ended = [_ended(job, JobStatus.CANCELLED, message, now) for job in waiting]
+        self._save([*ended, *stopping])
+        self._tell_ended(ended)
+        return ended, stopping
+
+    def requeue(
+        self,
+        numbers: Collection[int],
+        environment: Mapping[str, str],
+        after: Sequence[After] | None,
+    ) -> list[Job]:
+        """Put jobs back into the queue: those that have ended, and those that run.
+
+        Raises:
+            RunError: a job does not exist.
+            UsageError: jobs would wait for each other in a circle.
+        """
+        found = self.store.jobs(dict.fromkeys(numbers))
+        changed = []
+        for number in dict.fromkeys(numbers):
+            job = found.get(number)
+            if job is None:
+                raise RunError(f"there is no job {number}; see: hvd-elastic queue --all")
+            if after is not None:
+                self._refuse_circle(number, after)
+                job = replace(job, request=replace(job.request, after=tuple(after)))
+            if job.status is JobStatus.RUNNING:
+                changed.append(replace(job, stop=StopReason.REQUEUE, reason="asked to by requeue"))
+                continue
+            job = self.store.renew_environment(job, environment)
+            changed.append(
+                replace(
+                    job,
+                    status=JobStatus.QUEUED,
+                    reason="asked to by requeue",
+                    message="",
+                    ended_at=None,
+                    eta=None,
+                    failures=0,
+                    stop=None,
+                    held={},
+                )
+            )
+        self._save(changed)
+        for job in changed:
+            self._emit("job_requeued", {"job": job.number, "reason": "asked to by requeue"})
+        return changed
+
+    def set_priority(self, numbers: Collection[int], priority: float) -> list[Job]:
+        """Change the priority of jobs.
+
+        Raises:
+            RunError: a job has ended already, or does not exist.
+        """
+        jobs = [self._need_active(number) for number in dict.fromkeys(numbers)]
+        changed = [replace(job, request=replace(job.request, priority=priority)) for job in jobs]
+        self._save(changed)
+        return changed
+
+    def _need_active(self, number: int) -> Job:
+        if number in self.active:
+            return self.active[number]
+        ended = self.store.jobs([number]).get(number)
+        if ended is None:
+            raise RunError(f"there is no job {number}; see: hvd-elastic queue --all")
+        raise RunError(f"job {number} ({ended.run_id}) has {ended.status.value} already")
+
+    def _refuse_circle(self, number: int, after: Iterable[After]) -> None:
+        """Raise UsageError if the jobs that a job is to wait for wait for it themselves."""
+        paths = [[each.job] for each in after]
+        seen: set[int] = set()
+        while paths:
+            path = paths.pop()
+            last = path[-1]
+            if last == number:
+                circle = ", which waits for job ".join(str(each) for each in [number, *path])
+                raise UsageError(f"--after makes a circle: job {circle}. Leave one of them out.")
+            job = self.active.get(last)
+            if job is not None and last not in seen:
+                seen.add(last)
+                paths += [[*path, each.job] for each in job.request.after]
+            elif job is None and not self.store.jobs([last]):
+                raise UsageError(f"--after names job {last}, and there is none")
+
+    # -- what waits for other jobs -----------------------------------------------------------
+
+    def ready(self) -> list[Job]:
+        """Return the waiting jobs that wait for slots only; end those that wait in vain."""
+        ready, hopeless, waits = [], [], []
+        for job in self.with_status(JobStatus.QUEUED):
+            met, why = self._dependencies(job)
+            if met:
+                ready.append(job)
+            elif met is None:
+                if job.reason != why:
+                    waits.append(replace(job, reason=why, eta=None))
+            else:
+                hopeless.append(_ended(job, JobStatus.CANCELLED, why, time.time()))
+        if waits or hopeless:
+            self._save([*waits, *hopeless])
+            self._tell_ended(hopeless)
+        return ready
+
+    def _dependencies(self, job: Job) -> tuple[bool | None, str]:
+        after = job.request.after
+        if not after:
+            return True, ""
+        statuses = self.store.statuses({each.job for each in after})
+        waits = ""
+        for each in after:
+            status = statuses.get(each.job)
+            met = False if status is None else each.met(status)
+            if met is False:
+                ended = "is gone" if status is None else f"has {status.value}"
+                what = _OUTCOMES[each.outcome]
+                return False, f"it waited for job {each.job} {what}, which {ended}"
+            if met is None and status is not None:
+                waits = f"waits for job {each.job} {_OUTCOMES[each.outcome]}; it is {status.value}"
+        return (None, waits) if waits else (True, "")
+
+    # -- changes by the daemon ---------------------------------------------------------------
+
+    def started(self, job: Job, run_id: str, held: Mapping[str, int]) -> Job:
+        """Record that the run of a job is about to be started or led on; return the job."""
+        started = replace(
+            job,
+            run_id=run_id,
+            status=JobStatus.RUNNING,
+            started_at=time.time(),
+            held=dict(held),
+            attempts=job.attempts + 1,
+        )
+        self._save([started])
+        self._emit("job_started", {"job": job.number, "run_id": run_id})
+        return started
+
+    def ended(self, job: Job, status: JobStatus, message: str) -> Job:
+        """Record the end of a job; return the job."""
+        ended = _ended(job, status, message, time.time())
+        self._save([ended])
+        self._tell_ended([ended])
+        return ended
+
+    def put_back(self, job: Job, reason: str, *, failed: bool = False) -> Job:
+        """Record that a job whose run has ended waits again; return the job."""
+        waiting = replace(
+            job,
+            status=JobStatus.QUEUED,
+            reason=reason,
+            eta=None,
+            held={},
+            stop=None,
+            failures=job.failures + failed,
+        )
+        self._save([waiting])
+        self._emit("job_requeued", {"job": job.number, "reason": reason})
+        return waiting
+
+    def update(self, jobs: Iterable[Job]) -> None:
+        """Store slots, reasons and expectations of jobs; nothing else may have changed."""
+        self._save(list(jobs), news=False)
+
+    def _save(self, jobs: Sequence[Job], *, news: bool = True) -> None:
+        if not jobs:
+            return
+        self.store.save(jobs)
+        for job in jobs:
+            if job.status.active:
+                self.active[job.number] = job
+            else:
+                self.active.pop(job.number, None)
+        self.changed |= news
+
+    def _tell_ended(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            fields = {"job": job.number, "status": job.status.value, "message": job.message}
+            self._emit("job_finished", fields)
+
+
+def _ended(job: Job, status: JobStatus, message: str, now: float) -> Job:
+    return replace(
+        job, status=status, message=message, reason="", ended_at=now, eta=None, stop=None, held={}
+    )
+
+
+def jobs_words(jobs: Sequence[Job]) -> str:
+    """Return the jobs in words.
+
+    >>> jobs_words([Job(3, JobRequest("a", {}), "a-3"), Job(4, JobRequest("a", {}), "a-4")])
+    'jobs 3, 4'
+    """
+    if len(jobs) > 8:
+        return f"{count(len(jobs), 'job')} ({jobs[0].number} to {jobs[-1].number})"
+    noun = "job" if len(jobs) == 1 else "jobs"
+    return f"{noun} {', '.join(str(job.number) for job in jobs)}"

@@ -1,0 +1,210 @@
+"""Starts, finds and ends the runs of jobs; each has a leader process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.config import runs_folder
+from hvd_elastic.errors import HostfileError, RunError
+from hvd_elastic.hosts.hostfile import Host, format_hostfile, parse_hostfile
+from hvd_elastic.jobs.devices import Devices
+from hvd_elastic.jobs.job import Job, JobKind
+from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.jobs.progress import RunProgress
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.run_folder import RunFolder
+
+BeginLeader = Callable[[RunSpec, RunFolder, Mapping[str, str], bool], int]
+"""Starts the leader of a run in a process of its own that outlives this one; returns its process
+id. Arguments: specification, run folder, environment, whether the run had a leader before."""
+
+_STARTING_S = 5.0
+"""How long a leader that an earlier daemon started may take to lock its run folder [s]."""
+_LOG_BYTES = 4096
+
+
+class JobRuns:
+    """The runs of a cluster's jobs.
+
+    Args:
+        place: folder of the cluster.
+        ssh_config: ssh configuration of the cluster; None: the user's own.
+        begin_leader: starts the leader of a run.
+    """
+
+    def __init__(
+        self, place: ClusterFolder, ssh_config: str | None, begin_leader: BeginLeader
+    ) -> None:
+        self._place = place
+        self._ssh_config = ssh_config
+        self._begin_leader = begin_leader
+        self._began_at = time.monotonic()
+        self._children: dict[str, int] = {}
+        self._progress: dict[str, RunProgress] = {}
+        self._devices = Devices()
+        self._asked_to_stop: set[tuple[str, int]] = set()
+
+    def progress(self, job: Job) -> RunProgress:
+        """Return what the events of the job's run say, without reading new ones."""
+        found = self._progress.get(job.run_id)
+        if found is None:
+            found = self._progress[job.run_id] = RunProgress(_folder(job))
+        return found
+
+    def forget(self, job: Job) -> None:
+        """Drop what is kept of the run of a job that has ended."""
+        self._progress.pop(job.run_id, None)
+        self._devices.forget(job.run_id)
+        self.hostfile(job).unlink(missing_ok=True)
+
+    # -- start and end ---------------------------------------------------------------------
+
+    def free_run_id(self, job: Job) -> str:
+        """Return the run id of a job; another one if a run of somebody else has taken it."""
+        folder = _folder(job)
+        if not folder.path.exists() or self._is_of(folder, job):
+            return job.run_id
+        return f"{job.run_id[:58]}-{secrets.token_hex(2)}"
+
+    def take_up(self, job: Job, hosts: Iterable[Host]) -> None:
+        """Take over what an earlier daemon has given to a job that runs.
+
+        Args:
+            job: the job.
+            hosts: the hosts of the cluster.
+
+        Raises:
+            RunError: the hostfile of the job cannot be written.
+        """
+        try:
+            written = parse_hostfile(self.hostfile(job)).hosts
+        except HostfileError:
+            written = ()
+        self._devices.restore(job.run_id, written)
+        if {host.name: host.slots for host in written} != dict(job.held):
+            self.write_hostfile(job, hosts)  # that daemon was killed before it could
+
+    def release(self, job: Job, *, ended: bool = False) -> None:
+        """Free the GPUs in which no process of a job is left; all of them if its run has ended."""
+        if ended:
+            self._devices.forget(job.run_id)
+        else:
+            self._devices.release(job.run_id, job.held, self.progress(job).occupied)
+
+    def start(self, job: Job, hosts: Iterable[Host], environment: Mapping[str, str]) -> None:
+        """Start a leader for a job that holds slots, or one that leads its run on.
+
+        Args:
+            job: the job.
+            hosts: the hosts of the cluster.
+            environment: variables of the shell that submitted it.
+
+        Raises:
+            RunError: the run folder or the hostfile cannot be written.
+        """
+        self.write_hostfile(job, hosts)
+        request = job.request
+        fields = {
+            **request.spec,
+            "hostfile": str(self.hostfile(job)),
+            "ssh_config": request.spec.get("ssh_config") or self._ssh_config,
+            "min_np": request.min_np,
+            "np": None,
+            "max_np": None,
+            "plain": request.kind is JobKind.PLAIN,
+            "policy": "fixed",
+        }
+        spec = RunSpec.from_dict(fields, job.run_id)
+        folder = _folder(job)
+        if not folder.path.exists():
+            folder = RunFolder.create(job.run_id, {**spec.as_dict(), **self._mark(job)})
+        resumed = folder.events.exists()
+        self._children[job.run_id] = self._begin_leader(spec, folder, environment, resumed)
+
+    def is_led(self, job: Job) -> bool:
+        """Return whether a process leads the run of a job, or is about to."""
+        child = self._children.get(job.run_id)
+        if child is not None:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(child, os.WNOHANG)[0] == 0:
+                    return True
+            del self._children[job.run_id]
+        folder = _folder(job)
+        if folder.leader_alive():
+            return True
+        # A daemon that was killed may just have started it.
+        fresh = job.started_at is not None and time.time() - job.started_at < _STARTING_S
+        started_before = time.monotonic() - self._began_at < _STARTING_S
+        began = self.progress(job).began_at
+        return fresh and started_before and (began is None or began < (job.started_at or 0.0))
+
+    def stop(self, job: Job, reason: str) -> None:
+        """Ask the leader of a job's run to end it with a last checkpoint; asks only once."""
+        attempt = (job.run_id, job.attempts)
+        folder = _folder(job)
+        if attempt in self._asked_to_stop or not folder.leader_alive():
+            return
+        with contextlib.suppress(RunError):  # the disk is full: it is asked again
+            folder.send_request("stop", {"reason": reason})
+            self._asked_to_stop.add(attempt)
+
+    def why_not_begun(self, job: Job) -> str:
+        """Return the last line that a leader wrote before it ended without an event."""
+        try:
+            with _folder(job).leader_log.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+                lines = file.read().decode(errors="replace").strip().splitlines()
+        except OSError:
+            lines = []
+        return lines[-1].removeprefix("error: ") if lines else "its leader did not begin"
+
+    # -- hostfiles -------------------------------------------------------------------------
+
+    def hostfile(self, job: Job) -> Path:
+        """Return the path of the hostfile that the leader of a job watches."""
+        return self._place.hostfiles / job.run_id
+
+    def write_hostfile(self, job: Job, hosts: Iterable[Host]) -> None:
+        """Replace the hostfile of a job by one with the slots that it holds.
+
+        Args:
+            job: the job.
+            hosts: the hosts of the cluster.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        lines = [
+            replace(
+                host,
+                slots=job.held[host.name],
+                max_slots=max(host.slots, host.max_slots or 0),
+                devices=self._devices.assign(job.run_id, host, job.held[host.name]),
+            )
+            for host in hosts
+            if job.held.get(host.name)
+        ]
+        path = self.hostfile(job)
+        new = path.with_name(f".{path.name}.new")
+        try:
+            new.write_text(format_hostfile(lines), encoding="utf-8")
+            new.replace(path)
+        except OSError as error:
+            raise RunError(f"cannot write the hostfile {path}: {error.strerror}") from error
+
+    def _mark(self, job: Job) -> dict[str, Any]:
+        return {"cluster": self._place.name, "job": job.number}
+
+    def _is_of(self, folder: RunFolder, job: Job) -> bool:
+        return self._mark(job).items() <= folder.read_run().items()
+
+
+def _folder(job: Job) -> RunFolder:
+    return RunFolder(runs_folder() / job.run_id)

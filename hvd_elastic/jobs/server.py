@@ -1,0 +1,179 @@
+"""Serves requests over a unix socket that only its user can reach; one JSON message each way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from hvd_elastic.errors import HvdElasticError, RunError
+from hvd_elastic.jobs.messages import Answer, Request
+from hvd_elastic.jobs.place import ClusterFolder
+
+_LARGEST_BYTES = 256 * 1024 * 1024
+"""Largest request; a submission of 10,000 jobs is far smaller."""
+_PATIENCE_S = 10.0
+"""How long a client may take to send its request, or to read its answer [s]."""
+_CREDENTIALS = struct.Struct("3i")
+_decoder = msgspec.json.Decoder(Request)
+
+
+@dataclass
+class _Client:
+    socket: socket.socket
+    deadline: float
+    received: bytearray = field(default_factory=bytearray)
+    answer: bytes | None = None
+    refusal: Answer | None = None
+    """Answer to whatever it asks; it is read all the same, since unread data would cut it short."""
+
+
+class RequestServer:
+    """Accepts requests and passes them to ``handle``, all in the thread of the caller.
+
+    Args:
+        place: folder of the cluster.
+        handle: answers a request; an HvdElasticError is sent as the answer.
+    """
+
+    def __init__(self, place: ClusterFolder, handle: Callable[[Request], Answer]) -> None:
+        self._handle = handle
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        with place.socket_address() as address:
+            with contextlib.suppress(FileNotFoundError):
+                Path(address).unlink()  # of a daemon that was killed; the caller holds the lock
+            before = os.umask(0o177)
+            try:
+                self._listener.bind(address)
+            except OSError as error:
+                raise RunError(
+                    f"cannot make the socket of cluster {place.name} in {place.path}: "
+                    f"{error.strerror}"
+                ) from error
+            finally:
+                os.umask(before)
+        self._listener.listen(64)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def watch(self, descriptor: int) -> None:
+        """Have :meth:`serve` return early when this descriptor can be read."""
+        self._selector.register(descriptor, selectors.EVENT_READ)
+
+    def serve(self, timeout_s: float) -> None:
+        """Serve what clients ask, and return after at most so long, or after something happened."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif isinstance(key.data, _Client):
+                self._move_on(key.data)
+            else:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(key.fd, 4096)
+        now = time.monotonic()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Client) and now > key.data.deadline:
+                self._drop(key.data)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listener.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user, _ = _CREDENTIALS.unpack(raw)
+        client = _Client(connection, time.monotonic() + _PATIENCE_S)
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, client)
+        if user != os.getuid():
+            text = f"this daemon belongs to another user (id {os.getuid()}); you have id {user}"
+            client.refusal = Answer(text, ok=False)
+
+    def _move_on(self, client: _Client) -> None:
+        try:
+            if client.answer is not None:
+                sent = client.socket.send(client.answer)
+                client.answer = client.answer[sent:]
+                if not client.answer:
+                    self._drop(client)
+                return
+            chunk = client.socket.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop(client)
+            return
+        if client.refusal is None:
+            client.received += chunk
+        if len(client.received) > _LARGEST_BYTES:
+            self._reply(client, Answer("the request is too large", ok=False))
+        elif not chunk:
+            self._reply(client, client.refusal or self._answer(bytes(client.received)))
+
+    def _answer(self, received: bytes) -> Answer:
+        try:
+            return self._handle(_decoder.decode(received))
+        except msgspec.MsgspecError as error:
+            return Answer(f"the request is not valid: {error}", ok=False)
+        except HvdElasticError as error:
+            return Answer(str(error), ok=False, exit_status=error.exit_status)
+
+    def _reply(self, client: _Client, answer: Answer) -> None:
+        client.answer = msgspec.json.encode(answer)
+        client.deadline = time.monotonic() + _PATIENCE_S
+        self._selector.modify(client.socket, selectors.EVENT_WRITE, client)
+        self._move_on(client)
+
+    def _drop(self, client: _Client) -> None:
+        self._selector.unregister(client.socket)
+        client.socket.close()
+
+
+def ask_daemon(place: ClusterFolder, request: Request, *, timeout_s: float = 60.0) -> Answer:
+    """Send a request to the daemon of a cluster and return its answer.
+
+    Raises:
+        RunError: there is no daemon, it does not answer, or it refused.
+    """
+    ask = f"Start it with: hvd-elastic up HOSTFILE --name {place.name}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
+        connection.settimeout(timeout_s)
+        try:
+            with place.socket_address() as address:
+                connection.connect(address)
+            connection.sendall(msgspec.json.encode(request))
+            connection.shutdown(socket.SHUT_WR)
+            received = b"".join(iter(lambda: connection.recv(1 << 20), b""))
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise RunError(f"cluster {place.name} has no daemon. {ask}") from error
+        except PermissionError as error:
+            raise RunError(
+                f"the daemon of cluster {place.name} belongs to another user: {place.path} is "
+                "theirs alone. Submit from that account, or start a cluster of your own"
+            ) from error
+        except OSError as error:
+            raise RunError(
+                f"the daemon of cluster {place.name} does not answer ({error}); see {place.log}"
+            ) from error
+    if not received:
+        raise RunError(f"the daemon of cluster {place.name} ended before it answered. {ask}")
+    answer = msgspec.json.decode(received, type=Answer)
+    if not answer.ok:
+        refusal = RunError(answer.message)
+        refusal.exit_status = answer.exit_status
+        raise refusal
+    return answer

@@ -1,0 +1,315 @@
+"""Keeps the queue of a cluster in SQLite: every job that was ever submitted, and its state."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hvd_elastic.errors import RunError
+from hvd_elastic.jobs.job import Job, JobRequest, JobStatus, StopReason
+
+VERSION = 1
+"""Version of the tables; a database of a later version is refused."""
+_TABLES = """
+CREATE TABLE environments (
+    number INTEGER PRIMARY KEY,
+    variables TEXT NOT NULL UNIQUE
+);
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL,
+    run_id TEXT NOT NULL,
+    request TEXT NOT NULL,
+    environment INTEGER REFERENCES environments (number),
+    status TEXT NOT NULL,
+    reason TEXT NOT NULL DEFAULT '',
+    message TEXT NOT NULL DEFAULT '',
+    submitted_at REAL NOT NULL,
+    started_at REAL,
+    ended_at REAL,
+    eta REAL,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    failures INTEGER NOT NULL DEFAULT 0,
+    stop TEXT,
+    held TEXT NOT NULL DEFAULT '{}'
+);
+CREATE INDEX jobs_by_status ON jobs (status);
+CREATE INDEX jobs_by_name ON jobs (name);
+CREATE INDEX jobs_by_environment ON jobs (environment);
+"""
+_ACTIVE = (JobStatus.QUEUED.value, JobStatus.RUNNING.value)
+# Result codes of SQLite (sqlite3.h); the module has names for them from Python 3.11 on.
+_BUSY, _LOCKED, _READONLY, _IOERR, _CORRUPT, _FULL, _CANTOPEN, _PERM, _NOTADB = (
+    *(5, 6, 8, 10, 11, 13, 14, 3, 26),
+)
+_COLUMNS = (
+    *("number", "run_id", "request", "environment", "status", "reason", "message"),
+    *("submitted_at", "started_at", "ended_at", "eta", "attempts", "failures", "stop", "held"),
+)
+
+
+class StoreError(RunError):
+    """The database of a queue cannot be read or written."""
+
+
+class JobStore:
+    """The queue of a cluster.
+
+    Use :meth:`create` in the daemon and :meth:`read_only` elsewhere. The daemon is the only writer.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._db = connection
+
+    @classmethod
+    def create(cls, path: Path) -> JobStore:
+        """Open the database for writing; make it if there is none.
+
+        Raises:
+            StoreError: it cannot be used; the message says why and what to do.
+        """
+        with _explained(path):
+            # The environment of a job may hold secrets, so nobody else may read the file.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            connection = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA secure_delete = ON")
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                connection.executescript(f"BEGIN;{_TABLES}PRAGMA user_version = {VERSION};COMMIT;")
+            _check_version(path, version or VERSION)
+        return cls(path, connection)
+
+    @classmethod
+    def read_only(cls, path: Path) -> JobStore:
+        """Open the database for reading, also while a daemon writes.
+
+        Raises:
+            StoreError: it cannot be used, or there is none.
+        """
+        if not path.exists():
+            raise StoreError(
+                f"there is no queue at {path}: no daemon was ever started there. Start one with: "
+                "hvd-elastic up HOSTFILE"
+            )
+        with _explained(path):
+            # Not mode=ro: readers of a WAL write to its index.
+            connection = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            connection.execute("PRAGMA query_only = ON")
+            _check_version(path, connection.execute("PRAGMA user_version").fetchone()[0])
+        return cls(path, connection)
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    # -- changes ---------------------------------------------------------------------------
+
+    def add(
+        self, requests: Sequence[JobRequest], environment: Mapping[str, str], now: float
+    ) -> list[Job]:
+        """Add jobs with one environment; return them.
+
+        Raises:
+            StoreError: nothing was added, because the disk is full for example.
+        """
+        with self._transaction():
+            kept = self._keep_environment(environment)
+            found = []
+            for request in requests:
+                cursor = self._db.execute(
+                    "INSERT INTO jobs (name, run_id, request, environment, status, submitted_at)"
+                    " VALUES (?, '', ?, ?, ?, ?)",
+                    (request.name, _encode(request), kept, JobStatus.QUEUED.value, now),
+                )
+                number = int(cursor.lastrowid or 0)
+                run_id = f"{request.name[:50]}-{number}"
+                self._db.execute("UPDATE jobs SET run_id = ? WHERE number = ?", (run_id, number))
+                found.append(Job(number, request, run_id, submitted_at=now, environment=kept))
+        return found
+
+    def save(self, jobs: Iterable[Job]) -> None:
+        """Write jobs that are in the database; all of them or none.
+
+        The environment of a job that has ended is removed: it may hold secrets.
+
+        Raises:
+            StoreError: nothing was written.
+        """
+        with self._transaction():
+            rows = []
+            for job in jobs:
+                environment = job.environment if job.status.active else None
+                rows.append(
+                    (
+                        *(job.run_id, _encode(job.request), environment, job.status.value),
+                        *(job.reason, job.message, job.submitted_at, job.started_at, job.ended_at),
+                        *(job.eta, job.attempts, job.failures),
+                        *(job.stop and job.stop.value, json.dumps(dict(job.held)), job.number),
+                    )
+                )
+            self._db.executemany(
+                "UPDATE jobs SET run_id = ?, request = ?, environment = ?, status = ?, reason = ?,"
+                " message = ?, submitted_at = ?, started_at = ?, ended_at = ?, eta = ?,"
+                " attempts = ?, failures = ?, stop = ?, held = ? WHERE number = ?",
+                rows,
+            )
+            if any(row[2] is None for row in rows):
+                self._db.execute(
+                    "DELETE FROM environments WHERE NOT EXISTS"
+                    " (SELECT 1 FROM jobs WHERE jobs.environment = environments.number)"
+                )
+
+    def renew_environment(self, job: Job, environment: Mapping[str, str]) -> Job:
+        """Return the job with another environment, which is written at once."""
+        with self._transaction():
+            kept = self._keep_environment(environment)
+            self._db.execute("UPDATE jobs SET environment = ? WHERE number = ?", (kept, job.number))
+        return replace(job, environment=kept)
+
+    def _keep_environment(self, environment: Mapping[str, str]) -> int:
+        text = json.dumps(dict(sorted(environment.items())))
+        self._db.execute("INSERT OR IGNORE INTO environments (variables) VALUES (?)", (text,))
+        row = self._db.execute(
+            "SELECT number FROM environments WHERE variables = ?", (text,)
+        ).fetchone()
+        return int(row[0])
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def active(self) -> list[Job]:
+        """Return the jobs that wait or run, oldest first."""
+        return self._select("WHERE status IN (?, ?) ORDER BY number", _ACTIVE)
+
+    def ended(self, limit: int | None = None) -> list[Job]:
+        """Return jobs that have ended, the last submitted first."""
+        most = -1 if limit is None else limit
+        where = "WHERE status NOT IN (?, ?) ORDER BY number DESC LIMIT ?"
+        return self._select(where, (*_ACTIVE, most))
+
+    def count_ended(self) -> int:
+        """Return the number of jobs that have ended."""
+        with _explained(self.path):
+            row = self._db.execute(
+                "SELECT count(*) FROM jobs WHERE status NOT IN (?, ?)", _ACTIVE
+            ).fetchone()
+        return int(row[0])
+
+    def find(self, words: str) -> list[Job]:
+        """Return the jobs that a user names by number, run id or name, oldest first."""
+        if words.isascii() and words.isdigit():
+            return self._select("WHERE number = ?", (int(words),))
+        return self._select("WHERE run_id = ?", (words,)) or self._select(
+            "WHERE name = ? ORDER BY number", (words,)
+        )
+
+    def jobs(self, numbers: Collection[int]) -> dict[int, Job]:
+        """Return jobs by number; unknown ones are left out."""
+        found = {}
+        for number in numbers:
+            for job in self._select("WHERE number = ?", (number,)):
+                found[number] = job
+        return found
+
+    def between(self, first: int, last: int) -> dict[int, Job]:
+        """Return the jobs with numbers from ``first`` to ``last``, by number."""
+        jobs = self._select("WHERE number BETWEEN ? AND ? ORDER BY number", (first, last))
+        return {job.number: job for job in jobs}
+
+    def statuses(self, numbers: Collection[int]) -> dict[int, JobStatus]:
+        """Return the states of jobs by number; unknown ones are left out."""
+        marks = ", ".join("?" * len(numbers))
+        with _explained(self.path):
+            rows = self._db.execute(
+                f"SELECT number, status FROM jobs WHERE number IN ({marks})", tuple(numbers)
+            ).fetchall()
+        return {int(number): JobStatus(status) for number, status in rows}
+
+    def environment(self, job: Job) -> dict[str, str]:
+        """Return the environment of a job; empty if it was removed."""
+        with _explained(self.path):
+            row = self._db.execute(
+                "SELECT variables FROM environments WHERE number = ?", (job.environment,)
+            ).fetchone()
+        return {} if row is None else dict(json.loads(row[0]))
+
+    def _select(self, where: str, values: tuple[Any, ...]) -> list[Job]:
+        with _explained(self.path):
+            rows = self._db.execute(
+                f"SELECT {', '.join(_COLUMNS)} FROM jobs {where}", values
+            ).fetchall()
+            return [_job_of(row) for row in rows]
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with _explained(self.path):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+                raise
+
+
+def _encode(request: JobRequest) -> str:
+    return json.dumps(asdict(request))
+
+
+def _job_of(row: Sequence[Any]) -> Job:
+    fields = dict(zip(_COLUMNS, row, strict=True))
+    stop = fields.pop("stop")
+    return Job(
+        **{
+            **fields,
+            "request": msgspec.convert(json.loads(fields["request"]), JobRequest),
+            "status": JobStatus(fields["status"]),
+            "stop": None if stop is None else StopReason(stop),
+            "held": json.loads(fields["held"]),
+        }
+    )
+
+
+def _check_version(path: Path, version: int) -> None:
+    if version > VERSION:
+        raise StoreError(
+            f"the queue {path} was written by a newer hvd_elastic (format {version}, this one "
+            f"knows up to {VERSION}). Upgrade, or start another cluster with --name."
+        )
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn errors of SQLite and of the file system into StoreError."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in (_FULL, _IOERR):
+            why, do = "the disk is full or broken", "free space there; nothing was changed"
+        elif code in (_NOTADB, _CORRUPT):
+            why = "it is damaged, or no database"
+            do = "move the file away; runs of its jobs stay in the runs folder"
+        elif code in (_BUSY, _LOCKED):
+            why, do = "another process has locked it", "try again"
+        elif code in (_READONLY, _CANTOPEN, _PERM):
+            why, do = f"it cannot be opened ({error})", "mend the permissions or free space there"
+        else:
+            why, do = str(error), "look at the file with sqlite3"
+        raise StoreError(f"the queue {path} cannot be used: {why}. To go on: {do}.") from error
+    except OSError as error:
+        raise StoreError(
+            f"the queue {path} cannot be used: {error.strerror}. Free space or mend the "
+            "permissions there."
+        ) from error

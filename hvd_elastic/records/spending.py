@@ -1,0 +1,83 @@
+"""Tells what took the time of a run, and its money, besides training.
+
+Time is counted once, in seconds of the run; slot time is time multiplied by the processes that it
+kept from training. Waits for data and for other ranks are those of rank 0, as parts of the time
+between two ``metrics`` events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import mul, sub
+
+CAUSES = ("start-up", "rescales", "failures", "input", "communication")
+"""In this order; what remains is training."""
+
+
+@dataclass
+class Spent:
+    """What one cause took.
+
+    Attributes:
+        seconds: time of the run [s].
+        slot_s: time multiplied by processes [s].
+        money: price of the hosts meanwhile, in the currency of the hostfile.
+    """
+
+    seconds: float = 0.0
+    slot_s: float = 0.0
+    money: float = 0.0
+
+
+@dataclass
+class Spending:
+    """What each cause has taken so far.
+
+    Attributes:
+        by_cause: by name of the cause, those of :data:`CAUSES`.
+        rate: price of the hosts that train now [per hour]; 0: not known.
+        size: processes that train now.
+        failed: whether a worker or host was lost since the last rescale began.
+    """
+
+    by_cause: dict[str, Spent] = field(default_factory=lambda: {cause: Spent() for cause in CAUSES})
+    rate: float = 0.0
+    size: int = 0
+    failed: bool = False
+    _told_s: float | None = None
+
+    def add(self, cause: str, seconds: float) -> None:
+        """Add time [s] of all processes to a cause."""
+        spent = self.by_cause[cause]
+        spent.seconds += seconds
+        spent.slot_s += seconds * self.size
+        spent.money += seconds * self.rate / 3600
+
+    def trains_from(self, at_s: float | None) -> None:
+        """Note that training goes on at a time of the run [s]; None: it does not go on."""
+        self._told_s = at_s
+
+    def trained(
+        self, at_s: Sequence[float], data_wait: Sequence[float], rank_wait: Sequence[float]
+    ) -> None:
+        """Add the waits of intervals of training.
+
+        Args:
+            at_s: times of ``metrics`` events, which end the intervals [s].
+            data_wait, rank_wait: part of each interval that waits for data, and for other ranks;
+                empty: not known.
+        """
+        if self._told_s is not None:
+            spans = [*map(sub, at_s, [self._told_s, *at_s])]
+            if data_wait:
+                self.add("input", sum(map(mul, spans, data_wait)))
+            if rank_wait:
+                self.add("communication", sum(map(mul, spans, rank_wait)))
+        self._told_s = at_s[-1]
+
+    def went_back(self, checkpoint_at_s: float) -> None:
+        """Add the work since a checkpoint that has to be done again."""
+        if self._told_s is not None:
+            self.add("failures", max(0.0, self._told_s - checkpoint_at_s))
+            self._told_s = None

@@ -1,0 +1,223 @@
+"""Simulate what a cluster's past jobs would have taken on other hosts.
+
+The jobs, when they were submitted and their limits come from the events of the queue; how fast they
+are on how many slots comes from the step times and the gradient noise measured in their runs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvd_elastic.errors import RunError
+from hvd_elastic.model.goodput import goodput_curve
+from hvd_elastic.policy.evidence import Evidence
+from hvd_elastic.policy.replay import replay
+from hvd_elastic.policy.schedule.decide import decide
+from hvd_elastic.policy.schedule.jobs import HostSlots
+from hvd_elastic.records.cluster import ClusterSummary, JobRecord
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.summary import summarize
+from hvd_elastic.sim.jobs.job import JobInTime
+from hvd_elastic.sim.jobs.policies import as_jobs
+from hvd_elastic.sim.jobs.run import Outcome, run_jobs
+
+
+@dataclass(frozen=True)
+class PastJob:
+    """A job that has succeeded, and how fast it is.
+
+    Attributes:
+        name: its number and name.
+        submitted_s: when it was submitted [s].
+        took_s: time from then to its end [s].
+        examples: useful examples that it took.
+        speed: what is measured of its run; None: too little, so more slots do not make it faster.
+        batch: mean number of examples in a step.
+        run_s: time that it held slots [s].
+        priority: weight relative to other jobs.
+        min_slots, max_slots: fewest and most slots; ``max_slots`` None: no limit.
+        rescale_s: pause of a rescale, as measured [s].
+    """
+
+    name: str
+    submitted_s: float
+    took_s: float
+    examples: float
+    speed: Evidence | None
+    batch: float
+    run_s: float
+    priority: float
+    min_slots: int
+    max_slots: int | None
+    rescale_s: float
+
+
+@dataclass(frozen=True)
+class History:
+    """The past of a cluster.
+
+    Attributes:
+        jobs: jobs that have succeeded.
+        hosts: hosts of the cluster, as they are now.
+        left_out: number of other jobs, whose length is not known.
+    """
+
+    jobs: list[PastJob]
+    hosts: list[HostSlots]
+    left_out: int
+
+    def hosts_with(self, added: int) -> list[HostSlots]:
+        """Return the hosts and some more, each like the commonest of them."""
+        common = statistics.mode(host.slots for host in self.hosts)
+        more = [HostSlots(f"added{number + 1}", common) for number in range(added)]
+        return [*self.hosts, *more]
+
+
+def read_history(cluster: ClusterSummary) -> History:
+    """Return the past of a cluster, with the measurements of its runs' folders.
+
+    Raises:
+        RunError: no job has succeeded yet.
+    """
+    past = [
+        _past_job(job)
+        for job in cluster.jobs.values()
+        if job.status == "succeeded" and job.ended_s is not None and job.run_s > 0
+    ]
+    if not past:
+        raise RunError(
+            f"no job of cluster {cluster.name} has succeeded yet, so there is no history to "
+            "simulate; see: hvd-elastic queue --all"
+        )
+    hosts = [HostSlots(name, slots) for name, slots in cluster.hosts.items()]
+    return History(past, hosts, len(cluster.jobs) - len(past))
+
+
+def simulate_history(
+    history: History,
+    hosts: Sequence[HostSlots],
+    interval_s: float,
+    rescale_s: float | None = None,
+) -> Outcome:
+    """Return what would have happened to the past jobs on some hosts.
+
+    Args:
+        history: the past of a cluster.
+        hosts: the hosts.
+        interval_s: time between decisions [s].
+        rescale_s: pause of a rescale [s]; None: the median of those measured.
+
+    Raises:
+        ValueError: some job never gets slots.
+    """
+    measured = [job.rescale_s for job in history.jobs if job.speed is not None]
+    pause_s = rescale_s if rescale_s is not None else statistics.median(measured or [1.0])
+    jobs = [_RepeatedJob(job, hosts) for job in history.jobs]
+    return run_jobs(
+        jobs,
+        lambda active, now: decide(as_jobs(active, pause_s, tells_length=True), hosts, now),
+        interval_s,
+        pause_s,
+    )
+
+
+class _RepeatedJob(JobInTime):
+    """A past job that runs again.
+
+    Args:
+        past: the job.
+        hosts: hosts of the cluster.
+    """
+
+    def __init__(self, past: PastJob, hosts: Sequence[HostSlots]) -> None:
+        super().__init__(past.name, past.submitted_s)
+        self.priority = past.priority
+        sizes = sorted((host.slots for host in hosts), reverse=True)
+        capacity = sum(sizes)
+        self.min_slots = min(past.min_slots, capacity)
+        self._most = max(self.min_slots, min(past.max_slots or capacity, capacity))
+        self._curve, self._left = _speeds(past, sizes)
+        self._largest = 0
+
+    @property
+    def max_slots(self) -> int:
+        """Most slots of the job for now; see :class:`JobInTime`."""
+        return min(max(2 * self._largest, self.min_slots), self._most)
+
+    @property
+    def remaining_examples(self) -> float:
+        """Useful examples that are left."""
+        return self._left
+
+    def goodput(self) -> np.ndarray | None:
+        """Return the useful examples per second by number of slots; None before the first."""
+        return self._curve if self._largest else None
+
+    def _train(self, now: float, seconds: float) -> None:
+        slots = sum(self.held.values())
+        self._largest = max(self._largest, slots)
+        rate = float(self._curve[slots])
+        spent = seconds
+        if rate * seconds >= self._left:
+            spent = self._left / rate
+            self.finished_s = now + spent
+        self._left = max(self._left - rate * spent, 0.0)
+        self.attained_slot_s += spent * slots
+
+
+def _past_job(job: JobRecord) -> PastJob:
+    speed: Evidence | None = None
+    examples, batch, rescale_s = 0.0, 1.0, 1.0
+    for run_id in job.run_ids:
+        try:
+            folder = RunFolder.open(run_id)
+        except RunError:
+            continue
+        events = folder.read_events()
+        evidence, summary = replay(events), summarize(events)
+        examples = evidence.done
+        batch = summary.examples / max(summary.steps, 1)
+        rescale_s = evidence.pause_s
+        known = evidence.model() is not None and not math.isnan(evidence.noise)
+        if known and examples > 0 and batch > 0:
+            speed = evidence
+    return PastJob(
+        f"{job.job} {job.name}",
+        job.submitted_s,
+        (job.ended_s or 0.0) - job.submitted_s,
+        examples,
+        speed,
+        batch,
+        job.run_s,
+        job.priority,
+        job.min_np,
+        job.max_np,
+        rescale_s,
+    )
+
+
+def _speeds(past: PastJob, sizes: Sequence[int]) -> tuple[np.ndarray, float]:
+    """Return the goodput by number of slots, and the length of the job in the same unit.
+
+    Args:
+        past: the job.
+        sizes: slots of the hosts, the largest first.
+    """
+    capacity = sum(sizes)
+    slots = np.arange(1, capacity + 1)
+    if past.speed is None:
+        return np.append(0.0, np.ones(capacity)), past.run_s
+    model, limits = past.speed.model(), past.speed.limits
+    assert model is not None, "else the speed is not known"
+    hosts = np.searchsorted(np.cumsum(sizes), slots) + 1
+    if limits is None:  # a fixed batch, of which every example counts
+        found = past.batch / model.step_s(hosts, slots, past.batch / slots, 0)
+    else:
+        found = goodput_curve(model, past.speed.noise, limits, hosts, slots).goodput
+    # More slots than the batch can be divided by are of no use, but no harm either.
+    return np.append(0.0, np.maximum.accumulate(found)), past.examples

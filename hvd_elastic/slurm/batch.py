@@ -1,0 +1,242 @@
+"""What ``hvd-elastic slurm submit`` hands to Slurm: options, their checks, and batch scripts."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.errors import RunError, UsageError
+
+START_S = 60.0
+"""Least time that an allocation must have before it is left again [s]: workers have to start."""
+
+_NODES = re.compile(r"(?P<least>\d+)(-(?P<most>\d+))?")
+_TIME = re.compile(r"((?P<days>\d+)-)?(?P<rest>\d+(:\d+){0,2})")
+_OF_OURS = {
+    **dict.fromkeys(("--nodes", "-N"), "--nodes"),
+    **dict.fromkeys(("--time", "-t"), "--time"),
+    **dict.fromkeys(("--partition", "-p"), "--partition"),
+    **dict.fromkeys(("--ntasks-per-node", "--ntasks", "-n"), "--slots-per-node"),
+    "--signal": "--leave-before",
+    **dict.fromkeys(("--job-name", "-J"), "--run-id"),
+    **dict.fromkeys(("--chdir", "-D"), "the folder in which the command is called"),
+}
+"""Options of sbatch that are set from options of ours."""
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Return the fewest and the most nodes.
+
+    Raises:
+        UsageError: the text is not valid; says what is.
+
+    >>> parse_nodes("2-8"), parse_nodes("4")
+    ((2, 8), (4, 4))
+    """
+    match = _NODES.fullmatch(text)
+    if match is None:
+        raise UsageError(f"--nodes takes a number of nodes or a range such as 2-8, not '{text}'")
+    least, most = int(match["least"]), int(match["most"] or match["least"])
+    if least < 1:
+        raise UsageError(f"--nodes {text}: a run needs at least 1 node")
+    if most < least:
+        raise UsageError(
+            f"--nodes {text}: the most nodes come second, and {most} is below {least}. Did you "
+            f"mean --nodes {most}-{least}?"
+        )
+    return least, most
+
+
+def parse_time(text: str) -> float | None:
+    """Return the seconds of a time as Slurm writes it; None if it is none, such as UNLIMITED.
+
+    >>> [parse_time(text) for text in ("30", "1:30", "2:00:00", "1-12", "1-00:30", "UNLIMITED")]
+    [1800.0, 90.0, 7200.0, 129600.0, 88200.0, None]
+    """
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return None
+    parts = [int(part) for part in match["rest"].split(":")]
+    if match["days"] is not None:  # days-hours[:minutes[:seconds]]
+        units = (3600, 60, 1)
+    else:  # minutes[:seconds], or hours:minutes:seconds
+        units = (3600, 60, 1) if len(parts) == 3 else (60, 1, 0)
+    seconds = sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return float(seconds + 86400 * int(match["days"] or 0))
+
+
+@dataclass(frozen=True)
+class Submission:
+    """How a run is submitted to Slurm.
+
+    Attributes:
+        run_id: name of the run.
+        least, most: fewest and most nodes. The first allocation has the fewest, each further one
+            has a single node.
+        slots_per_node: number of processes on each node.
+        time: time limit of each allocation, as Slurm writes it; None: that of the partition.
+        partition: None: the default one.
+        leave_before_s: how long before its time limit an allocation is left [s].
+        give_back_after_s: how long ``--policy goodput`` leaves a further node unused before it is
+            given back [s].
+        sbatch: further options for sbatch.
+        folder: folder for the output of the batch scripts.
+        cwd: folder in which they start.
+        python: interpreter.
+        home: HVD_ELASTIC_HOME of the run, which all nodes see.
+    """
+
+    run_id: str
+    least: int
+    most: int
+    folder: str
+    cwd: str
+    python: str
+    home: str
+    slots_per_node: int = 1
+    time: str | None = None
+    partition: str | None = None
+    leave_before_s: float = 120.0
+    give_back_after_s: float = 120.0
+    sbatch: tuple[str, ...] = ()
+
+    @property
+    def job_name(self) -> str:
+        """Name of the job in which the run is led."""
+        return f"hvd-{self.run_id}"
+
+    @property
+    def further_name(self) -> str:
+        """Name of the jobs that add a node."""
+        return f"{self.job_name}+"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for run.json."""
+        return asdict(self)
+
+    def check(self) -> None:
+        """Check the options.
+
+        Raises:
+            UsageError: an option is not valid; says what is.
+        """
+        for option in self.sbatch:
+            name = option.partition("=")[0]
+            if name in ("--array", "-a"):
+                raise UsageError(
+                    f"--sbatch {option}: each task of an array would lead the same run. Submit "
+                    "one run for each, with --run-id"
+                )
+            if not name.startswith("-"):
+                raise UsageError(
+                    f"--sbatch {option!r} is no option of sbatch: write it as one word, such as "
+                    "--sbatch --account=vision"
+                )
+            if name in _OF_OURS:
+                raise UsageError(f"--sbatch {option}: this is set by {_OF_OURS[name]}; use that")
+        if self.time is None:
+            return
+        limit_s = parse_time(self.time)
+        if limit_s is None:
+            raise UsageError(
+                f"--time {self.time!r} is no time of Slurm: give minutes, hours:minutes:seconds or "
+                "days-hours:minutes"
+            )
+        least_s = self.leave_before_s + START_S
+        if limit_s < least_s:
+            raise UsageError(
+                f"--time {self.time} leaves no time to train: the run leaves its nodes "
+                f"{self.leave_before_s:g} s before the limit (--leave-before), and workers need "
+                f"about {START_S:g} s to start. Give at least {math.ceil(least_s / 60)} minutes"
+            )
+
+    @property
+    def first_script(self) -> Path:
+        """Path of the script of the allocation in which the run is led."""
+        return Path(self.folder, "first.sh")
+
+    @property
+    def further_script(self) -> Path:
+        """Path of the script of an allocation that adds a node."""
+        return Path(self.folder, "further.sh")
+
+    def write_scripts(self) -> None:
+        """Write both scripts.
+
+        Raises:
+            RunError: the folder cannot be written.
+        """
+        try:
+            Path(self.folder).mkdir(exist_ok=True)
+            self.first_script.write_text(self.first(), encoding="utf-8")
+            self.further_script.write_text(self.further(), encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"cannot write to {self.folder}: {error.strerror}") from error
+
+    def first(self) -> str:
+        """Return the batch script of the allocation in which the run is led."""
+        leads = [self.python, "-m", "hvd_elastic.cli.app", "slurm", "lead", self.run_id]
+        return self._script(
+            self.job_name,
+            [
+                f"--nodes={self.least}",
+                "--requeue",
+                # Slurm sends it to this script alone, which by then is the leader.
+                f"--signal=B:USR1@{math.ceil(self.leave_before_s)}",
+                # The run goes on without a node that fails.
+                "--no-kill",
+            ],
+            f"# Leads run {self.run_id}: begins it, or goes on with it.",
+            f"export HVD_ELASTIC_HOME={shlex.quote(self.home)}\nexec {shlex.join(leads)}\n",
+        )
+
+    def further(self) -> str:
+        """Return the batch script of an allocation that adds a node."""
+        return self._script(
+            self.further_name,
+            ["--nodes=1", "--no-requeue"],
+            f"# Adds a node to run {self.run_id}. Its leader starts by srun what runs here, and\n"
+            "# cancels this job; without a leader, it ends itself.",
+            _HOLD.format(name=shlex.quote(self.job_name)),
+        )
+
+    def _script(self, name: str, options: list[str], what: str, body: str) -> str:
+        lines = [f"--job-name={name}", *options, f"--ntasks-per-node={self.slots_per_node}"]
+        lines += [f"--time={self.time}"] if self.time else []
+        lines += [f"--partition={self.partition}"] if self.partition else []
+        lines += [
+            "--open-mode=append",
+            f"--output={self.folder}/slurm-%j.log",
+            f"--chdir={self.cwd}",
+            *self.sbatch,
+        ]
+        head = "".join(f"#SBATCH {_quoted(line)}\n" for line in lines)
+        return f"#!/bin/bash\n{head}\n{what}\n{body}"
+
+
+_HOLD = """\
+alone=0
+while [ $alone -lt 3 ]; do
+    sleep 30 &
+    wait $!
+    if leaders=$(squeue --noheader --me --states=RUNNING --name={name} --format=%A); then
+        if [ -n "$leaders" ]; then alone=0; else alone=$((alone + 1)); fi
+    fi
+done
+"""
+"""Waits until the leader's job has not run for more than a minute; a slurmctld that does not answer
+says nothing about it."""
+
+
+def _quoted(option: str) -> str:
+    """Return an option for an ``#SBATCH`` line, in which blanks separate options.
+
+    >>> _quoted("--comment=a b")
+    '--comment="a b"'
+    """
+    name, equals, value = option.partition("=")
+    return f'{name}{equals}"{value}"' if re.search(r"\s", value) else option

@@ -1,0 +1,204 @@
+"""Spark tasks as hosts of a run: each dials back, and runs an agent or ranks until the run is over.
+
+Each host is a Spark job of its own with one task. So a lost executor fails the job of its host
+alone, Spark tries that task again on an executor that is free, and a job that has failed too often
+is submitted again. No task waits for another one, as those of a barrier stage do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_elastic.engines.dialled_hosts import DialledHosts
+from hvd_elastic.engines.host_process import HostProcess
+from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import count
+
+_AGAIN_S = 2.0
+"""Time until the job of a host that has failed is submitted again [s]."""
+_MOST_FAILURES = 3
+"""Jobs in a row that may fail before any host has come."""
+_REGISTER_S = 15.0
+"""How long executors get to register before those that are there are counted [s]."""
+_END_S = 10.0
+"""How long jobs get to end after their hosts have been told to [s]; then they are cancelled."""
+_SPARK_ERROR = re.compile(
+    r"^(?:[\w.]+\.)?(?P<kind>\w+(?:Error|Exception)): (?P<text>\S.*)", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of Spark.
+
+    Attributes:
+        hosts: number of tasks, each of which is a host.
+        least: fewest of them that the run can begin with.
+        slots: processes of each host.
+        use_gpu: whether they get the GPUs that Spark has assigned to the task, or none.
+    """
+
+    hosts: int
+    least: int
+    slots: int
+    use_gpu: bool
+
+
+class Executors:
+    """The jobs of a run, until the context ends.
+
+    Args:
+        spark: session of the user.
+        hosts: where the tasks dial in.
+        request: what is asked of Spark.
+    """
+
+    def __init__(self, spark: Any, hosts: DialledHosts, request: Request) -> None:
+        self._spark, self._hosts, self._request = spark, hosts, request
+        self._tag = f"hvd_elastic-{os.getpid()}-{id(self):x}"
+        self._over = threading.Event()
+        self._failures = 0
+        self._failed = ""
+        self._short_since = time.monotonic()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Callable[[], None]:
+        be_host = host_task(self._hosts.dial_in.invitation, self._request)
+        for number in range(self._request.hosts):
+            thread = threading.Thread(
+                target=self._keep, args=(be_host,), name=f"Spark job {number}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+        return self.check
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(_END_S)
+            if thread.is_alive():  # its task waits for an executor
+                self._cancel()
+        for thread in self._threads:
+            thread.join(_END_S)
+
+    def check(self) -> None:
+        """Raise RunError if Spark gives no hosts, or not enough."""
+        if self._hosts.hosts:
+            self._failures = 0
+        if self._failures >= _MOST_FAILURES:
+            raise RunError(self._failed)
+        now, room = time.monotonic(), self._room()
+        if room is None or room >= self._request.least:
+            self._short_since = now
+        elif now > self._short_since + _REGISTER_S:
+            wanted = count(self._request.least * self._request.slots, "process")
+            raise RunError(
+                f"{wanted} wanted, and the executors of the cluster have room for "
+                f"{count(room, 'task')}, each for {count(self._request.slots, 'process')}: ask for "
+                "fewer, or start more executors (spark.executor.instances, spark.cores.max, "
+                "spark.task.cpus)"
+            )
+
+    def _room(self) -> int | None:
+        """Return how many tasks Spark can run at a time; None: that is not known, or may grow."""
+        if _is_remote(self._spark):
+            return None
+        if self._spark.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+            return None
+        context = self._spark.sparkContext._jsc.sc()
+        profile = context.resourceProfileManager().defaultResourceProfile()
+        return int(context.maxNumConcurrentTasks(profile))
+
+    def _keep(self, be_host: Callable[..., Any]) -> None:
+        """Have a host, again after each failure, until the run is over."""
+        while not self._over.is_set():
+            try:
+                self._run_job(be_host)
+            except Exception as error:  # noqa: BLE001  # the errors of py4j and of Spark Connect
+                if self._over.is_set():
+                    return
+                self._failures += 1
+                self._failed = explain(str(error))
+                self._over.wait(_AGAIN_S)
+            else:
+                if not self._over.wait(_AGAIN_S) and not self._hosts.hosts:
+                    self._failures += 1
+                    address = self._hosts.address_towards([])
+                    self._failed = (
+                        f"the executors cannot connect to the driver at {address}; set "
+                        "spark.driver.host to an address of this machine that they reach"
+                    )
+
+    def _run_job(self, be_host: Callable[..., Any]) -> None:
+        if not _is_remote(self._spark):
+            context = self._spark.sparkContext
+            context.setJobGroup(self._tag, "hosts of hvd_elastic", interruptOnCancel=True)
+        else:
+            self._spark.addTag(self._tag)
+        one = self._spark.range(0, 1, 1, 1)
+        one.mapInArrow(be_host, "ended long").collect()
+
+    def _cancel(self) -> None:
+        with contextlib.suppress(Exception):  # of py4j or Spark Connect: the session has ended
+            if not _is_remote(self._spark):
+                self._spark.sparkContext.cancelJobGroup(self._tag)
+            else:
+                self._spark.interruptTag(self._tag)
+
+
+def host_task(invitation: Mapping[str, Any], request: Request) -> Callable[..., Any]:
+    """Return the function of a Spark task that is a host of a run."""
+
+    def be_host(batches: Iterator[Any]) -> Iterator[Any]:
+        from pyspark import TaskContext
+
+        for _ in batches:
+            pass
+        context = TaskContext.get()
+        resources = {} if context is None else context.resources()
+        gpus = resources["gpu"].addresses if request.use_gpu and "gpu" in resources else []
+        environment = {"CUDA_VISIBLE_DEVICES": visible_gpus(gpus)}
+        name = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())
+        HostProcess(invitation, name, request.slots, environment).wait()
+        yield from ()
+
+    return be_host
+
+
+def visible_gpus(assigned: list[str]) -> str:
+    """Return CUDA_VISIBLE_DEVICES for the GPUs that Spark has assigned, by their number here."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = before.split(",") if before else []
+    return ",".join(names[int(gpu)] if names else gpu for gpu in assigned)
+
+
+def explain(text: str) -> str:
+    """Return why a job has failed, from what Spark says of it."""
+    if "PYTHON_VERSION_MISMATCH" in text:
+        own = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return (
+            f"the executors have another Python than the driver, which has {own}: point "
+            "PYSPARK_PYTHON (or spark.pyspark.python) to the same minor version on all machines"
+        )
+    found = [*_SPARK_ERROR.finditer(text)]
+    missing = re.search(r"No module named '([\w.]+)'", text)
+    if missing:
+        return (
+            f"the executors have no package {missing[1].partition('.')[0]!r}: install it for the "
+            "Python that PYSPARK_PYTHON names, on all of them"
+        )
+    said = found[-1]["text"] if found else text.strip().splitlines()[0]
+    return f"Spark cannot run a task: {said}"
+
+
+def _is_remote(spark: Any) -> bool:
+    return type(spark).__module__.startswith("pyspark.sql.connect")

@@ -1,0 +1,75 @@
+"""A run that was submitted to Slurm, as the tests follow it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections import defaultdict
+from typing import Any
+
+from benchmarks.testbed.slurm import SlurmCluster
+from tests.dist.running import RunningJob, Stage
+
+START_S = 60.0
+POLL_S = 0.5
+
+
+class SubmittedJob(RunningJob):
+    """``hvd-elastic slurm submit`` with the probe script."""
+
+    def __init__(self, slurm: SlurmCluster, stage: Stage, *options: str) -> None:
+        super().__init__(stage, None, *options, verb=("slurm", "submit"))
+        self._slurm = slurm
+        assert self.process.wait(START_S) == 0, self.output.read_text()
+        self.process = _Jobs(slurm, f"hvd-{self.run_id}")  # type: ignore[assignment]
+
+    def first_job(self) -> str:
+        """Return the number of the job in which the run is led."""
+        (job_id,) = self._slurm.jobs(f"hvd-{self.run_id}", "--states=RUNNING")
+        return job_id
+
+    def further_jobs(self) -> list[str]:
+        """Return the numbers of the jobs that have added a node."""
+        return self._slurm.jobs(f"hvd-{self.run_id}+", "--states=RUNNING")
+
+    def hosts(self) -> int:
+        """Return the number of hosts that the run has."""
+        return len(self.kinds("hosts_changed")[-1]["hosts"])
+
+    def story(self) -> str:
+        logs = (self._run_folder / "slurm").glob("*.log")
+        return super().story() + "\n".join(log.read_text()[-3000:] for log in logs)
+
+    def check_equal_parameters(self) -> None:
+        """All ranks hold the same; the batch script does not tell them which leader they have."""
+        held: dict[tuple[Any, ...], set[str]] = defaultdict(set)
+        for record in self.digests():
+            held[record["generation"], record["kind"], record["step"]].add(record["digest"])
+        assert held
+        assert all(len(digests) == 1 for digests in held.values()), self.story()
+
+
+class _Jobs:
+    """The jobs in which a run is led, one after the other, as a process."""
+
+    def __init__(self, slurm: SlurmCluster, name: str) -> None:
+        self._slurm = slurm
+        self._name = name
+        self._looked_at = -POLL_S
+
+    def poll(self) -> int | None:
+        if time.monotonic() < self._looked_at + POLL_S:
+            return None
+        self._looked_at = time.monotonic()
+        return None if self._slurm.jobs(self._name) else 0
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        deadline = time.monotonic() + (START_S if timeout_s is None else timeout_s)
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self._name, timeout_s or START_S)
+            time.sleep(POLL_S)
+        return 0
+
+    def kill(self) -> None:
+        self._slurm.call("scancel", "--me")

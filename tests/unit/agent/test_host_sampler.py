@@ -1,0 +1,85 @@
+"""What an agent measures of its host."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.agent.gpus import Gpus
+from hvd_elastic.agent.host_sampler import HostSampler
+from hvd_elastic.control.progress import Activity
+from hvd_elastic.policy.input import Reading
+from hvd_elastic.wire import messages as msg
+from hvd_elastic.wire.framing import MessageDecoder, encode
+
+NVML = """
+#include <string.h>
+typedef struct { unsigned int gpu, memory; } use_t;
+typedef struct { unsigned long long total, free, used; } memory_t;
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **handle) {
+    *handle = (void *)(0x7fff00000000 + index); return 0;
+}
+int nvmlDeviceGetUtilizationRates(void *handle, use_t *use) {
+    if (handle == (void *)0x7fff00000001) return 15;  /* NVML_ERROR_GPU_IS_LOST */
+    use->gpu = 73; use->memory = 1; return 0;
+}
+int nvmlDeviceGetMemoryInfo(void *handle, memory_t *memory) {
+    memory->total = 80ULL << 30; memory->used = 20ULL << 30; memory->free = 60ULL << 30; return 0;
+}
+"""
+
+
+def test_a_sample_has_the_figures_of_this_machine(tmp_path: Path) -> None:
+    sampler = HostSampler(None)
+    with (tmp_path / "some").open("wb") as file:
+        file.write(b"x" * 1_000_000)
+    time.sleep(0.05)
+    sample = sampler.sample({})
+    assert 0 <= sample.cpu <= 1
+    assert 0 < sample.memory < 1
+    assert sample.memory_bytes > 1 << 28
+    assert min(sample.sent, sample.received, sample.read, sample.written) >= 0
+    assert (sample.step_s, sample.rank_wait) == (None, None)
+    fields = sample.event_fields("node1")
+    assert fields.keys() == {"host", *msg.HostSample.__struct_fields__} - {"seq"}
+    line = encode(sample).removesuffix(b"\n")
+    assert MessageDecoder(msg.AgentToLeader, "host node1").decode(line) == sample
+
+
+def test_the_compute_time_of_a_step_leaves_waits_out() -> None:
+    sampler = HostSampler(None)
+    sampler._at -= 10
+    then = {"w": Activity(generation=1, step=100, waited_s=1.0, reading=Reading(wait_s=2.0))}
+    assert sampler.sample(then).step_s is None, "there is nothing to compare with yet"
+    sampler._at -= 10
+    now = {
+        "w": Activity(generation=1, step=200, waited_s=5.0, reading=Reading(wait_s=3.0)),
+        "new": Activity(generation=1, step=200),
+    }
+    sample = sampler.sample(now)
+    assert sample.step_s == pytest.approx(0.05, rel=0.05)
+    assert sample.rank_wait == pytest.approx(0.4, rel=0.05)
+    sampler._at -= 10
+    moved = {"w": Activity(generation=2, step=300), "new": Activity(generation=1, step=200)}
+    assert sampler.sample(moved).step_s is None, "one has changed the world, one has stood still"
+
+
+def test_gpus_are_asked_through_nvml(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler for a library that answers as NVML does")
+    source, library = tmp_path / "nvml.c", tmp_path / "libnvidia-ml.so.1"
+    source.write_text(NVML)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    expected = msg.GpuSample(busy=0.73, memory=0.25, memory_bytes=80 << 30)
+    assert Gpus(str(library)).look() == [expected], "a lost GPU is left out"
+
+
+def test_a_host_without_a_driver_has_no_gpus() -> None:
+    assert Gpus("libno-such-library.so.1").look() == []

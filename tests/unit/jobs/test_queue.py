@@ -1,0 +1,128 @@
+"""Changes of the states of jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.jobs.job import After, JobRequest, JobStatus, StopReason
+from hvd_elastic.jobs.queue import JobQueue
+from hvd_elastic.jobs.store import JobStore
+
+SPEC = {"command": ["python", "train.py"], "cwd": "/"}
+
+
+class Recorded:
+    """A queue, and the events that it records."""
+
+    def __init__(self, path: Path) -> None:
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.queue = JobQueue(
+            JobStore.create(path), lambda kind, fields: self.events.append((kind, fields))
+        )
+
+    def add(self, *after: After) -> int:
+        (job,) = self.queue.add([JobRequest("train", SPEC, after=after)], {})
+        return job.number
+
+    def end(self, number: int, status: JobStatus) -> None:
+        job = self.queue.started(self.queue.active[number], "run", {"a": 1})
+        self.queue.ended(job, status, "")
+
+    def ready(self) -> list[int]:
+        return [job.number for job in self.queue.ready()]
+
+    def status(self, number: int) -> JobStatus:
+        return self.queue.store.jobs([number])[number].status
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Recorded:
+    return Recorded(tmp_path / "queue.sqlite")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "runs"),
+    [
+        ("ok", JobStatus.SUCCEEDED, True),
+        ("ok", JobStatus.FAILED, False),
+        ("ok", JobStatus.CANCELLED, False),
+        ("fail", JobStatus.FAILED, True),
+        ("fail", JobStatus.SUCCEEDED, False),
+        ("any", JobStatus.CANCELLED, True),
+    ],
+)
+def test_job_waits_for_another(made: Recorded, outcome: str, status: JobStatus, runs: bool) -> None:
+    first = made.add()
+    second = made.add(After(outcome, first))
+    assert made.ready() == [first]
+    assert made.queue.active[second].reason.startswith(f"waits for job {first} to ")
+    made.end(first, status)
+    assert made.ready() == ([second] if runs else [])
+    if not runs:
+        ended = made.queue.store.jobs([second])[second]
+        assert ended.status is JobStatus.CANCELLED
+        assert f"job {first}" in ended.message
+        assert made.events[-1][0] == "job_finished"
+
+
+def test_what_waits_in_vain_ends_along_the_chain(made: Recorded) -> None:
+    first = made.add()
+    second = made.add(After("ok", first))
+    third = made.add(After("ok", second))
+    made.end(first, JobStatus.FAILED)
+    made.ready()
+    made.ready()
+    assert {made.status(number) for number in (second, third)} == {JobStatus.CANCELLED}
+
+
+def test_unknown_and_circular_dependencies_are_refused(made: Recorded) -> None:
+    with pytest.raises(UsageError, match="--after names job 99"):
+        made.add(After("ok", 99))
+    first = made.add()
+    second = made.add(After("ok", first))
+    third = made.add(After("any", second))
+    with pytest.raises(UsageError, match=f"circle: job {first}, which waits for job {third}"):
+        made.queue.requeue([first], {}, [After("ok", third)])
+    with pytest.raises(UsageError, match="circle"):
+        made.queue.requeue([first], {}, [After("ok", first)])
+    assert made.queue.active[first].request.after == ()
+
+
+def test_cancel_ends_what_waits_and_asks_what_runs(made: Recorded) -> None:
+    waiting, running = made.add(), made.add()
+    job = made.queue.started(made.queue.active[running], "run", {"a": 1})
+    ended, stopping = made.queue.cancel([waiting, running, waiting], "me")
+    assert [each.number for each in ended] == [waiting]
+    assert stopping[0].stop is StopReason.CANCEL
+    assert stopping[0].held == job.held, "its slots are in use until its run has ended"
+    with pytest.raises(RunError, match=r"job 1 \(train-1\) has cancelled already"):
+        made.queue.cancel([waiting], "me")
+    with pytest.raises(RunError, match="there is no job 7"):
+        made.queue.cancel([7], "me")
+
+
+def test_job_that_has_ended_is_queued_again_with_the_environment_of_its_requeuer(
+    made: Recorded,
+) -> None:
+    number = made.add()
+    made.end(number, JobStatus.FAILED)
+    (job,) = made.queue.requeue([number], {"NEW": "1"}, None)
+    assert (job.status, job.failures) == (JobStatus.QUEUED, 0)
+    assert made.queue.store.environment(job) == {"NEW": "1"}
+    assert made.ready() == [number]
+
+
+def test_another_daemon_finds_everything(made: Recorded, tmp_path: Path) -> None:
+    number = made.add()
+    made.queue.started(made.queue.active[number], "run-x", {"a": 2})
+    made.queue.set_priority([number], 3.0)
+    later = Recorded(tmp_path / "queue.sqlite").queue
+    job = later.active[number]
+    assert (job.run_id, job.held, job.attempts) == ("run-x", {"a": 2}, 1)
+    assert job.request.priority == 3.0
+    assert later.store.environment(job) == {}

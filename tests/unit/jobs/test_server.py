@@ -1,0 +1,160 @@
+"""Requests over the daemon's socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.jobs.messages import Answer, Cancel, Down, Hosts, Request
+from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile, open_cluster
+from hvd_elastic.jobs.server import RequestServer, ask_daemon
+
+
+def handle(request: Request) -> Answer:
+    match request:
+        case Cancel(jobs, by):
+            return Answer(f"{by}: {jobs}", jobs=jobs)
+        case Down():
+            raise UsageError("not now")
+    return Answer("", data=[{"host": "a"}])
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterFolder:
+    # Longer than the address of a unix socket may be.
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / ("long" * 30)))
+    return ClusterFolder.create("test")
+
+
+@pytest.fixture
+def server(place: ClusterFolder) -> Iterator[RequestServer]:
+    made = RequestServer(place, handle)
+    over = threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            made.serve(0.02)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield made
+    over.set()
+    thread.join()
+    made.close()
+
+
+def connection(place: ClusterFolder) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    made.settimeout(10)
+    with place.socket_address() as address:
+        made.connect(address)
+    return made
+
+
+def read_all(made: socket.socket) -> Answer:
+    received = b"".join(iter(lambda: made.recv(4096), b""))
+    return msgspec.json.decode(received, type=Answer)
+
+
+@pytest.mark.usefixtures("server")
+def test_request_and_answer(place: ClusterFolder) -> None:
+    many = list(range(50_000))
+    answer = ask_daemon(place, Cancel(many, "me"))
+    assert answer.jobs == many
+    assert ask_daemon(place, Hosts()).data == [{"host": "a"}]
+
+
+@pytest.mark.usefixtures("server")
+def test_refusal_is_raised_with_its_exit_status(place: ClusterFolder) -> None:
+    with pytest.raises(RunError, match="not now") as refused:
+        ask_daemon(place, Down(leave_jobs=True))
+    assert refused.value.exit_status == 2
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("text", [b"", b"nonsense", b'{"type":"run","command":"sh"}', b"\xff" * 99])
+def test_invalid_request_is_answered(place: ClusterFolder, text: bytes) -> None:
+    with connection(place) as made:
+        made.sendall(text)
+        made.shutdown(socket.SHUT_WR)
+        answer = read_all(made)
+    assert not answer.ok
+    assert "not valid" in answer.message
+
+
+@pytest.mark.usefixtures("server")
+def test_client_that_sends_nothing_holds_up_nobody(place: ClusterFolder) -> None:
+    with connection(place), connection(place) as half:
+        half.sendall(b'{"type"')
+        assert ask_daemon(place, Hosts()).ok
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("opened", [False, True], ids=["as made", "folder and socket opened"])
+def test_another_user_is_refused(place: ClusterFolder, tmp_path: Path, opened: bool) -> None:
+    if opened:  # as by a careless chmod: the daemon still asks the kernel who it is
+        for folder in (place.path, *place.path.parents):
+            if tmp_path.parent.parent.parent in folder.parents or folder == tmp_path:
+                folder.chmod(0o755)
+        for folder in tmp_path.parents[:2]:
+            folder.chmod(0o755)
+        (place.path / "daemon.sock").chmod(0o666)
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            os.write(write_end, ask_daemon(place, Hosts()).message.encode() or b"answered")
+        except (RunError, OSError) as error:
+            os.write(write_end, str(error).encode())
+        os._exit(0)
+    os.close(write_end)
+    os.waitpid(child, 0)
+    with open(read_end) as told:  # noqa: PTH123
+        said = told.read()
+    if opened:
+        assert said.startswith("this daemon belongs to another user (id 0); you have id 65534")
+    else:
+        assert "belongs to another user" in said or "Permission denied" in said
+
+
+def test_two_daemons_of_one_cluster(place: ClusterFolder) -> None:
+    with place.lock():
+        place.describe_daemon(Path("/hosts"))
+        assert place.daemon_alive()
+        with pytest.raises(RunError, match=rf"has a daemon already \(pid {os.getpid()}"):
+            with ClusterFolder(place.path).lock():
+                pass
+    assert not place.daemon_alive()
+    with place.lock():
+        pass
+
+
+def test_without_a_daemon_it_is_said_how_to_start_one(place: ClusterFolder) -> None:
+    with pytest.raises(RunError, match="hvd-elastic up HOSTFILE --name test"):
+        ask_daemon(place, Hosts())
+
+
+def test_which_cluster_is_meant(place: ClusterFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_cluster(None).name == "test"
+    other = ClusterFolder.create("other")
+    with pytest.raises(RunError, match="several clusters: other, test"):
+        open_cluster(None)
+    with other.lock():
+        assert open_cluster(None).name == "other", "the one that is up"
+    monkeypatch.setenv("HVD_ELASTIC_CLUSTER", "test")
+    assert open_cluster(None).name == place.name
+    with pytest.raises(RunError, match="there is no cluster 'mine'"):
+        open_cluster("mine")
+    assert name_of_hostfile(Path("hosts")) == "hosts"
+    with pytest.raises(UsageError, match="cluster name"):
+        ClusterFolder.create("../x")

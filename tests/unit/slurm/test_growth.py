@@ -1,0 +1,243 @@
+"""When a run asks for further nodes and gives them back, with a queue of the test's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.hosts.hostfile import Host, parse_hostfile
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.slurm.allocation import Allocation
+from hvd_elastic.slurm.engine import SlurmEngine
+from hvd_elastic.slurm.growth import Growth
+from tests.unit.slurm.test_batch import SUBMISSION
+
+SPEC = RunSpec(command=("python", "train.py"), cwd="/")
+OURS = replace(SUBMISSION, least=1, most=4, slots_per_node=2, give_back_after_s=100.0)
+
+
+class Queue:
+    """Slurm as far as Growth sees it: jobs by number, each a line of squeue."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, str] = {}
+        self.excluded: list[str] = []
+        self._numbers = iter(range(1, 100))
+
+    def __call__(self, command: str, *options: str) -> str:
+        if command == "squeue":
+            return "".join(f"{number}|{rest}\n" for number, rest in self.jobs.items())
+        if command == "sbatch":
+            self.excluded.append(options[0])
+            number = str(next(self._numbers))
+            self.jobs[number] = "PENDING||1:00:00"
+            return f"{number}\n"
+        assert command == "scancel"
+        for number in [*self.jobs] if options[0] == "--me" else options:
+            self.jobs.pop(number, None)
+        return ""
+
+    def start(self, number: str, node: str, left: str = "1:00:00") -> None:
+        self.jobs[number] = f"RUNNING|{node}|{left}"
+
+    @property
+    def pending(self) -> list[str]:
+        return [number for number, rest in self.jobs.items() if rest.startswith("PENDING")]
+
+
+class Setting:
+    def __init__(self, folder: Path, spec: RunSpec) -> None:
+        self.queue = Queue()
+        self.said: list[str] = []
+        self.folder = RunFolder.create("resnet", {}, root=folder)
+        first = Allocation("0", (Host("node0", slots=2),))
+        self.engine = SlurmEngine(self.folder, first)
+        self.growth = Growth(self.engine, OURS, spec, self.said.append, self.queue)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return parse_hostfile(self.folder.hosts).names
+
+    def event(self, kind: str, now: float = 0.0, **fields: Any) -> None:
+        self.growth.note({"kind": kind, "t": now, "mono": now, **fields}, now)
+
+    def trains_on(self, *hosts: str, now: float = 0.0) -> None:
+        size = 2 * len(hosts)
+        self.event(
+            "rescale_started",
+            now,
+            generation=1,
+            from_size=0,
+            to_size=size,
+            hosts=list(hosts),
+            slots=[2] * len(hosts),
+            reason="",
+        )
+        self.event("rescale_finished", now, generation=1, size=size, pause_s=None)
+
+
+@pytest.fixture
+def fixed(tmp_path: Path) -> Setting:
+    return Setting(tmp_path, SPEC)
+
+
+@pytest.fixture
+def goodput(tmp_path: Path) -> Setting:
+    return Setting(tmp_path, replace(SPEC, policy="goodput"))
+
+
+def test_without_a_policy_it_asks_for_all_nodes_at_once(fixed: Setting) -> None:
+    fixed.growth.look(0.0)
+    assert len(fixed.queue.pending) == 3
+    fixed.growth.look(5.0)
+    assert len(fixed.queue.jobs) == 3
+
+
+def test_what_slurm_grants_joins_and_what_ends_leaves(fixed: Setting) -> None:
+    fixed.growth.look(0.0)
+    fixed.queue.start("1", "node7")
+    fixed.growth.look(5.0)
+    assert fixed.hosts == ("node0", "node7")
+    assert "node7 joins: job 1 has started" in fixed.said
+    del fixed.queue.jobs["1"]
+    fixed.growth.look(10.0)
+    assert fixed.hosts == ("node0",)
+    assert len(fixed.queue.pending) == 3  # another one is asked for
+    assert fixed.queue.excluded[-1] == "--exclude=node0"
+
+
+def test_a_second_allocation_on_the_same_node_is_cancelled(fixed: Setting) -> None:
+    fixed.growth.look(0.0)
+    fixed.queue.start("1", "node7")
+    fixed.queue.start("2", "node7")
+    fixed.growth.look(5.0)
+    assert fixed.hosts == ("node0", "node7")
+    assert "2" not in fixed.queue.jobs
+    fixed.growth.look(10.0)
+    assert len(fixed.queue.jobs) == 3
+    assert fixed.queue.excluded[-1] == "--exclude=node0,node7"
+
+
+def test_the_run_leaves_an_allocation_before_its_time_limit(fixed: Setting) -> None:
+    fixed.growth.look(0.0)
+    fixed.queue.start("1", "node7", "2:30")
+    fixed.growth.look(5.0)
+    assert "node7" in fixed.hosts
+    fixed.queue.start("1", "node7", "2:00")
+    fixed.growth.look(10.0)
+    assert fixed.hosts == ("node0",)
+    assert "1" not in fixed.queue.jobs  # nothing of the run was connected to it
+
+
+def test_an_allocation_is_cancelled_only_when_the_run_has_left_it(fixed: Setting) -> None:
+    fixed.growth.look(0.0)
+    fixed.queue.start("1", "node7")
+    fixed.growth.look(5.0)
+    connection = fixed.engine.connect(Host("node7"))
+    fixed.queue.start("1", "node7", "1:00")
+    fixed.growth.look(10.0)
+    assert fixed.hosts == ("node0",)
+    assert "1" in fixed.queue.jobs
+    connection.close()
+    fixed.growth.look(15.0)
+    assert "1" not in fixed.queue.jobs
+
+
+def test_a_lost_node_of_the_first_allocation_is_made_up_for(fixed: Setting) -> None:
+    for number, node in (("1", "node1"), ("2", "node2"), ("3", "node3")):
+        fixed.growth.look(0.0)
+        fixed.queue.start(number, node)
+    fixed.growth.look(5.0)
+    fixed.event("host_lost", 10.0, host="node0", cause="", silent_s=None)
+    fixed.growth.look(40.0)
+    assert len(fixed.queue.jobs) == 3
+    fixed.growth.look(70.0)
+    assert len(fixed.queue.jobs) == 4
+    fixed.event("agent_started", 75.0, host="node0", seconds=0.1)
+    fixed.growth.look(80.0)
+    assert len(fixed.queue.jobs) == 3
+
+
+def test_a_further_node_that_stays_lost_is_given_back(fixed: Setting) -> None:
+    fixed.growth.look(0.0)
+    fixed.queue.start("1", "node7")
+    fixed.growth.look(5.0)
+    fixed.event("host_lost", 10.0, host="node7", cause="", silent_s=None)
+    fixed.growth.look(71.0)
+    assert fixed.hosts == ("node0",)
+    assert "1" not in fixed.queue.jobs
+
+
+def test_the_wanted_number_of_processes_limits_the_nodes(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, replace(SPEC, np=3))
+    setting.growth.look(0.0)
+    assert len(setting.queue.jobs) == 1
+    setting.event("command_done", 1.0, id="1", op="scale", ok=True, np=7, message="")
+    setting.growth.look(5.0)
+    assert len(setting.queue.jobs) == 3
+
+
+def test_a_policy_gets_one_node_at_a_time_while_it_uses_all(goodput: Setting) -> None:
+    goodput.growth.look(0.0)
+    assert not goodput.queue.jobs  # nothing trains yet
+    goodput.trains_on("node0")
+    goodput.growth.look(5.0)
+    goodput.growth.look(10.0)
+    assert goodput.queue.pending == ["1"]
+    goodput.queue.start("1", "node1")
+    goodput.growth.look(15.0)
+    goodput.growth.look(20.0)
+    assert not goodput.queue.pending
+    goodput.trains_on("node0", "node1", now=25.0)
+    goodput.growth.look(30.0)
+    assert goodput.queue.pending == ["2"]
+
+
+def test_a_node_that_the_policy_leaves_unused_is_given_back(goodput: Setting) -> None:
+    goodput.trains_on("node0")
+    goodput.growth.look(0.0)
+    goodput.queue.start("1", "node1")
+    goodput.growth.look(10.0)
+    goodput.growth.look(109.0)
+    assert goodput.hosts == ("node0", "node1")
+    goodput.growth.look(111.0)
+    assert goodput.hosts == ("node0",)
+    assert not goodput.queue.jobs
+    # It asks again after a pause of five times as long, and then of twice that.
+    goodput.growth.look(600.0)
+    assert not goodput.queue.jobs
+    goodput.growth.look(612.0)
+    assert goodput.queue.pending == ["2"]
+
+
+def test_a_pending_request_is_withdrawn_when_the_policy_leaves_a_node(goodput: Setting) -> None:
+    goodput.trains_on("node0")
+    goodput.growth.look(0.0)
+    goodput.queue.start("1", "node1")
+    goodput.growth.look(5.0)
+    goodput.trains_on("node0", "node1", now=6.0)
+    goodput.growth.look(10.0)
+    assert goodput.queue.pending == ["2"]
+    goodput.trains_on("node0", now=11.0)
+    goodput.growth.look(15.0)
+    assert not goodput.queue.pending
+
+
+def test_the_next_leader_takes_the_allocations_that_are_there(fixed: Setting) -> None:
+    fixed.queue.start("8", "node8")
+    fixed.queue.jobs["9"] = "PENDING||1:00:00"
+    fixed.growth.adopt()
+    assert fixed.hosts == ("node0", "node8")
+    fixed.growth.look(0.0)
+    assert len(fixed.queue.jobs) == 3
+
+
+def test_at_the_end_all_are_given_back(fixed: Setting) -> None:
+    fixed.growth.look(0.0)
+    fixed.queue.start("1", "node1")
+    fixed.growth.end()
+    assert not fixed.queue.jobs

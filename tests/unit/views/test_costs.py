@@ -1,0 +1,138 @@
+"""What a run's time went to, when it ends, and how its hosts are, from events."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.schema import check_event
+from hvd_elastic.records.summary import RunSummary, summarize
+from hvd_elastic.views.allocation import hosts_section
+from hvd_elastic.views.costs import cost_so_far, forecast_words, time_section
+from hvd_elastic.views.forecast import predict_end
+from tests.unit.views.replay import Replay
+
+
+@pytest.fixture
+def replay(tmp_path: Path) -> Iterator[Replay]:
+    run = Replay(tmp_path, "a", start=time.time())
+    run.begin("node1", "node2")
+    yield run
+    run.close()
+
+
+def summary_of(run: Replay) -> RunSummary:
+    run.flush()
+    return summarize(read_events(run.folder.events))
+
+
+def text_of(html: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))
+
+
+def test_each_second_has_one_cause(replay: Replay) -> None:
+    replay.train(100)
+    replay.join("node3")
+    replay.train(100)
+    replay.kill("node2")
+    replay.train(50)
+    replay.lose("node3")
+    replay.train(50)
+    summary = summary_of(replay)
+    spent = summary.spending.by_cause
+    assert spent["start-up"].seconds == pytest.approx(7.0)
+    assert spent["rescales"].seconds == pytest.approx(0.14)
+    assert spent["rescales"].slot_s == pytest.approx(4 * 0.14), "the four that were there waited"
+    assert spent["failures"].seconds == pytest.approx(0.38 + 5.6)
+    assert spent["failures"].slot_s == pytest.approx(5 * 0.38 + 3 * 5.6), "the survivors waited"
+    assert spent["failures"].money == pytest.approx(0.38 * 2.15 / 3600 + 5.6 * 1.8 / 3600, rel=0.01)
+    assert spent["input"].seconds == pytest.approx(300 * 0.012, rel=0.1)
+    assert spent["communication"].seconds == pytest.approx(300 * 0.085, rel=0.1)
+    html = time_section(summary)
+    parts = [float(part) for part in re.findall(r">([0-9.]+)%</td>", html)]
+    assert sum(parts) == pytest.approx(100, abs=0.5)
+    assert "communication" in html
+    assert cost_so_far(summary) == pytest.approx((306 * 1.8 + 156 * 0.35) / 3600, rel=0.02)
+
+
+def test_work_that_is_done_again_counts_as_failure(replay: Replay) -> None:
+    replay.train(30)
+    replay.add("checkpoint", step=replay.step, path="c", bytes=1, seconds=0.1, blocked_s=0.0)
+    saved = replay.step
+    replay.train(20)
+    replay.add("restored", step=saved, epoch=0, position=0, examples=9, path="c")
+    lost = summary_of(replay).spending.by_cause["failures"].seconds
+    assert lost == pytest.approx(20, abs=0.5)
+
+
+def test_the_time_to_go_and_its_range(replay: Replay) -> None:
+    replay.train(5)
+    assert predict_end(summary_of(replay)) is None, "too early to tell"
+    replay.train(1200)
+    replay.join("node3")
+    replay.train(400)
+    summary = summary_of(replay)
+    end = predict_end(summary)
+    assert end is not None
+    rate = 6 * 900 * (1 + 256 / 8192)
+    left_s = (replay._whole - replay.examples) / rate
+    assert end.low_s < left_s < end.high_s
+    assert end.left_s == pytest.approx(left_s, rel=0.15)
+    assert end.money_left == pytest.approx(end.left_s * 2.15 / 3600)
+    words = forecast_words(summary, 0.42, end)
+    assert re.match(r"\d+% done; .* to go \(.* to .*\), if hosts and speed stay", words)
+    assert "so far" in words
+
+
+def test_after_a_return_to_a_checkpoint_only_what_follows_counts() -> None:
+    def told(t: float, done: float) -> dict[str, Any]:
+        return {"t": t, "kind": "metrics", "step": 1, "done": done}
+
+    fast = [told(t, t / 200) for t in range(1, 101)]
+    slow = [told(100 + t, 0.1 + t / 1000) for t in range(1, 101)]
+    end = predict_end(summarize([{"t": 0.0, "kind": "run_started"}, *fast, *slow]))
+    assert end is not None
+    assert end.left_s == pytest.approx(800, rel=0.01)
+    still = [told(200 + t, 0.2) for t in range(1, 101)]
+    start = [{"t": 0.0, "kind": "run_started"}]
+    assert predict_end(summarize([*start, *slow, *still])) is None, "nothing moves: no forecast"
+    uneven = [told(t, (t // 60) * 60 / 1000) for t in range(1, 301)]
+    end = predict_end(summarize([*start, *uneven]))
+    assert end is not None
+    assert math.isinf(end.high_s)
+
+
+def test_the_table_of_hosts_tells_who_is_slow_who_leaves_and_who_is_lost(replay: Replay) -> None:
+    for name in ("node3", "node4"):
+        replay.join(name)
+    replay.slow["node2"] = 1.6
+    replay.train(12)
+    replay.lose("node4")
+    replay.add("host_draining", host="node3", cause="asked", leave_in_s=None, asked=True)
+    html = hosts_section(summary_of(replay))
+    rows = {name: text_of(row) for name, row in re.findall(r"(node\d)</td>(.*?)</tr>", html)}
+    assert rows["node1"].startswith(" trains 2 of 2 33%")
+    assert rows["node2"].startswith(" slow: 1.6 x 2 of 2 33%")
+    assert rows["node3"].startswith(" leaves 2 of 2 33%")
+    assert rows["node4"].startswith(" lost 0 of 2")
+    assert re.search(r"\d+ ms \d+% \d+% \d+%, \d+% [\d.]+ MB/s, [\d.]+ MB/s", rows["node1"])
+    replay.train(100)
+    stale = [event for event in read_events(replay.folder.events) if event["kind"] != "host_sample"]
+    assert " ms " not in text_of(hosts_section(summarize(stale)))
+
+
+def test_the_replay_writes_events_as_they_are_defined(replay: Replay) -> None:
+    replay.join("node3")
+    replay.train(20)
+    replay.lose("node3")
+    replay.grow_batch(512)
+    replay.flush()
+    for event in read_events(replay.folder.events):
+        check_event(event)
