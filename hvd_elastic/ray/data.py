@@ -133,6 +133,9 @@ class RowServer:
             raise stored
         match asked:
             case _AskSizes():
+                # Imported before a new worker joins, not while the others wait for its first batch.
+                import ray.data.block
+
                 return stored.sizes
             case _AskRows(rows=rows):
                 tables = ray.get([stored.blocks[block] for block in rows])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvd_elastic.errors import DataError, RunError
 from hvd_elastic.formatting import count
 from hvd_elastic.ray.host import HostActor
+
+log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 """Time between two looks whether actors have ended [s]; agents notice a lost host by themselves."""
@@ -101,18 +105,21 @@ class Placement:
         """References to the data sets that are there, or why there is none, by name."""
         self._actors: dict[Any, Any] = {}
         """Actors by the reference to the end of their service."""
-        self._failure: str | None = None
+        self._failure, self._failed_at = "", -math.inf
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="placement", daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
+    def check(self, *, is_short: bool) -> None:
         """Check that actors can start.
 
+        Args:
+            is_short: whether there are fewer workers than the training needs.
+
         Raises:
-            RunError: one could not; says why.
+            RunError: there are too few, and the next ones cannot start; says why.
         """
-        if self._failure is not None:
+        if is_short and time.monotonic() < self._failed_at + 2 * _PAUSE_S:
             raise RunError(self._failure)
 
     def close(self) -> None:
@@ -157,12 +164,16 @@ class Placement:
             self._ray.get(ended)
         except RayActorError as error:
             if getattr(error, "actor_init_failed", False):
-                self._failure = _why_not_started(str(error))
-                self._closed.wait(_PAUSE_S)
+                self._note_failure(_why_not_started(str(error)))
         except (RayError, RunError) as error:
-            self._failure = f"a host process has ended: {error}"
-            self._closed.wait(_PAUSE_S)
+            self._note_failure(f"a host process has ended: {error}")
         self._ray.kill(actor)
+
+    def _note_failure(self, why: str) -> None:
+        if why != self._failure:
+            log.warning("%s", why)
+        self._failure, self._failed_at = why, time.monotonic()
+        self._closed.wait(_PAUSE_S)
 
 
 def wait_for_rows(stored: Mapping[str, Any]) -> None:

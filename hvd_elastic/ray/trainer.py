@@ -17,8 +17,6 @@ from hvd_elastic.ray.data import Preparer
 if TYPE_CHECKING:
     from hvd_elastic.engines.dialled_hosts import DialledHosts
 
-_CALM_S = 2.0
-"""Time without a new worker after which a training begins with fewer than there is room for [s]."""
 _ON_HEAD = "node:__internal_head__"
 """Resource that Ray gives to the head node."""
 _DEFAULT_RESOURCES: Mapping[str, float] = {"CPU": 1}
@@ -109,7 +107,8 @@ class ElasticTrainer:
         from hvd_elastic.engines.training import Sizes
 
         least, most = (scaling, scaling) if isinstance(scaling, int) else scaling
-        self._sizes = Sizes(least, least, most)
+        Sizes(least, least, most)  # checks them
+        self._least, self._most = least, most
         self._task = Task.of(train_fn, tuple(train_fn_args), train_fn_kwargs or {})
         self._resources = dict(resources_per_worker or _DEFAULT_RESOURCES)
         for name, amount in self._resources.items():
@@ -117,12 +116,12 @@ class ElasticTrainer:
                 raise UsageError(f"resources_per_worker: {name} is {amount}, it must be 0 or more")
         self._datasets = dict(datasets or {})
         self._dataset_options = dataset_options
-        self._run = {
+        self._options = {
+            "run_id": run_id,
             "checkpoint_every_s": checkpoint_every_s,
             "audit": audit,
             "failure_timeout_s": failure_timeout_s,
         }
-        self._run_id = run_id
 
     def fit(self) -> Result:
         """Train to the end; return the result.
@@ -132,40 +131,36 @@ class ElasticTrainer:
             RunError: the cluster cannot hold the workers, or the training failed.
             DataError: a data set cannot be prepared.
         """
-        from hvd_elastic.engines.task import COMMAND
-        from hvd_elastic.engines.training import train_elastically
-        from hvd_elastic.leader.spec import RunSpec
+        from hvd_elastic.engines.training import Sizes, train
         from hvd_elastic.ray.placement import check_room, room_for
+        from hvd_elastic.records.run_folder import RunFolder, new_run_id
         from hvd_elastic.records.summary import summarize
 
-        packed = self._task.pack()
+        self._task.pack()  # what cannot be sent is told before Ray is connected to
         ray = _connected_ray()
         nodes = [node for node in ray.nodes() if node["Alive"]]
         resources = [node["Resources"] for node in nodes]
-        least, most = self._sizes.least or 1, self._sizes.limit
-        check_room(resources, self._resources, least)
-        spec = RunSpec(
-            command=COMMAND, cwd=".", engine="ray", min_np=least, max_np=most, **self._run
-        )
-        room = room_for(resources, self._resources)
+        check_room(resources, self._resources, self._least)
         cpus = sum(node.get("CPU", 0) for node in resources)
-        spare = cpus - least * self._resources.get("CPU", 0)
-        trained = train_elastically(
-            packed,
-            spec,
+        spare = cpus - self._least * self._resources.get("CPU", 0)
+        at_once = min(self._most, room_for(resources, self._resources))
+        run_id = self._options["run_id"] or new_run_id()
+        value = train(
+            self._task,
+            Sizes(self._least if self._datasets else at_once, self._least, self._most),
             own_address_towards(Host(nodes[0]["NodeManagerAddress"])),
+            "ray",
             functools.partial(self._acquire, spare_cpus=spare),
-            begin_with=least if self._datasets else min(most, room),
-            calm_s=_CALM_S,
-            run_id=self._run_id,
+            {**self._options, "run_id": run_id},
         )
-        events = trained.folder.read_events()
+        folder = RunFolder.open(run_id)
+        events = folder.read_events()
         past = summarize(events)
         metrics = next((event for event in reversed(events) if event["kind"] == "metrics"), {})
         return Result(
-            trained.value,
-            trained.folder.run_id,
-            trained.folder.path,
+            value,
+            run_id,
+            folder.path,
             Path(past.checkpoints[-1].path) if past.checkpoints else None,
             {name: value for name, value in metrics.items() if name not in ("t", "mono", "kind")},
         )
@@ -188,11 +183,11 @@ class ElasticTrainer:
             placement = Placement(
                 hosts.dial_in.invitation,
                 self._resources,
-                (self._sizes.least or 1, self._sizes.limit),
+                (self._least, self._most),
                 stored,
             )
             try:
-                yield placement.check
+                yield lambda: placement.check(is_short=hosts.slots < self._least)
             finally:
                 placement.close()
         finally:
