@@ -134,6 +134,12 @@ class SparkCluster:
             MARK: str(self.folder),
         }
 
+    @property
+    def driver_environment(self) -> dict[str, str]:
+        """Return the environment of a program with a session on this cluster."""
+        own = {"SPARK_URL": self.url, "SPARK_LOCAL_IP": self._address}
+        return {**os.environ, "PYSPARK_PYTHON": sys.executable, **own}
+
     def _log(self, name: str) -> int:
         return os.open(self.folder / "log" / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 

@@ -145,6 +145,11 @@ def _resumed_spec(folder: RunFolder, options: RunOptions) -> RunSpec:
         )
     spec = RunSpec.from_dict(folder.read_run(), folder.run_id)
     np, hostfile = options.np, options.hostfile
+    if spec.engine not in (None, "slurm"):
+        raise RunError(
+            f"run {folder.run_id} was led by a program on {spec.engine}, which alone can give it "
+            "hosts: run that program again"
+        )
     changes: dict[str, Any] = {}
     if hostfile is not None:
         changes["hostfile"] = str(hostfile.absolute())
