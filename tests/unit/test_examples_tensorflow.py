@@ -70,6 +70,7 @@ for script in {[str(EXAMPLES / script) for script in scripts]}:
     assert min(map(float, found)) > 0.2, "at random it is a tenth"
 
 
+@COSTLY
 def test_characters_keras(tmp_path: Path) -> None:
     small = ("--characters", "40000", "--width", "32", "--layers", "1", "--epochs", "2")
     quick = ("--context", "16", "--lr", "5e-3", "--warmup", "10", "--sample", "12")
