@@ -7,11 +7,13 @@ is submitted again. No task waits for another one, as those of a barrier stage d
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +21,14 @@ from typing import Any
 from hvd_elastic.engines.dialled_hosts import DialledHosts
 from hvd_elastic.engines.host_process import HostProcess
 from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import count
 
 _AGAIN_S = 2.0
 """Time until the job of a host that has failed is submitted again [s]."""
 _MOST_FAILURES = 3
 """Jobs in a row that may fail before any host has come."""
+_REGISTER_S = 15.0
+"""How long executors get to register before those that are there are counted [s]."""
 _END_S = 10.0
 """How long jobs get to end after their hosts have been told to [s]; then they are cancelled."""
 _SPARK_ERROR = re.compile(
@@ -37,11 +42,13 @@ class Request:
 
     Attributes:
         hosts: number of tasks, each of which is a host.
+        least: fewest of them that the run can begin with.
         slots: processes of each host.
         use_gpu: whether they get the GPUs that Spark has assigned to the task, or none.
     """
 
     hosts: int
+    least: int
     slots: int
     use_gpu: bool
 
@@ -61,6 +68,7 @@ class Executors:
         self._over = threading.Event()
         self._failures = 0
         self._failed = ""
+        self._short_since = time.monotonic()
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Callable[[], None]:
@@ -83,9 +91,32 @@ class Executors:
             thread.join(_END_S)
 
     def check(self) -> None:
-        """Raise RunError if Spark gives no hosts."""
-        if self._failures >= _MOST_FAILURES and not self._hosts.hosts:
+        """Raise RunError if Spark gives no hosts, or not enough."""
+        if self._hosts.hosts:
+            self._failures = 0
+        if self._failures >= _MOST_FAILURES:
             raise RunError(self._failed)
+        now, room = time.monotonic(), self._room()
+        if room is None or room >= self._request.least:
+            self._short_since = now
+        elif now > self._short_since + _REGISTER_S:
+            wanted = count(self._request.least * self._request.slots, "process")
+            raise RunError(
+                f"{wanted} wanted, and the executors of the cluster have room for "
+                f"{count(room, 'task')}, each for {count(self._request.slots, 'process')}: ask for "
+                "fewer, or start more executors (spark.executor.instances, spark.cores.max, "
+                "spark.task.cpus)"
+            )
+
+    def _room(self) -> int | None:
+        """Return how many tasks Spark can run at a time; None: that is not known, or may grow."""
+        if _is_remote(self._spark):
+            return None
+        if self._spark.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+            return None
+        context = self._spark.sparkContext._jsc.sc()
+        profile = context.resourceProfileManager().defaultResourceProfile()
+        return int(context.maxNumConcurrentTasks(profile))
 
     def _keep(self, be_host: Callable[..., Any]) -> None:
         """Have a host, again after each failure, until the run is over."""
@@ -117,10 +148,11 @@ class Executors:
         one.mapInArrow(be_host, "ended long").collect()
 
     def _cancel(self) -> None:
-        if not _is_remote(self._spark):
-            self._spark.sparkContext.cancelJobGroup(self._tag)
-        else:
-            self._spark.interruptTag(self._tag)
+        with contextlib.suppress(Exception):  # of py4j or Spark Connect: the session has ended
+            if not _is_remote(self._spark):
+                self._spark.sparkContext.cancelJobGroup(self._tag)
+            else:
+                self._spark.interruptTag(self._tag)
 
 
 def host_task(invitation: Mapping[str, Any], request: Request) -> Callable[..., Any]:
