@@ -159,7 +159,8 @@ def write_run(home: Path, hours: float, *, ends: bool = True) -> Replay:
             run.lose("node3")
     if ends:
         run.end()
-    run.flush()
+    else:
+        run.flush()
     return run
 
 
