@@ -64,7 +64,7 @@ def top(
 
       hvd-elastic top digits-3 --interval 5
     """
-    from rich.console import Console, Group
+    from rich.console import Console, Group, RenderableType
     from rich.live import Live
     from rich.table import Table
 
@@ -110,7 +110,7 @@ def top(
         events = Table.grid()
         for line in latest:
             events.add_row(line.splitlines()[0])
-        hosts = [busy, ""] if busy.row_count else []
+        hosts: list[RenderableType] = [busy, ""] if busy.row_count else []
         return Group(shown, "", *hosts, events), alive or state in ("starting", "leaderless")
 
     console = Console()

@@ -144,8 +144,9 @@ class LiveRun:
             told = f"{state}, as of its last event at {clock_words(summary.ended)}"
             if self._unread:
                 told = f"reading its events, {bytes_words(self._unread)} to go"
-            self._rendered = (self.version, state), {"html": parts, "data": data, "live": told}
-            return self._rendered[1]
+            found = {"html": parts, "data": data, "live": told, "unread": self._unread}
+            self._rendered = (self.version, state), found
+            return found
 
     def zoom(self, name: str, begin_s: float, end_s: float) -> dict[str, Any]:
         """Return the points of a chart between two times after the start [s].

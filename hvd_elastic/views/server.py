@@ -41,6 +41,8 @@ _POLICY = (
 _COOKIE = "hvd_elastic_token"
 _UPDATE_S, _ALIVE_S = 0.5, 5.0
 """Time between two looks for news, and between two signs of life to a viewer [s]."""
+_SOON_S = 0.02
+"""The same while a long run is being read [s]."""
 _MOST_BYTES = 4096
 """Longest request to control a run."""
 
@@ -282,7 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
                 elif time.monotonic() - alive_at > _ALIVE_S:
                     self.wfile.write(b": alive\n\n")
                     alive_at = time.monotonic()
-                time.sleep(_UPDATE_S)
+                time.sleep(_SOON_S if found.get("unread") else _UPDATE_S)
 
 
 def _news(found: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
