@@ -76,20 +76,20 @@ class Row:
 
     Attributes:
         engine, case, launcher: what was measured.
-        pause: the times.
+        times: what was measured of it [s].
         failed: why there are none, or fewer than there should be; empty: there are all.
     """
 
     engine: str
     case: str
     launcher: str
-    pause: Figure
+    times: Figure
     failed: str
 
     @property
     def text(self) -> str:
         """Return the times, or why there are none."""
-        times = str(self.pause) if self.pause.samples_s else ""
+        times = str(self.times) if self.times.samples_s else ""
         return ", ".join(filter(None, (times, self.failed)))
 
 
