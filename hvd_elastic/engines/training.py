@@ -205,8 +205,9 @@ def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -
     if finish.status == "stopped":
         raise KeyboardInterrupt(finish.message)
     if finish.status != "succeeded":
-        text = f"\n{failure[0]['traceback'].rstrip()}" if failure else ""
-        raise RunError(f"run {folder.run_id} failed: {finish.message}{text}")
+        text = str(failure[0]["traceback"]).rstrip() if failure else ""
+        more = "" if text in finish.message else f"\n{text}"
+        raise RunError(f"run {folder.run_id} failed: {finish.message}{more}")
     return Outcome.unpack((folder.saved / OUTCOME_FILE).read_bytes()).get("rank 0")
 
 

@@ -70,9 +70,9 @@ def test_what_users_of_sparks_own_class_write_runs_unchanged(
     spark: SparkCluster, tmp_path: Path
 ) -> None:
     values = 100 if ALL else 3
-    lightning = ["lightning"] if importlib.util.find_spec("lightning") else []
+    there = [name for name in ("keras", "lightning") if importlib.util.find_spec(name)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.spark_forms", str(tmp_path), str(values), *lightning],
+        [sys.executable, "-m", "tests.engines.spark_forms", str(tmp_path), str(values), *there],
         env={**os.environ, **LITTLE_WORK, "PYTHONPATH": WORKER_PYTHONPATH},
         cwd=ROOT,
         capture_output=True,
@@ -89,7 +89,7 @@ def test_what_users_of_sparks_own_class_write_runs_unchanged(
     assert found["values"] == list(range(values))
     assert found["rows of rank 0"] == list(range(0, 50, 3))
     assert found["rows"] == [3, list(range(50))]
-    if lightning:
-        assert found["lightning"] == [3, 2]
+    assert found.get("lightning", [3, 2]) == [3, 2]
+    assert found.get("keras", [3, 8]) == [3, 8]
     assert "9 processes wanted, and the executors of the cluster have room for" in found["too many"]
     assert "Spark assigns no GPUs to tasks" in found["no GPU"]
