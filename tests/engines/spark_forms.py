@@ -123,7 +123,8 @@ def rows_of_all() -> tuple[int, list[int]]:
 
 def main() -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    spark = make_session()
+    # Spark's own class refuses clusters with TLS.
+    spark = make_session(**{"spark.ssl.enabled": "true"})
     folder = Path(sys.argv[1])
     here = TorchDistributor(num_processes=2, local_mode=True, use_gpu=False)
     there = TorchDistributor(num_processes=3, local_mode=False, use_gpu=False)
