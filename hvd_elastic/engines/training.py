@@ -115,6 +115,11 @@ def train(
         raise UsageError(
             f"{', '.join(sorted(unknown))}: no option of a run; valid are {', '.join(OPTIONS)}"
         )
+    if options and not sizes.is_elastic(task):
+        raise UsageError(
+            f"{task.name} has fixed ranks, since it does not use hvd_elastic: options of a run "
+            f"({', '.join(options)}) are for elastic ones"
+        )
     with tempfile.TemporaryDirectory(prefix="hvd_elastic-") as name:
         packed = Path(name, TASK_FILE)
         packed.write_bytes(task.pack())
