@@ -58,6 +58,8 @@ class RunProgress:
         self._lost: dict[str, str] = {}
         self._processes: set[tuple[str, int]] = set()
         self._size, self._size_since = 0, 0.0
+        self._part = 0.0
+        """Part of the training that is done, as the script reports it."""
         self._epochs: tuple[float, float] = (0.0, 0.0)
         """Number of whole epochs, and useful examples at the end of the last."""
         self._curve: tuple[StepTimeModel, float, tuple[int, ...], np.ndarray] | None = None
@@ -104,9 +106,14 @@ class RunProgress:
         return self.attained_slot_s + going
 
     def remaining(self, target_examples: float | None, epochs: float | None) -> float | None:
-        """Return the useful examples that are left; None: not known."""
+        """Return the useful examples that are left; None: not known.
+
+        What the script itself reports is better than what its user says.
+        """
         if target_examples is not None:
             return max(target_examples - self.done, 1.0)
+        if self._part > 0 and self.done > 0:
+            return max(self.done * (1 / self._part - 1), 1.0)
         passed, useful = self._epochs
         if epochs is None or passed <= 0 or useful <= 0:
             return None
@@ -143,6 +150,7 @@ class RunProgress:
             self.ending = None
             self.began_at = at
             self._processes.clear()
+            self._lost.clear()
         elif kind == "taken_over":
             self._resized(int(event.get("size") or 0), at)
         elif kind == "rescale_started":
@@ -167,7 +175,7 @@ class RunProgress:
         elif kind == "waiting":
             self.waiting = str(event.get("reason") or "")
         elif kind == "metrics":
-            self._note_epochs(event)
+            self._note_progress(event)
         elif kind == "run_finished":
             self._resized(0, at)
             self._processes.clear()
@@ -184,10 +192,13 @@ class RunProgress:
         for host, number in zip(hosts, slots, strict=False):
             self._processes |= {(str(host), slot) for slot in range(int(number))}
 
-    def _note_epochs(self, event: Record) -> None:
+    def _note_progress(self, event: Record) -> None:
         epoch = event.get("epoch")
         if isinstance(epoch, int) and epoch > self._epochs[0]:
             self._epochs = (float(epoch), self.done)
+        part = event.get("done")
+        if isinstance(part, (int, float)) and 0 < part <= 1:
+            self._part = float(part)
 
 
 def _sizes(most: int) -> np.ndarray:

@@ -178,8 +178,10 @@ class JobQueue:
     def ready(self) -> list[Job]:
         """Return the waiting jobs that wait for slots only; end those that wait in vain."""
         ready, hopeless, waits = [], [], []
-        for job in self.with_status(JobStatus.QUEUED):
-            met, why = self._dependencies(job)
+        queued = self.with_status(JobStatus.QUEUED)
+        statuses = self.store.statuses({each.job for job in queued for each in job.request.after})
+        for job in queued:
+            met, why = _dependencies(job, statuses)
             if met:
                 ready.append(job)
             elif met is None:
@@ -191,23 +193,6 @@ class JobQueue:
             self._save([*waits, *hopeless])
             self._tell_ended(hopeless)
         return ready
-
-    def _dependencies(self, job: Job) -> tuple[bool | None, str]:
-        after = job.request.after
-        if not after:
-            return True, ""
-        statuses = self.store.statuses({each.job for each in after})
-        waits = ""
-        for each in after:
-            status = statuses.get(each.job)
-            met = False if status is None else each.met(status)
-            if met is False:
-                ended = "is gone" if status is None else f"has {status.value}"
-                what = _OUTCOMES[each.outcome]
-                return False, f"it waited for job {each.job} {what}, which {ended}"
-            if met is None and status is not None:
-                waits = f"waits for job {each.job} {_OUTCOMES[each.outcome]}; it is {status.value}"
-        return (None, waits) if waits else (True, "")
 
     # -- changes by the daemon ---------------------------------------------------------------
 
@@ -266,6 +251,23 @@ class JobQueue:
         for job in jobs:
             fields = {"job": job.number, "status": job.status.value, "message": job.message}
             self._emit("job_finished", fields)
+
+
+def _dependencies(job: Job, statuses: Mapping[int, JobStatus]) -> tuple[bool | None, str]:
+    """Return whether the jobs that a job waits for have ended as they should, and why not yet.
+
+    The first is None while it has to wait, and False if it would wait for ever.
+    """
+    waits = ""
+    for each in job.request.after:
+        status = statuses.get(each.job)
+        met = False if status is None else each.met(status)
+        if met is False:
+            ended = "is gone" if status is None else f"has {status.value}"
+            return False, f"it waited for job {each.job} {_OUTCOMES[each.outcome]}, which {ended}"
+        if met is None and status is not None:
+            waits = f"waits for job {each.job} {_OUTCOMES[each.outcome]}; it is {status.value}"
+    return (None, waits) if waits else (True, "")
 
 
 def _ended(job: Job, status: JobStatus, message: str, now: float) -> Job:

@@ -25,6 +25,8 @@ BeginLeader = Callable[[RunSpec, RunFolder, Mapping[str, str], bool], int]
 """Starts the leader of a run in a process of its own that outlives this one; returns its process
 id. Arguments: specification, run folder, environment, whether the run had a leader before."""
 
+INDEX_VARIABLE = "HVD_ELASTIC_ARRAY_INDEX"
+"""Environment variable with the index of a job in its array."""
 _STARTING_S = 5.0
 """How long a leader that an earlier daemon started may take to lock its run folder [s]."""
 _LOG_BYTES = 4096
@@ -52,10 +54,11 @@ class JobRuns:
         self._asked_to_stop: set[tuple[str, int]] = set()
 
     def progress(self, job: Job) -> RunProgress:
-        """Return what the events of the job's run say, without reading new ones."""
+        """Return what the events of the job's run say; new ones are read by its ``poll``."""
         found = self._progress.get(job.run_id)
         if found is None:
             found = self._progress[job.run_id] = RunProgress(_folder(job))
+            found.poll()
         return found
 
     def forget(self, job: Job) -> None:
@@ -126,6 +129,8 @@ class JobRuns:
         if not folder.path.exists():
             folder = RunFolder.create(job.run_id, {**spec.as_dict(), **self._mark(job)})
         resumed = folder.events.exists()
+        if request.array_index is not None:
+            environment = {**environment, INDEX_VARIABLE: str(request.array_index)}
         self._children[job.run_id] = self._begin_leader(spec, folder, environment, resumed)
 
     def is_led(self, job: Job) -> bool:

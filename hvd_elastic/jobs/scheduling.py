@@ -14,6 +14,8 @@ from hvd_elastic.policy.schedule.decide import decide
 
 _LEAST_TURN_S = 60.0
 """How long a job keeps its minimum after its start [s], so that jobs do not often take turns."""
+_START_S = 5.0
+"""Time from the start of a job's processes to its training [s]."""
 _AGING_S = 3600.0
 """Time in the queue that doubles the weight of a job [s]; so equal jobs start in their order."""
 _GROWTH = 2
@@ -147,6 +149,8 @@ def _as_policy_job(
         goodput = progress.goodput(per_host)
         remaining = progress.remaining(request.target_examples, request.epochs)
         service, rescale_s = progress.service(now), progress.rescale_s
+    if job.status is JobStatus.QUEUED:
+        rescale_s = _START_S
     measured = 0 if progress is None else progress.measured_slots
     most = min(most, max(request.min_np, _GROWTH * measured, 1))
     turn_over = job.started_at is None or now - job.started_at >= _LEAST_TURN_S

@@ -85,7 +85,10 @@ class RequestServer:
                 self._drop(key.data)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and close the connections of all clients."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Client):
+                self._drop(key.data)
         self._listener.close()
         self._selector.close()
 

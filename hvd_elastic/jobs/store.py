@@ -7,7 +7,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ CREATE INDEX jobs_by_status ON jobs (status);
 CREATE INDEX jobs_by_name ON jobs (name);
 CREATE INDEX jobs_by_environment ON jobs (environment);
 """
+_MOST_VALUES = 900
+"""Values in one statement; SQLite takes 999 or more."""
 _ACTIVE = (JobStatus.QUEUED.value, JobStatus.RUNNING.value)
 # Result codes of SQLite (sqlite3.h); the module has names for them from Python 3.11 on.
 _BUSY, _LOCKED, _READONLY, _IOERR, _CORRUPT, _FULL, _CANTOPEN, _PERM, _NOTADB = (
@@ -54,6 +56,8 @@ _COLUMNS = (
     *("number", "run_id", "request", "environment", "status", "reason", "message"),
     *("submitted_at", "started_at", "ended_at", "eta", "attempts", "failures", "stop", "held"),
 )
+
+_requests = msgspec.json.Decoder(JobRequest)
 
 
 class StoreError(RunError):
@@ -205,6 +209,15 @@ class JobStore:
             ).fetchone()
         return int(row[0])
 
+    def numbers(self, first: int, last: int) -> list[int]:
+        """Return the numbers of the jobs from ``first`` to ``last``."""
+        with _explained(self.path):
+            rows = self._db.execute(
+                "SELECT number FROM jobs WHERE number BETWEEN ? AND ? ORDER BY number",
+                (first, last),
+            ).fetchall()
+        return [int(number) for (number,) in rows]
+
     def find(self, words: str) -> list[Job]:
         """Return the jobs that a user names by number, run id or name, oldest first."""
         if words.isascii() and words.isdigit():
@@ -221,18 +234,17 @@ class JobStore:
                 found[number] = job
         return found
 
-    def between(self, first: int, last: int) -> dict[int, Job]:
-        """Return the jobs with numbers from ``first`` to ``last``, by number."""
-        jobs = self._select("WHERE number BETWEEN ? AND ? ORDER BY number", (first, last))
-        return {job.number: job for job in jobs}
-
     def statuses(self, numbers: Collection[int]) -> dict[int, JobStatus]:
         """Return the states of jobs by number; unknown ones are left out."""
-        marks = ", ".join("?" * len(numbers))
+        rows = []
+        wanted = list(numbers)
         with _explained(self.path):
-            rows = self._db.execute(
-                f"SELECT number, status FROM jobs WHERE number IN ({marks})", tuple(numbers)
-            ).fetchall()
+            for first in range(0, len(wanted), _MOST_VALUES):
+                some = wanted[first : first + _MOST_VALUES]
+                marks = ", ".join("?" * len(some))
+                rows += self._db.execute(
+                    f"SELECT number, status FROM jobs WHERE number IN ({marks})", some
+                ).fetchall()
         return {int(number): JobStatus(status) for number, status in rows}
 
     def environment(self, job: Job) -> dict[str, str]:
@@ -264,7 +276,7 @@ class JobStore:
 
 
 def _encode(request: JobRequest) -> str:
-    return json.dumps(asdict(request))
+    return msgspec.json.encode(request).decode()
 
 
 def _job_of(row: Sequence[Any]) -> Job:
@@ -273,10 +285,10 @@ def _job_of(row: Sequence[Any]) -> Job:
     return Job(
         **{
             **fields,
-            "request": msgspec.convert(json.loads(fields["request"]), JobRequest),
+            "request": _requests.decode(fields["request"]),
             "status": JobStatus(fields["status"]),
             "stop": None if stop is None else StopReason(stop),
-            "held": json.loads(fields["held"]),
+            "held": {} if fields["held"] == "{}" else json.loads(fields["held"]),
         }
     )
 

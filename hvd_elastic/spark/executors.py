@@ -22,6 +22,7 @@ from hvd_elastic.engines.dialled_hosts import DialledHosts
 from hvd_elastic.engines.host_process import HostProcess
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count
+from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
 
 _AGAIN_S = 2.0
 """Time until the job of a host that has failed is submitted again [s]."""
@@ -179,6 +180,15 @@ def visible_gpus(assigned: list[str]) -> str:
     before = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = before.split(",") if before else []
     return ",".join(names[int(gpu)] if names else gpu for gpu in assigned)
+
+
+def gpus_here() -> list[str]:
+    """Return the GPUs of this machine that its processes may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [gpu for gpu in visible.split(",") if gpu]
+    answer = ask_nvidia_smi("--query-gpu=index")
+    return answer.lines if answer is not None and answer.status == 0 else []
 
 
 def explain(text: str) -> str:

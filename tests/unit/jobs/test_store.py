@@ -70,7 +70,7 @@ def test_find_by_number_run_id_and_name(store: JobStore) -> None:
         return [job.number for job in store.find(words)]
 
     assert (found("2"), found("a-3"), found("a"), found("c")) == ([2], [3], [1, 3], [])
-    assert sorted(store.between(2, 9)) == [2, 3]
+    assert store.numbers(2, 9) == [2, 3]
 
 
 def test_newer_database_is_refused_and_left_alone(store: JobStore) -> None:

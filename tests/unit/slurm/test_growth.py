@@ -156,10 +156,14 @@ def test_a_lost_node_of_the_first_allocation_is_made_up_for(fixed: Setting) -> N
     fixed.growth.look(40.0)
     assert len(fixed.queue.jobs) == 3
     fixed.growth.look(70.0)
-    assert len(fixed.queue.jobs) == 4
-    fixed.event("agent_started", 75.0, host="node0", seconds=0.1)
-    fixed.growth.look(80.0)
-    assert len(fixed.queue.jobs) == 3
+    assert fixed.queue.pending == ["4"]
+    fixed.queue.start("4", "node4")
+    fixed.growth.look(75.0)
+    assert "node4" in fixed.hosts
+    fixed.event("agent_started", 76.0, host="node0", seconds=0.1)
+    fixed.growth.look(80.0)  # then there is one too many
+    assert "node4" not in fixed.hosts
+    assert "4" not in fixed.queue.jobs
 
 
 def test_a_further_node_that_stays_lost_is_given_back(fixed: Setting) -> None:
@@ -179,6 +183,14 @@ def test_the_wanted_number_of_processes_limits_the_nodes(tmp_path: Path) -> None
     setting.event("command_done", 1.0, id="1", op="scale", ok=True, np=7, message="")
     setting.growth.look(5.0)
     assert len(setting.queue.jobs) == 3
+    for number in ("1", "2", "3"):
+        setting.queue.start(number, f"node{number}")
+    setting.growth.look(10.0)
+    assert setting.hosts == ("node0", "node1", "node2", "node3")
+    setting.event("command_done", 11.0, id="2", op="scale", ok=True, np=3, message="")
+    setting.growth.look(15.0)
+    assert setting.hosts == ("node0", "node1")
+    assert [*setting.queue.jobs] == ["1"]
 
 
 def test_a_policy_gets_one_node_at_a_time_while_it_uses_all(goodput: Setting) -> None:

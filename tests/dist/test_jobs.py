@@ -1,0 +1,251 @@
+"""Real jobs of a queue: they share slots, outlive the daemon, and each runs once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typing_extensions import Self
+
+from hvd_elastic.records.json_lines import read_events
+from tests.dist import jobs
+from tests.dist.jobs import START_S, assert_nothing_left, audit_of, call, hostfile_of, write_script
+from tests.dist.running import Stage
+from tests.paths import ALL
+
+pytestmark = pytest.mark.dist
+shared = jobs.shared
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"did not come true: {what}"
+        time.sleep(0.05)
+    return value
+
+
+class Cluster:
+    """A cluster with its daemon in the background; all of it ends with the block."""
+
+    def __init__(self, home: Path, hostfile: Path, name: str = "test") -> None:
+        self.home, self.hostfile, self.name = home, hostfile, name
+        self.folder = home / "clusters" / name
+
+    def __enter__(self) -> Self:
+        self.up()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        waiting = [
+            str(job["job"]) for job in self.queue() if job["status"] in ("queued", "running")
+        ]
+        with contextlib.suppress(AssertionError):
+            self.up()
+        if waiting:
+            self.call("cancel", *waiting, check=False)
+        self.call("down", check=False)
+        for run in (self.home / "runs").glob("*"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                os.kill(int(json.loads((run / "leader.lock").read_text())["pid"]), signal.SIGKILL)
+
+    def call(self, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+        done = call(*arguments, home=self.home, timeout_s=150)
+        assert not check or done.returncode == 0, f"{arguments}: {done.stderr}"
+        return done
+
+    def up(self) -> None:
+        self.call("up", self.hostfile, "--name", self.name, "--detach")
+
+    def submit(self, *arguments: object, **more: str) -> int:
+        done = call("submit", "--json", *arguments, home=self.home, **more)
+        assert done.returncode == 0, done.stderr
+        (number,) = json.loads(done.stdout)["jobs"]
+        return int(number)
+
+    def queue(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.call("queue", "--all", "--json").stdout)
+        return found
+
+    def job(self, number: int) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.call("why", number, "--json").stdout)
+        return found
+
+    def events(self, kind: str, run_id: str = "") -> list[dict[str, Any]]:
+        folder = self.home / "runs" / run_id if run_id else self.folder
+        return [e for e in read_events(folder / "events.jsonl") if e["kind"] == kind]
+
+    def states(self) -> list[str]:
+        """State of each host."""
+        return [row["state"] for row in json.loads(self.call("hosts", "--json").stdout)]
+
+    def kill_daemon(self) -> None:
+        """Kill -9."""
+        pid = json.loads((self.folder / "daemon.lock").read_text())["pid"]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid), "the daemon is gone")
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def till(path: Path) -> str:
+    """Shell text that waits for a file."""
+    return f"while [ ! -e {path} ]; do sleep 0.05; done"
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Cluster]:
+    """A cluster of this machine."""
+    with Cluster(tmp_path, hostfile_of(tmp_path / "hosts", ["localhost"], slots=2)) as cluster:
+        yield cluster
+
+
+def test_plain_commands_wait_for_slots_for_each_other_and_end_as_they_say(
+    local: Cluster, tmp_path: Path
+) -> None:
+    """One daemon for all, since most of the time is the start of programs."""
+    out, go = tmp_path / "out", tmp_path / "go"
+    first = local.submit(
+        *("--plain", "--name", "first", "--", "sh", "-c", f"echo $TOKEN >> {out}; {till(go)}"),
+        TOKEN="s3cret-value",
+    )
+    fails = local.submit(
+        *("--plain", "--retries", 1, "--", "sh", "-c", f"echo failing >> {out}; exit 3")
+    )
+    after = local.submit("--plain", "--after", "ok:first", "--", "sh", "-c", f"echo after >> {out}")
+    never = local.submit("--plain", "--after", f"ok:{fails}", "--", "touch", tmp_path / "never")
+    waits = local.job(after)
+    assert waits["status"] == "queued"
+    assert waits["reason"].startswith(f"waits for job {first} to succeed")
+    go.touch()
+    done = local.call("wait", first, fails, after, never, check=False)
+    assert done.returncode == 1, "not all have succeeded"
+    assert sorted(out.read_text().split()) == ["after", "failing", "failing", "s3cret-value"]
+    assert not (tmp_path / "never").exists()
+    told = {job["job"]: job for job in local.queue()}
+    assert [told[number]["status"] for number in (first, fails, after, never)] == [
+        *("succeeded", "failed", "succeeded", "cancelled"),
+    ]
+    assert "exit status 3" in told[fails]["message"]
+    assert "2 attempts" in told[fails]["message"]
+    assert f"job {fails} to succeed, which has failed" in told[never]["message"]
+    assert local.call("status", told[first]["run_id"]).stdout, "it is a run as any other"
+    for path in local.folder.iterdir():
+        assert not path.is_file() or b"s3cret-value" not in path.read_bytes(), path
+    _refuses_mistakes(local)
+
+
+def _refuses_mistakes(local: Cluster) -> None:
+    for arguments, status, said in (
+        (
+            ("submit", "--fixed", "--np", 9, "--", "sleep", 1),
+            1,
+            "needs 9 slots, and cluster test has 2",
+        ),
+        (("submit", "--after", "ok:77", "--", "sleep", 1), 2, "there is no job '77'"),
+        (("submit", "--array", "9-0", "--", "sleep", 1), 2, "the range '9-0' is empty"),
+        (("up", local.hostfile, "--name", "test", "--detach"), 1, "has a daemon already"),
+        (("cancel", 1), 1, "job 1 (first-1) has succeeded already"),
+    ):
+        done = local.call(*arguments, check=False)
+        assert (done.returncode, said in done.stderr) == (status, True), done.stderr
+        assert "Traceback" not in done.stderr
+    local.hostfile.write_text("localhost slots=two\n")
+    log = local.folder / "daemon.log"
+    until(lambda: "slots is a whole number, not 'two'" in log.read_text(), "the mistake is named")
+    hostfile_of(local.hostfile, ["localhost"], slots=3)
+    until(lambda: '"slots": 3' in local.call("hosts", "--json").stdout, "a slot more")
+
+
+def test_jobs_outlive_a_daemon_that_is_killed_again_and_again(
+    local: Cluster, tmp_path: Path
+) -> None:
+    kills = 20 if ALL else 4
+    script = write_script(tmp_path)
+    enough = tmp_path / "enough"
+    trains = local.submit(
+        *("--audit", "--checkpoint-every", 1, "--", "python", script),
+        *("--until", enough, "--step-time", 0.02),
+    )
+    until(lambda: local.events("metrics", local.job(trains)["run_id"]), "it trains")
+    line = f"echo $HVD_ELASTIC_ARRAY_INDEX >> {tmp_path / 'ran'}; sleep 0.3"
+    submitted = local.call(
+        "submit", "--plain", "--json", "--array", f"1-{kills}", "--", "sh", "-c", line
+    )
+    numbers = json.loads(submitted.stdout)["jobs"]
+    for _ in range(kills):
+        local.kill_daemon()
+        local.up()
+    enough.touch()
+    local.call("wait", trains, *numbers)
+    assert sorted(map(int, (tmp_path / "ran").read_text().split())) == [*range(1, kills + 1)]
+    run_id = local.job(trains)["run_id"]
+    assert len(local.events("run_started", run_id)) == 1, "its leader was not disturbed"
+    assert audit_of(local.home / "runs" / run_id).ok
+    assert_nothing_left(run_id=run_id)
+
+
+def test_jobs_share_hosts_lose_one_and_leave_nothing(
+    stage: Stage, shared: Path, tmp_path: Path
+) -> None:
+    """Two jobs move slots between them while a host crashes; the audit of both is exact."""
+    stage.boot_all()
+    script = write_script(shared)
+    hostfile = hostfile_of(tmp_path / "hosts", stage.hosts[:2], slots=2)
+    (tmp_path / "ssh_config").write_text(stage.cluster.ssh_config.read_text())
+    enough = shared / f"{tmp_path.name}.enough"
+    cluster = Cluster(tmp_path, hostfile, "virtual")
+    cluster.up = lambda: cluster.call(  # type: ignore[method-assign]
+        *("up", hostfile, "--name", "virtual", "--detach", "-F", stage.cluster.ssh_config)
+    )
+    train = ("--audit", "--checkpoint-every", 1, "--", "python", script, "--until", enough)
+    with cluster:
+        one = cluster.submit("--name", "one", *train, "--step-time", 0.02)
+
+        def slots(number: int) -> int:
+            return int(cluster.job(number)["slots"])
+
+        until(lambda: slots(one) >= 2, "an idle cluster is given to the job")
+        others = [cluster.submit("--name", f"two{n}", "--min-np", 1, *train) for n in range(3)]
+        every = [one, *others]
+        until(lambda: all(cluster.job(n)["status"] == "running" for n in every), "none waits")
+        until(lambda: sum(map(slots, every)) == 4, "all slots are in use")
+        before = {n: len(cluster.events("metrics", cluster.job(n)["run_id"])) for n in every}
+        stage.cluster.crash(stage.hosts[0])
+        until(lambda: "lost" in cluster.states(), "the loss is seen")
+        assert cluster.states() == ["lost", "up"]
+        assert until(
+            lambda: (
+                [j for j in cluster.queue() if j["status"] == "queued" or j["stopping"]]
+                or sum(map(slots, every)) <= 2
+            ),
+            "two slots are left",
+        )
+        stage.cluster.boot(stage.hosts[0])
+        until(lambda: "lost" not in cluster.states(), "the host is back")
+        until(lambda: all(cluster.job(n)["status"] == "running" for n in every), "none waits again")
+        until(
+            lambda: all(
+                len(cluster.events("metrics", cluster.job(n)["run_id"])) > before[n] for n in every
+            ),
+            "all train again",
+        )
+        enough.touch()
+        cluster.call("wait", *every)
+        for number in every:
+            run_id = cluster.job(number)["run_id"]
+            assert audit_of(cluster.home / "runs" / run_id).ok, run_id
+            assert_nothing_left(run_id=run_id)

@@ -1,0 +1,177 @@
+"""From jobs and what their runs have measured to slots, reasons and expected times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.jobs.job import Job, JobKind, JobRequest, JobStatus
+from hvd_elastic.jobs.progress import RunProgress
+from hvd_elastic.jobs.scheduling import Candidate, expected_starts, plan_slots
+from hvd_elastic.policy.schedule.jobs import HostSlots
+from hvd_elastic.records.json_lines import EventLog
+from hvd_elastic.records.run_folder import RunFolder
+
+HOSTS = [HostSlots("a", 2), HostSlots("b", 2)]
+NOW = 10_000.0
+
+
+def job(number: int, **more: Any) -> Job:
+    asked = {key: more.pop(key) for key in ("kind", "min_np", "max_np", "priority") if key in more}
+    request = JobRequest("train", {"command": ["python"]}, **asked)
+    return Job(number, request, f"train-{number}", submitted_at=NOW - 100 + number, **more)
+
+
+def running(number: int, held: dict[str, int], for_s: float = 1000.0, **more: Any) -> Job:
+    return job(number, status=JobStatus.RUNNING, held=held, started_at=NOW - for_s, **more)
+
+
+class Written:
+    """A run folder with the events of a run."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True)
+        self.folder = RunFolder(path)
+        self.log = EventLog(self.folder.events)
+        self.step = self.examples = 0
+
+    def trains(
+        self, hosts: dict[str, int], step_s: float, generation: int = 1, done: float = 0.0
+    ) -> None:
+        """Add a minute of training; each line has a clock of its own."""
+        size = sum(hosts.values())
+        fields = {"hosts": list(hosts), "slots": list(hosts.values()), "generation": generation}
+        self.add("rescale_started", 0.0, from_size=0, to_size=size, reason="", **fields)
+        self.add("rescale_finished", 0.0, size=size, generation=generation, pause_s=0.1)
+        at = 0.0
+        for _ in range(30):
+            at += 2.0
+            self.step += round(2.0 / step_s)
+            self.examples = self.step * 64
+            self.add(
+                "metrics",
+                at,
+                step=self.step,
+                epoch=0,
+                examples=self.examples,
+                size=size,
+                global_batch_size=64,
+                done=done,
+            )
+
+    def add(self, kind: str, mono: float, **fields: Any) -> None:
+        import json
+
+        with self.folder.events.open("a") as file:
+            file.write(json.dumps({"t": mono, "mono": mono, "kind": kind, **fields}) + "\n")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Written:
+    return Written(tmp_path / "run")
+
+
+def test_new_jobs_start_small_and_nobody_waits_while_there_are_slots() -> None:
+    plan = plan_slots([Candidate(job(number)) for number in (1, 2, 3)], HOSTS, NOW)
+    assert [sum(slots.values()) for slots in plan.slots.values()] == [1, 1, 1]
+    assert "nothing is measured yet" in plan.reasons[1]
+
+
+def test_the_first_jobs_of_a_long_queue_start() -> None:
+    plan = plan_slots([Candidate(job(number)) for number in range(1, 1001)], HOSTS, NOW)
+    assert [number for number, slots in plan.slots.items() if slots] == [1, 2, 3, 4]
+    assert plan.reasons[5].startswith("waits: ")
+    assert plan.reasons[1000].startswith("waits: jobs of higher priority")
+
+
+def test_priority_comes_first() -> None:
+    waiting = [Candidate(job(number)) for number in range(1, 7)]
+    urgent = Candidate(job(7, priority=50.0))
+    plan = plan_slots([*waiting, urgent], HOSTS, NOW)
+    assert plan.slots[7]
+
+
+def test_jobs_of_fixed_size_get_all_or_nothing() -> None:
+    fixed = Candidate(job(1, kind=JobKind.FIXED, min_np=3, max_np=3))
+    others = [
+        Candidate(running(number, {host: 1}, for_s=5.0)) for number, host in ((2, "a"), (3, "b"))
+    ]
+    plan = plan_slots([fixed, *others], HOSTS, NOW)
+    assert plan.slots[1] == {}, "the others have just begun"
+    assert sum(plan.slots[2].values()) == 1
+    alone = plan_slots([fixed], HOSTS, NOW)
+    assert sum(alone.slots[1].values()) == 3
+
+
+def test_a_plain_command_is_never_preempted() -> None:
+    plain = [Candidate(running(n, {"a": 1}, kind=JobKind.PLAIN, max_np=1)) for n in (1, 2)]
+    plain += [Candidate(running(n, {"b": 1}, kind=JobKind.PLAIN, max_np=1)) for n in (3, 4)]
+    plan = plan_slots([*plain, Candidate(job(5, priority=100.0))], HOSTS, NOW)
+    assert all(plan.slots[number] for number in (1, 2, 3, 4))
+    assert plan.slots[5] == {}
+
+
+def test_job_that_needs_more_than_the_usable_hosts_have_says_so() -> None:
+    plan = plan_slots([Candidate(job(1, min_np=4))], HOSTS[:1], NOW)
+    assert plan.reasons[1] == "waits: it needs 4 slots, the hosts that can be used have 2"
+    assert plan_slots([Candidate(job(1))], [], NOW).slots == {1: {}}
+
+
+def test_measured_job_grows_to_twice_what_was_timed_and_tells_when_it_ends(run: Written) -> None:
+    run.trains({"a": 1}, step_s=0.1, done=0.25)
+    progress = RunProgress(run.folder)
+    assert progress.poll(), "a size was measured"
+    assert not progress.poll()
+    assert progress.measured_slots == 1
+    assert progress.occupied == {"a": 1}
+    candidate = Candidate(running(1, {"a": 1}), progress)
+    plan = plan_slots([candidate], HOSTS, NOW)
+    assert plan.slots[1] == {"a": 2}
+    eta = plan.etas[1]
+    assert eta is not None
+    assert progress.remaining(None, None) == pytest.approx(3 * progress.done)
+    assert 50 < eta - NOW < 180
+
+
+def test_idle_cluster_is_given_to_one_job_and_shared_with_the_next(run: Written) -> None:
+    for generation, (hosts, step_s) in enumerate(
+        [({"a": 1}, 0.2), ({"a": 2}, 0.1), ({"a": 2, "b": 2}, 0.05)], 1
+    ):
+        run.trains(hosts, step_s, generation, done=0.05)
+    progress = RunProgress(run.folder)
+    progress.poll()
+    alone = Candidate(running(1, {"a": 2, "b": 1}), progress)
+    assert sum(plan_slots([alone], HOSTS, NOW).slots[1].values()) == 4
+    shared = plan_slots(
+        [Candidate(running(1, {"a": 2, "b": 2}), progress), *(Candidate(job(n)) for n in (2, 3))],
+        HOSTS,
+        NOW,
+    )
+    assert sum(shared.slots[1].values()) == 2
+    assert shared.slots[2]
+    assert shared.slots[3]
+    assert "shrinks from 4 to 2 slots" in shared.reasons[1]
+
+
+def test_expected_starts_follow_the_ends_of_those_that_hold_slots() -> None:
+    assert expected_starts([], [1], 1) == [None]
+    assert expected_starts([(5.0, 1), (9.0, 1)], [1, 1, 1], 2) == [5.0, 9.0, None]
+
+
+def test_end_of_a_run_and_lost_hosts_are_told_once(run: Written) -> None:
+    run.add("run_started", 1.0)
+    run.add("host_lost", 2.0, host="a", cause="the agent ended")
+    progress = RunProgress(run.folder)
+    progress.poll()
+    assert progress.take_lost() == {"a": "the agent ended"}
+    assert progress.take_lost() == {}
+    assert progress.ending is None
+    run.add("run_finished", 3.0, status="failed", message="broken")
+    progress.poll()
+    assert progress.ending is not None
+    assert (progress.ending.at, progress.ending.status) == (3.0, "failed")
+    run.add("run_started", 4.0)
+    progress.poll()
+    assert progress.ending is None, "it is tried again"
