@@ -65,10 +65,8 @@ class ElasticTrainer:
             :class:`hvd_elastic.ray.RayDataset`.
         dataset_options: ``ray.data.ExecutionOptions`` of the transforms, such as a label selector
             that keeps them on some nodes.
-        run_id: id of the run; None: a new one.
-        checkpoint_every_s: time between checkpoints [s]; 0: none.
-        audit: whether to record which examples were read.
-        failure_timeout_s: silence after which a host or a worker counts as lost [s].
+        run_options: options of ``hvd-elastic run``, such as ``run_id``, ``audit``,
+            ``checkpoint_folder`` or ``policy``; see :data:`hvd_elastic.engines.training.OPTIONS`.
 
     Raises:
         UsageError: an argument cannot be used.
@@ -98,10 +96,7 @@ class ElasticTrainer:
         resources_per_worker: Mapping[str, float] | None = None,
         datasets: Mapping[str, Any] | None = None,
         dataset_options: Any = None,
-        run_id: str | None = None,
-        checkpoint_every_s: float = 30.0,
-        audit: bool = False,
-        failure_timeout_s: float = 5.0,
+        run_options: Mapping[str, Any] | None = None,
     ) -> None:
         from hvd_elastic.engines.task import Task
         from hvd_elastic.engines.training import Sizes
@@ -116,12 +111,7 @@ class ElasticTrainer:
                 raise UsageError(f"resources_per_worker: {name} is {amount}, it must be 0 or more")
         self._datasets = dict(datasets or {})
         self._dataset_options = dataset_options
-        self._run_id = run_id
-        self._options = {
-            "checkpoint_every_s": checkpoint_every_s,
-            "audit": audit,
-            "failure_timeout_s": failure_timeout_s,
-        }
+        self._options = dict(run_options or {})
 
     def fit(self) -> Result:
         """Train to the end; return the result.
@@ -144,7 +134,7 @@ class ElasticTrainer:
         cpus = sum(node.get("CPU", 0) for node in resources)
         spare = cpus - self._least * self._resources.get("CPU", 0)
         at_once = min(self._most, room_for(resources, self._resources))
-        run_id = self._run_id or new_run_id()
+        run_id = self._options.get("run_id") or new_run_id()
         value = train(
             self._task,
             Sizes(self._least if self._datasets else at_once, self._least, self._most),
