@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hvd_elastic.errors import RunError
-from hvd_elastic.ray.placement import check_room, room_for
+from hvd_elastic.ray.placement import check_room, room_for, why_not_started
 
 NODES = [{"CPU": 4.0, "GPU": 2.0, "node:10.0.0.1": 1.0}, {"CPU": 3.0, "node:10.0.0.2": 1.0}]
 
@@ -45,3 +45,12 @@ def test_what_a_cluster_cannot_hold_is_named(
 
 def test_what_fits_is_not_refused() -> None:
     check_room(NODES, {"CPU": 1, "GPU": 1}, 2)
+
+
+def test_a_missing_package_is_named() -> None:
+    said = (
+        "The actor with name HostActor failed to import on the worker. This may be because:\n\n"
+        "Traceback (most recent call last):\n  File …\n"
+        "ModuleNotFoundError: No module named 'hvd_elastic'\n"
+    )
+    assert "lacks a package: No module named 'hvd_elastic'. Install" in why_not_started(said)
