@@ -130,15 +130,20 @@ class Placement:
             self._ray.kill(actor)
 
     def _keep(self) -> None:
-        while not self._closed.is_set():
-            while len(self._actors) < (self._least if self._awaited else self._most):
-                self._place()
-            done, _ = self._ray.wait([*self._actors, *self._awaited], timeout=_LOOK_S)
-            for ref in done:
-                if ref in self._awaited:
-                    self._offer(ref, self._awaited.pop(ref))
-                else:
-                    self._replace(ref)
+        from ray.exceptions import RayError
+
+        try:
+            while not self._closed.is_set():
+                while len(self._actors) < (self._least if self._awaited else self._most):
+                    self._place()
+                done, _ = self._ray.wait([*self._actors, *self._awaited], timeout=_LOOK_S)
+                for ref in done:
+                    if ref in self._awaited:
+                        self._offer(ref, self._awaited.pop(ref))
+                    else:
+                        self._replace(ref)
+        except (RayError, OSError) as error:  # workers that are there go on
+            self._failure, self._failed_at = f"the Ray cluster is lost: {error}", math.inf
 
     def _place(self) -> None:
         actor = self._class.remote(*self._arguments)
@@ -163,10 +168,10 @@ class Placement:
         try:
             self._ray.get(ended)
         except RayActorError as error:
-            if getattr(error, "actor_init_failed", False):
-                self._note_failure(_why_not_started(str(error)))
+            if error.actor_init_failed:  # else it was lost, as a host is
+                self._note_failure(why_not_started(str(error)))
         except (RayError, RunError) as error:
-            self._note_failure(f"a host process has ended: {error}")
+            self._note_failure(why_not_started(str(error)))
         self._ray.kill(actor)
 
     def _note_failure(self, why: str) -> None:
@@ -196,13 +201,18 @@ def wait_for_rows(stored: Mapping[str, Any]) -> None:
             raise DataError(f"data set {name!r} cannot be prepared: {''.join(last)}") from error
 
 
-def _why_not_started(said: str) -> str:
-    lines = [line.strip() for line in said.strip().splitlines() if line.strip()]
-    missing = next((line for line in lines if "ModuleNotFoundError" in line), None)
-    if missing is not None:
-        what = missing.rpartition("ModuleNotFoundError: ")[2]
+def why_not_started(said: str) -> str:
+    r"""Return why an actor could not start, for the user.
+
+    >>> why_not_started("ray::HostActor.serve()\\n  File …\\nRunError: the link is lost\\n")
+    'a worker cannot start: RunError: the link is lost'
+    """
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["Ray does not say why"]
+    missing = [line for line in lines if "ModuleNotFoundError" in line]
+    if missing:
+        what = missing[-1].rpartition("ModuleNotFoundError: ")[2]
         return (
             f"a node of the Ray cluster lacks a package: {what}. Install the same version as here "
             "for the Python that runs Ray there"
         )
-    return f"an actor cannot start: {lines[-1] if lines else 'Ray says no more'}"
+    return f"a worker cannot start: {lines[-1]}"

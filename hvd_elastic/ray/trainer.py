@@ -65,10 +65,8 @@ class ElasticTrainer:
             :class:`hvd_elastic.ray.RayDataset`.
         dataset_options: ``ray.data.ExecutionOptions`` of the transforms, such as a label selector
             that keeps them on some nodes.
-        run_id: id of the run; None: a new one.
-        checkpoint_every_s: time between checkpoints [s]; 0: none.
-        audit: whether to record which examples were read.
-        failure_timeout_s: silence after which a host or a worker counts as lost [s].
+        run_options: options of ``hvd-elastic run``, such as ``run_id``, ``audit``,
+            ``checkpoint_folder`` or ``policy``; see :data:`hvd_elastic.engines.training.OPTIONS`.
 
     Raises:
         UsageError: an argument cannot be used.
@@ -98,10 +96,7 @@ class ElasticTrainer:
         resources_per_worker: Mapping[str, float] | None = None,
         datasets: Mapping[str, Any] | None = None,
         dataset_options: Any = None,
-        run_id: str | None = None,
-        checkpoint_every_s: float = 30.0,
-        audit: bool = False,
-        failure_timeout_s: float = 5.0,
+        run_options: Mapping[str, Any] | None = None,
     ) -> None:
         from hvd_elastic.engines.task import Task
         from hvd_elastic.engines.training import Sizes
@@ -116,12 +111,7 @@ class ElasticTrainer:
                 raise UsageError(f"resources_per_worker: {name} is {amount}, it must be 0 or more")
         self._datasets = dict(datasets or {})
         self._dataset_options = dataset_options
-        self._options = {
-            "run_id": run_id,
-            "checkpoint_every_s": checkpoint_every_s,
-            "audit": audit,
-            "failure_timeout_s": failure_timeout_s,
-        }
+        self._options = dict(run_options or {})
 
     def fit(self) -> Result:
         """Train to the end; return the result.
@@ -144,7 +134,7 @@ class ElasticTrainer:
         cpus = sum(node.get("CPU", 0) for node in resources)
         spare = cpus - self._least * self._resources.get("CPU", 0)
         at_once = min(self._most, room_for(resources, self._resources))
-        run_id = self._options["run_id"] or new_run_id()
+        run_id = self._options.get("run_id") or new_run_id()
         value = train(
             self._task,
             Sizes(self._least if self._datasets else at_once, self._least, self._most),
@@ -172,8 +162,8 @@ class ElasticTrainer:
 
         from hvd_elastic.ray.placement import Placement, wait_for_rows
 
-        preparer = _new_preparer() if self._datasets else None
-        try:
+        preparing: Any = _preparer(ray) if self._datasets else contextlib.nullcontext()
+        with preparing as preparer:
             stored = {
                 name: preparer.store.remote(dataset, self._dataset_options)
                 for name, dataset in self._datasets.items()
@@ -181,18 +171,12 @@ class ElasticTrainer:
             if spare_cpus < 1:  # the first workers would leave nothing for the transforms
                 wait_for_rows(stored)
             placement = Placement(
-                hosts.dial_in.invitation,
-                self._resources,
-                (self._least, self._most),
-                stored,
+                hosts.dial_in.invitation, self._resources, (self._least, self._most), stored
             )
             try:
                 yield lambda: placement.check(is_short=hosts.slots < self._least)
             finally:
                 placement.close()
-        finally:
-            if preparer is not None:
-                ray.kill(preparer)
 
 
 def _connected_ray() -> Any:
@@ -209,7 +193,11 @@ def _connected_ray() -> Any:
     return ray
 
 
-def _new_preparer() -> Any:
-    import ray
-
-    return ray.remote(Preparer).options(num_cpus=0, resources={_ON_HEAD: 0.001}).remote()
+@contextlib.contextmanager
+def _preparer(ray: Any) -> Iterator[Any]:
+    """Yield the actor that prepares data sets."""
+    preparer = ray.remote(Preparer).options(num_cpus=0, resources={_ON_HEAD: 0.001}).remote()
+    try:
+        yield preparer
+    finally:
+        ray.kill(preparer)
