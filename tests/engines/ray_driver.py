@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+
+import ray
 
 from hvd_elastic.ray import ElasticTrainer
 
@@ -16,6 +19,15 @@ parser.add_argument("--max-np", type=int)
 parser.add_argument("command", nargs="*")
 args = parser.parse_args(sys.argv[2:])
 
+forwarded = (
+    "DIST_TEST_LIFE",
+    "PYTHONPATH",
+    "HVD_ELASTIC_HOME",
+    "OMP_NUM_THREADS",
+    "HOROVOD_CYCLE_TIME",
+)
+env_vars = {name: os.environ[name] for name in forwarded if name in os.environ}
+ray.init(runtime_env={"env_vars": env_vars}, log_to_driver=False)
 ElasticTrainer(
     args.command[1],
     args.command[2:],

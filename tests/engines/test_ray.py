@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
+from benchmarks.testbed.ray import VirtualRay
 from hvd_elastic.hosts.programs.ray_node import MARK
-from hvd_elastic.ray.cluster import ClusterRecord, RayCluster
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_events
 from tests.dist.running import RunningJob, Stage, processes_with
@@ -25,51 +20,13 @@ pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(400)]
 
 DRIVER = str(ROOT / "tests" / "engines" / "ray_driver.py")
 PROGRAM = str(ROOT / "tests" / "engines" / "ray_program.py")
-LIMIT_S = 200.0
-
-
-@dataclass
-class Cluster:
-    """A Ray cluster on the first three hosts; more by :meth:`up` with another hostfile."""
-
-    stage: Stage
-    hostfile: Path
-
-    def use(self, hosts: list[str]) -> None:
-        self.hostfile.write_text("".join(f"{host} slots=2 cpus=2\n" for host in hosts))
-
-    def command(self, verb: str, *words: str, status: int = 0) -> str:
-        ours = [sys.executable, "-m", "hvd_elastic.cli.app", "ray", verb, str(self.hostfile)]
-        done = subprocess.run(
-            [*ours, "--ssh-config", str(self.stage.cluster.ssh_config), *words],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=LIMIT_S,
-        )
-        assert done.returncode == status, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    def up(self, *words: str) -> list[dict[str, Any]]:
-        text = self.command("up", "--object-store", "80", "--json", *words)
-        return [json.loads(line) for line in text.splitlines() if '"kind": "host"' in line]
-
-    @property
-    def recorded(self) -> RayCluster:
-        return ClusterRecord(self.hostfile).require()
-
-    def processes(self, host: str, command: str = "") -> list[psutil.Process]:
-        """Its processes on a host whose command line begins with some words."""
-        of_host = self.stage.cluster.pids(host)
-        found = processes_with(MARK, self.recorded.mark)
-        return [p for p in found if p.pid in of_host and " ".join(p.cmdline()).startswith(command)]
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(stage: Stage) -> Iterator[Cluster]:
+def ray_cluster(stage: Stage) -> Iterator[VirtualRay]:
     if stage.cluster.loopback:
         pytest.skip("needs root")
-    cluster = Cluster(stage, stage.folder / "ray-hosts")
+    cluster = VirtualRay(stage.cluster, stage.folder / "ray", slots=2)
     cluster.use(stage.hosts[:3])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", WORKER_PYTHONPATH)
@@ -78,17 +35,17 @@ def ray_cluster(stage: Stage) -> Iterator[Cluster]:
             yield cluster
         finally:
             stage.boot_all()
-            cluster.command("down")
+            cluster.call("down")
 
 
 def test_rows_are_read_exactly_once_by_a_program_on_the_head(
-    stage: Stage, ray_cluster: Cluster
+    stage: Stage, ray_cluster: VirtualRay
 ) -> None:
     folder = stage.folder / "rows"
     folder.mkdir()
     setting = ["env", f"HVD_ELASTIC_HOME={folder}", f"PYTHONPATH={ROOT}"]
     words = ["--cwd", str(ROOT), "--", *setting, "python", PROGRAM, str(folder), "2", "3", "6"]
-    ray_cluster.command("exec", *words)
+    ray_cluster.call("exec", *words)
     result = json.loads((folder / "result.json").read_text())
     assert result["value"]["rank"] == 0
     assert result["value"]["rows"] == 480
@@ -98,11 +55,10 @@ def test_rows_are_read_exactly_once_by_a_program_on_the_head(
 
 
 def test_a_lost_actor_or_node_is_a_lost_host_and_a_new_node_joins(
-    stage: Stage, ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, ray_cluster: VirtualRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver is no node of the cluster; each example once."""
-    record = ClusterRecord(ray_cluster.hostfile)
-    for name, value in record.require().outside_variables(record.token_file).items():
+    for name, value in ray_cluster.outside.items():
         monkeypatch.setenv(name, value)
     stage.services = frozenset({"gcs_server", "raylet", "python", "python3"})
     sizes = ("--min-np", "1", "--max-np", "4")
@@ -134,7 +90,7 @@ def test_a_lost_actor_or_node_is_a_lost_host_and_a_new_node_joins(
 
 
 def test_what_the_cluster_cannot_hold_is_told_at_once(
-    stage: Stage, ray_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, ray_cluster: VirtualRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = (
         "from hvd_elastic.ray import ElasticTrainer\n"
@@ -150,7 +106,7 @@ def test_what_the_cluster_cannot_hold_is_told_at_once(
     )
     path = stage.folder / "asks_for_too_much.py"
     path.write_text(program)
-    said = ray_cluster.command("exec", "--cwd", str(ROOT), "--", "python", str(path))
+    said = ray_cluster.call("exec", "--cwd", str(ROOT), "--", "python", str(path))
     assert "RunError scaling asks for 9 workers at least" in said
     assert (
         "RunError resources_per_worker asks for 1 GPU, and no node of the cluster has any" in said
@@ -159,32 +115,32 @@ def test_what_the_cluster_cannot_hold_is_told_at_once(
 
 
 def test_up_twice_says_so_and_down_ends_this_cluster_alone(
-    stage: Stage, ray_cluster: Cluster
+    stage: Stage, ray_cluster: VirtualRay
 ) -> None:
     """Also where the head was killed; another Ray cluster on a host goes on."""
     stage.boot_all()
     ray_cluster.up()
     assert not any(host["new"] for host in ray_cluster.up())
-    another = Cluster(stage, stage.folder / "other-hosts")
+    another = VirtualRay(stage.cluster, stage.folder / "other-ray")
     another.use(stage.hosts[1:2])
     another.up()
     port = another.recorded.address.rpartition(":")[2]
-    third = Cluster(stage, stage.folder / "third-hosts")
+    third = VirtualRay(stage.cluster, stage.folder / "third-ray")
     third.use(stage.hosts[1:2])
     try:
-        said = third.command("up", "--port", port, status=1)
+        said = third.call("up", "--port", port, status=1)
         assert f"port {port}" in said
         assert "is there already" in said
         for name in ("gcs_server", "raylet"):
             for process in ray_cluster.processes(stage.hosts[0]):
                 if process.name() == name:
                     process.kill()
-        ray_cluster.command("status", status=1)
+        ray_cluster.call("status", status=1)
         mark = ray_cluster.recorded.mark
-        ray_cluster.command("down")
+        ray_cluster.call("down")
         assert not [*processes_with(MARK, mark)]
-        assert "nothing to end" in ray_cluster.command("down")
-        another.command("status")
+        assert "nothing to end" in ray_cluster.call("down")
+        another.call("status")
     finally:
-        another.command("down")
-        third.command("down")
+        another.call("down")
+        third.call("down")
