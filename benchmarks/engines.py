@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -30,7 +32,7 @@ from benchmarks.testbed.command import (
     run_benchmark,
 )
 from benchmarks.testbed.environments import PeerMissingError
-from benchmarks.testbed.figures import Result, conditions, figure, table
+from benchmarks.testbed.figures import Figure, Result, conditions, figure, table
 from benchmarks.testbed.hosts import Testbed
 from benchmarks.testbed.launchers import (
     OUR_PROGRAM,
@@ -42,14 +44,16 @@ from benchmarks.testbed.launchers import (
     Order,
 )
 from benchmarks.testbed.marks import first_step
+from benchmarks.testbed.ray import VirtualRay
 from benchmarks.testbed.slurm import SlurmCluster, missing_programs
+from benchmarks.testbed.spark import SparkCluster
 
 _HOSTS = 3
 _LIMIT_S = 120.0
 _CASES = ("first step", "a node is lost", "a node joins")
 _NOTE = (
     "Steps are padded to 15 ms. One round before the measured ones warms the file cache for all. A "
-    "lost node has all its processes killed at once."
+    "lost node has all its processes killed at once; on Spark it is the executor that is killed."
 )
 
 
@@ -62,12 +66,41 @@ class Engine:
         ours: ours, for each case.
         theirs: the engine's own.
         cannot: case → why the engine's own launcher is not measured in it.
+        lose: takes the third host away; returns when [s, monotonic].
+        join: has the third host come; returns when the run is given it [s, monotonic].
+        theirs_left: number of ranks with which the engine's own launcher goes on after a loss.
     """
 
     name: str
     ours: Mapping[str, Launcher]
     theirs: Launcher
     cannot: Mapping[str, str] = field(default_factory=dict)
+    lose: Callable[[Job], float] = crash
+    join: Callable[[Job], float] | None = None
+    theirs_left: int = _HOSTS - 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result.
+
+    Attributes:
+        engine, case, launcher: what was measured.
+        times: what was measured of it [s].
+        failed: why there are none, or fewer than there should be; empty: there are all.
+    """
+
+    engine: str
+    case: str
+    launcher: str
+    times: Figure
+    failed: str
+
+    @property
+    def text(self) -> str:
+        """Return the times, or why there are none."""
+        times = str(self.times) if self.times.samples_s else ""
+        return ", ".join(filter(None, (times, self.failed)))
 
 
 # -- Slurm -------------------------------------------------------------------------------------
@@ -185,12 +218,199 @@ def _more_room(job: Job) -> float:
     host = job.bed.hosts[-1]
     job.slurm.call("scontrol", "update", f"nodename={host}", "state=resume")
     # The time in the queue is not the run's.
+    return _given_third(job, "Slurm did not grant the node")
+
+
+# -- Spark -------------------------------------------------------------------------------------
+
+
+class _SparkJob(DriverJob):
+    """A job on a Spark of its own; it begins when its session has its executors."""
+
+    def __init__(
+        self,
+        launcher: _OnSpark,
+        bed: Testbed,
+        folder: Path,
+        order: Order,
+        spark: SparkCluster,
+    ) -> None:
+        self.spark = spark
+        program = [sys.executable, "-m", "benchmarks.testbed.spark_program", launcher.whose]
+        marking = str(ROOT / "benchmarks" / "testbed" / "marking.py")
+        training = [str(folder / "marks"), *order.training, *launcher.more(folder)]
+        command = [*program, str(folder), str(order.workers), str(order.most), marking, *training]
+        environment = {
+            **spark.driver_environment,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "HVD_ELASTIC_HOME": str(folder / "home"),
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+        super().__init__(launcher.name, bed, folder, order, command, environment)
+        began = folder / "asked"
+        self.wait(began.exists, _LIMIT_S, "Spark gave no executors")
+        self.asked = float(began.read_text(encoding="utf-8"))
+
+    def end(self) -> None:
+        super().end()
+        self.spark.stop()
+
+
+class _OnSpark(Launcher):
+    whose: ClassVar[str]
+
+    def prepare(self) -> list[Path]:
+        if importlib.util.find_spec("pyspark") is None:
+            raise PeerMissingError("Spark is not installed: pip install 'hvd-elastic[spark]'")
+        return super().prepare()
+
+    def launch(self, bed: Testbed, folder: Path, order: Order) -> Job:
+        spark = SparkCluster(bed.cluster, folder / "spark")
+        try:
+            spark.start()
+            for host in order.slots:
+                spark.start_worker(host)
+            return _SparkJob(self, bed, folder, order, spark)
+        except BaseException:
+            spark.stop()
+            raise
+
+    def more(self, folder: Path) -> list[str]:
+        """Return more words for the training script."""
+        return []
+
+
+class _OursOnSpark(_OnSpark):
+    key = "ours-spark"
+    name = "hvd_elastic.spark"
+    script = "train_ours.py"
+    is_ours = True
+    whose = "ours"
+
+
+class _TheirsOnSpark(_OnSpark):
+    key = "pyspark"
+    name = "pyspark.ml.torch"
+    script = "train_torchrun.py"
+    whose = "theirs"
+
+    def more(self, folder: Path) -> list[str]:
+        return ["--snapshot", str(folder / "snapshot")]
+
+
+def _kill_executor(job: Job) -> float:
+    """Kill the executor on the third host; return when [s, monotonic]."""
+    assert isinstance(job, _SparkJob)
+    asked = time.monotonic()
+    for executor in job.spark.executors(job.bed.hosts[2]):
+        executor.kill()
+    return asked
+
+
+def _one_more_worker(job: Job) -> float:
+    """Start a Spark worker on the third host; return when the run is given it [s, monotonic]."""
+    assert isinstance(job, _SparkJob)
+    job.spark.start_worker(job.bed.hosts[-1])
+    return _given_third(job, "Spark started no executor")
+
+
+# -- Ray ---------------------------------------------------------------------------------------
+
+
+class _RayJob(DriverJob):
+    """A job on a Ray cluster of its own; it begins when its program is connected."""
+
+    def __init__(
+        self,
+        launcher: _OnRay,
+        bed: Testbed,
+        folder: Path,
+        order: Order,
+        cluster: VirtualRay,
+    ) -> None:
+        self.cluster = cluster
+        marking = str(ROOT / "benchmarks" / "testbed" / "marking.py")
+        program = ["python", "-m", "benchmarks.testbed.ray_program", launcher.whose, str(folder)]
+        training = [str(folder / "marks"), *order.training, *launcher.more(folder)]
+        environment = {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "HVD_ELASTIC_HOME": str(folder / "home"),
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+        setting = ["env", *(f"{name}={value}" for name, value in environment.items())]
+        words = [*setting, *program, str(order.most), marking, *training]
+        command = cluster.words("exec", "--cwd", str(ROOT), "--", *words)
+        own = {**os.environ, "HVD_ELASTIC_HOME": str(cluster.home)}
+        super().__init__(launcher.name, bed, folder, order, command, own)
+        began = folder / "asked"
+        self.wait(began.exists, _LIMIT_S, "the program was not connected to Ray")
+        self.asked = float(began.read_text(encoding="utf-8"))
+
+    def end(self) -> None:
+        super().end()
+        self.cluster.call("down")
+
+
+class _OnRay(Launcher):
+    whose: ClassVar[str]
+
+    def prepare(self) -> list[Path]:
+        if importlib.util.find_spec("ray") is None:
+            raise PeerMissingError("Ray is not installed: pip install 'hvd-elastic[ray]'")
+        return super().prepare()
+
+    def launch(self, bed: Testbed, folder: Path, order: Order) -> Job:
+        cluster = VirtualRay(bed.cluster, folder / "ray")
+        cluster.use([*order.slots])
+        try:
+            cluster.up()
+            return _RayJob(self, bed, folder, order, cluster)
+        except BaseException:
+            cluster.call("down")
+            raise
+
+    def more(self, folder: Path) -> list[str]:
+        """Return more words for the training script."""
+        return []
+
+
+class _OursOnRay(_OnRay):
+    key = "ours-ray"
+    name = "hvd_elastic.ray"
+    script = "train_ours.py"
+    is_ours = True
+    whose = "ours"
+
+
+class _TheirsOnRay(_OnRay):
+    key = "ray-train"
+    name = "Ray Train, elastic"
+    script = "train_torchrun.py"
+    whose = "theirs"
+
+    def more(self, folder: Path) -> list[str]:
+        return ["--snapshot", str(folder / "snapshot")]
+
+
+def _one_more_node(job: Job) -> float:
+    """Start a Ray node on the third host; return when it is there [s, monotonic]."""
+    assert isinstance(job, _RayJob)
+    job.cluster.use(job.bed.hosts)
+    job.cluster.up()
+    if job.launcher == _OursOnRay.name:
+        return _given_third(job, "Ray placed no actor")
+    return time.monotonic()
+
+
+def _given_third(job: Job, never: str) -> float:
     return job.wait(
         lambda: next(
             (e["mono"] for e in job.events("hosts_changed") if len(e["hosts"]) == _HOSTS), None
         ),
         _LIMIT_S,
-        "Slurm did not grant the node",
+        never,
     )
 
 
@@ -201,7 +421,18 @@ ENGINES = {
         {"first step": _OURS, "a node is lost": _OURS, "a node joins": _OursSubmitted()},
         _Torchrun(),
         {"a node joins": "an allocation cannot grow"},
+        join=_more_room,
     ),
+    "spark": Engine(
+        "Spark",
+        dict.fromkeys(_CASES, _OursOnSpark()),
+        _TheirsOnSpark(),
+        {"a node joins": "the number of tasks of a barrier stage is fixed"},
+        lose=_kill_executor,
+        join=_one_more_worker,
+        theirs_left=_HOSTS,  # the whole stage starts again, once there is another executor
+    ),
+    "ray": Engine("Ray", dict.fromkeys(_CASES, _OursOnRay()), _TheirsOnRay(), join=_one_more_node),
 }
 """Engines by the name for ``--engines``."""
 
@@ -209,7 +440,7 @@ ENGINES = {
 # -- measuring ---------------------------------------------------------------------------------
 
 
-def _measure(stage: Stage, launcher: Launcher, case: str) -> float:
+def _measure(stage: Stage, engine: Engine, launcher: Launcher, case: str) -> float:
     bed = stage.bed()
     hosts = _HOSTS - 1 if case == "a node joins" else _HOSTS
     order = Order(dict.fromkeys(bed.hosts[:hosts], 1), max_np=_HOSTS)
@@ -219,8 +450,10 @@ def _measure(stage: Stage, launcher: Launcher, case: str) -> float:
             assert first is not None
             return first - job.asked
         if case == "a node is lost":
-            return stage.pause_s(job, crash(job), _HOSTS - 1, [(bed.hosts[2], 0)])
-        return stage.pause_s(job, _more_room(job), _HOSTS)
+            left = _HOSTS - 1 if launcher.is_ours else engine.theirs_left
+            return stage.pause_s(job, engine.lose(job), left, [(bed.hosts[2], 0)])
+        assert engine.join is not None, "a case of this engine"
+        return stage.pause_s(job, engine.join(job), _HOSTS)
 
 
 def measure_engines(options: argparse.Namespace, say: Say) -> Result:
@@ -236,7 +469,7 @@ def measure_engines(options: argparse.Namespace, say: Say) -> Result:
                     continue
                 place = (key, case, launcher.name)
                 try:
-                    seconds = _measure(stage, launcher, case)
+                    seconds = _measure(stage, ENGINES[key], launcher, case)
                 except FailedPlayError as error:
                     failed[place] = error.short
                     say(f"round {number}: {key}, {case}, {launcher.name}: {error}")
@@ -245,35 +478,24 @@ def measure_engines(options: argparse.Namespace, say: Say) -> Result:
                 if number:
                     samples.setdefault(place, []).append(seconds)
         hosts = stage.description
-    rows = []
-    for key, case, launcher in _plays(options.engines):
-        place = (key, case, launcher.name)
-        found = figure(samples.get(place, []))
-        rows.append(
-            {"engine": key, "case": case, "launcher": launcher.name}
-            | {"median_s": found.median_s, "min_s": found.min_s, "max_s": found.max_s}
-            | {"samples_s": found.samples_s, "failed": failed.get(place, "")}
-        )
-    for key in options.engines:
-        for case, why in ENGINES[key].cannot.items():
-            rows.append(
-                {"engine": key, "case": case, "launcher": ENGINES[key].theirs.name}
-                | {"failed": f"not measured: {why}"}
-            )
-    shown = [(row["engine"], row["case"], row["launcher"], _cell(row)) for row in rows]
+    rows = [
+        Row(key, case, launcher.name, figure(samples.get(place, [])), failed.get(place, ""))
+        for key, case, launcher in _plays(options.engines)
+        for place in [(key, case, launcher.name)]
+    ]
+    rows += [
+        Row(key, case, ENGINES[key].theirs.name, figure([]), f"not measured: {why}")
+        for key in options.engines
+        for case, why in ENGINES[key].cannot.items()
+    ]
     headings = ("engine", "case", "launcher", "median (range)")
+    shown = [(row.engine, row.case, row.launcher, row.text) for row in rows]
     return Result(
         "engines",
         conditions(hosts, _NOTE, load_before),
         {"rows": rows},
         [table("On the machines of an engine", headings, shown)],
     )
-
-
-def _cell(row: Mapping[str, object]) -> str:
-    samples = row.get("samples_s")
-    text = str(figure(samples)) if isinstance(samples, tuple) and samples else ""
-    return ", ".join(part for part in (text, str(row["failed"])) if part)
 
 
 def _plays(keys: Sequence[str]) -> Iterator[tuple[str, str, Launcher]]:

@@ -37,7 +37,8 @@ def all_commands() -> dict[str, Any]:
             found[name] = command
             return
         for child_name, child in children.items():
-            add(f"{name} {child_name}", child)
+            if not child.hidden:
+                add(f"{name} {child_name}", child)
 
     for name, entry in COMMANDS.items():
         add(f"hvd-elastic {name}", entry.load(name))

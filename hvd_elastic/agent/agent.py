@@ -32,8 +32,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-
 from hvd_elastic import __version__
 from hvd_elastic.agent.failover import (
     Caller,
@@ -53,6 +51,7 @@ from hvd_elastic.agent.unacknowledged import UnacknowledgedLog
 from hvd_elastic.agent.worker_start import die_with_parent
 from hvd_elastic.agent.workers import Workers
 from hvd_elastic.control.progress import Activity
+from hvd_elastic.hosts.interfaces import interface_of, interfaces, own_address
 from hvd_elastic.hosts.programs.dial_back import PARENT_VARIABLE
 from hvd_elastic.hosts.programs.hold_command import become_subreaper
 from hvd_elastic.hosts.programs.processes import (
@@ -68,25 +67,6 @@ from hvd_elastic.wire.framing import ProtocolError, compress, decompress
 
 _PROOF_S = 2.0
 """Least wait for a message of a leader that may live [s]; two of its heartbeats if longer."""
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has ``address``; None if there is none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address.split("%")[0] == address for entry in addresses):
-            return name
-    # All of 127.0.0.0/8 belongs to the loopback interface.
-    return "lo" if address.startswith("127.") else None
-
-
-def _interfaces() -> dict[str, str]:
-    """Return name and address of the network interfaces that the ring can use."""
-    found: dict[str, str] = {}
-    for name, addresses in psutil.net_if_addrs().items():
-        for entry in addresses:
-            if entry.family in (socket.AF_INET, socket.AF_INET6):
-                found.setdefault(name, entry.address)
-    return found
 
 
 def _machine() -> str:
@@ -436,7 +416,7 @@ class Agent:
             return
         become_subreaper()
         swept = len(end_processes(functools.partial(_left_by_predecessor, hello), 0.5))
-        self._interface = hello.interface or interface_of(_own_address(hello))
+        self._interface = hello.interface or interface_of(own_address(hello.local_address))
         self._spool = Spool.of_run(hello)
         self._spool.keep_run(hello.run)
         workers = Workers(hello, self._spool.path, self._interface, self._tell)
@@ -474,7 +454,7 @@ class Agent:
                 pid=os.getpid(),
                 hostname=socket.gethostname(),
                 interface=self._interface,
-                interfaces=_interfaces(),
+                interfaces=interfaces(),
                 cpus=len(os.sched_getaffinity(0)),
                 machine=_machine(),
                 swept=swept,
@@ -485,18 +465,6 @@ class Agent:
 
 def _is_of_saved_file(message: msg.AgentToLeader) -> bool:
     return isinstance(message, msg.WorkerSaid) and isinstance(message.message, msg.FileSaved)
-
-
-def _own_address(hello: msg.LeaderHello) -> str:
-    """Return the address of this host for the other hosts."""
-    leader = os.environ.get("HVD_ELASTIC_LEADER_ADDRESS")
-    if leader:
-        family = socket.AF_INET6 if ":" in leader else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((leader, 9))  # sends nothing, only looks up the route
-            return str(probe.getsockname()[0])
-    ssh = os.environ.get("SSH_CONNECTION", "").split(" ")
-    return ssh[2] if len(ssh) == 4 else hello.local_address
 
 
 def _left_by_predecessor(hello: msg.LeaderHello) -> list[Process]:

@@ -57,79 +57,111 @@ class LazyCommand:
         return flow_help(command)
 
 
-COMMANDS: dict[str, LazyCommand] = {
-    "run": LazyCommand("hvd_elastic.cli.run", "run", "Train a script over a hostfile.", _PASS_ON),
-    "up": LazyCommand(
-        "hvd_elastic.cli.cluster_daemon", "up", "Share a cluster between jobs: start its daemon."
-    ),
-    "down": LazyCommand("hvd_elastic.cli.cluster_daemon", "down", "End the daemon of a cluster."),
-    "hosts": LazyCommand(
-        "hvd_elastic.cli.cluster_daemon", "hosts", "Show the hosts of a cluster and their jobs."
-    ),
-    "submit": LazyCommand(
-        "hvd_elastic.cli.submit", "submit", "Put a job into the queue of a cluster.", _PASS_ON
-    ),
-    "queue": LazyCommand("hvd_elastic.cli.jobs", "queue", "List the jobs of a cluster."),
-    "why": LazyCommand("hvd_elastic.cli.jobs", "why", "Say why a job waits, or has its slots."),
-    "wait": LazyCommand("hvd_elastic.cli.jobs", "wait", "Wait until jobs have ended."),
-    "cancel": LazyCommand("hvd_elastic.cli.jobs", "cancel", "Cancel jobs."),
-    "requeue": LazyCommand("hvd_elastic.cli.jobs", "requeue", "Put jobs back into the queue."),
-    "priority": LazyCommand("hvd_elastic.cli.jobs", "priority", "Change the priority of jobs."),
-    "slurm": LazyCommand("hvd_elastic.cli.slurm", "slurm", "Submit a run to Slurm."),
-    "predict": LazyCommand(
-        "hvd_elastic.cli.predict", "predict", "Compute a model's outputs for a data set.", _PASS_ON
-    ),
-    "status": LazyCommand("hvd_elastic.cli.runs", "status", "Say how a run is doing."),
-    "list": LazyCommand("hvd_elastic.cli.runs", "list_", "List runs, newest first."),
-    "logs": LazyCommand("hvd_elastic.cli.runs", "logs", "Show or follow the workers' output."),
-    "get": LazyCommand("hvd_elastic.cli.get", "get", "List or copy files that a script saved."),
-    "export": LazyCommand(
-        "hvd_elastic.cli.export", "export", "Write a run's weights for other programs."
-    ),
-    "dashboard": LazyCommand(
-        "hvd_elastic.cli.dashboard", "dashboard", "Serve live pages of the runs."
-    ),
-    "top": LazyCommand("hvd_elastic.cli.dashboard", "top", "Show a run as it goes on."),
-    "attach": LazyCommand("hvd_elastic.cli.runs", "attach", "Follow a detached run."),
-    "stop": LazyCommand("hvd_elastic.cli.runs", "stop", "End a run cleanly."),
-    "scale": LazyCommand("hvd_elastic.cli.runs", "scale", "Set the number of processes of a run."),
-    "policy": LazyCommand("hvd_elastic.cli.runs", "policy", "Pause or resume the policy of a run."),
-    "drain": LazyCommand("hvd_elastic.cli.runs", "drain", "Have a run leave a host."),
-    "discover": LazyCommand(
-        "hvd_elastic.cli.runs",
-        "discover",
-        "Print a run's hosts as horovodrun --host-discovery-script reads them.",
-    ),
-    "plan": LazyCommand(
-        "hvd_elastic.cli.plan", "plan", "Predict what other numbers of hosts would bring."
-    ),
-    "report": LazyCommand("hvd_elastic.cli.runs", "report", "Summarise and plot a run."),
-    "bench": LazyCommand(
-        "hvd_elastic.cli.bench",
-        "bench",
-        "Measure how training scales, and how fast a script reads.",
-    ),
-    "simulate": LazyCommand(
-        "hvd_elastic.cli.simulate", "simulate", "Try a policy on a trace in virtual time."
-    ),
-    "cluster": LazyCommand(
-        "hvd_elastic.cli.cluster_tools",
-        "cluster",
-        "Run, copy, kill and check on all hosts of a hostfile.",
-    ),
-    "trust": LazyCommand(
-        "hvd_elastic.cli.cluster_tools", "trust", "Show and accept the host keys of a hostfile."
-    ),
-    "doctor": LazyCommand(
-        "hvd_elastic.cli.doctor", "doctor", "Say what is installed, built and missing."
-    ),
-    "build-horovod": LazyCommand(
-        "hvd_elastic.cli.build_horovod", "build_horovod", "Build Horovod for this PyTorch, once."
-    ),
-    "demo": LazyCommand(
-        "hvd_elastic.cli.demo", "demo", "Train on virtual hosts that come, go and die."
-    ),
+SECTIONS: dict[str, dict[str, LazyCommand]] = {
+    "Training": {
+        "run": LazyCommand(
+            "hvd_elastic.cli.run", "run", "Train a script over a hostfile.", _PASS_ON
+        ),
+        "predict": LazyCommand(
+            "hvd_elastic.cli.predict",
+            "predict",
+            "Compute a model's outputs for a data set.",
+            _PASS_ON,
+        ),
+        "status": LazyCommand("hvd_elastic.cli.runs", "status", "Say how a run is doing."),
+        "list": LazyCommand("hvd_elastic.cli.runs", "list_", "List runs, newest first."),
+        "logs": LazyCommand("hvd_elastic.cli.runs", "logs", "Show or follow the workers' output."),
+        "get": LazyCommand("hvd_elastic.cli.get", "get", "List or copy files that a script saved."),
+        "export": LazyCommand(
+            "hvd_elastic.cli.export", "export", "Write a run's weights for other programs."
+        ),
+        "attach": LazyCommand("hvd_elastic.cli.runs", "attach", "Follow a detached run."),
+        "stop": LazyCommand("hvd_elastic.cli.runs", "stop", "End a run cleanly."),
+        "scale": LazyCommand(
+            "hvd_elastic.cli.runs", "scale", "Set the number of processes of a run."
+        ),
+        "policy": LazyCommand(
+            "hvd_elastic.cli.runs", "policy", "Pause or resume the policy of a run."
+        ),
+        "drain": LazyCommand("hvd_elastic.cli.runs", "drain", "Have a run leave a host."),
+        "discover": LazyCommand(
+            "hvd_elastic.cli.runs",
+            "discover",
+            "Print a run's hosts as horovodrun --host-discovery-script reads them.",
+        ),
+    },
+    "Looking at runs, and ahead": {
+        "report": LazyCommand("hvd_elastic.cli.runs", "report", "Summarise and plot a run."),
+        "dashboard": LazyCommand(
+            "hvd_elastic.cli.dashboard", "dashboard", "Serve live pages of the runs."
+        ),
+        "top": LazyCommand("hvd_elastic.cli.dashboard", "top", "Show a run as it goes on."),
+        "plan": LazyCommand(
+            "hvd_elastic.cli.plan", "plan", "Predict what other numbers of hosts would bring."
+        ),
+        "bench": LazyCommand(
+            "hvd_elastic.cli.bench",
+            "bench",
+            "Measure how training scales, and how fast a script reads.",
+        ),
+        "simulate": LazyCommand(
+            "hvd_elastic.cli.simulate", "simulate", "Try a policy on a trace in virtual time."
+        ),
+    },
+    "Many jobs on one cluster": {
+        "up": LazyCommand(
+            "hvd_elastic.cli.cluster_daemon",
+            "up",
+            "Share a cluster between jobs: start its daemon.",
+        ),
+        "down": LazyCommand(
+            "hvd_elastic.cli.cluster_daemon", "down", "End the daemon of a cluster."
+        ),
+        "hosts": LazyCommand(
+            "hvd_elastic.cli.cluster_daemon", "hosts", "Show the hosts of a cluster and their jobs."
+        ),
+        "submit": LazyCommand(
+            "hvd_elastic.cli.submit", "submit", "Put a job into the queue of a cluster.", _PASS_ON
+        ),
+        "queue": LazyCommand("hvd_elastic.cli.jobs", "queue", "List the jobs of a cluster."),
+        "why": LazyCommand("hvd_elastic.cli.jobs", "why", "Say why a job waits, or has its slots."),
+        "wait": LazyCommand("hvd_elastic.cli.jobs", "wait", "Wait until jobs have ended."),
+        "cancel": LazyCommand("hvd_elastic.cli.jobs", "cancel", "Cancel jobs."),
+        "requeue": LazyCommand("hvd_elastic.cli.jobs", "requeue", "Put jobs back into the queue."),
+        "priority": LazyCommand("hvd_elastic.cli.jobs", "priority", "Change the priority of jobs."),
+    },
+    "Machines of others": {
+        "slurm": LazyCommand("hvd_elastic.cli.slurm", "slurm", "Submit a run to Slurm."),
+        "ray": LazyCommand(
+            "hvd_elastic.cli.ray", "ray", "Start and end a Ray cluster on the hosts of a hostfile."
+        ),
+    },
+    "Hosts and installation": {
+        "cluster": LazyCommand(
+            "hvd_elastic.cli.cluster_tools",
+            "cluster",
+            "Run, copy, kill and check on all hosts of a hostfile.",
+        ),
+        "trust": LazyCommand(
+            "hvd_elastic.cli.cluster_tools", "trust", "Show and accept the host keys of a hostfile."
+        ),
+        "doctor": LazyCommand(
+            "hvd_elastic.cli.doctor", "doctor", "Say what is installed, built and missing."
+        ),
+        "build-horovod": LazyCommand(
+            "hvd_elastic.cli.build_horovod",
+            "build_horovod",
+            "Build Horovod for this PyTorch, once.",
+        ),
+        "demo": LazyCommand(
+            "hvd_elastic.cli.demo", "demo", "Train on virtual hosts that come, go and die."
+        ),
+    },
 }
+"""Commands by section of ``hvd-elastic --help``."""
+
+COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()}
+_SECTION_OF = {name: title for title, section in SECTIONS.items() for name in section}
 
 
 class LazyGroup(typer.core.TyperGroup):
@@ -140,7 +172,10 @@ class LazyGroup(typer.core.TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         entry = COMMANDS.get(cmd_name)
-        return None if entry is None else typer.core.TyperCommand(cmd_name, help=entry.summary)
+        if entry is None:
+            return None
+        section = _SECTION_OF.get(cmd_name)
+        return typer.core.TyperCommand(cmd_name, help=entry.summary, rich_help_panel=section)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         # For a mistyped name Typer suggests a similar one of these.

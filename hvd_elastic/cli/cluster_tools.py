@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hvd_elastic.cluster.kill import Ended
 
 
-class _HostfileFirst(typer.core.TyperCommand):
+class HostfileFirst(typer.core.TyperCommand):
     """Accepts options before and after HOSTFILE; everything after them is the user's command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -567,7 +567,7 @@ cluster = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-cluster.command("run", cls=_HostfileFirst, context_settings=_PASS_ON)(run)
+cluster.command("run", cls=HostfileFirst, context_settings=_PASS_ON)(run)
 cluster.command("copy")(copy)
 cluster.command("kill")(kill)
 cluster.command("check")(check)
@@ -576,7 +576,7 @@ cluster.command("trust")(trust)
 
 def runclust_main() -> None:
     """Entry point of ``runclust``."""
-    _main("runclust", run, _HostfileFirst, _PASS_ON)
+    _main("runclust", run, HostfileFirst, _PASS_ON)
 
 
 def copyclust_main() -> None:

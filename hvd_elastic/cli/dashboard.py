@@ -10,13 +10,12 @@ import typer
 
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 
-RunArgument = Annotated[
-    str | None, typer.Argument(metavar="[RUN]", help="a run id (default: all runs)")
-]
-
 
 def dashboard(
-    run: RunArgument = None,
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RUN", help="a run id, or several to compare (default: all runs)"),
+    ] = None,
     host: Annotated[str, typer.Option(help="address to listen on", metavar="ADDRESS")] = (
         "127.0.0.1"
     ),
@@ -37,15 +36,15 @@ def dashboard(
       hvd-elastic dashboard
 
       hvd-elastic dashboard digits-3 --port 8000
+
+      hvd-elastic dashboard digits-3 digits-4
     """
     from hvd_elastic.records.run_folder import RunFolder
     from hvd_elastic.views.server import Dashboard, serve_until_interrupted
 
-    shown = None if run is None else RunFolder.open(run).run_id
+    shown = [RunFolder.open(run).run_id for run in runs or []]
     server = Dashboard(host, port, control=control)
-    url = server.url if shown is None else server.url.replace("/?", f"/runs/{shown}?", 1)
-    if shown is not None and "?" not in url:
-        url += f"runs/{shown}"
+    url = server.url_of(shown)
     print(f"dashboard: {url}   (Ctrl-C ends it; /metrics is for Prometheus)", flush=True)
     serve_until_interrupted(server)
 
@@ -65,7 +64,7 @@ def top(
 
       hvd-elastic top digits-3 --interval 5
     """
-    from rich.console import Console, Group
+    from rich.console import Console, Group, RenderableType
     from rich.live import Live
     from rich.table import Table
 
@@ -75,6 +74,9 @@ def top(
     from hvd_elastic.records.run_state import run_state
     from hvd_elastic.records.summary import RunSummary, take_event
     from hvd_elastic.records.wording import Narrator
+    from hvd_elastic.views.allocation import host_rows
+    from hvd_elastic.views.costs import forecast_words
+    from hvd_elastic.views.forecast import predict_end
 
     folder = RunFolder.open(run)
     follower, narrator, summary = EventFollower(folder.events), Narrator(), RunSummary()
@@ -97,10 +99,19 @@ def top(
             shown.add_row(name, text)
             if name == "progress" and rate and summary.size:
                 shown.add_row("speed", f"{rate:,.0f} examples/s on {summary.size} processes")
+            done = summary.last.get("done")
+            if name == "progress" and summary.size and isinstance(done, float):
+                shown.add_row("to go", forecast_words(summary, done, predict_end(summary)))
+        busy = Table(box=None, padding=(0, 2, 0, 0))
+        for head in ("host", "slots", "step", "CPU", "memory", "sent", "received"):
+            busy.add_column(head, justify="left" if head == "host" else "right")
+        for name, cells in host_rows(summary):
+            busy.add_row(name, *cells)
         events = Table.grid()
         for line in latest:
             events.add_row(line.splitlines()[0])
-        return Group(shown, "", events), alive or state in ("starting", "leaderless")
+        hosts: list[RenderableType] = [busy, ""] if busy.row_count else []
+        return Group(shown, "", *hosts, events), alive or state in ("starting", "leaderless")
 
     console = Console()
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:

@@ -62,7 +62,7 @@ def run(context: typer.Context, options: RunOptions) -> None:
         _check_resume_options(context)
         check_ssh_config(options.ssh_config)
         folder = _folder_to_resume(options)
-        _check_not_complete(folder)
+        check_not_complete(folder)
         spec = _resumed_spec(folder, options)
     else:
         from hvd_elastic.checkpoint.place import check_new_place
@@ -116,7 +116,8 @@ def _folder_to_resume(options: RunOptions) -> RunFolder:
     return RunFolder.create(run_id, {**spec.as_dict(), "began_elsewhere": True})
 
 
-def _check_not_complete(folder: RunFolder) -> None:
+def check_not_complete(folder: RunFolder) -> None:
+    """Raise RunError if the run has finished."""
     if summarize(folder.read_events()).status == "succeeded":
         raise RunError(
             f"run {folder.run_id} has finished: there is nothing to resume. Look at it with: "
@@ -144,6 +145,11 @@ def _resumed_spec(folder: RunFolder, options: RunOptions) -> RunSpec:
         )
     spec = RunSpec.from_dict(folder.read_run(), folder.run_id)
     np, hostfile = options.np, options.hostfile
+    if spec.engine not in (None, "slurm"):
+        raise RunError(
+            f"run {folder.run_id} was led by a program on {spec.engine}, which alone can give it "
+            "hosts: run that program again"
+        )
     changes: dict[str, Any] = {}
     if hostfile is not None:
         changes["hostfile"] = str(hostfile.absolute())

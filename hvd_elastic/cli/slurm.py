@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +20,14 @@ import typer
 
 from hvd_elastic.cli.leading import lead
 from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.run import check_not_complete
 from hvd_elastic.cli.run_options import RunOptions, takes_options
 from hvd_elastic.config import home, runs_folder
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host, Hostfile
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.records.run_folder import RunFolder, new_run_id
+from hvd_elastic.records.run_folder import RunFolder, check_run_id, new_run_id
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.slurm.allocation import Allocation, own_allocation
 from hvd_elastic.slurm.batch import Submission, parse_nodes
@@ -143,9 +145,16 @@ _NOT_HERE = ("hostfile", "slurm", "detach", "ssh_config", "mpi", "pin_hosts", "i
 """Options of a run that say where its hosts come from, or name hosts that nobody knows yet."""
 
 
+_OF_ALLOCATIONS = (
+    *("nodes", "slots_per_node", "time", "partition", "sbatch"),
+    *("leave_before_s", "give_back_after_s"),
+)
+"""Options that a run may be given anew when it is submitted again."""
+
+
 @slurm.command("submit", context_settings={"allow_interspersed_args": False})
 @takes_options(SubmitOptions, but=_NOT_HERE)
-def submit(_context: typer.Context, options: SubmitOptions) -> None:
+def submit(context: typer.Context, options: SubmitOptions) -> None:
     """Submit a run: begin with the fewest nodes, and take further ones as Slurm grants them.
 
     Each further node is an allocation of its own, which joins the running training, and is
@@ -155,33 +164,31 @@ def submit(_context: typer.Context, options: SubmitOptions) -> None:
     Examples:
       hvd-elastic slurm submit --nodes 2-8 --time 4:00:00 -- python train.py
 
-      hvd-elastic slurm submit --nodes 2-8 --slots-per-node 4 --sbatch --gpus-per-node=4
+      hvd-elastic slurm submit --nodes 2-8 --slots-per-node 4 --sbatch=--gpus-per-node=4
       --policy goodput --run-id resnet -- python train.py
 
       hvd-elastic slurm submit --nodes 2 --dry-run -- python train.py
 
-      hvd-elastic slurm submit --resume resnet
+      hvd-elastic slurm submit --resume resnet --time 8:00:00
     """
+    given = set(_given(context))
     if options.resume is not None:
-        folder, submission = _submitted(options.resume)
-        if options.command or options.nodes:
-            raise UsageError(
-                f"--resume {folder.run_id} submits the run again as it was; leave --nodes and the "
-                "command out"
-            )
+        folder, submission = _again(options, given)
     else:
         options.check()
-        spec = options.spec()
-        submission = options.submission(options.run_id or new_run_id())
-        if options.dry_run:
-            print(submission.first())
-            if submission.most > submission.least:
-                print(f"# --- for each further node ---\n{submission.further()}", end="")
-            return
-        require_commands("sbatch", "squeue", "scancel")
-        folder = RunFolder.create(
-            submission.run_id, {**spec.as_dict(), "slurm": submission.as_dict()}
-        )
+        submission = options.submission(check_run_id(options.run_id or new_run_id()))
+        folder = RunFolder(runs_folder() / submission.run_id)
+    if options.dry_run:
+        print(submission.first())
+        if submission.most > submission.least:
+            print(f"# --- for each further node ---\n{submission.further()}", end="")
+        return
+    require_commands("sbatch", "squeue", "scancel")
+    if options.resume is None:
+        fields = {**options.spec().as_dict(), "slurm": submission.as_dict()}
+        folder = RunFolder.create(submission.run_id, fields)
+    else:
+        folder.write_run({**folder.read_run(), "slurm": submission.as_dict()})
     try:
         submission.write_scripts()
         job_id = _sbatch(submission)
@@ -194,11 +201,42 @@ def submit(_context: typer.Context, options: SubmitOptions) -> None:
         return
     print(folder.run_id)
     print(
-        f"job {job_id} begins run {folder.run_id} on {submission.least} of at most "
-        f"{submission.most} nodes: hvd-elastic status {folder.run_id}, squeue --me. Output: "
+        f"job {job_id} {'begins' if options.resume is None else 'goes on with'} run "
+        f"{folder.run_id} on {submission.least} of at most {count(submission.most, 'node')}: "
+        f"hvd-elastic status {folder.run_id}, squeue --me. Output: "
         f"{submission.folder}/slurm-{job_id}.log",
         file=sys.stderr,
     )
+
+
+def _given(context: typer.Context) -> Iterator[str]:
+    """Yield the names of the options that are on the command line."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            yield parameter.name or ""
+
+
+def _again(options: SubmitOptions, given: set[str]) -> tuple[RunFolder, Submission]:
+    """Return a run that is submitted again, and how, with other allocations if they are given."""
+    folder, submission = _submitted(options.resume or "")
+    if given - {*_OF_ALLOCATIONS, "resume", "dry_run", "json_output"}:
+        raise UsageError(
+            f"--resume {folder.run_id} goes on with the run as it was started; only what it has of "
+            "Slurm can be given anew: --nodes, --slots-per-node, --time, --partition, --sbatch, "
+            "--leave-before, --give-back-after"
+        )
+    if folder.leader_alive():
+        raise RunError(f"run {folder.run_id} is running: hvd-elastic status {folder.run_id}")
+    check_not_complete(folder)
+    changes = {name: getattr(options, name) for name in given & {*_OF_ALLOCATIONS}}
+    if "nodes" in changes:
+        changes["least"], changes["most"] = parse_nodes(changes.pop("nodes"))
+    if "sbatch" in changes:
+        changes["sbatch"] = tuple(changes["sbatch"])
+    submission = replace(submission, **changes)
+    submission.check()
+    return folder, submission
 
 
 @slurm.command("lead", hidden=True)
@@ -223,7 +261,8 @@ def lead_in_allocation(run_id: str) -> None:
             growth.end()
             raise RunError(
                 f"no step was trained within the time limit of job {allocation.job_id}, so the "
-                "run is not submitted again. Give more time: hvd-elastic slurm submit --time"
+                "run is not submitted again. Give more time: hvd-elastic slurm submit "
+                f"--resume {run_id} --time TIME"
             )
         job_id = _sbatch(submission)
         _tell(f"step {reached} is reached, and job {job_id} goes on with the run")
@@ -274,6 +313,8 @@ def _time_limit() -> Iterator[_TimeLimit]:
     limit = _TimeLimit()
 
     def announce(_number: int, _frame: Any) -> None:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            raise RunError("the time limit of this job came before the run could begin: give more")
         if not limit.is_near:
             limit.is_near = True
             _tell("the time limit is near, so the run stops here and goes on in another job")

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import count
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.dialled import DialIn, DialledConnection, DialledHost
 from hvd_elastic.hosts.hostfile import Host, format_hostfile
@@ -14,6 +16,10 @@ from hvd_elastic.hosts.transfer import send_file
 
 _LOOK_S = 0.5
 """Time between two looks at what is waited for, if no host has come or gone [s]."""
+_PATIENCE_S = 30.0
+"""How long hosts are waited for before that is said [s]."""
+_START_S = 600.0
+"""How long enough hosts are waited for [s]."""
 
 
 class DialledHosts:
@@ -43,6 +49,7 @@ class DialledHosts:
         self._hostfile = hostfile
         self._address = address
         self._files = files
+        self._warn = warn
         self._changed = threading.Condition()
         self._provided: dict[str, threading.Lock] = {}
         self._ready: set[str] = set()
@@ -66,8 +73,12 @@ class DialledHosts:
             check: called now and then; raises an error if no more hosts are to come.
             calm_s: time without a new host after which ``least`` slots are enough [s].
             least: number of slots.
+
+        Raises:
+            RunError: they have not come in time.
         """
-        came_at, seen = time.monotonic(), 0
+        began = came_at = time.monotonic()
+        seen, is_told = 0, False
         with self._changed:
             while (now := self.slots) < slots:
                 if now != seen:
@@ -75,6 +86,13 @@ class DialledHosts:
                 if now >= least and time.monotonic() >= came_at + calm_s:
                     return
                 check()
+                waited_s = time.monotonic() - began
+                there = f"{now} of {count(slots, 'process')} have a host"
+                if waited_s > _START_S:
+                    raise RunError(f"{there}, and no more have come in {_START_S:g} s")
+                if waited_s > _PATIENCE_S and not is_told:
+                    is_told = True
+                    self._warn(f"{there} after {_PATIENCE_S:g} s; waiting for more")
                 self._changed.wait(_LOOK_S)
 
     def connect(self, host: Host) -> Connection:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.engines.task import LENGTH, OUTCOME_FILE, TASK_FILE, Outcome, Task
+from hvd_elastic.hosts.interfaces import interface_of, own_address
 from hvd_elastic.hosts.programs.dial_back import FOLDER_VARIABLE
 
 
@@ -35,7 +36,8 @@ def _run_elastic(folder: Path) -> None:
         task = Task.unpack((folder / TASK_FILE).read_bytes())
         value = task.run(folder)
     except Exception as error:  # noqa: BLE001  # as the interpreter handles it
-        sys.excepthook(type(error), error, _of_the_task(error))
+        error = error.with_traceback(_of_the_task(error))
+        sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
     worker = context.current().worker
     save_file(
@@ -47,6 +49,9 @@ def _run_elastic(folder: Path) -> None:
 
 def _run_fixed(folder: Path) -> None:
     os.environ.update(json.loads(sys.stdin.buffer.readline()))
+    interface = interface_of(own_address("127.0.0.1"))
+    if interface is not None:  # else Gloo looks for that of the host's name
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     status = 0

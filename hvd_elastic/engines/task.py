@@ -6,6 +6,7 @@ import dis
 import inspect
 import pickle
 import platform
+import re
 import runpy
 import struct
 import sys
@@ -25,7 +26,8 @@ LENGTH = struct.Struct("!Q")
 """Precedes an outcome in a pipe, whose end is no sign of its end: children may hold it open."""
 COMMAND = (f"python3.{sys.version_info.minor}", "-m", "hvd_elastic.engines.run_task")
 """Command of a worker, with the interpreter of the same minor version on its host."""
-_PACKAGE = "hvd_elastic"
+_FRONTEND = re.compile(r"\bhvd_elastic(\.(torch|keras|tensorflow)\b|$| import\b)")
+"""What names a module of this package that scripts train with."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,9 @@ class Task:
 
     @property
     def is_elastic(self) -> bool:
-        """Return whether it uses this package, so that its ranks may come and go."""
+        """Return whether it trains with this package, so that its ranks may come and go."""
         if self.function is None:
-            return _PACKAGE.encode() in self.source
+            return _FRONTEND.search(self.source.decode(errors="replace")) is not None
         return _uses_package(self.function, set())
 
     def pack(self) -> bytes:
@@ -211,7 +213,7 @@ def _parts(task: Task) -> Iterator[tuple[str, Any]]:
 
 
 def _uses_package(value: Any, seen: set[int]) -> bool:
-    """Return whether a function imports this package, or one that it calls does."""
+    """Return whether a function trains with this package, or one that it calls does."""
     if isinstance(value, ModuleType):
         return _is_ours(value.__name__)
     if id(value) in seen:
@@ -241,4 +243,4 @@ def _imports(code: CodeType) -> Iterator[str]:
 
 
 def _is_ours(module: object) -> bool:
-    return isinstance(module, str) and module.partition(".")[0] == _PACKAGE
+    return isinstance(module, str) and _FRONTEND.match(module) is not None

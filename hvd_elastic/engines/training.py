@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,9 @@ OPTIONS = (
     *("objective", "min_speedup_per_slot", "deadline_s", "target_examples"),
 )
 """Options of an elastic run, which are those of ``hvd-elastic run``."""
+
+_LOOK_S = 1.0
+"""Time between two checks whether more hosts are to come [s]."""
 
 Check = Callable[[], None]
 """Raises an error if no more hosts are to come."""
@@ -65,10 +69,13 @@ class Sizes:
                 f"most {self.most or self.wanted}: the first must be between the others"
             )
 
-    @property
-    def is_elastic(self) -> bool:
-        """Return whether bounds were given."""
-        return self.least is not None or self.most is not None
+    def is_elastic(self, task: Task) -> bool:
+        """Return whether ranks of the task may come and go: if bounds were given, or it can."""
+        return self.least is not None or self.most is not None or task.is_elastic
+
+    def least_for(self, task: Task) -> int:
+        """Return the fewest processes that the task runs with."""
+        return (self.least or 1) if self.is_elastic(task) else self.wanted
 
     @property
     def limit(self) -> int:
@@ -83,6 +90,7 @@ def train(
     engine: str,
     acquire: Acquire,
     options: Mapping[str, Any] | None = None,
+    files: Sequence[Path] = (),
 ) -> Any:
     """Run a task on the hosts of an engine; return the function's value at rank 0.
 
@@ -96,6 +104,7 @@ def train(
         engine: name of the engine.
         acquire: has the engine give hosts.
         options: some of :data:`OPTIONS`, for an elastic run.
+        files: files that each host gets into its folder before it is used.
 
     Raises:
         UsageError: an option is not known, or the task cannot be pickled.
@@ -106,23 +115,34 @@ def train(
         raise UsageError(
             f"{', '.join(sorted(unknown))}: no option of a run; valid are {', '.join(OPTIONS)}"
         )
-    packed = task.pack()
-    if sizes.is_elastic or task.is_elastic:
+    if options and not sizes.is_elastic(task):
+        raise UsageError(
+            f"{task.name} has fixed ranks, since it does not use hvd_elastic: options of a run "
+            f"({', '.join(options)}) are for elastic ones"
+        )
+    with tempfile.TemporaryDirectory(prefix="hvd_elastic-") as name:
+        packed = Path(name, TASK_FILE)
+        packed.write_bytes(task.pack())
+        having = functools.partial(_hosts, address, acquire, (packed, *files))
+        if not sizes.is_elastic(task):
+            with having(Path(name, "hosts")) as (hosts, check):
+                return FixedRanks(hosts, sizes.wanted, _show_line, _tell, check).run()
         run_id = options.pop("run_id", None)
         spec = RunSpec(
             command=COMMAND,
             cwd=".",
             engine=engine,
-            np=sizes.wanted,
-            min_np=sizes.least or 1,
+            min_np=sizes.least_for(task),
             max_np=sizes.limit,
             **options,
         )
         folder = RunFolder.create(run_id, spec.as_dict())
-        return _lead(replace(spec, hostfile=str(folder.hosts)), folder, packed, address, acquire)
-    with tempfile.TemporaryDirectory(prefix="hvd_elastic-") as name:
-        with _hosts(Path(name), Path(name, "hosts"), packed, address, acquire) as (hosts, check):
-            return FixedRanks(hosts, sizes.wanted, _show_line, _tell, check).run()
+        with having(folder.hosts) as (hosts, check):
+            hosts.wait_for(sizes.wanted, check, _CALM_S, least=spec.min_np)
+            if hosts.slots < sizes.wanted:
+                wanted = count(sizes.wanted, "process")
+                _tell(f"training begins with {hosts.slots} of {wanted}; others join when they come")
+            return _lead(replace(spec, hostfile=str(folder.hosts)), folder, hosts, check)
 
 
 def on_this_machine(slots: int, env: Mapping[str, str] | None = None) -> Acquire:
@@ -152,13 +172,11 @@ def on_this_machine(slots: int, env: Mapping[str, str] | None = None) -> Acquire
 
 @contextlib.contextmanager
 def _hosts(
-    folder: Path, hostfile: Path, packed: bytes, address: str, acquire: Acquire
+    address: str, acquire: Acquire, files: tuple[Path, ...], hostfile: Path
 ) -> Iterator[tuple[DialledHosts, Check]]:
     """Yield the hosts that dial in, and a check whether more are to come."""
-    task_file = folder / TASK_FILE
-    task_file.write_bytes(packed)
     try:
-        hosts = DialledHosts(hostfile, address, _tell, (task_file,))
+        hosts = DialledHosts(hostfile, address, _tell, files)
     except OSError as error:
         raise RunError(
             f"hosts cannot dial in at {address}: {error.strerror}. It has to be an address of this "
@@ -174,35 +192,53 @@ def _hosts(
         hosts.close()
 
 
-def _lead(spec: RunSpec, folder: RunFolder, packed: bytes, address: str, acquire: Acquire) -> Any:
+def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -> Any:
     """Lead an elastic run; return the function's value."""
-    with (
-        tempfile.TemporaryDirectory(prefix="hvd_elastic-") as name,
-        _hosts(Path(name), folder.hosts, packed, address, acquire) as (hosts, check),
-    ):
-        hosts.wait_for(spec.np or 1, check, _CALM_S, least=spec.min_np)
-        failure: list[Mapping[str, Any]] = []
-        with (
-            folder.take_lead(),
-            _own_signals(),
-            LastingView(sys.stderr, live=False) as view,
-        ):
+    failure: list[Mapping[str, Any]] = []
+    with folder.take_lead(), _own_signals(), LastingView(sys.stderr, live=False) as view:
 
-            def show(event: Mapping[str, Any]) -> None:
-                if event["kind"] == "script_failed":
-                    failure.append(event)
-                view.show(event)
+        def show(event: Mapping[str, Any]) -> None:
+            if event["kind"] == "script_failed":
+                failure.append(event)
+            view.show(event)
 
-            def show_output(_host: str, _slot: int, line: str) -> None:
-                _show_line(0, line)
+        def show_output(_host: str, _slot: int, line: str) -> None:
+            _show_line(0, line)
 
+        with _stopped_if_hopeless(folder, check):
             finish = Leader(spec, folder, {}, show, show_output, engine=hosts).run()
     if finish.status == "stopped":
         raise KeyboardInterrupt(finish.message)
     if finish.status != "succeeded":
-        text = f"\n{failure[0]['traceback'].rstrip()}" if failure else ""
-        raise RunError(f"run {folder.run_id} failed: {finish.message}{text}")
+        text = str(failure[0]["traceback"]).rstrip() if failure else ""
+        more = "" if text in finish.message else f"\n{text}"
+        raise RunError(f"run {folder.run_id} failed: {finish.message}{more}")
     return Outcome.unpack((folder.saved / OUTCOME_FILE).read_bytes()).get("rank 0")
+
+
+@contextlib.contextmanager
+def _stopped_if_hopeless(folder: RunFolder, check: Check) -> Iterator[None]:
+    """Have the run stopped when no more hosts are to come; then raise the reason."""
+    over, hopeless = threading.Event(), list[RunError]()
+
+    def look() -> None:
+        while not over.wait(_LOOK_S):
+            try:
+                check()
+            except RunError as error:
+                hopeless.append(error)
+                folder.send_request("stop")
+                return
+
+    looking = threading.Thread(target=look, name="engine", daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        looking.join()
+    if hopeless:
+        raise hopeless[0]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,12 @@ from hvd_elastic.tensorflow.data import ElasticDataset
 from hvd_elastic.tensorflow.elastic import check_optimizer, rehearse
 from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.tensorflow.state import State
-from hvd_elastic.tensorflow.variables import LiveVariable, variable_of
+from hvd_elastic.tensorflow.variables import (
+    LiveVariable,
+    check_built,
+    check_no_loss_scaling,
+    variable_of,
+)
 from hvd_elastic.training import context
 from hvd_elastic.training.metrics import average_over_ranks
 from hvd_elastic.training.progress import AFTER_LOOP, Phase
@@ -85,10 +90,15 @@ class ElasticCallback(keras.callbacks.Callback):
         self._session = Session(self._ctx, "model.fit", self._repeat_tail)
         self._monitors: Monitors | None = None
         self._ended: tuple[int, int, dict[str, float]] = (-1, 0, {})
-        """The epoch that has ended last, examples of this rank in it, and their metrics."""
+        """The epoch that Keras has ended last, examples of this rank in it, and their metrics."""
+        self._averaged: dict[str, float] | None = None
+        """What the ranks have made of these metrics; None: not yet."""
+        self._failed: Exception | None = None
+        """Failure of another rank after a step was taken, until the callbacks have followed it."""
+        self._last: Any = None
+        """Snapshot after the last batch of an epoch."""
         self._head: Any = None
-        """Snapshot after all callbacks have ended an epoch, until the next one ends."""
-        self._averaged: dict[str, float] = {}
+        """Snapshot after all callbacks have ended an epoch and begun the next one."""
         self._examples = 0
         self._kept: tuple[int, list[tuple[Any, Any]]] | None = None
         self._steps: int | None = None
@@ -140,8 +150,12 @@ class ElasticCallback(keras.callbacks.Callback):
         if not self._began:
             self._monitors.begin()
         self._began = True
-        self._head = self.state.take_snapshot()
         ElasticDataset.as_input = self._input
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Keep the state if no batch is left: in a short epoch Keras begins one that is not."""
+        if self._batches is not None and self._batches.is_over and self.state is not None:
+            self._last = self.state.take_snapshot()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Average the metrics, and turn the epoch."""
@@ -150,10 +164,12 @@ class ElasticCallback(keras.callbacks.Callback):
         if self._batches is not None:
             self._batches.restart()  # a callback may have ended the epoch early
         numbers = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0}
-        self._ended, self._head = (epoch, self._examples, numbers), None
-        if self._ctx.worker.progress.epoch == epoch:  # else a repeated step has ended the epoch
-            self._averaged = self._finish_tail()
-        logs.update(self._averaged)
+        self._ended, self._averaged = (epoch, self._examples, numbers), None
+        self._ctx.rollback.tail_begins()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            self._session.recover(failed, in_tail=True)
+        logs.update(self._finish_tail())
         self._ctx.report(logs)
         if self._ctx.worker.progress.stopped or self._is_enough():
             self.model.stop_training = True
@@ -162,6 +178,7 @@ class ElasticCallback(keras.callbacks.Callback):
         """Leave together with the other ranks."""
         self._warn_of_little_progress()
         self.model.train_function, self.model._initial_epoch = self._train, None
+        self._callbacks_ended()
         self._session.end()
 
     def _is_enough(self) -> bool:
@@ -208,17 +225,28 @@ class ElasticCallback(keras.callbacks.Callback):
                 "batch_size, shuffle=True), which gives each rank its share; map and prefetch may "
                 f"follow it. This is a {type(batches).__name__}"
             )
-        self._batches = batches
+        if batches is not self._batches:
+            self._batches = batches
+            self._callbacks_ended()
         worker = self._ctx.worker
-        logs: Any = None
-        while True:
-            done = worker.progress.step
+        if batches.is_over and self.state is not None:
+            self.state.save_values(self._last)  # without what callbacks did for a batch too many
+            self.state.roll_back()
+        done = worker.progress.step
+        failed, self._failed = self._failed, None
+        if failed is not None and not batches.is_over:
+            self._ctx.rollback.body_ended(voided=False)
+            self._recover(failed, batches)
+        while worker.progress.step == done:
             if not self._ctx.step.accumulating:
                 self._keep_metrics()
             try:
                 data = next(batches)
                 logs = self._train([data])
-                worker.averagers.collect()
+                try:
+                    worker.averagers.collect()
+                except GenerationBrokenError as error:
+                    self._failed = error  # the step is taken, so the callbacks follow it first
                 self._examples += len(tf.nest.flatten(data)[0])
                 if worker.progress.step > done:
                     self._kept = None
@@ -226,13 +254,16 @@ class ElasticCallback(keras.callbacks.Callback):
                 batches.end_if_last()
                 return logs
             except (GenerationBrokenError, tf.errors.OpError) as error:
-                taken = self._kept is None
                 self._restore_metrics()
-                worker.in_train = False  # the loop that is closed has not ended the epoch
-                batches.restart()
-                self._session.recover(error)
-                if taken and worker.progress.step > done:
-                    return logs
+                self._recover(error, batches)
+        # The others have taken the step, so the callbacks of this rank follow it too.
+        return self.model.get_metrics_result()
+
+    def _recover(self, error: Exception, batches: Batches) -> None:
+        """Join the next generation, and read on from where training stands."""
+        self._ctx.worker.in_train = False  # the loop that is closed has not ended the epoch
+        batches.restart()
+        self._session.recover(error)
 
     def _keep_metrics(self) -> None:
         """Keep the metrics from before a step, which may fail after some of its passes."""
@@ -247,36 +278,50 @@ class ElasticCallback(keras.callbacks.Callback):
             for variable, value in values:
                 variable.assign(value)
 
+    def _callbacks_ended(self) -> None:
+        """Note that all callbacks have ended an epoch and begun the next one, on this rank."""
+        if self.state is not None:
+            self._head = self.state.take_snapshot()
+
     def _finish_tail(self) -> dict[str, float]:
         """Average the metrics over the ranks, evaluate, turn the epoch; again where it fails."""
+        worker = self._ctx.worker
         while True:
             try:
-                averaged = {**self._average(), **(self._evaluate() if self._evaluate else {})}
-                self._ctx.turn_epoch(self._ctx.worker.progress.epoch)
+                averaged = self._average()
+                self._ctx.turn_epoch(worker.progress.epoch)
                 return averaged
             except GenerationBrokenError as error:
                 self._session.recover(error, in_tail=True)
-                if self._ctx.worker.progress.phase not in AFTER_LOOP:
+                if worker.progress.phase not in AFTER_LOOP:
                     return self._ended[2]  # another rank has turned the epoch already
 
     def _repeat_tail(self) -> None:
         """End an epoch again together with others, some of which have not ended it before.
 
-        The state has gone back to before the callbacks ended the epoch, which newcomers do. Those
-        of this rank have done so, and do not again.
+        The state has gone back to before the callbacks ended the epoch, as newcomers and others
+        will have them do. Those of this rank have done so, and do not again.
         """
-        self._averaged = self._finish_tail()
+        if self._ended[0] != self._ctx.worker.progress.epoch:
+            return  # they have not: no batch is left, so Keras ends the epoch next
+        self._finish_tail()
         if self._head is not None and self.state is not None:
             self.state.save_values(self._head)
             self.state.roll_back()
 
     def _average(self) -> dict[str, float]:
-        """Return the metrics averaged over the ranks, those of training by examples."""
+        """Return the metrics of the epoch, averaged over the ranks, and those of an evaluation.
+
+        They are the same on all ranks, also where only some have come so far before a failure.
+        """
         self._ctx.rollback.collective_begins("the metrics of the epoch")
-        epoch, examples, logs = self._ended
-        if epoch != self._ctx.worker.progress.epoch:
-            examples, logs = 0, {}
-        return average_over_ranks(self._ctx.worker.communicator, examples, logs)
+        _, examples, logs = self._ended
+        communicator = self._ctx.worker.communicator
+        found, known = average_over_ranks(communicator, examples, logs, self._averaged)
+        if self._evaluate is not None and not known:
+            found |= {name: float(value) for name, value in self._evaluate().items()}
+        self._averaged = found
+        return found
 
 
 class Batches:
@@ -285,14 +330,15 @@ class Batches:
     def __init__(self, dataset: ElasticDataset) -> None:
         self._dataset = dataset
         self._batches: Iterator[Any] | None = None
-        self._ended = False
+        self.is_over = False
+        """Whether the last batch of the epoch was trained on."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         """Return the next batch; raise StopIteration where the epoch is over."""
-        if self._ended:
+        if self.is_over:
             raise StopIteration
         if self._batches is None:
             self._batches = self._dataset.batches()
@@ -302,7 +348,7 @@ class Batches:
         """End the loop over the epoch after its last batch, which Keras counts for itself."""
         if self._batches is not None and not self._dataset.steps_left():
             next(self._batches, None)
-            self._ended = True
+            self.is_over = True
 
     def restart(self) -> None:
         """Begin again where training stands."""
@@ -315,18 +361,8 @@ def _check(model: Any) -> None:
     """Raise ScriptError for a model whose ``fit`` cannot be made elastic; say why."""
     optimizer = model.optimizer
     check_keras_model(model)
-    if not model.built:
-        raise ScriptError(
-            f"model.fit: this {type(model).__name__} is not built, so it has no variables yet that "
-            "a worker that joins could receive. Give it its input shape (keras.Input), or call "
-            "model.build(shape), before fit"
-        )
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ScriptError(
-            "model.compile: the policy mixed_float16 puts the optimizer into LossScaleOptimizer, "
-            "which looks at the gradients of one rank before they are averaged. Use the policy "
-            "mixed_bfloat16, which needs no loss scaling, or float32"
-        )
+    check_built(model, "model.fit")
+    check_no_loss_scaling(optimizer, "model.fit")
     if averager_of(optimizer) is None:
         raise ScriptError(
             f"model.compile(optimizer): this {type(optimizer).__name__} was not given to "

@@ -16,8 +16,9 @@ _MONITORS = (
     keras.callbacks.ReduceLROnPlateau,
 )
 _PLAIN = (bool, int, float, np.generic, np.ndarray, type(None))
-_SET_ONCE = "min_delta"
-"""Keras turns its sign when it learns whether the metric is to fall, in each process."""
+_SET_ONCE = ("min_delta", "monitor_op")
+"""Keras sets the latter, and turns the sign of the former, when it learns whether the metric is to
+fall, once in each process."""
 
 
 class Monitors:
@@ -91,7 +92,7 @@ class Monitors:
 
 
 def _remembered(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    return {k: v for k, v in vars(callback).items() if k != _SET_ONCE and _is_plain(v)}
+    return {k: v for k, v in vars(callback).items() if k not in _SET_ONCE and _is_plain(v)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -301,6 +302,9 @@ class Leader:
             cause = _STOP_SIGNALS[signal.Signals(number)]
             self._loop.post(functools.partial(self._ask_to_stop, cause))
 
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python handles signals in the main thread, which is the caller's
+            return
         for number in _STOP_SIGNALS:
             signal.signal(number, ask_to_stop)
         try:

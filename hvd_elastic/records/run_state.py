@@ -42,6 +42,7 @@ def run_row(folder: RunFolder) -> dict[str, Any]:
     status = "running" if summary.status == "unknown" and summary.ended else summary.status
     state = run_state(status, alive=alive, waiting=bool(summary.waiting), until=until)
     size = summary.size or int(last.get("size", 0)) if state in GOES_ON else 0
+    done = last.get("done")
     return {
         "run_id": folder.run_id,
         "status": state,
@@ -49,6 +50,6 @@ def run_row(folder: RunFolder) -> dict[str, Any]:
         "steps": summary.steps,
         "size": size,
         "throughput": last.get("throughput") if state in GOES_ON else None,
-        "done": 1.0 if state == "succeeded" else last.get("done"),
+        "done": 1.0 if state == "succeeded" else done if isinstance(done, float) else None,
         "folder": str(folder.path),
     }

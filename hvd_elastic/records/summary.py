@@ -23,6 +23,8 @@ METRIC_FIELDS = frozenset(
     }
 )  # fmt: skip
 """Fields of ``metrics`` events that the library sets; all others come from the script."""
+_STALE_S = 60.0
+"""Age from which a sample of a host is not shown as present [s]."""
 _TOGETHER = 10_000
 """Most events that are taken together, since they are in memory meanwhile."""
 _NOT_SERIES = frozenset({"t", "mono", "kind", "step", "epoch", "examples"})
@@ -257,6 +259,15 @@ class RunSummary:
     def live_rescales(self) -> list[Rescale]:
         """Return the rescales except the start of the run and its resumes."""
         return [rescale for rescale in self.rescales if rescale.from_size > 0]
+
+    @property
+    def present_use(self) -> dict[str, HostUse]:
+        """Return the newest samples of the hosts that still send them, while the run goes on."""
+        return {
+            host: use
+            for host, use in self.use.items()
+            if self.size and self.duration_s - use.at_s < _STALE_S
+        }
 
     @property
     def hourly_price(self) -> float:

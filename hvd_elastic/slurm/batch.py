@@ -134,7 +134,7 @@ class Submission:
             if not name.startswith("-"):
                 raise UsageError(
                     f"--sbatch {option!r} is no option of sbatch: write it as one word, such as "
-                    "--sbatch --account=vision"
+                    "--sbatch=--account=vision"
                 )
             if name in _OF_OURS:
                 raise UsageError(f"--sbatch {option}: this is set by {_OF_OURS[name]}; use that")

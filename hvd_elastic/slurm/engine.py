@@ -161,8 +161,7 @@ def srun_command(job_id: str, host: str, command: str) -> list[str]:
     """Return the command that runs a shell command on a node of an allocation.
 
     Without ``--unbuffered``, which would put a terminal between that changes bytes. The step shares
-    the node with the other steps, gets all CPUs and devices that the job has there, and outlives
-    other nodes.
+    the node with the other steps, and gets all CPUs and devices that the job has there.
     """
     return [
         "srun",
@@ -171,8 +170,6 @@ def srun_command(job_id: str, host: str, command: str) -> list[str]:
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={host}",
-        "--kill-on-bad-exit=0",
-        "--wait=0",
         f"--immediate={_STEP_S}",
         "--cpu-bind=none",
         "--mpi=none",

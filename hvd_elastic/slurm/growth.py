@@ -16,7 +16,7 @@ from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import EventFollower
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import RunSummary, take_event
-from hvd_elastic.slurm.allocation import Allocation, expand_nodes
+from hvd_elastic.slurm.allocation import Allocation
 from hvd_elastic.slurm.batch import Submission, parse_time
 from hvd_elastic.slurm.commands import call
 from hvd_elastic.slurm.engine import SlurmEngine
@@ -37,13 +37,13 @@ class Job:
     Attributes:
         job_id: number of the job.
         state: Slurm's word for its state.
-        nodes: list of its nodes, as Slurm writes it; empty while it waits.
+        node: its node; empty while it waits.
         left_s: time until its limit [s].
     """
 
     job_id: str
     state: str
-    nodes: str = ""
+    node: str = ""
     left_s: float = math.inf
 
     @property
@@ -51,20 +51,22 @@ class Job:
         return self.state == "RUNNING"
 
 
-FORMAT = "%A|%T|%N|%L"
+_FORMAT = "%A|%T|%N|%L"
+_LIVE = "PENDING,CONFIGURING,RUNNING,SUSPENDED"
+"""States of a job that has a node or will have one; not that of one that is about to end."""
 
 
 def parse_queue(text: str) -> list[Job]:
-    r"""Return the jobs that squeue has printed in :data:`FORMAT`.
+    r"""Return the jobs that squeue has printed in ``_FORMAT``.
 
     >>> parse_queue("7|PENDING||1:00:00\n8|RUNNING|gpu3|UNLIMITED\n")[0].left_s
     3600.0
     """
     jobs = []
     for line in text.splitlines():
-        job_id, state, nodes, left = line.split("|")
+        job_id, state, node, left = line.split("|")
         left_s = parse_time(left) if ":" in left else None
-        jobs.append(Job(job_id, state, nodes, math.inf if left_s is None else left_s))
+        jobs.append(Job(job_id, state, node, math.inf if left_s is None else left_s))
     return jobs
 
 
@@ -99,7 +101,7 @@ class Growth:
         self._spec = spec
         self._tell = tell
         self._ask = ask
-        self._joined: dict[str, tuple[str, ...]] = {}
+        self._joined: dict[str, str] = {}
         """Nodes of the further allocations in the run, by job."""
         self._leaving: set[str] = set()
         self._lost: dict[str, float] = {}
@@ -156,30 +158,28 @@ class Growth:
     def _queue(self) -> list[Job]:
         """Return the run's further allocations, granted or not."""
         name = self._submission.further_name
-        text = self._ask("squeue", "--noheader", "--me", f"--name={name}", f"--format={FORMAT}")
-        return parse_queue(text)
+        options = ("--me", f"--name={name}", f"--states={_LIVE}", f"--format={_FORMAT}")
+        return parse_queue(self._ask("squeue", "--noheader", *options))
 
     # -- nodes that come and go ------------------------------------------------------------
 
     def _join(self, job: Job) -> None:
-        nodes = tuple(expand_nodes(job.nodes)) if "[" in job.nodes else (job.nodes,)
-        if set(nodes) & {*self._hosts()}:
+        if job.node in self._hosts():
             # Two that waited were granted on one node, which has room for both.
-            self._tell(f"job {job.job_id} is cancelled: {', '.join(nodes)} is in the run already")
+            self._tell(f"job {job.job_id} is cancelled: {job.node} is in the run already")
             self._ask("scancel", job.job_id)
             return
-        hosts = tuple(Host(name, slots=self._submission.slots_per_node) for name in nodes)
-        self._joined[job.job_id] = nodes
-        self._tell(f"{', '.join(nodes)} joins: job {job.job_id} has started")
-        self._engine.add(Allocation(job.job_id, hosts))
+        self._joined[job.job_id] = job.node
+        self._tell(f"{job.node} joins: job {job.job_id} has started")
+        host = Host(job.node, slots=self._submission.slots_per_node)
+        self._engine.add(Allocation(job.job_id, (host,)))
 
     def _leave(self, job_id: str, why: str) -> None:
-        nodes = self._joined.pop(job_id)
-        for name in nodes:
-            self._lost.pop(name, None)
-            self._unused.pop(name, None)
+        node = self._joined.pop(job_id)
+        self._lost.pop(node, None)
+        self._unused.pop(node, None)
         self._leaving.add(job_id)
-        self._tell(f"the run leaves {', '.join(nodes)}: {why} (job {job_id})")
+        self._tell(f"the run leaves {node}: {why} (job {job_id})")
         self._engine.remove(job_id)
 
     def _cancel_left(self, jobs: dict[str, Job]) -> None:
@@ -198,26 +198,25 @@ class Growth:
             else:
                 self._unused.setdefault(name, now)
 
-    def _hosts(self) -> Iterator[str]:
-        yield from self.first
-        for nodes in self._joined.values():
-            yield from nodes
+    def _hosts(self) -> list[str]:
+        return [*self.first, *self._joined.values()]
 
     # -- how many --------------------------------------------------------------------------
 
     def _unwanted(self, now: float) -> list[str]:
-        """Return the allocations to give back: lost for good, or unused by the policy."""
+        """Return the allocations to give back: lost for good, unused by the policy, too many."""
         found = []
-        for job_id, nodes in self._joined.items():
-            gone = all(now - self._lost.get(name, now) >= _LOST_S for name in nodes)
-            since = max(self._unused.get(name, now) for name in nodes)
-            unused = now - since >= self._submission.give_back_after_s
+        for job_id, node in self._joined.items():
+            gone = now - self._lost.get(node, now) >= _LOST_S
+            idle_s = now - self._unused.get(node, now)
+            unused = idle_s >= self._submission.give_back_after_s
             if gone or (unused and self._spec.policy != "fixed"):
                 found.append(job_id)
             if unused and not gone and self._spec.policy != "fixed":
                 self._not_before = now + self._pause_s
                 self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        return found
+        kept = [job_id for job_id in self._joined if job_id not in found]
+        return found + kept[self.wanted(now) :]
 
     def wanted(self, now: float) -> int:
         """Return how many further nodes the run should have."""
@@ -263,7 +262,7 @@ def growing(growth: Growth, folder: RunFolder, warn: Callable[[str], None]) -> I
                     growth.note(event, time.monotonic())
                 growth.look(time.monotonic())
                 said = ""
-            except RunError as error:
+            except (RunError, OSError) as error:  # tried again at the next look
                 if str(error) != said:
                     warn(f"the run does not grow for now: {error}")
                 said = str(error)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import os
+import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hvd_elastic.engines.task import Task
 from hvd_elastic.engines.training import Acquire, Sizes, on_this_machine, train
 from hvd_elastic.errors import UsageError
-from hvd_elastic.spark.executors import Executors, Request
+from hvd_elastic.formatting import count
+from hvd_elastic.spark.dataframe import ROWS_FILE, write_rows
+from hvd_elastic.spark.executors import Executors, Request, gpus_here
 
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+ADDRESS_VARIABLE = "HVD_ELASTIC_DRIVER_ADDRESS"
+"""Variable with the address of this machine for executors, if not that of spark.driver.host."""
 _GPUS_OF_TASK = "spark.task.resource.gpu.amount"
 
 
@@ -50,12 +61,35 @@ class TorchDistributor:
         self._sizes = Sizes(num_processes, min_processes, max_processes)
         self._options = dict(run_options or {})
         self._spark = None if local_mode else _active_session()
-        self._slots = self._find_slots()
+        self._gpus: list[str] = []
+        """GPUs of this machine for the processes of local mode."""
+        self._slots = self._local_slots() if local_mode else self._slots_of_task()
 
-    def _find_slots(self) -> int:
-        """Return the number of processes of a host."""
-        if self._spark is None:
-            return self._sizes.limit
+    def _local_slots(self) -> int:
+        """Return the number of processes, each of which has a GPU of this machine if one is asked.
+
+        Raises:
+            UsageError: there are fewer GPUs.
+        """
+        limit = self._sizes.limit
+        if self.use_gpu:
+            there = gpus_here()
+            if len(there) < limit:
+                raise UsageError(
+                    f"use_gpu=True, and this machine has {count(len(there), 'GPU')} for "
+                    f"{count(limit, 'process')}: give use_gpu=False, fewer processes, or "
+                    "local_mode=False"
+                )
+            self._gpus = there[:limit]
+        return limit
+
+    def _slots_of_task(self) -> int:
+        """Return the number of processes of a Spark task.
+
+        Raises:
+            UsageError: GPUs are asked for, and Spark assigns none, or does not fit the processes.
+        """
+        assert self._spark is not None, "not in local mode"
         gpus = int(self._spark.conf.get(_GPUS_OF_TASK, "0")) if self.use_gpu else 1
         if gpus < 1:
             raise UsageError(
@@ -84,20 +118,49 @@ class TorchDistributor:
             UsageError: it cannot be sent to the workers.
             RunError: it raised an exception, or there are not enough executors.
         """
-        task = Task.of(train_object, args, kwargs)
-        acquire, options = self._acquire(), self._options
-        return train(task, self._sizes, self._address(), "spark", acquire, options)
+        return self._train(Task.of(train_object, args, kwargs))
+
+    def _train_on_dataframe(
+        self,
+        train_function: Callable[..., Any],
+        spark_dataframe: DataFrame,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Train on the rows of a DataFrame, and return the value of the function at rank 0.
+
+        In an elastic function ``hvd.DataLoader(hvd_elastic.spark.rows(), batch_size)`` reads each
+        row once an epoch. One with fixed ranks uses ``_get_spark_partition_data_loader``.
+
+        Args:
+            train_function: the function.
+            spark_dataframe: columns of numbers, arrays of numbers, or vectors. All rows pass
+                through the driver, and each host gets them as a file.
+            args, kwargs: arguments of the function.
+
+        Raises:
+            UsageError, RunError: as :meth:`run`; or the DataFrame has a column of another type.
+        """
+        with tempfile.TemporaryDirectory(prefix="hvd_elastic-") as name:
+            file = Path(name, ROWS_FILE)
+            write_rows(spark_dataframe, file)
+            return self._train(Task.of(train_function, args, kwargs), file)
+
+    def _train(self, task: Task, *files: Path) -> Any:
+        acquire, options = self._acquire(task), self._options
+        return train(task, self._sizes, self._address(), "spark", acquire, options, files)
 
     def _address(self) -> str:
         if self._spark is None:
             return "127.0.0.1"
-        return str(self._spark.conf.get("spark.driver.host"))
+        return os.environ.get(ADDRESS_VARIABLE) or str(self._spark.conf.get("spark.driver.host"))
 
-    def _acquire(self) -> Acquire:
+    def _acquire(self, task: Task) -> Acquire:
         if self._spark is None:
-            return on_this_machine(self._slots)
-        tasks = self._sizes.limit // self._slots
-        request = Request(tasks, self._slots, self.use_gpu)
+            return on_this_machine(self._slots, {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus)})
+        slots = self._slots
+        least = math.ceil(self._sizes.least_for(task) / slots)
+        request = Request(self._sizes.limit // slots, least, slots, self.use_gpu)
         return lambda hosts: Executors(self._spark, hosts, request)
 
 

@@ -7,11 +7,13 @@ is submitted again. No task waits for another one, as those of a barrier stage d
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +21,16 @@ from typing import Any
 from hvd_elastic.engines.dialled_hosts import DialledHosts
 from hvd_elastic.engines.host_process import HostProcess
 from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import count
+from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
 
 _AGAIN_S = 2.0
 """Time until the job of a host that has failed is submitted again [s]."""
 _MOST_FAILURES = 3
 """Jobs in a row that may fail before any host has come."""
-_END_S = 10.0
+_REGISTER_S = 15.0
+"""How long executors get to register before those that are there are counted [s]."""
+_END_S = 5.0
 """How long jobs get to end after their hosts have been told to [s]; then they are cancelled."""
 _SPARK_ERROR = re.compile(
     r"^(?:[\w.]+\.)?(?P<kind>\w+(?:Error|Exception)): (?P<text>\S.*)", re.MULTILINE
@@ -37,11 +43,13 @@ class Request:
 
     Attributes:
         hosts: number of tasks, each of which is a host.
+        least: fewest of them that the run can begin with.
         slots: processes of each host.
         use_gpu: whether they get the GPUs that Spark has assigned to the task, or none.
     """
 
     hosts: int
+    least: int
     slots: int
     use_gpu: bool
 
@@ -61,6 +69,8 @@ class Executors:
         self._over = threading.Event()
         self._failures = 0
         self._failed = ""
+        self._were_enough = False
+        self._short_since = time.monotonic()
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Callable[[], None]:
@@ -75,17 +85,50 @@ class Executors:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
+        if not self._all_end():  # a task waits for an executor
+            self._cancel()
+            self._all_end()
+
+    def _all_end(self) -> bool:
+        deadline = time.monotonic() + _END_S
         for thread in self._threads:
-            thread.join(_END_S)
-            if thread.is_alive():  # its task waits for an executor
-                self._cancel()
-        for thread in self._threads:
-            thread.join(_END_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def check(self) -> None:
-        """Raise RunError if Spark gives no hosts."""
-        if self._failures >= _MOST_FAILURES and not self._hosts.hosts:
+        """Raise RunError if Spark gives no hosts, or has no room for as many as are needed.
+
+        Once there were enough, an executor that is lost is waited for.
+        """
+        there = len(self._hosts.hosts)
+        if there:
+            self._failures = 0
+        self._were_enough = self._were_enough or there >= self._request.least
+        if self._failures >= _MOST_FAILURES:
             raise RunError(self._failed)
+        if self._were_enough:
+            return
+        now, room = time.monotonic(), self._room()
+        if room is None or room >= self._request.least:
+            self._short_since = now
+        elif now > self._short_since + _REGISTER_S:
+            wanted = count(self._request.least * self._request.slots, "process")
+            raise RunError(
+                f"{wanted} wanted, and the executors of the cluster have room for "
+                f"{count(room, 'task')}, each for {count(self._request.slots, 'process')}: ask for "
+                "fewer, or start more executors (spark.executor.instances, spark.cores.max, "
+                "spark.task.cpus)"
+            )
+
+    def _room(self) -> int | None:
+        """Return how many tasks Spark can run at a time; None: that is not known, or may grow."""
+        if _is_remote(self._spark):
+            return None
+        if self._spark.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+            return None
+        context = self._spark.sparkContext._jsc.sc()
+        profile = context.resourceProfileManager().defaultResourceProfile()
+        return int(context.maxNumConcurrentTasks(profile))
 
     def _keep(self, be_host: Callable[..., Any]) -> None:
         """Have a host, again after each failure, until the run is over."""
@@ -117,10 +160,11 @@ class Executors:
         one.mapInArrow(be_host, "ended long").collect()
 
     def _cancel(self) -> None:
-        if not _is_remote(self._spark):
-            self._spark.sparkContext.cancelJobGroup(self._tag)
-        else:
-            self._spark.interruptTag(self._tag)
+        with contextlib.suppress(Exception):  # of py4j or Spark Connect: the session has ended
+            if not _is_remote(self._spark):
+                self._spark.sparkContext.cancelJobGroup(self._tag)
+            else:
+                self._spark.interruptTag(self._tag)
 
 
 def host_task(invitation: Mapping[str, Any], request: Request) -> Callable[..., Any]:
@@ -147,6 +191,15 @@ def visible_gpus(assigned: list[str]) -> str:
     before = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = before.split(",") if before else []
     return ",".join(names[int(gpu)] if names else gpu for gpu in assigned)
+
+
+def gpus_here() -> list[str]:
+    """Return the GPUs of this machine that its processes may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [gpu for gpu in visible.split(",") if gpu]
+    answer = ask_nvidia_smi("--query-gpu=index")
+    return answer.lines if answer is not None and answer.status == 0 else []
 
 
 def explain(text: str) -> str:

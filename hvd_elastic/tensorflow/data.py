@@ -23,6 +23,7 @@ from hvd_elastic.training.context import Context
 from hvd_elastic.training.data_order import DataOrder, Place
 from hvd_elastic.training.input.shared import SharedReading
 from hvd_elastic.training.planning.choice import order_for
+from hvd_elastic.training.uncaught import show_instead
 from hvd_elastic.training.worker import Worker
 
 _KEEPS_BATCHES = (
@@ -133,7 +134,9 @@ class _Shares:
     def batches(self) -> Iterator[Any]:
         """Yield this rank's batches from the present place on; called by the pipeline."""
         if self._indices is None:
-            raise _refusal("A pipeline of your own, or a tf.distribute strategy,")
+            error = _refusal("A pipeline of your own, or a tf.distribute strategy,")
+            show_instead(error)
+            raise error
         if self._is_shared:
             yield from self._shared_batches(self._turn)
             return

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.tensorflow.input_source import reader_of
+from hvd_elastic.tensorflow.input_source import DatasetSource
 from hvd_elastic.tensorflow.variables import LiveVariable, is_model, trainable_of, variables_of
 from hvd_elastic.training.evaluation import evaluate_on_ranks
 
@@ -47,7 +47,7 @@ def evaluate(
         ScriptError: an argument is not valid, a metric does not return one number for each example,
             or the data set has other lengths on other ranks.
     """
-    read, examples = reader_of(source)
+    here = DatasetSource(source)
 
     def predict(batch: Any) -> tuple[Any, Any]:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -59,7 +59,7 @@ def evaluate(
 
     def compute(batches: Sequence[range]) -> Iterator[Mapping[str, Any]]:
         for batch in batches:
-            outputs, targets = (forward or predict)(read(list(batch)))
+            outputs, targets = (forward or predict)(here.read(batch))
             yield {name: metric(targets, outputs) for name, metric in metrics.items()}
 
     trained = {id(each) for each in trainable_of(model)}
@@ -76,7 +76,7 @@ def evaluate(
             variable.set(value)
 
     try:
-        return evaluate_on_ranks(examples, batch_size, metrics, compute, share_model)
+        return evaluate_on_ranks(here.examples, batch_size, metrics, compute, share_model)
     finally:
         for variable, before in zip(others, kept, strict=False):
             variable.set(before)

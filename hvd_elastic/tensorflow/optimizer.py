@@ -14,6 +14,7 @@ from hvd_elastic.model.lr_rules import Rule
 from hvd_elastic.tensorflow.adaptation import Adaptation
 from hvd_elastic.tensorflow.gradients import GradientAverager
 from hvd_elastic.tensorflow.schedule import scheduled_rate
+from hvd_elastic.tensorflow.variables import check_no_loss_scaling
 from hvd_elastic.training import context
 
 Optimizer = TypeVar("Optimizer", bound=Any)
@@ -53,12 +54,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             f"DistributedOptimizer() wraps an optimizer of Keras 3 (keras.optimizers), not a "
             f"{type(optimizer).__module__}.{type(optimizer).__name__}"
         )
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ScriptError(
-            "DistributedOptimizer() cannot wrap LossScaleOptimizer, which looks at the gradients "
-            "of one rank before they are averaged. Use the policy mixed_bfloat16, which needs no "
-            "loss scaling, or float32"
-        )
+    check_no_loss_scaling(optimizer, "DistributedOptimizer()")
     if averager_of(optimizer) is not None:
         raise ScriptError(
             "DistributedOptimizer() was given an optimizer whose gradients are averaged already, "

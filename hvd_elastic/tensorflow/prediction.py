@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvd_elastic.tensorflow.data import dataset as shares_of
 from hvd_elastic.tensorflow.elastic import run
 from hvd_elastic.tensorflow.evaluation import outputs_of
-from hvd_elastic.tensorflow.input_source import reader_of
+from hvd_elastic.tensorflow.input_source import DatasetSource
 from hvd_elastic.tensorflow.saving import load_model
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.training import context, prediction
@@ -46,8 +46,8 @@ def predict(
         CheckpointError: no host has the weights, or they are of another model.
     """
     asked = prediction.asked_prediction()
-    read, examples = reader_of(prediction.data_of(data, asked))
-    missing = prediction.Missing(_Examples(read), examples, asked.done)
+    source = DatasetSource(prediction.data_of(data, asked))
+    missing = prediction.Missing(source, source.examples, asked.done)
     batches = shares_of(missing, batch_size)
     ctx = context.current()
 
@@ -64,16 +64,6 @@ def predict(
                 prediction.save_batch(ctx, arrays, missing, batch_size)
 
     run(go)(State(model=model))
-
-
-class _Examples:
-    """Reads examples by index, one at a time, from what reads batches."""
-
-    def __init__(self, read: Callable[[list[int]], Any]) -> None:
-        self._read = read
-
-    def __getitem__(self, index: int) -> Any:
-        return tf.nest.map_structure(lambda array: array[0], self._read([index]))
 
 
 def _array(tensor: Any) -> np.ndarray:

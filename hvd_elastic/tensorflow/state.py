@@ -22,9 +22,12 @@ from hvd_elastic.tensorflow.trained_sums import trained_sums
 from hvd_elastic.tensorflow.variables import (
     LiveVariable,
     assign,
+    check_built,
     has_variables,
     is_model,
     is_optimizer,
+    rates_of,
+    single_variable,
     trainable_of,
     variable_of,
     variables_of,
@@ -43,7 +46,8 @@ class State(ScriptState):
         values: other values, read and set as attributes. Models, optimizers, modules, variables,
             and objects with ``state_dict()`` and ``load_state_dict()`` are kept by reference; all
             others must be plain data (numbers, strings, lists, dicts, arrays). When a step, or the
-            code between two epochs, is repeated after a failure, plain values are first restored.
+            code between two epochs, is repeated after a failure, plain values, variables and
+            objects that are not modules, and the learning rate are first restored.
 
     Raises:
         ScriptError: a value is neither, or a model is not built; names it.
@@ -70,12 +74,7 @@ class State(ScriptState):
         """Build optimizers, so that all ranks have the same variables from the beginning."""
         models = {n: i for n, i in self._objects.items() if isinstance(i, keras.Layer)}
         for name, model in models.items():
-            if not model.built:
-                raise ScriptError(
-                    f"State({name}=...): this {type(model).__name__} is not built, so it has no "
-                    "variables yet that a worker that joins could receive. Give it its input "
-                    "shape (keras.Input), or call it once, or model.build(shape), before"
-                )
+            check_built(model, f"State({name}=...)")
         trainable = [v for item in models.values() for v in item.trainable_variables]
         for item in self._objects.values():
             if isinstance(item, keras.optimizers.Optimizer) and not item.built and trainable:
@@ -107,7 +106,8 @@ class State(ScriptState):
 
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
         """Return a copy that :meth:`roll_back` can restore."""
-        return Snapshot(self._plain, self._objects, self._untrained() if tensors else [])
+        variables = self._untrained() if tensors else self._own_variables()
+        return Snapshot(self._plain, self._objects, variables)
 
     def save_values(self, snapshot: Snapshot | None = None, *, tensors: bool = False) -> None:
         """Set the snapshot that :meth:`roll_back` restores; None takes one now."""
@@ -127,7 +127,7 @@ class State(ScriptState):
         named = {
             f"{name}.{key}": variable
             for name, item in self._with_variables().items()
-            if not isinstance(item, keras.optimizers.Optimizer)
+            if not is_optimizer(item)
             for key, variable in variables_of(item).items()
             if id(variable) in lasting
         }
@@ -141,8 +141,9 @@ class State(ScriptState):
         """Return ``id()`` of the variables that only an optimizer's step changes."""
         found: set[int] = set()
         for item in self._with_variables().values():
-            if isinstance(item, keras.optimizers.Optimizer):
+            if is_optimizer(item):
                 found |= {id(variable) for variable in variables_of(item).values()}
+                found -= {id(variable) for variable in rates_of(item)}
             else:
                 found |= {id(variable) for variable in trainable_of(item)}
         return found
@@ -153,6 +154,16 @@ class State(ScriptState):
 
     def _with_variables(self) -> dict[str, Any]:
         return {n: i for n, i in self._objects.items() if has_variables(i)}
+
+    def _own_variables(self) -> list[tf.Variable]:
+        """Return what the script itself sets: learning rates, and variables it gave the State."""
+        lasting = self.lasting()
+        return [
+            variable
+            for item in self._with_variables().values()
+            for variable in (rates_of(item) if is_optimizer(item) else single_variable(item))
+            if id(variable) not in lasting
+        ]
 
     def _untrained(self) -> list[tf.Variable]:
         lasting = self.lasting()
@@ -213,15 +224,15 @@ class Snapshot(ValueCopies):
     Args:
         plain: plain values by name.
         objects: objects by name.
-        untrained: variables to copy as well.
+        variables: variables to copy as well.
     """
 
-    def __init__(self, plain: dict[str, Any], objects: dict[str, Any], untrained: Any) -> None:
+    def __init__(self, plain: dict[str, Any], objects: dict[str, Any], variables: Any) -> None:
         super().__init__(plain, objects)
         for name, item in objects.items():
             if not (name.startswith("_") or has_variables(item)):
                 self.dumped[name] = dump_value(name, item.state_dict())
-        self._values = [(variable, LiveVariable(variable).view()) for variable in untrained]
+        self._values = [(variable, LiveVariable(variable).view()) for variable in variables]
 
     def restore(self, plain: dict[str, Any], objects: dict[str, Any]) -> None:
         """Restore everything in place, and remove plain values that were added since."""

@@ -9,6 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_elastic.errors import ScriptError
+
 
 def variable_of(variable: Any) -> tf.Variable:
     """Return the variable of TensorFlow behind one of Keras, or itself."""
@@ -54,9 +56,40 @@ def is_optimizer(item: Any) -> bool:
     return isinstance(item, keras.optimizers.Optimizer)
 
 
+def rates_of(optimizer: Any) -> list[tf.Variable]:
+    """Return the variable of an optimizer's learning rate; none where it is a schedule."""
+    rate = getattr(optimizer, "_learning_rate", None)
+    return [variable_of(rate)] if isinstance(rate, keras.Variable) else []
+
+
+def single_variable(item: Any) -> list[tf.Variable]:
+    """Return an object that is itself a variable; none for any other."""
+    return [variable_of(item)] if isinstance(item, (tf.Variable, keras.Variable)) else []
+
+
 def trainable_of(item: Any) -> list[tf.Variable]:
     """Return the variables of a model that an optimizer may train."""
     return [variable_of(each) for each in getattr(item, "trainable_variables", ())]
+
+
+def check_built(model: Any, call: str) -> None:
+    """Raise ScriptError for a model that is not built; ``call``: what it was given to."""
+    if not model.built:
+        raise ScriptError(
+            f"{call}: this {type(model).__name__} is not built, so it has no variables yet that a "
+            "worker that joins could receive. Give it its input shape (keras.Input), or call it "
+            "once, or model.build(shape), before"
+        )
+
+
+def check_no_loss_scaling(optimizer: Any, call: str) -> None:
+    """Raise ScriptError for an optimizer that scales the loss; ``call``: what it was given to."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ScriptError(
+            f"{call}: LossScaleOptimizer, which the policy mixed_float16 puts around an optimizer, "
+            "looks at the gradients of one rank before they are averaged. Use the policy "
+            "mixed_bfloat16, which needs no loss scaling, or float32"
+        )
 
 
 class LiveVariable:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from hvd_elastic.training.input.server import seed_example, undisturbed
+from hvd_elastic.training.input.indexed import IndexedSource
+from hvd_elastic.training.input.server import undisturbed
 
 _PLAIN = frozenset(
     (
@@ -20,7 +21,7 @@ _PLAIN = frozenset(
 """Types of tensors that are sent as their bytes."""
 
 
-class LoaderSource:
+class LoaderSource(IndexedSource):
     """Implements :class:`hvd_elastic.training.input.server.Source` for a loader.
 
     Args:
@@ -42,10 +43,7 @@ class LoaderSource:
         *,
         pins: bool,
     ) -> None:
-        self.examples = examples
-        self._dataset = dataset
-        self._collate = collate
-        self._seed = seed
+        super().__init__(dataset, examples, collate, seed)
         self._started = started
         self._pins = pins
 
@@ -54,20 +52,11 @@ class LoaderSource:
         torch.set_num_threads(1)  # as in PyTorch's loader: each core has a process of its own
         self._started(number)
 
-    def make(self, epoch: int, indices: Sequence[int]) -> Any:
-        """See :class:`Source`; a data set with ``__getitems__`` is seeded once for all of them."""
-        at_once = getattr(self._dataset, "__getitems__", None)
-        if at_once:
-            self._seed_for(epoch, indices[0])
-            return self._collate(at_once(list(indices)))
-        examples = []
-        for index in indices:
-            self._seed_for(epoch, index)
-            examples.append(self._dataset[index])
-        return self._collate(examples)
-
-    def _seed_for(self, epoch: int, index: int) -> None:
-        torch.default_generator.manual_seed(seed_example(self._seed, epoch, index))
+    def seed_for(self, epoch: int, index: int) -> int:
+        """Seed the random numbers of Python, NumPy and PyTorch for an example."""
+        seed = super().seed_for(epoch, index)
+        torch.default_generator.manual_seed(seed)
+        return seed
 
     def make_here(self, epoch: int, indices: Sequence[int]) -> Any:
         """See :class:`Source`."""

@@ -96,18 +96,30 @@ class Metrics:
 
 
 def average_over_ranks(
-    communicator: Communicator, examples: int, values: Mapping[str, float]
-) -> dict[str, float]:
+    communicator: Communicator,
+    examples: int,
+    values: Mapping[str, float],
+    known: Mapping[str, float] | None,
+) -> tuple[dict[str, float], bool]:
     """Return the numbers of all ranks, averaged by examples; all ranks must call it.
 
     Args:
         communicator: communicator of all ranks.
         examples: number of examples that this rank has computed its numbers from.
         values: numbers of this rank by name.
+        known: what has come out before a failure that this call repeats, on this rank; None: it
+            has not come so far. A rank may have used it already, so all take it over.
+
+    Returns:
+        The averages, or what a rank knew; and whether it is the latter.
     """
-    own = json.dumps([examples, values]) + "\n"
+    own = json.dumps([examples, values, known]) + "\n"
     told = communicator.gather(np.frombuffer(own.encode(), np.uint8).copy(), "hvd_elastic.metrics")
-    return average_by_examples([json.loads(line) for line in told.tobytes().splitlines()])
+    rows = [json.loads(line) for line in told.tobytes().splitlines()]
+    for *_, earlier in rows:
+        if earlier is not None:
+            return dict(earlier), True
+    return average_by_examples([(row[0], row[1]) for row in rows]), False
 
 
 def average_by_examples(rows: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:

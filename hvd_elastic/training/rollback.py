@@ -228,6 +228,19 @@ class Rollback:
         self._worker.progress.phase = Phase.PAUSE if within_epoch else Phase.TAIL
         self._save_part()
 
+    def tail_begins(self) -> None:
+        """Save the state again after a loop of another library, which runs code after our loop.
+
+        If the state is that of another rank, which has come here already, restore it.
+        """
+        if self._left is not None or self._worker.progress.phase not in AFTER_LOOP:
+            return
+        again, self._entered = self._entered, False
+        if again:
+            self._restore()
+        else:
+            self._save_part()
+
     def next_pass(self) -> None:
         """Move progress to the next epoch inside a loop that goes over several."""
         progress = self._worker.progress

@@ -43,18 +43,37 @@ def tell_uncaught(tell: Callable[[str], bool] | None = None) -> None:
     hook.tell = tell
 
 
+def show_instead(error: HvdElasticError) -> None:
+    """Have the hook show our error in place of one of a framework that quotes it.
+
+    The process then ends at once: threads of the framework may still run our code, and would wait
+    for the interpreter that ends.
+    """
+    hook = sys.excepthook
+    if isinstance(hook, _Hook):
+        hook.instead = error
+
+
 class _Hook:
     """Replacement for ``sys.excepthook`` that shows our own errors without a traceback."""
 
     def __init__(self, previous: Callable[..., Any]) -> None:
         self._previous = previous
         self.tell: Callable[[str], bool] | None = None
+        self.instead: HvdElasticError | None = None
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._previous(kind, error, trace)
             return
         whole = os.environ.get(_WANTED) == "1"
+        quoted = self.instead
+        if quoted is not None and str(quoted) in str(error) and not whole:
+            self.instead = None
+            self(type(quoted), quoted, trace)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
         ours = isinstance(error, HvdElasticError) and not whole
         told = f"error: {_place(trace)}{error}\n"
         if not whole:

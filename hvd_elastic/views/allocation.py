@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from statistics import median
 
@@ -15,8 +16,6 @@ _MOST_BARS = 1500
 """Most pieces of the picture; of more changes the last are drawn."""
 _SLOW = 1.25
 """Compute time of a step, relative to the median of the hosts, from which a host is marked."""
-_STALE_S = 60.0
-"""Age from which a sample is not shown as present [s]."""
 
 
 _MARKS = (
@@ -72,25 +71,17 @@ def _host_table(summary: RunSummary, color: dict[str, int], held_s: dict[str, fl
     now = dict(summary.placements[-1][1])
     goes_on = summary.size > 0
     shares = _shares(summary, now)
-    fresh = {
-        name: use
-        for name, use in summary.use.items()
-        if goes_on and summary.duration_s - use.at_s < _STALE_S
-    }
-    steps_s = {
-        name: fresh[name].figures["step_s"]
-        for name in now
-        if name in fresh and "step_s" in fresh[name].figures
-    }
-    usual_s = median(steps_s.values()) if len(steps_s) > 1 else None
+    fresh = summary.present_use
+    steps_s = _steps_s(summary)
+    slow = slow_hosts(summary)
     has_gpus = any(use.gpus for use in fresh.values())
     rows = []
-    for name in dict.fromkeys([*slots, *color]):
-        square = f'<rect width="1" height="1" class="host{color.get(name, "")}"></rect>'
+    for name in dict.fromkeys([*slots, *color]) if goes_on else color:
+        square = f'<rect width="1" height="1" class="host{color.get(name, "-none")}"></rect>'
         key = f'<svg class="key" viewBox="0 0 1 1" aria-hidden="true">{square}</svg>'
         row = [f'<td class="h">{key} {escape(name)}</td>']
         if goes_on:
-            state, tone = _state(summary, name, name in now, steps_s.get(name), usual_s)
+            state, tone = _state(summary, name, slow, trains=name in now)
             row.append(f'<td><span class="state {tone}">{escape(state)}</span></td>')
             row.append(cell(f"{now.get(name, 0)} of {slots.get(name, 0)}", "n"))
             share = shares.get(name)
@@ -105,8 +96,43 @@ def _host_table(summary: RunSummary, color: dict[str, int], held_s: dict[str, fl
     return table([*heads, ("slot time", "n")], rows)
 
 
+def host_rows(summary: RunSummary) -> list[tuple[str, list[str]]]:
+    """Return what the hosts that train do now, as text: slots, step, CPU, memory, network."""
+    if not summary.size or not summary.placements:
+        return []
+    rows = []
+    present = summary.present_use
+    for name, number in summary.placements[-1][1]:
+        figures = present[name].figures if name in present else {}
+        step_s = figures.get("step_s")
+        rates = [f"{bytes_words(figures[key])}/s" for key in ("sent", "received") if key in figures]
+        cells = [str(number), "" if step_s is None else f"{1000 * step_s:.3g} ms"]
+        cells += [_part(figures.get("cpu")), _part(figures.get("memory")), *rates]
+        rows.append((name, cells))
+    return rows
+
+
+def slow_hosts(summary: RunSummary) -> dict[str, float]:
+    """Return the hosts whose steps take much longer than the median of the hosts, and how much."""
+    steps_s = _steps_s(summary)
+    if len(steps_s) < 2:
+        return {}
+    usual_s = median(steps_s.values())
+    return {name: s / usual_s for name, s in steps_s.items() if s > _SLOW * usual_s > 0}
+
+
+def _steps_s(summary: RunSummary) -> dict[str, float]:
+    """Return the compute time of a step of each host that trains, where it is known [s]."""
+    present = summary.present_use
+    return {
+        name: present[name].figures["step_s"]
+        for name, _ in (summary.placements[-1][1] if summary.placements else [])
+        if name in present and "step_s" in present[name].figures
+    }
+
+
 def _state(
-    summary: RunSummary, name: str, trains: bool, step_s: float | None, usual_s: float | None
+    summary: RunSummary, name: str, slow: Mapping[str, float], *, trains: bool
 ) -> tuple[str, str]:
     """Return in a word how a host is, and its tone."""
     if name in summary.draining:
@@ -114,8 +140,8 @@ def _state(
     if not trains:
         lost = [gone for gone in summary.left if gone.host == name and gone.local_rank is None]
         return ("lost", "bad") if lost else ("not used", "")
-    if step_s is not None and usual_s and step_s > _SLOW * usual_s:
-        return f"slow: {step_s / usual_s:.1f} x", "bad"
+    if name in slow:
+        return f"slow: {slow[name]:.1f} x", "bad"
     return "trains", "good"
 
 

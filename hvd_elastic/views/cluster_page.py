@@ -23,8 +23,8 @@ from hvd_elastic.records.json_lines import EventFollower, iter_events
 from hvd_elastic.views.page import MAX_ROWS, cell, escape, render_page, table, write_page
 
 _WIDTH = 1000
-_SLOT_HEIGHT, _MOST_HEIGHT = 12, 480
-"""Height of a slot, and of the whole picture, in the units of the drawing."""
+_SLOT_HEIGHT, _LEAST_HEIGHT, _MOST_HEIGHT = 12, 96, 480
+"""Height of a slot, and bounds of the whole picture's, in the units of the drawing."""
 _QUEUE_HEIGHT = 60
 _MOST_BARS = 3000
 """Most bars of the picture; of more the last are drawn."""
@@ -149,7 +149,7 @@ def _picture(summary: ClusterSummary, now_s: float, most_bars: int, since_s: flo
     whole_s = max(now_s - begin_s, 1e-3)
     slots = _slots_of_hosts(summary, shown)
     total = sum(slots.values())
-    height = min(_MOST_HEIGHT, _SLOT_HEIGHT * total)
+    height = min(max(_LEAST_HEIGHT, _SLOT_HEIGHT * total), _MOST_HEIGHT)
     bottom: dict[str, int] = {}
     lanes: dict[str, _Lanes] = {}
     for host, number in slots.items():
@@ -183,7 +183,7 @@ def _picture(summary: ClusterSummary, now_s: float, most_bars: int, since_s: flo
     label = f"{of_hosts}, a colour for each job"
     used = sum(hold.slots * (hold.end_s - max(hold.begin_s, begin_s)) for hold in shown)
     hint = (
-        f"{label}; a band for each host: {', '.join(slots)}. "
+        f"{label}; a band for each host, from {next(iter(slots))} to {list(slots)[-1]}. "
         f"{100 * used / (total * whole_s):.0f} % of the slots were in use. "
         "Marks at the top are decisions; point at one for its reason."
     )
@@ -265,7 +265,7 @@ def _job_table(summary: ClusterSummary, now_s: float, linked: Mapping[str, str])
         rows.append(
             [
                 cell(job.job, "n"),
-                f"<td>{key} {name}</td>",
+                f'<td class="job">{key} {name}</td>',
                 cell(job.status),
                 cell(str(slots or ""), "n"),
                 cell(_clock(summary.started or 0.0, job.submitted_s), "n"),

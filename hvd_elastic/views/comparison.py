@@ -159,7 +159,7 @@ def _run_table(summaries: Sequence[RunSummary]) -> str:
             duration_words(summary.longest_pause_s),
             *(_metric_words(own.get(name)) for name in metrics),
         ]
-        first = [cell(summary.run_id), cell(summary.status)]
+        first = [cell(summary.run_id, "h"), cell(summary.status)]
         rows.append([*first, *(cell(text, "n") for text in texts)])
     return table([*heads, *((name.replace("_", " "), "n") for name in metrics)], rows)
 

@@ -1,64 +1,28 @@
-"""Follows the events of runs, and renders what a live page shows of them."""
+"""All runs of this machine as live pages: the first page, that of a run, and that of several."""
 
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
-from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
 from string import Template
 from typing import Any
 from urllib.parse import urlencode
 
 from hvd_elastic.errors import RunError
-from hvd_elastic.formatting import bytes_words, count, duration_words, number_words
-from hvd_elastic.records.audit import AuditResult, check_audit
-from hvd_elastic.records.json_lines import EventFollower, LineFollower, decode_lines, iter_events
+from hvd_elastic.formatting import count, number_words
 from hvd_elastic.records.run_folder import RunFolder, list_runs
-from hvd_elastic.records.run_state import GOES_ON, run_row, run_state
-from hvd_elastic.records.summary import MetricSeries, RunSummary, take_events
+from hvd_elastic.records.run_state import GOES_ON, run_row
 from hvd_elastic.views.cluster_page import LiveClusters
-from hvd_elastic.views.comparison import (
-    COLORS,
-    comparison_charts,
-    comparison_parts,
-    sampled_lines,
-)
-from hvd_elastic.views.costs import forecast_words
-from hvd_elastic.views.forecast import predict_end
+from hvd_elastic.views.comparison import COLORS
+from hvd_elastic.views.live_run import LiveComparison, LiveRun
 from hvd_elastic.views.page import cell, escape, read_asset, table
-from hvd_elastic.views.report import (
-    MAX_POINTS,
-    Charts,
-    chart_names,
-    downsample,
-    make_charts,
-    report_parts,
-    status_tone,
-    zoomed_points,
-)
+from hvd_elastic.views.report import status_tone
+from hvd_elastic.views.run_words import progress_bar
 
-_FRESH_S = 0.4
-"""Age of what was read up to which it is not read again [s]."""
-_READ_S = 0.3
-"""Longest time that is read on at once [s]; then what there is is shown, and reading goes on."""
-_PIECE_BYTES = 1 << 21
-"""Bytes that are read together."""
-_POINTS = 20_000
-"""Points of a metric that are kept at least. When there are twice as many, they are thinned out;
-a part that is zoomed to is read from the file again."""
-_ZOOM_BYTES = 64 << 20
-"""Most bytes that are read for that."""
 _ROWS = 100
 """Most runs on the first page."""
-READING = "reading"
-"""State of a run whose events are not all read yet."""
 _CONTROLS = """<section class="controls" data-control="/runs/{run_id}/control">
 <form data-op="scale"><label>processes <input name="np" type="number" min="1" required></label>
 <button>scale</button></form>
@@ -66,233 +30,6 @@ _CONTROLS = """<section class="controls" data-control="/runs/{run_id}/control">
 <form data-op="stop"><button>stop the run</button></form>
 <p id="told" role="status"></p></section>
 """
-
-
-class LiveRun:
-    """One run, whose events are read as they come; for several threads.
-
-    Args:
-        folder: folder of the run.
-
-    Attributes:
-        version: grows with every event that was read.
-        lock: held while its summary is read or changed.
-    """
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
-        self.version = 0
-        self._summary = RunSummary()
-        self._follower = EventFollower(folder.events)
-        self.lock = threading.Lock()
-        self._read_at = 0.0
-        self._unread = 0
-        self._pieces: list[tuple[float, int]] = []
-        self._thinned: set[str] = set()
-        self._audit: AuditResult | None = None
-        self._charts: Charts = ([], [])
-        self._charts_key: Any = None
-        self._charts_at_s = 0.0
-        self._rendered: tuple[tuple[int, str], dict[str, Any]] | None = None
-
-    def read(self) -> RunSummary:
-        """Read new events; return the summary, which only this object changes.
-
-        Raises:
-            RunError: the folder of the run is gone.
-        """
-        with self.lock:
-            return self._read()
-
-    def _read(self) -> RunSummary:
-        begin = time.monotonic()
-        if begin - self._read_at >= (_FRESH_S / 8 if self._unread else _FRESH_S):
-            if not self.folder.path.is_dir():
-                raise RunError(f"run {self.folder.run_id} is gone: its folder was removed")
-            while time.monotonic() - begin < _READ_S:
-                at_s, offset = self._summary.duration_s, self._follower.offset
-                records = self._follower.poll(_PIECE_BYTES)
-                self._unread = max(0, _size_of(self.folder.events) - self._follower.offset)
-                if self._follower.offset == offset:
-                    self._unread = 0  # what remains is an incomplete line
-                    break
-                if not self._pieces or offset - self._pieces[-1][1] >= _PIECE_BYTES:
-                    self._pieces.append((at_s, offset))
-                take_events(self._summary, records)
-                self.version += len(records)
-                self._thin_out()
-            self._read_at = time.monotonic()
-            self._summary.run_id = self.folder.run_id
-        return self._summary
-
-    def _thin_out(self) -> None:
-        """Drop points of long metrics; the peaks stay."""
-        for name, series in self._summary.series.items():
-            if len(series.values) >= 2 * _POINTS:
-                x, y = downsample(series.at_s, series.values, _POINTS)
-                self._summary.series[name] = MetricSeries(array("d", x), array("d", y))
-                self._thinned.add(name)
-
-    def state(self) -> str:
-        """Return the state of the run in a word; see :func:`run_state`."""
-        summary = self.read()
-        if self._unread:
-            return READING
-        alive = self.folder.leader_alive()
-        until = None if alive else self.folder.leaderless_until(summary.ended)
-        waiting = bool(summary.waiting)
-        return run_state(summary.status, alive=alive, waiting=waiting, until=until)
-
-    def render(self) -> dict[str, Any]:
-        """Return the parts of the page, the data of its charts, and a line on how it stands."""
-        state = self.state()
-        with self.lock:
-            summary = self._read()
-            if self._rendered is not None and self._rendered[0] == (self.version, state):
-                return self._rendered[1]
-            status, summary.status = summary.status, state
-            try:
-                parts, data = report_parts(
-                    summary,
-                    self._audit_of(state),
-                    asked=self.folder.read_run(),
-                    charts=self._charts_of(state),
-                )
-            finally:
-                summary.status = status
-            data["duration_s"] = self._charts_at_s
-            if not _has_ended(state):
-                parts["audit"] = ""  # it is checked once the run has ended
-            parts = {"header": "", "words": _words(summary, state), **parts}
-            told = f"{state}, as of its last event at {_clock(summary.ended)}"
-            if self._unread:
-                told = f"reading its events, {bytes_words(self._unread)} to go"
-            self._rendered = (self.version, state), {"html": parts, "data": data, "live": told}
-            return self._rendered[1]
-
-    def zoom(self, name: str, begin_s: float, end_s: float) -> dict[str, Any]:
-        """Return the points of a chart between two times after the start [s].
-
-        Raises:
-            RunError: the run has no such chart.
-        """
-        x, y = zoomed_points(self.part(name, begin_s, end_s), begin_s, end_s)
-        return {"x": x, "lines": [y]}
-
-    def part(self, name: str, begin_s: float, end_s: float) -> MetricSeries:
-        """Return the values of a metric, between two times in full detail if that can be had.
-
-        Raises:
-            RunError: the run has no chart of it.
-        """
-        with self.lock:
-            summary = self._read()
-            if name not in chart_names(summary):
-                raise RunError(f"run {self.folder.run_id} has no chart {name!r}")
-            series = summary.series[name]
-            if name in self._thinned:
-                series = self._reread(summary, begin_s, end_s).series.get(name, series)
-            return MetricSeries(series.at_s[:], series.values[:])
-
-    def _reread(self, summary: RunSummary, begin_s: float, end_s: float) -> RunSummary:
-        """Return the metrics between two times as read from the file, if they are not too many."""
-        times = [at_s for at_s, _ in self._pieces]
-        first = max(0, bisect_left(times, begin_s) - 1)
-        last = bisect_right(times, end_s)
-        begin = self._pieces[first][1]
-        end = self._pieces[last][1] if last < len(times) else self._follower.offset
-        if end - begin > _ZOOM_BYTES:
-            return summary
-        lines = LineFollower(self.folder.events, offset=begin).poll(end - begin)
-        metrics = (line for line in lines if b'"metrics"' in line)
-        found = RunSummary(started=summary.started, ended=(summary.started or 0.0) + times[first])
-        found.first_step_s = summary.first_step_s
-        take_events(found, decode_lines(metrics))
-        return found
-
-    def _charts_of(self, state: str) -> Charts:
-        """Return the charts, made anew where a pixel or more would differ."""
-        summary = self._summary
-        key = (state, len(summary.sizes), tuple(chart_names(summary)))
-        pixel_s = summary.duration_s / MAX_POINTS
-        if key != self._charts_key or summary.duration_s - self._charts_at_s >= pixel_s:
-            self._charts = make_charts(summary)
-            self._charts_key, self._charts_at_s = key, summary.duration_s
-        return self._charts
-
-    def _audit_of(self, state: str) -> AuditResult:
-        """Return the audit, which is checked once the run has ended."""
-        if not _has_ended(state):
-            self._audit = None
-            return check_audit(())
-        if self._audit is None:
-            self._audit = check_audit(
-                iter_events(self.folder.audit),
-                finished=state == "succeeded",
-                ended_in=self._summary.ended_in,
-            )
-        return self._audit
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-class LiveComparison:
-    """Several runs over each other, whose events are read as they come; for several threads.
-
-    Args:
-        runs: the runs.
-    """
-
-    def __init__(self, runs: Sequence[LiveRun]) -> None:
-        self._runs = runs
-        self._lock = threading.Lock()
-        self._charts: list[dict[str, Any]] = []
-        self._charts_key: Any = None
-        self._rendered: tuple[Any, dict[str, Any]] | None = None
-
-    def render(self) -> dict[str, Any]:
-        """Return the parts of the page, the data of its charts, and a line on how they stand."""
-        states = [run.state() for run in self._runs]
-        summaries = [run.read() for run in self._runs]
-        key = [(run.version, state) for run, state in zip(self._runs, states, strict=True)]
-        with self._lock, ExitStack() as held:
-            for run in self._runs:
-                held.enter_context(run.lock)
-            if self._rendered is not None and self._rendered[0] == key:
-                return self._rendered[1]
-            shown = [replace(s, status=state) for s, state in zip(summaries, states, strict=True)]
-            whole_s = max(summary.duration_s for summary in shown)
-            # The charts are made anew where a pixel or more would differ.
-            charts_key = (states, [len(s.sizes) for s in shown], int(whole_s / _pixel_s(whole_s)))
-            if charts_key != self._charts_key:
-                self._charts, self._charts_key = comparison_charts(shown), charts_key
-            parts, data = comparison_parts(shown, self._charts)
-            alive = sum(not _has_ended(state) for state in states)
-            found = {"html": parts, "data": data, "live": f"{count(alive, 'run')} going on"}
-            self._rendered = key, found
-            return found
-
-    def zoom(self, name: str, begin_s: float, end_s: float) -> dict[str, Any]:
-        """Return the points of a chart between two times after the start of each run [s]."""
-        parts = []
-        for run in self._runs:
-            try:
-                parts.append(run.part(name, begin_s, end_s))
-            except RunError:  # it has no such metric
-                parts.append(MetricSeries())
-        ends = [run.read().duration_s for run in self._runs]
-        x, lines = sampled_lines(parts, ends, begin_s, min(end_s, max(ends)))
-        return {"x": x, "lines": lines}
-
-
-def _pixel_s(whole_s: float) -> float:
-    """Return the time of a pixel, to the next power of two [s]."""
-    return float(2.0 ** math.ceil(math.log2(max(whole_s, 1.0) / MAX_POINTS)))
 
 
 class LiveRuns:
@@ -327,6 +64,8 @@ class LiveRuns:
             raise RunError(f"choose 2 to {len(COLORS)} runs to compare, not {len(chosen)}")
         runs = [self.get(run_id) for run_id in chosen]  # sorted: locked in one order
         with self._lock:
+            while len(self._compared) > _ROWS:
+                del self._compared[next(iter(self._compared))]
             return self._compared.setdefault(chosen, LiveComparison(runs))
 
     def alive(self) -> list[LiveRun]:
@@ -408,54 +147,4 @@ def _run_table(rows: list[dict[str, Any]]) -> str:
 
 
 def _done_cell(done: float | None) -> str:
-    return "<td></td>" if done is None else f'<td class="part">{_progress_bar(done)}</td>'
-
-
-def _words(summary: RunSummary, state: str) -> str:
-    """Return in words what matters now: how fast it is, what is in the way, what is planned."""
-    told = []
-    if state == "running":
-        rate = summary.last.get("throughput")
-        fast = f" at {number_words(round(rate))} examples/s" if rate else ""
-        told.append(f"Trains on {count(summary.size, 'process')}{fast}.")
-    elif state == READING:
-        told.append("The events of this run are still being read; what there is so far is shown.")
-    elif state == "waiting":
-        told.append(f"Waits: {summary.waiting}.")
-    done = summary.last.get("done") if state in GOES_ON else None
-    if isinstance(done, float):
-        told.append(forecast_words(summary, done, predict_end(summary)))
-    if summary.input and "no bottleneck" not in summary.input:
-        told.append(f"Data: {summary.input}.")
-    paused_s = sum(each.pause_s or 0.0 for each in summary.live_rescales)
-    if summary.live_rescales:
-        rescales = count(len(summary.live_rescales), "rescale")
-        told.append(f"{rescales} took {duration_words(paused_s)} of training together.")
-    decided = [said for said in summary.decisions if said.kind == "decision"]
-    if decided:
-        at = _clock((summary.started or 0.0) + decided[-1].at_s)
-        told.append(f"The policy decided at {at}: {decided[-1].text}.")
-    if summary.missed:
-        told.append(f"It fell short: {summary.missed}.")
-    if summary.warnings:
-        told.append(f"Last warning: {summary.warnings[-1].text}")
-    if not told:
-        return ""
-    bar = _progress_bar(done) if isinstance(done, float) else ""
-    lines = "".join(f"<p>{escape(text)}</p>" for text in told)
-    return f'<section class="words">{lines}{bar}</section>'
-
-
-def _progress_bar(done: float) -> str:
-    return (
-        f'<svg class="done" viewBox="0 0 100 1" preserveAspectRatio="none" role="img" '
-        f'aria-label="{done:.0%} done"><rect width="{100 * done:.2f}" height="1"></rect></svg>'
-    )
-
-
-def _has_ended(state: str) -> bool:
-    return state in ("succeeded", "failed", "stopped", "died")
-
-
-def _clock(t: float | None) -> str:
-    return "–" if t is None else time.strftime("%H:%M:%S", time.localtime(t))
+    return "<td></td>" if done is None else f'<td class="part">{progress_bar(done)}</td>'

@@ -107,7 +107,7 @@ def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> st
 
 
 def cell(text: str, kind: str = "") -> str:
-    """Return a table cell; ``kind`` is ``n`` for numbers and ``w`` for long text."""
+    """Return a table cell; ``kind``: ``n`` for numbers, ``w`` for long text, ``h`` on one line."""
     return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
 
 

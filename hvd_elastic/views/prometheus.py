@@ -23,10 +23,22 @@ FIGURES = {
     "batch_size_examples": ("gauge", "Global batch size."),
     "learning_rate": ("gauge", "Learning rate of the first parameter group."),
     "data_wait_ratio": ("gauge", "Part of the time that rank 0 waits for data."),
+    "rank_wait_ratio": ("gauge", "Part of the time that rank 0 waits for other ranks."),
+    "done_ratio": ("gauge", "Part of the training that is done."),
     "loss": ("gauge", "Loss that the script has committed last."),
     "last_event_timestamp_seconds": ("gauge", "Time of the last event."),
 }
 """Type and description of each figure, whose names begin with ``hvd_elastic_``."""
+HOST_FIGURES = {
+    "host_cpu_ratio": ("cpu", "Part of all cores of a host in use."),
+    "host_memory_ratio": ("memory", "Part of the memory of a host in use."),
+    "host_sent_bytes_per_second": ("sent", "Sent over the interface of the ring."),
+    "host_received_bytes_per_second": ("received", "Received over the interface of the ring."),
+    "host_read_bytes_per_second": ("read", "Read from disks."),
+    "host_written_bytes_per_second": ("written", "Written to disks."),
+    "host_step_seconds": ("step_s", "Compute time of a step, mean of the processes of a host."),
+}
+"""Field of ``host_sample`` events, and description, of each gauge of a host."""
 _LAST = {
     "throughput_examples_per_second": "throughput",
     "goodput_examples_per_second": "goodput",
@@ -35,6 +47,8 @@ _LAST = {
     "batch_size_examples": "global_batch_size",
     "learning_rate": "lr",
     "data_wait_ratio": "data_wait",
+    "rank_wait_ratio": "rank_wait",
+    "done_ratio": "done",
     "loss": "loss",
 }
 """Metric of ``metrics`` events by figure."""
@@ -57,7 +71,23 @@ def prometheus_text(runs: Iterable[tuple[RunSummary, str]]) -> str:
         if rows:
             lines += [f"# HELP hvd_elastic_{name} {described}", f"# TYPE hvd_elastic_{name} {kind}"]
             lines += rows
+    for name, (figure, described) in HOST_FIGURES.items():
+        rows = [
+            f'hvd_elastic_{name}{{run="{summary.run_id}",host="{_quoted(host)}"}} '
+            f"{use.figures[figure]!r}"
+            for summary, _, _ in known
+            for host, use in summary.present_use.items()
+            if figure in use.figures
+        ]
+        if rows:
+            lines += [f"# HELP hvd_elastic_{name} {described}", f"# TYPE hvd_elastic_{name} gauge"]
+            lines += rows
     return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """Return the value of a label."""
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _figures(summary: RunSummary) -> dict[str, float]:

@@ -12,22 +12,16 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
 from hvd_elastic.errors import HvdElasticError, RunError
-from hvd_elastic.views.live import (
-    LiveComparison,
-    LiveRun,
-    LiveRuns,
-    comparison_page,
-    first_page,
-    run_page,
-)
+from hvd_elastic.views.live import LiveRuns, comparison_page, first_page, run_page
+from hvd_elastic.views.live_run import LiveComparison, LiveRun
 from hvd_elastic.views.page import read_asset
 from hvd_elastic.views.prometheus import CONTENT_TYPE, prometheus_text
 
@@ -47,6 +41,8 @@ _POLICY = (
 _COOKIE = "hvd_elastic_token"
 _UPDATE_S, _ALIVE_S = 0.5, 5.0
 """Time between two looks for news, and between two signs of life to a viewer [s]."""
+_SOON_S = 0.02
+"""The same while a long run is being read [s]."""
 _MOST_BYTES = 4096
 """Longest request to control a run."""
 
@@ -84,7 +80,15 @@ class Dashboard(ThreadingHTTPServer):
         is_open = self.is_local and not control
         self.token = "" if is_open else secrets.token_urlsafe(24)
         self.names = {f"{name}:{bound}" for name in (host, "localhost", "127.0.0.1")}
-        self.url = f"http://{host}:{bound}/" + (f"?token={self.token}" if self.token else "")
+        self._root = f"http://{host}:{bound}/"
+        self.url = self.url_of([])
+
+    def url_of(self, run_ids: Sequence[str]) -> str:
+        """Return the address of the page of a run, of several, or of all (none are named)."""
+        query = [("run", run_id) for run_id in run_ids] if len(run_ids) > 1 else []
+        query += [("token", self.token)] if self.token else []
+        path = "compare" if len(run_ids) > 1 else "".join(f"runs/{run_id}" for run_id in run_ids)
+        return self._root + path + (f"?{urlencode(query)}" if query else "")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A viewer that goes away is no error."""
@@ -280,7 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
                 elif time.monotonic() - alive_at > _ALIVE_S:
                     self.wfile.write(b": alive\n\n")
                     alive_at = time.monotonic()
-                time.sleep(_UPDATE_S)
+                time.sleep(_SOON_S if found.get("unread") else _UPDATE_S)
 
 
 def _news(found: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:

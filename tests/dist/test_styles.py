@@ -35,7 +35,10 @@ STYLES = ROOT / "tests/dist/styles/elastic"
 DISTURBED = ROOT / "tests/dist/scripts/disturbed.py"
 SEED = int(os.environ.get("HVD_ELASTIC_TEST_KILL_SEED", "0"))
 ALWAYS = ("accumulation", "gan", "transformer", "keras_fit")
-TENSORFLOW = ("keras_adaptive", "keras_fit", "tensorflow_adaptive", "tensorflow_loop")
+TENSORFLOW = (
+    *("keras_adaptive", "keras_fit", "keras_rates"),
+    *("tensorflow_adaptive", "tensorflow_loop", "tensorflow_rates"),
+)
 WITHIN_EPOCH = ("n_steps",)
 """Styles whose training ends within a pass over the data."""
 TOLERANCE = 1e-8
@@ -185,6 +188,22 @@ def test_a_join_and_a_kill_change_nothing(name: str, tmp_path: Path) -> None:
     check_same(together(name, script, tmp_path / "disturbed", **disturbance(name)), reference)
     if ALL:
         check_same(together(name, script, tmp_path / "two"), reference)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("keras_rates", marks=NEEDS_TENSORFLOW),
+        pytest.param("plateau", marks=COSTLY),
+        pytest.param("tensorflow_rates", marks=[COSTLY, NEEDS_TENSORFLOW]),
+    ],
+)
+def test_what_comes_between_epochs_counts_once_if_a_rank_dies(name: str, tmp_path: Path) -> None:
+    """The survivor has changed the rate already when a worker joins that has not."""
+    script = STYLES / f"{name}.py"
+    reference = alone(name, script, tmp_path / "alone")
+    dying = {"die": {"rank": 1, "epoch": 2}}
+    check_same(together(name, script, tmp_path / "disturbed", **dying), reference)
 
 
 @COSTLY

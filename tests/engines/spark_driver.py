@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
-from pyspark.sql import SparkSession
-
 from hvd_elastic.spark import TorchDistributor
+from tests.engines.spark_session import make_session
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--run-id")
@@ -20,21 +18,7 @@ parser.add_argument("--max-np", type=int)
 parser.add_argument("command", nargs="*")
 args = parser.parse_args(sys.argv[2:])
 
-builder = SparkSession.builder.master(os.environ["SPARK_URL"])
-forwarded = ("DIST_TEST_LIFE", "OMP_NUM_THREADS", "HOROVOD_CYCLE_TIME", "PYTHONPATH")
-settings = {
-    "spark.driver.host": os.environ["SPARK_LOCAL_IP"],
-    "spark.driver.bindAddress": os.environ["SPARK_LOCAL_IP"],
-    "spark.ui.enabled": "false",
-    "spark.driver.memory": "512m",
-    "spark.executor.memory": "512m",
-    "spark.executor.cores": "1",
-    "spark.executor.extraJavaOptions": "-XX:+UseSerialGC",
-    **{f"spark.executorEnv.{name}": os.environ[name] for name in forwarded},
-}
-for name, value in settings.items():
-    builder = builder.config(name, value)
-spark = builder.getOrCreate()
+spark = make_session()
 distributor = TorchDistributor(
     args.np,
     local_mode=False,

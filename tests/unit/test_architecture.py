@@ -18,9 +18,9 @@ LEVELS = (
     {"control"},
     {"sim", "wire", "records", "checkpoint", "hosts", "data"},
     {"agent", "leader", "communicator", "training"},
-    {"torch", "tensorflow", "models", "cluster", "jobs", "virtual", "views", "install", "slurm"}
-    | {"engines"},
-    {"keras", "bench", "cli", "spark"},
+    {"torch", "tensorflow", "models", "cluster", "jobs", "virtual", "views", "install"}
+    | {"engines", "slurm"},
+    {"keras", "bench", "cli", "ray", "spark"},
 )
 """Rooms, each of which may import those of lower levels, of its own level and nothing above."""
 

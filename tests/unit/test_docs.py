@@ -118,6 +118,8 @@ def test_options_named_in_prose_exist(page: Path) -> None:
         *("--check", "--framework"),
         # horovodrun
         *("--host-discovery-script", "--network-interfaces"),
+        # sbatch
+        *("--cpus-per-task", "--ntasks", "--ntasks-per-node", "--requeue"),
     }
     for code in _CODE.findall(_FENCE.sub("", read(page))):
         word = code.split(" ")[0].partition("=")[0]

@@ -68,3 +68,22 @@ for script in {[str(EXAMPLES / script) for script in scripts]}:
     found = re.findall(r"^test accuracy ([01]\.\d+)$", done.stdout, re.MULTILINE)
     assert len(found) == len(scripts)
     assert min(map(float, found)) > 0.2, "at random it is a tenth"
+
+
+@COSTLY
+def test_characters_keras(tmp_path: Path) -> None:
+    small = ("--characters", "40000", "--width", "32", "--layers", "1", "--epochs", "2")
+    quick = ("--context", "16", "--lr", "5e-3", "--warmup", "10", "--sample", "12")
+    own = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": WORKER_PYTHONPATH}
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "characters_keras.py", *small, *quick],
+        cwd=tmp_path,
+        env={**own, **quiet},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"^(\d\.\d+) bits per character", done.stdout, re.MULTILINE)
+    assert found is not None
+    assert float(found[1]) < 5, "at random it is 8"

@@ -16,6 +16,8 @@ _WAITING_LOSS = 0.35
 """Worth of the first slot of a job beyond its speedup: shrink others before one waits."""
 _LATE = 4.0
 """Weight of finishing by the deadline, relative to the speedup that it takes."""
+_LEAST_HORIZON_S = 300.0
+"""Least time over which a rescale has to pay off [s]."""
 _MARGIN = 1.1
 """A deadline counts as kept if the job would be done even if it took this much longer."""
 
@@ -28,10 +30,11 @@ class Weights:
         shortness: exponent of the remaining time on one slot: 0 treats all jobs alike, larger
             values finish short jobs first.
         service: exponent of the attained service, for jobs that have not said how long they train.
-        horizon_s: time over which a rescale has to pay off [s]; less if the job ends earlier.
+        horizon_s: time over which a rescale has to pay off [s]; less if the job ends earlier. Of a
+            job whose rescales are known it is the mean time between them, as in Pollux and Sia.
     """
 
-    shortness: float = 0.5
+    shortness: float = 0.35
     service: float = 0.25
     horizon_s: float = 600.0
 
@@ -139,7 +142,10 @@ def _score(job: Job, cluster: _Cluster, now: float, weights: Weights) -> _Scored
     weight = _weight(job, weights)
     speedup = speedups(job, sizes) * cluster.speed(sizes)
     alone_s = _alone_s(job)
-    horizon = np.full(sizes.shape, weights.horizon_s)
+    horizon_s = weights.horizon_s
+    if job.rescales is not None:
+        horizon_s = max((now - job.submitted_s) / (job.rescales + 1), _LEAST_HORIZON_S)
+    horizon = np.full(sizes.shape, horizon_s)
     if alone_s is not None:
         horizon = np.minimum(horizon, alone_s / np.maximum(speedup, 1e-9))
     lost = np.minimum(1.0, job.rescale_s / np.maximum(horizon, 1.0))

@@ -45,6 +45,7 @@ class Job:
         priority: weight of the job relative to others, above 0.
         deadline_s: when it has to be finished [s]; None: no deadline.
         preemptible: whether all its slots may be taken away.
+        rescales: number of changes of its slots so far; None: not known.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Job:
     priority: float = 1.0
     deadline_s: float | None = None
     preemptible: bool = True
+    rescales: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_slots <= self.max_slots:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,7 @@ class PastJob:
         priority: weight relative to other jobs.
         min_slots, max_slots: fewest and most slots; ``max_slots`` None: no limit.
         rescale_s: pause of a rescale, as measured [s].
+        start_s: time that its processes took to start, as measured [s].
     """
 
     name: str
@@ -55,6 +56,7 @@ class PastJob:
     min_slots: int
     max_slots: int | None
     rescale_s: float
+    start_s: float
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class _RepeatedJob(JobInTime):
 
     def __init__(self, past: PastJob, hosts: Sequence[HostSlots]) -> None:
         super().__init__(past.name, past.submitted_s)
-        self.priority = past.priority
+        self.priority, self._start_s = past.priority, past.start_s
         sizes = sorted((host.slots for host in hosts), reverse=True)
         capacity = sum(sizes)
         self.min_slots = min(past.min_slots, capacity)
@@ -154,11 +156,17 @@ class _RepeatedJob(JobInTime):
         """Useful examples that are left."""
         return self._left
 
+    def hold(self, hosts: Mapping[str, int], pause_s: float) -> None:
+        """Change its slots; it trains on after a pause [s], or after its processes have started."""
+        super().hold(hosts, pause_s if self._largest else self._start_s)
+
     def goodput(self) -> np.ndarray | None:
         """Return the useful examples per second by number of slots; None before the first."""
         return self._curve if self._largest else None
 
     def _train(self, now: float, seconds: float) -> None:
+        if seconds <= 0:
+            return  # it still pauses
         slots = sum(self.held.values())
         self._largest = max(self._largest, slots)
         rate = float(self._curve[slots])
@@ -172,7 +180,7 @@ class _RepeatedJob(JobInTime):
 
 def _past_job(job: JobRecord) -> PastJob:
     speed: Evidence | None = None
-    examples, batch, rescale_s = 0.0, 1.0, 1.0
+    examples, batch, rescale_s, start_s = 0.0, 1.0, 1.0, 0.0
     for run_id in job.run_ids:
         try:
             folder = RunFolder.open(run_id)
@@ -182,6 +190,7 @@ def _past_job(job: JobRecord) -> PastJob:
         evidence, summary = replay(events), summarize(events)
         examples = evidence.done
         batch = summary.examples / max(summary.steps, 1)
+        start_s = start_s or summary.first_step_s or 0.0
         rescale_s = evidence.pause_s
         known = evidence.model() is not None and not math.isnan(evidence.noise)
         if known and examples > 0 and batch > 0:
@@ -198,6 +207,7 @@ def _past_job(job: JobRecord) -> PastJob:
         job.min_np,
         job.max_np,
         rescale_s,
+        start_s,
     )
 
 
@@ -211,7 +221,7 @@ def _speeds(past: PastJob, sizes: Sequence[int]) -> tuple[np.ndarray, float]:
     capacity = sum(sizes)
     slots = np.arange(1, capacity + 1)
     if past.speed is None:
-        return np.append(0.0, np.ones(capacity)), past.run_s
+        return np.append(0.0, np.ones(capacity)), max(past.run_s - past.start_s, 1e-3)
     model, limits = past.speed.model(), past.speed.limits
     assert model is not None, "else the speed is not known"
     hosts = np.searchsorted(np.cumsum(sizes), slots) + 1

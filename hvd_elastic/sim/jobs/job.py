@@ -16,6 +16,10 @@ _PASSES_ALONE = 2
 """Fewest passes of a job on one slot with more than its initial batch, as in the artifact."""
 
 
+_DISTINCT = 1.05
+"""Ratio of two sizes of a pass from which both are measured."""
+
+
 class JobInTime(ABC):
     """A job in virtual time, and what a policy may read of it.
 
@@ -206,10 +210,13 @@ class SimulatedJob(JobInTime):
     def _measure(self, placement: tuple[int, ...], step: float, sync: float, noise: float) -> None:
         self._noise = noise * self.application.limits.initial_batch_size
         self._curve = None
-        key = (len(placement), sum(placement), self._atomic)
+        # Similar sizes of a pass tell the model nothing new, and each observation costs a fit.
+        size = round(math.log(self._atomic) / math.log(_DISTINCT))
+        key = (len(placement), sum(placement), size)
         if key not in self._profile:
             own = step - sync
-            self._profile[key] = Observation(key[0], key[1], self._atomic, 0, step, own_s=own)
+            atomic = self._atomic
+            self._profile[key] = Observation(key[0], key[1], atomic, 0, step, own_s=own)
             self._model = None
 
     def _fitted(self) -> StepTimeModel:

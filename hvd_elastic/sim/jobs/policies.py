@@ -49,6 +49,7 @@ def as_jobs(jobs: Sequence[JobInTime], rescale_s: float, *, tells_length: bool) 
             job.min_slots,
             job.max_slots,
             job.priority,
+            rescales=max(job.rescales, 0),
         )
         for job in jobs
     ]
@@ -101,21 +102,17 @@ _TIRESIAS_S = 3600.0 * 16
 def _equal(
     jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], _now: float, _rescale_s: float
 ) -> Mapping[str, Assignment]:
-    """Equal shares, as far as each job can use them."""
+    """Equal shares: slots one by one to the job with the fewest that can use another."""
     left = sum(host.slots for host in hosts)
     wanted = dict.fromkeys((job.name for job in jobs), 0)
-    limits = {job.name: job.max_slots for job in jobs}
-    sizes = [0, 1, 2, *range(4, left + 1, 4)]
-    # Raise the least share that can still be raised, in steps that fill hosts.
-    while True:
-        for name in sorted(wanted, key=wanted.__getitem__):
-            larger = sizes[sizes.index(wanted[name]) + 1 :]
-            if larger and larger[0] <= limits[name] and larger[0] - wanted[name] <= left:
-                left -= larger[0] - wanted[name]
-                wanted[name] = larger[0]
-                break
-        else:
-            return _placed(jobs, hosts, wanted, "equal shares")
+    shares = [(0, number) for number in range(len(jobs))]
+    while left and shares:
+        slots, number = heapq.heappop(shares)
+        if slots < jobs[number].max_slots:
+            wanted[jobs[number].name] = slots + 1
+            left -= 1
+            heapq.heappush(shares, (slots + 1, number))
+    return _placed(jobs, hosts, wanted, "equal shares")
 
 
 _SIA_POWER, _SIA_WAITING = -0.5, 1.1

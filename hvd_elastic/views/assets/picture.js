@@ -48,9 +48,12 @@
       const dash = each.solid ? "" : ' stroke-dasharray="6 4"';
       lines.push(`<path d="${path(u, u.data[2 + bands + k], "y")}" stroke="${color(each.color)}" stroke-width="1.5"${dash}/>`);
     });
-    const mean = u.data.length > 2 + bands + (chart.more ?? []).length ? u.data.at(-1) : null;
-    if (mean) lines.push(`<path d="${path(u, mean, "y")}" stroke="${stroke}" stroke-width="2"/>`);
-    if (mean?.some((value) => value != null)) lines[0] = lines[0].replace('stroke-width="2"', 'stroke-width="1" opacity="0.35"');
+    const means = u.data.slice(2 + bands + (chart.more ?? []).length);
+    const areLong = means.some((mean) => mean.some((value) => value != null));
+    if (areLong) lines.forEach((line, k) => { lines[k] = line.replace(/stroke-width="[0-9.]+"/, 'stroke-width="1" opacity="0.35"'); });
+    means.forEach((mean, k) => {
+      lines.push(`<path d="${path(u, mean, "y")}" stroke="${color((k ? chart.more[k - 1] : chart).color)}" stroke-width="2"/>`);
+    });
     const shown = marks.filter((mark) => mark.line && mark.at_s >= u.scales.x.min && mark.at_s <= u.scales.x.max);
     const rules = shown.map((mark) => `<path d="M${short(u.valToPos(mark.at_s, "x"))} 0V${h}" stroke="${color(mark.way)}" stroke-dasharray="4 3" opacity="0.75"/>`);
     const title = chart.unit ? `${chart.title} [${chart.unit}]` : chart.title;

@@ -121,7 +121,10 @@
     }
   }
   // A long line gets a mean over its neighbours, drawn on top of it.
-  const isSmoothed = (chart) => !counts && !chart.stepped && !chart.low && !chart.more;
+  const others = (chart) => chart.more || [];
+  const isSmoothed = (chart) =>
+    !counts && !chart.stepped && !chart.whole && !chart.low && others(chart).every((each) => each.solid);
+  const means = (chart) => (isSmoothed(chart) ? [chart, ...others(chart)].map((each) => color(each.color)) : []);
   const isLong = (values) => values.length > 150;
   function smooth(values) {
     if (!isLong(values)) return values.map(() => null);
@@ -133,16 +136,17 @@
       return value == null || !count ? null : sum / count;
     });
   }
-  const withMean = (chart, data) => (isSmoothed(chart) ? [...data, smooth(data[1])] : data);
+  const withMeans = (chart, data) => [...data, ...means(chart).map((_, k) => smooth(data[k + 1]))];
   function lines(chart, box) {
     const y = box.dataset.log === "1" ? chart.y.map((v) => (v > 0 ? v : null)) : chart.y;
-    return withMean(chart, [chart.x, y, ...(chart.low ? [chart.low, chart.high] : []), ...(chart.more || []).map((each) => each.y)]);
+    return withMeans(chart, [chart.x, y, ...(chart.low ? [chart.low, chart.high] : []), ...(chart.more || []).map((each) => each.y)]);
   }
   function draw(chart, box) {
     const holder = box.querySelector(".plot");
     const readout = box.querySelector(".readout");
     const log = box.dataset.log === "1";
     const stroke = color(chart.color);
+    const faint = (shade) => (isSmoothed(chart) ? (u) => (isLong(u.data[0]) ? shade + "55" : shade) : shade);
     const axis = {
       stroke: color("muted"), font: font(12),
       grid: { stroke: color("grid"), width: 1 }, ticks: { show: false },
@@ -178,14 +182,17 @@
       series: [
         {},
         {
-          stroke: isSmoothed(chart) ? (u) => (isLong(u.data[0]) ? stroke + "55" : stroke) : stroke,
+          stroke: faint(stroke),
           width: isSmoothed(chart) && isLong(chart.x) ? 1 : 2, points: { show: chart.x.length < 30 && !chart.stepped, size: 5, fill: stroke },
           paths: chart.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
           fill: chart.stepped ? stroke + "22" : undefined,
         },
         ...(chart.low ? [1, 2].map(() => ({ stroke: "transparent", points: { show: false } })) : []),
-        ...(chart.more || []).map((each) => ({ stroke: color(each.color), width: 1.5, dash: each.solid ? [] : [6, 4], points: { show: false } })),
-        ...(isSmoothed(chart) ? [{ stroke, width: 2, points: { show: false } }] : []),
+        ...others(chart).map((each) => ({
+          stroke: faint(color(each.color)), width: isSmoothed(chart) && isLong(chart.x) ? 1 : 1.5,
+          dash: each.solid ? [] : [6, 4], points: { show: false },
+        })),
+        ...means(chart).map((shade) => ({ stroke: shade, width: 2, points: { show: false } })),
       ],
       bands: chart.low ? [{ series: [3, 2], fill: stroke + "22" }] : [],
       plugins: [marks],
@@ -212,7 +219,7 @@
     readout.textContent = chart.summary;
     const plot = new uPlot(options, lines(chart, box), holder);
     holder.plot = plot;
-    plot.showPart = (x, found) => plot.setData(withMean(chart, [x, ...found]), false);
+    plot.showPart = (x, found) => plot.setData(withMeans(chart, [x, ...found]), false);
     return plot;
   }
 

@@ -6,7 +6,8 @@
 ``hostfile``    one that has rank 0 write it
 ``join``        after this step, with the text ``hosts``; steps wait until ``size`` ranks train
 ``die``         ``rank``, ``step`` (the first in which it may die), ``seed``, and ``everywhere``:
-                whether lines of the library count too
+                whether lines of the library count too; or ``rank`` and ``epoch``: it dies before
+                the first step of the epoch, when another worker is about to join in its place
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from typing import Any
 import hvd_elastic
 from hvd_elastic.training import context
 from hvd_elastic.training.metrics import Metrics
+from hvd_elastic.training.rollback import Rollback
 
 plan = json.loads(Path(sys.argv[1]).read_text())
 script = str(Path(sys.argv[2]).resolve())
@@ -84,6 +86,20 @@ class Death:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_between_epochs(rollback, *arguments, begin=Rollback.loop_begins, **options):
+    """Die where the loop over the data of an epoch begins, once a newcomer waits to join."""
+    worker, mark = context.current().worker, folder / "died"
+    here = (worker.communicator.rank, worker.progress.epoch)
+    if here == (plan["die"]["rank"], plan["die"]["epoch"]) and not mark.exists():
+        Path(plan["hostfile"]).write_text(plan["hosts"])
+        end = time.monotonic() + WAIT_S
+        while not worker.wants_change and time.monotonic() < end:
+            time.sleep(0.01)
+        mark.write_text(f"before epoch {worker.progress.epoch}")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return begin(rollback, *arguments, **options)
+
+
 def tell_end():
     """Write a digest of what the optimizers train."""
     worker = context.current().worker
@@ -106,7 +122,9 @@ def count_and_join(metrics, planned, *, count=Metrics.step_finished):
 
 if "join" in plan:
     setattr(Metrics, "step_finished", count_and_join)  # noqa: B010
-if "die" in plan:
+if "epoch" in plan.get("die", ()):
+    setattr(Rollback, "loop_begins", die_between_epochs)  # noqa: B010
+elif "die" in plan:
     sys.settrace(Death(**plan["die"]).trace)
 sys.argv[:] = sys.argv[2:]
 runpy.run_path(script, run_name="__main__")

@@ -23,11 +23,11 @@ import psutil
 import pytest
 
 from hvd_elastic import __version__
-from hvd_elastic.agent.agent import interface_of
 from hvd_elastic.agent.template.process import TITLE
 from hvd_elastic.checkpoint.saved import find_spooled, spool_file
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.endings import crash_stack
+from hvd_elastic.hosts.interfaces import interface_of
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import compress, decompress, encode
 from tests.unit.wire.wire_samples import leader_hello, saved_file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,29 +10,7 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.slurm.allocation import own_allocation, slots_of_nodes
 from hvd_elastic.slurm.commands import call
-
-VARIABLES = {
-    "SLURM_JOB_ID": "17",
-    "SLURM_JOB_NODELIST": "gpu[1-2]",
-    "SLURM_JOB_CPUS_PER_NODE": "8(x2)",
-}
-Write = Callable[[str, str], None]
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Slurm's commands for an allocation of two nodes, which a test may write anew."""
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-
-    def script(name: str, text: str) -> None:
-        path = tmp_path / name
-        path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
-        path.chmod(0o755)
-
-    script("srun", "exit 1")
-    script("scontrol", 'test "$*" = "show hostnames gpu[1-2]" && echo gpu1 && echo gpu2')
-    script("squeue", "echo RUNNING")
-    return script
+from tests.unit.slurm.conftest import VARIABLES, Write
 
 
 def test_the_nodes_are_hosts_in_slurms_order(write: Write) -> None:

@@ -101,6 +101,17 @@ def test_what_a_script_changes_is_rolled_back_and_the_trained_is_not(alone: Cont
     assert (state.model.weights[0].numpy() == changed).all()
 
 
+def test_rates_and_variables_that_a_script_sets_are_rolled_back(alone: Context) -> None:
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    state = hvd.State(model=model_of(3), optimizer=optimizer, count=tf.Variable(1))
+    state.save_values()
+    optimizer.learning_rate = 0.25
+    state.count.assign_add(1)
+    state.roll_back()
+    assert float(optimizer.learning_rate) == 0.5
+    assert int(state.count) == 1
+
+
 def test_tensorflow_scripts_import_no_pytorch_and_run_no_operation() -> None:
     """An operation would start threads, and the agent's template could not be forked."""
     program = (

@@ -322,6 +322,27 @@ def test_a_rank_that_went_on_to_the_next_epoch_comes_back_to_the_end_of_the_last
     assert (progress.epoch, progress.step, meter.values) == (1, 5, [8])
 
 
+def test_what_another_library_does_after_the_loop_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(monkeypatch)
+    rollback, worker = training.context.rollback, training.context.worker
+    meter = Meter()
+    hvd.State(model=training.model, optimizer=training.optimizer, meter=meter)
+    worker.in_train = True
+    worker.progress = Progress(step=4, position=8, examples=8)
+    rollback.loop_ended()
+    meter.values.append(1.0)
+    rollback.tail_begins()
+    meter.values.append(2.0)
+    rollback.fail()
+    assert meter.values == [1.0]
+    rollback.function_entered()  # the state of the rank that has come furthest is here
+    meter.values.append(1.0)
+    rollback.tail_begins()
+    assert meter.values == [1.0]
+
+
 def test_large_helper_objects_are_copied_at_the_end_of_an_epoch_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

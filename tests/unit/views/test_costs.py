@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.testbed.replay import Replay
 from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.records.schema import check_event
 from hvd_elastic.records.summary import RunSummary, summarize
 from hvd_elastic.views.allocation import hosts_section
 from hvd_elastic.views.costs import cost_so_far, forecast_words, time_section
 from hvd_elastic.views.forecast import predict_end
-from tests.unit.views.replay import Replay
+from hvd_elastic.views.prometheus import prometheus_text
 
 
 @pytest.fixture
@@ -126,6 +129,23 @@ def test_the_table_of_hosts_tells_who_is_slow_who_leaves_and_who_is_lost(replay:
     replay.train(100)
     stale = [event for event in read_events(replay.folder.events) if event["kind"] != "host_sample"]
     assert " ms " not in text_of(hosts_section(summarize(stale)))
+
+
+def test_hosts_are_told_to_prometheus_while_they_are_there(replay: Replay) -> None:
+    replay.join("node3")
+    replay.train(12)
+    replay.lose("node3")
+    replay.train(70)
+    text = prometheus_text([(summary_of(replay), "running")])
+    assert re.search(r'hvd_elastic_host_cpu_ratio\{run="a",host="node1"\} 0\.\d+', text)
+    assert "node3" not in text
+    assert "hvd_elastic_done_ratio" in text
+    promtool = shutil.which("promtool")
+    if promtool is not None:
+        checked = subprocess.run(
+            [promtool, "check", "metrics"], input=text, text=True, capture_output=True, check=False
+        )
+        assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def test_the_replay_writes_events_as_they_are_defined(replay: Replay) -> None:

@@ -12,13 +12,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.views import live
+from hvd_elastic.views import live_run
 from hvd_elastic.views.prometheus import FIGURES
 from hvd_elastic.views.server import Dashboard
 from tests.paths import ROOT
@@ -267,7 +268,11 @@ def test_others_than_this_machine_need_the_token(folder: Path) -> None:
         assert "HttpOnly; SameSite=Strict" in headers["Set-Cookie"]
         assert viewer.get("/", Cookie=headers["Set-Cookie"].partition(";")[0])[0] == 200
         assert viewer.get("/metrics", Authorization=f"Bearer {server.token}")[0] == 200
-        assert server.token in server.url
+        assert server.url.endswith(f"/?token={server.token}")
+        assert server.url_of(["a"]).endswith(f"/runs/a?token={server.token}")
+        compared = urlsplit(server.url_of(["digits-3", "digits-4"]))
+        sample_folder(folder.parent, "digits-4")
+        assert viewer.get(f"{compared.path}?{compared.query}")[0] == 200
     finally:
         server.shutdown()
         server.server_close()
@@ -348,7 +353,7 @@ def test_runs_are_compared_on_one_page(viewer: Viewer, folder: Path) -> None:
 def test_a_file_too_long_to_be_read_at_once_is_shown_as_it_is_read(
     viewer: Viewer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "_READ_S", 1e-4)  # a piece of 2 MB each time
+    monkeypatch.setattr(live_run, "_READ_S", 1e-4)  # a piece of 2 MB each time
     begin = json.loads((folder / "events.jsonl").read_text().splitlines()[0])["t"]
     number = 60_000
     with (folder / "events.jsonl").open("a") as file:

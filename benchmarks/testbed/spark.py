@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,12 +14,13 @@ import psutil
 from typing_extensions import Self
 
 from hvd_elastic.virtual import VirtualCluster
-from tests.dist.running import processes_with
 
 START_S = 90.0
+"""Time limit for the start of a daemon [s]."""
 MASTER = "org.apache.spark.deploy.master.Master"
 WORKER = "org.apache.spark.deploy.worker.Worker"
-MARK = "SPARK_CLUSTER_OF_TEST"
+MARK = "SPARK_CLUSTER"
+"""Variable of all its processes, with its folder."""
 
 
 class SparkCluster:
@@ -44,14 +44,20 @@ class SparkCluster:
 
     @property
     def url(self) -> str:
+        """Address of the master, for a session."""
         return f"spark://{self._address}:{self._port}"
 
     @property
     def address(self) -> str:
-        """Address of the driver, which runs on this machine."""
+        """Return the address of the driver, which runs on this machine."""
         return self._address
 
     def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start the master."""
         master = ("--host", self._address, "--port", str(self._port), "--webui-port", "0")
         self._processes.append(
             subprocess.Popen(
@@ -62,14 +68,18 @@ class SparkCluster:
             )
         )
         self._wait_for_log("master", "New state: ALIVE")
-        return self
 
     def __exit__(self, *_: object) -> None:
-        for process in processes_with(MARK, str(self.folder)):
+        self.stop()
+
+    def stop(self) -> None:
+        """Kill the master, the workers and their executors."""
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                process.kill()
+                if process.environ().get(MARK) == str(self.folder):
+                    process.kill()
         for started in self._processes:
-            started.send_signal(signal.SIGKILL)
+            started.kill()
             started.wait()
 
     def start_worker(self, host: str) -> None:
@@ -95,7 +105,7 @@ class SparkCluster:
             time.sleep(0.1)
 
     def executors(self, host: str) -> list[psutil.Process]:
-        """The executors (Java) of a host."""
+        """Return the executors (Java processes) of a host."""
         found = []
         for pid in self.cluster.pids(host):
             with contextlib.suppress(psutil.Error):
@@ -123,6 +133,12 @@ class SparkCluster:
             "PYSPARK_PYTHON": sys.executable,
             MARK: str(self.folder),
         }
+
+    @property
+    def driver_environment(self) -> dict[str, str]:
+        """Return the environment of a program with a session on this cluster."""
+        own = {"SPARK_URL": self.url, "SPARK_LOCAL_IP": self._address}
+        return {**os.environ, "PYSPARK_PYTHON": sys.executable, **own}
 
     def _log(self, name: str) -> int:
         return os.open(self.folder / "log" / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -1,0 +1,69 @@
+"""A user's Spark program, with our ``TorchDistributor`` or Spark's: what the benchmark measures.
+
+``python -m benchmarks.testbed.spark_program ours|theirs FOLDER RANKS MOST SCRIPT [ARG]...``. It
+creates its session, waits for as many executors as ranks, writes the time to ``FOLDER/asked``, and
+has the script run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def make_session() -> Any:
+    """Return a session on the cluster that the environment names."""
+    from pyspark.sql import SparkSession
+
+    address = os.environ["SPARK_LOCAL_IP"]
+    forwarded = ("OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "HVD_ELASTIC_BENCH_MARKS")
+    settings = {
+        "spark.driver.host": address,
+        "spark.driver.bindAddress": address,
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.driver.memory": "512m",
+        "spark.executor.memory": "512m",
+        "spark.executor.cores": "1",
+        "spark.executor.extraJavaOptions": "-XX:+UseSerialGC",
+        # Executors that are lost are replaced, and their tasks tried again, without end.
+        "spark.task.maxFailures": "100",
+        "spark.stage.maxConsecutiveAttempts": "100",
+        **{f"spark.executorEnv.{k}": os.environ[k] for k in forwarded if k in os.environ},
+    }
+    builder = SparkSession.builder.master(os.environ["SPARK_URL"])
+    for name, value in settings.items():
+        builder = builder.config(name, value)
+    return builder.getOrCreate()
+
+
+def main() -> None:
+    """Run the program."""
+    whose, folder, ranks, most, script, *arguments = sys.argv[1:]
+    spark = make_session()
+    context = spark.sparkContext._jsc.sc()
+    while context.getExecutorMemoryStatus().size() <= int(ranks):  # the driver is one of them
+        time.sleep(0.1)
+    distributor: Any
+    if whose == "ours":
+        from hvd_elastic.spark import TorchDistributor as Ours
+
+        options = {"run_id": "bench"}
+        distributor = Ours(
+            int(ranks), False, False, min_processes=1, max_processes=int(most), run_options=options
+        )
+    else:
+        from pyspark.ml.torch.distributor import TorchDistributor as Theirs
+
+        distributor = Theirs(int(ranks), local_mode=False, use_gpu=False)
+    asked = Path(folder, "asked")
+    asked.with_suffix(".new").write_text(str(time.monotonic()), encoding="utf-8")
+    asked.with_suffix(".new").replace(asked)
+    distributor.run(script, *arguments)
+
+
+if __name__ == "__main__":
+    main()

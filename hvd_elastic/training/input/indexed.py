@@ -1,0 +1,131 @@
+"""What is read by index, in any process: examples that are seeded and collated into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.training.input.server import seed_example
+
+
+class IndexedSource:
+    """Makes batches of a data set: the part of a :class:`Source` that all frontends share.
+
+    Args:
+        dataset: data set with ``__getitem__``. If it has ``__getitems__`` too, that one is called
+            for a whole batch, which is then seeded once.
+        examples: number of its examples.
+        collate: makes a batch of what the data set returns.
+        seed: seed of the data order, which the random numbers of each example are seeded by.
+    """
+
+    def __init__(
+        self, dataset: Any, examples: int, collate: Callable[[Any], Any], seed: int
+    ) -> None:
+        self.examples = examples
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+        self._at_once = getattr(dataset, "__getitems__", None)
+
+    def make(self, epoch: int, indices: Sequence[int]) -> Any:
+        """See :class:`Source`."""
+        if self._at_once is not None:
+            self.seed_for(epoch, indices[0])
+            return self._collate(self._at_once(list(indices)))
+        examples = []
+        for index in indices:
+            self.seed_for(epoch, index)
+            examples.append(self._dataset[index])
+        return self._collate(examples)
+
+    def read(self, indices: Sequence[int]) -> Any:
+        """Return the batch of the examples at some indices, without seeding."""
+        if self._at_once is not None:
+            return self._collate(self._at_once(list(indices)))
+        return self._collate([self._dataset[index] for index in indices])
+
+    def seed_for(self, epoch: int, index: int) -> int:
+        """Seed the random numbers for an example, and return a seed for further ones."""
+        return seed_example(self._seed, epoch, index)
+
+
+class Arrays:
+    """Arrays with a common first dimension, as a data set.
+
+    Args:
+        arrays: an array, or a tuple or dict of them.
+
+    Raises:
+        ScriptError: their first dimensions differ, or are 0.
+
+    >>> pairs = Arrays((np.arange(3), np.arange(3) ** 2))
+    >>> len(pairs), pairs[2]
+    (3, (np.int64(2), np.int64(4)))
+    """
+
+    def __init__(self, arrays: Any) -> None:
+        lengths: set[int] = set()
+
+        def noted(values: Any) -> np.ndarray:
+            array = np.asarray(values)
+            lengths.add(len(array) if array.ndim else 0)
+            return array
+
+        self._arrays = mapped(noted, arrays)
+        if len(lengths) != 1 or lengths == {0}:
+            raise ScriptError(
+                f"hvd.dataset(source): the arrays have {sorted(lengths)} examples; all need the "
+                "same first dimension, of at least 1"
+            )
+        self._length = lengths.pop()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        return mapped(lambda array: array[index], self._arrays)
+
+    __getitems__ = __getitem__
+    """Returns a whole batch, for a list of indices."""
+
+    @staticmethod
+    def is_source(source: Any) -> bool:
+        """Return whether a source is arrays and not an object that returns examples."""
+        return isinstance(source, (tuple, dict)) or hasattr(source, "shape")
+
+    @staticmethod
+    def collate(batch: Any) -> Any:
+        """Return the batch itself: arrays need no collating."""
+        return batch
+
+
+def mapped(function: Callable[[Any], Any], structure: Any) -> Any:
+    """Return a tuple or dict, which may be nested, with a function applied to each value.
+
+    >>> mapped(abs, {"a": -1, "b": (2, -3)})
+    {'a': 1, 'b': (2, 3)}
+    """
+    if isinstance(structure, Mapping):
+        return {key: mapped(function, each) for key, each in structure.items()}
+    if isinstance(structure, tuple):
+        values = [mapped(function, each) for each in structure]
+        return type(structure)(*values) if hasattr(structure, "_fields") else tuple(values)
+    return function(structure)
+
+
+def collated(examples: Sequence[Any]) -> Any:
+    """Return examples as one batch: arrays, stacked, in the structure of an example.
+
+    >>> collated([{"x": 1, "y": (2, 3)}, {"x": 4, "y": (5, 6)}])
+    {'x': array([1, 4]), 'y': (array([2, 5]), array([3, 6]))}
+    """
+    first = examples[0]
+    if isinstance(first, Mapping):
+        return {key: collated([each[key] for each in examples]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return tuple(map(collated, zip(*examples, strict=True)))
+    return np.stack([np.asarray(each) for each in examples])

@@ -1,0 +1,102 @@
+"""What a Keras script can get wrong, on two real ranks: it trains, or ends with one clear error."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist.jobs import Job, hostfile_of
+from tests.paths import COSTLY, NEEDS_TENSORFLOW
+
+pytestmark = [pytest.mark.dist, NEEDS_TENSORFLOW, pytest.mark.timeout(200)]
+
+BEGIN = """
+import keras, numpy as np, tensorflow as tf
+import hvd_elastic.keras as hvd
+hvd.init()
+keras.utils.set_random_seed(0)
+inputs, targets = np.ones((24, 2), "f4"), np.ones((24, 1), "f4")
+dataset = hvd.dataset((inputs, targets), 8)
+def make_layers(): return [keras.Input((2,)), keras.layers.Dense(1)]
+kind = keras.Sequential
+def optimizer(): return hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+def fit(model, data=None, compiled=None, **options):
+    model.compile(compiled or optimizer(), "mse", **options)
+    model.fit(data or dataset, epochs=2, callbacks=[hvd.ElasticCallback()], verbose=0)
+"""
+OWN_STEP = """
+class Own(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+fit(Own(make_layers()))
+"""
+ENDLESS = """
+def examples():
+    while True:
+        yield inputs[:8], targets[:8]
+kinds = tf.TensorSpec((8, 2)), tf.TensorSpec((8, 1))
+fit(kind(make_layers()), tf.data.Dataset.from_generator(examples, output_signature=kinds))
+"""
+STRATEGY = """
+kept = optimizer()
+with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+    model = kind(make_layers())
+    model.compile(kept, "mse")
+model.fit(dataset, callbacks=[hvd.ElasticCallback()], verbose=0)
+"""
+WORKS = {
+    "run_eagerly": "fit(kind(make_layers()), run_eagerly=True)",
+    "own train_step": OWN_STEP,
+    "bfloat16": "keras.config.set_dtype_policy('mixed_bfloat16'); fit(kind(make_layers()))",
+}
+REFUSED = {
+    "not built": ("fit(kind(make_layers()[1:]))", "is not built"),
+    "batched": ("fit(kind(make_layers()), dataset.batch(2))", "batch() after hvd.dataset"),
+    "float16": (
+        "keras.config.set_dtype_policy('mixed_float16'); fit(kind(make_layers()))",
+        "mixed_bfloat16",
+    ),
+    "wrapped twice": (
+        "fit(kind(make_layers()), compiled=hvd.DistributedOptimizer(optimizer()))",
+        "averaged already",
+    ),
+    "two models": (
+        "fit(kind(make_layers())); fit(kind(make_layers()))",
+        "is a second training in this script",
+    ),
+    "no cardinality": (ENDLESS, "has to come from hvd.dataset"),
+    "strategy": (STRATEGY, "a tf.distribute strategy"),
+}
+
+
+def job_of(text: str, folder: Path) -> Job:
+    script = folder / "train.py"
+    script.write_text(BEGIN + text + "\n")
+    hostfile = hostfile_of(folder / "hosts", ["localhost"], slots=2)
+    return Job("--hostfile", hostfile, "--", sys.executable, script, home=folder)
+
+
+@COSTLY
+@pytest.mark.parametrize("case", WORKS)
+def test_it_trains(case: str, tmp_path: Path) -> None:
+    with job_of(WORKS[case], tmp_path) as job:
+        assert job.wait(120) == 0, job.text
+    assert [event["steps"] for event in job.events("run_finished")] == [6]
+
+
+@COSTLY
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused_with_one_error(case: str, tmp_path: Path) -> None:
+    text, said = REFUSED[case]
+    with job_of(text, tmp_path) as job:
+        assert job.wait(120) == 1, job.text
+    assert said in job.text
+    assert "Traceback" not in job.text
+    assert job.text.count("error: ") <= 2, "that of the script on each rank, at most"

@@ -1,0 +1,164 @@
+"""What users of Spark's TorchDistributor write, with only the import changed; writes results."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.spark import TorchDistributor, _get_spark_partition_data_loader, rows
+from tests.engines.spark_session import make_session
+
+SCRIPT = """
+import argparse, os
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float)
+print("rate", parser.parse_args().lr, "at rank", os.environ["RANK"])
+"""
+
+
+def with_argument(rate: float, *, more: str) -> tuple[str, float, str]:
+    return os.environ["RANK"], rate, more
+
+
+def data_parallel(steps: int) -> tuple[int, float]:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 2)).square().mean().backward()
+        optimizer.step()
+    held = [torch.zeros(1, 2) for _ in range(dist.get_world_size())]
+    dist.all_gather(held, model.module.weight.detach())
+    # Not destroy_process_group(): it may wait for Gloo's threads with Python's lock, for ever.
+    return len(held), max(float((one - held[0]).abs().max()) for one in held)
+
+
+def with_lightning() -> tuple[int, int]:
+    import lightning
+    import torch
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.layer(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data = torch.utils.data.TensorDataset(torch.randn(24, 2))
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=int(os.environ["WORLD_SIZE"]),
+        strategy="ddp",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(), torch.utils.data.DataLoader(data, batch_size=4))
+    return trainer.world_size, trainer.global_step
+
+
+def with_keras() -> tuple[int, int]:
+    import keras
+    import numpy as np
+
+    import hvd_elastic.keras as hvd
+
+    hvd.init()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    data = hvd.dataset((np.ones((24, 2), "float32"), np.ones((24, 1), "float32")), batch_size=6)
+    model.fit(data, epochs=2, verbose=0, callbacks=[hvd.ElasticCallback()])
+    return hvd.size(), int(model.optimizer.iterations.numpy())
+
+
+def rows_of_rank(count: int) -> list[int]:
+    return [int(i) for ids, _, _ in _get_spark_partition_data_loader(count, 4, 0) for i in ids]
+
+
+def rows_of_all() -> tuple[int, list[int]]:
+    import torch
+
+    import hvd_elastic.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(2, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    loader: Any = hvd.DataLoader(rows(), batch_size=8, shuffle=True)
+    read: list[int] = []
+
+    @hvd.run
+    def train(state: Any) -> list[int]:
+        for _ in hvd.epochs(1):
+            for ids, pairs, _ in loader:
+                read.extend(ids.tolist())
+                optimizer.zero_grad()
+                model(pairs.float()).square().mean().backward()
+                optimizer.step()
+                state.commit()
+        found: list[int] = hvd.allgather(torch.tensor(read), "read").tolist()
+        return found
+
+    every = train(hvd.State(model=model, optimizer=optimizer))
+    return hvd.size(), sorted(every)
+
+
+def main() -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    # Spark's own class refuses clusters with TLS.
+    spark = make_session(**{"spark.ssl.enabled": "true"})
+    folder = Path(sys.argv[1])
+    here = TorchDistributor(num_processes=2, local_mode=True, use_gpu=False)
+    there = TorchDistributor(num_processes=3, local_mode=False, use_gpu=False)
+    script = folder / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    frame = spark.createDataFrame(
+        [(i, [float(i), 1.0], i % 2 == 0) for i in range(50)], ["i", "p", "b"]
+    )
+    found: dict[str, Any] = {
+        "function here": here.run(with_argument, 1e-3, more="yes"),
+        "function there": there.run(with_argument, 1e-3, more="yes"),
+        "script": there.run(str(script), "--lr=0.01"),
+        "data parallel": there.run(data_parallel, 5),
+        "values": [there.run(with_argument, i, more="")[1] for i in range(int(sys.argv[2]))],
+        "rows of rank 0": there._train_on_dataframe(rows_of_rank, frame, 17),
+        "rows": there._train_on_dataframe(rows_of_all, frame),
+    }
+    if "keras" in sys.argv:
+        found["keras"] = there.run(with_keras)
+    if "lightning" in sys.argv:
+        found["lightning"] = there.run(with_lightning)
+    try:
+        TorchDistributor(num_processes=9, local_mode=False, use_gpu=False).run(
+            with_argument, 1, more=""
+        )
+    except HvdElasticError as error:
+        found["too many"] = str(error)
+    try:
+        TorchDistributor(num_processes=1, local_mode=False, use_gpu=True)
+    except HvdElasticError as error:
+        found["no GPU"] = str(error)
+    (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main()

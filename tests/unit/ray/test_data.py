@@ -1,0 +1,51 @@
+"""Asking a host's actor for rows, as far as it needs no Ray."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvd_elastic.errors import DataError
+from hvd_elastic.ray.data import PLACE_VARIABLE, RayDataset, RowServer, StoredRows
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> RowServer:
+    made = RowServer(["train", "lost"])
+    for name, value in made.variables.items():
+        monkeypatch.setenv(name, value)
+    return made
+
+
+def test_rows_are_read_only_in_a_training_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PLACE_VARIABLE, raising=False)
+    with pytest.raises(DataError, match="not one of such a training"):
+        RayDataset()
+
+
+def test_an_unknown_name_and_a_failed_data_set_are_told(server: RowServer) -> None:
+    with pytest.raises(DataError, match="none of that name; its datasets are: train, lost"):
+        RayDataset("test")
+    server.offer("lost", DataError("a transform failed"))
+    with pytest.raises(DataError, match="a transform failed"):
+        RayDataset("lost")
+
+
+def test_who_has_not_the_key_is_refused(server: RowServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from multiprocessing import AuthenticationError
+
+    name = server.variables[PLACE_VARIABLE].partition(":")[0]
+    monkeypatch.setenv(PLACE_VARIABLE, f"{name}:{'0' * 32}")
+    with pytest.raises((DataError, AuthenticationError)):
+        RayDataset()
+
+
+def test_blocks_of_the_data_set_are_known(server: RowServer) -> None:
+    pytest.importorskip("ray.data")
+    server.offer("train", StoredRows(("a", "b"), (3, 2)))
+    data = RayDataset("train", shuffle_window=1)
+    assert len(data) == 5
+    assert data.blocks == ((3, 2), 1)
+    with pytest.raises(IndexError, match="row 5 of 5"):
+        data[5]
+    with pytest.raises(DataError, match="must be 1 or more"):
+        RayDataset("train", shuffle_window=0)
