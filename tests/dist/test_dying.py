@@ -9,7 +9,7 @@ import pytest
 
 from hvd_elastic.agent.template.process import TITLE
 from hvd_elastic.hosts.programs.processes import command_line, read
-from tests.dist.conftest import StartJob
+from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.running import CLEAN_S, RunningJob, Stage, WorkerProcess
 from tests.paths import COSTLY
 
@@ -20,12 +20,12 @@ STEPS_IN_A_REPORT = 25
 
 
 @pytest.fixture
-def job(stage: Stage, shared_jobs: list[RunningJob]) -> Iterator[RunningJob]:
+def job(stage: Stage, shared_jobs: list[RunningJob], style: str) -> Iterator[RunningJob]:
     """A job that trains with two processes on the first host and one on the second."""
     stage.boot_all()
     baseline = {stage.hosts[0]: 2, stage.hosts[1]: 1}
     if not shared_jobs or shared_jobs[-1].process.poll() is not None:
-        shared_jobs.append(RunningJob(stage, baseline))
+        shared_jobs.append(RunningJob(stage, baseline, style=style))
         shared_jobs[-1].wait_size(3)
     job = shared_jobs[-1]
     job.use(baseline)
@@ -50,6 +50,7 @@ def refill(job: RunningJob, since: int, killed: WorkerProcess) -> None:
     job.wait_size(3, since)
 
 
+@EVERY_STYLE
 def test_kill_9_of_a_worker_leaves_the_others_of_its_host_alone(
     stage: Stage, job: RunningJob
 ) -> None:
@@ -67,6 +68,7 @@ def test_kill_9_of_a_worker_leaves_the_others_of_its_host_alone(
     check_went_on_from_live_state(job, since, before)
 
 
+@pytest.mark.parametrize("style", ["torch"], indirect=True, scope="module")
 def test_a_killed_worker_is_replaced_by_a_fork_of_the_template(
     stage: Stage, job: RunningJob
 ) -> None:
@@ -92,6 +94,7 @@ def test_a_killed_worker_is_replaced_by_a_fork_of_the_template(
     check_went_on_from_live_state(job, since, before)
 
 
+@EVERY_STYLE
 @COSTLY
 def test_kill_9_of_the_worker_of_rank_0(job: RunningJob) -> None:
     killed = job.worker_of_rank(0)
@@ -101,6 +104,7 @@ def test_kill_9_of_the_worker_of_rank_0(job: RunningJob) -> None:
     check_went_on_from_live_state(job, since, before)
 
 
+@EVERY_STYLE
 def test_kill_9_of_an_agent_ends_its_workers_and_replaces_them(
     stage: Stage, job: RunningJob
 ) -> None:
@@ -117,6 +121,7 @@ def test_kill_9_of_an_agent_ends_its_workers_and_replaces_them(
     check_went_on_from_live_state(job, since, before)
 
 
+@EVERY_STYLE
 def test_kill_9_of_all_workers_of_a_host(stage: Stage, job: RunningJob) -> None:
     a, *_ = stage.hosts
     since, before = job.mark(), job.step
@@ -129,6 +134,7 @@ def test_kill_9_of_all_workers_of_a_host(stage: Stage, job: RunningJob) -> None:
     check_went_on_from_live_state(job, since, before)
 
 
+@EVERY_STYLE
 def test_a_host_crashes_and_comes_back(stage: Stage, job: RunningJob) -> None:
     a, *_ = stage.hosts
     since, before = job.mark(), job.step
@@ -141,6 +147,7 @@ def test_a_host_crashes_and_comes_back(stage: Stage, job: RunningJob) -> None:
     check_went_on_from_live_state(job, since, before)
 
 
+@EVERY_STYLE
 def test_kill_9_of_all_workers_goes_back_to_the_checkpoint(job: RunningJob) -> None:
     job.wait_event("checkpoint", job.mark())
     since = job.mark()
@@ -156,6 +163,7 @@ def test_kill_9_of_all_workers_goes_back_to_the_checkpoint(job: RunningJob) -> N
     assert job.check_audit().voided_steps > 0 or restored["step"] == newest
 
 
+@EVERY_STYLE
 @pytest.mark.parametrize("who", [pytest.param("newcomer", marks=COSTLY), "member"])
 def test_kill_9_while_a_generation_forms(stage: Stage, job: RunningJob, who: str) -> None:
     a, b, c, _ = stage.hosts
@@ -175,6 +183,7 @@ def test_kill_9_while_a_generation_forms(stage: Stage, job: RunningJob, who: str
     check_went_on_from_live_state(job, since, before)
 
 
+@EVERY_STYLE
 @COSTLY
 def test_kill_9_of_a_newcomer_in_the_moment_it_is_announced(stage: Stage, job: RunningJob) -> None:
     a, b, c, _ = stage.hosts
@@ -190,6 +199,7 @@ def test_kill_9_of_a_newcomer_in_the_moment_it_is_announced(stage: Stage, job: R
     check_went_on_from_live_state(job, since, before)
 
 
+@EVERY_STYLE
 def test_kill_9_of_a_worker_that_is_only_starting(stage: Stage, job: RunningJob) -> None:
     a, b, c, _ = stage.hosts
     since, before = job.mark(), job.step
@@ -202,6 +212,7 @@ def test_kill_9_of_a_worker_that_is_only_starting(stage: Stage, job: RunningJob)
     check_went_on_from_live_state(job, since, before)
 
 
+@EVERY_STYLE
 def test_the_run_that_lost_so_much_ends_well(job: RunningJob) -> None:
     audit = job.finish()
     assert audit.complete_epochs == len(audit.epochs) > 3
