@@ -184,7 +184,7 @@ class Daemon:
         ending = progress.ending
         if ending is not None and ending.at >= (job.started_at or 0.0):
             self._run_ended(job, ending.status, ending.message)
-        elif progress.began_at is None or progress.began_at < (job.started_at or 0.0):
+        elif self._runs.failed_to_begin(job):
             self._run_ended(job, "failed", self._runs.why_not_begun(job))
         else:
             self._lead_on(job)
