@@ -32,7 +32,7 @@ from benchmarks.testbed.command import (
     run_benchmark,
 )
 from benchmarks.testbed.environments import PeerMissingError
-from benchmarks.testbed.figures import Result, conditions, figure, table
+from benchmarks.testbed.figures import Figure, Result, conditions, figure, table
 from benchmarks.testbed.hosts import Testbed
 from benchmarks.testbed.launchers import (
     OUR_PROGRAM,
@@ -78,6 +78,29 @@ class Engine:
     lose: Callable[[Job], float] = crash
     join: Callable[[Job], float] | None = None
     theirs_left: int = _HOSTS - 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result.
+
+    Attributes:
+        engine, case, launcher: what was measured.
+        times: what was measured of it [s].
+        failed: why there are none, or fewer than there should be; empty: there are all.
+    """
+
+    engine: str
+    case: str
+    launcher: str
+    times: Figure
+    failed: str
+
+    @property
+    def text(self) -> str:
+        """Return the times, or why there are none."""
+        times = str(self.times) if self.times.samples_s else ""
+        return ", ".join(filter(None, (times, self.failed)))
 
 
 # -- Slurm -------------------------------------------------------------------------------------
@@ -455,35 +478,24 @@ def measure_engines(options: argparse.Namespace, say: Say) -> Result:
                 if number:
                     samples.setdefault(place, []).append(seconds)
         hosts = stage.description
-    rows = []
-    for key, case, launcher in _plays(options.engines):
-        place = (key, case, launcher.name)
-        found = figure(samples.get(place, []))
-        rows.append(
-            {"engine": key, "case": case, "launcher": launcher.name}
-            | {"median_s": found.median_s, "min_s": found.min_s, "max_s": found.max_s}
-            | {"samples_s": found.samples_s, "failed": failed.get(place, "")}
-        )
-    for key in options.engines:
-        for case, why in ENGINES[key].cannot.items():
-            rows.append(
-                {"engine": key, "case": case, "launcher": ENGINES[key].theirs.name}
-                | {"failed": f"not measured: {why}"}
-            )
-    shown = [(row["engine"], row["case"], row["launcher"], _cell(row)) for row in rows]
+    rows = [
+        Row(key, case, launcher.name, figure(samples.get(place, [])), failed.get(place, ""))
+        for key, case, launcher in _plays(options.engines)
+        for place in [(key, case, launcher.name)]
+    ]
+    rows += [
+        Row(key, case, ENGINES[key].theirs.name, figure([]), f"not measured: {why}")
+        for key in options.engines
+        for case, why in ENGINES[key].cannot.items()
+    ]
     headings = ("engine", "case", "launcher", "median (range)")
+    shown = [(row.engine, row.case, row.launcher, row.text) for row in rows]
     return Result(
         "engines",
         conditions(hosts, _NOTE, load_before),
         {"rows": rows},
         [table("On the machines of an engine", headings, shown)],
     )
-
-
-def _cell(row: Mapping[str, object]) -> str:
-    samples = row.get("samples_s")
-    text = str(figure(samples)) if isinstance(samples, tuple) and samples else ""
-    return ", ".join(part for part in (text, str(row["failed"])) if part)
 
 
 def _plays(keys: Sequence[str]) -> Iterator[tuple[str, str, Launcher]]:

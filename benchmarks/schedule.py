@@ -10,8 +10,10 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +49,30 @@ def simulate_one(task: tuple[Path, Path, str, float, float]) -> dict[str, float]
         "worst_fairness": outcome.worst_fairness,
         "rescales": outcome.rescales,
         "decision_ms": 1e3 * float(np.mean(outcome.decision_s)),
+    }
+
+
+def summarize(
+    policy: str, interval_s: float, rescale_s: float, found: Sequence[Mapping[str, float]]
+) -> dict[str, Any]:
+    """Return a row of the figures of one policy on all workloads."""
+
+    def mean(name: str) -> float:
+        return float(np.mean([each[name] for each in found]))
+
+    return {
+        "policy": policy,
+        "interval_s": interval_s,
+        "rescale_s": rescale_s,
+        "mean_h": [round(each["mean_h"], 3) for each in found],
+        "mean_of_all_h": round(mean("mean_h"), 3),
+        "published_h": PUBLISHED_H.get(policy) if interval_s == PUBLISHED[0] else None,
+        "p99_h": round(mean("p99_h"), 2),
+        "mean_fairness": round(mean("mean_fairness"), 3),
+        "worst_fairness": [round(each["worst_fairness"], 2) for each in found],
+        "worst_of_all_fairness": round(max(each["worst_fairness"] for each in found), 2),
+        "rescales": round(mean("rescales")),
+        "decision_ms": round(mean("decision_ms"), 2),
     }
 
 
@@ -88,21 +114,7 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
         for policy, interval_s, rescale_s in settings:
             tasks = [(options.profiles, file, policy, interval_s, rescale_s) for file in files]
             found = list(pool.map(simulate_one, tasks))
-            mean_h = [each["mean_h"] for each in found]
-            row = {
-                "policy": policy,
-                "interval_s": interval_s,
-                "rescale_s": rescale_s,
-                "mean_h": [round(each, 3) for each in mean_h],
-                "mean_of_all_h": round(float(np.mean(mean_h)), 3),
-                "published_h": PUBLISHED_H.get(policy) if interval_s == PUBLISHED[0] else None,
-                "p99_h": round(float(np.mean([each["p99_h"] for each in found])), 2),
-                "mean_fairness": round(float(np.mean([e["mean_fairness"] for e in found])), 3),
-                "worst_fairness": [round(each["worst_fairness"], 2) for each in found],
-                "worst_of_all_fairness": round(max(each["worst_fairness"] for each in found), 2),
-                "rescales": round(float(np.mean([each["rescales"] for each in found]))),
-                "decision_ms": round(float(np.mean([each["decision_ms"] for each in found])), 2),
-            }
+            row = summarize(policy, interval_s, rescale_s, found)
             rows.append(row)
             say(f"{policy}, a decision each {interval_s:g} s: mean {row['mean_of_all_h']} h")
     decisions = [

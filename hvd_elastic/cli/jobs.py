@@ -42,6 +42,8 @@ def queue(
 ) -> None:
     """List the jobs of a cluster: those that run, those that wait and why, and the last ones.
 
+    ETA is the time until a job that runs is expected to end, or one that waits to start.
+
     Examples:
       hvd-elastic queue
 
@@ -64,7 +66,7 @@ def queue(
         print(f"no job was submitted to cluster {place.name} yet")
         return
     width = max(len(job.run_id) for job in [*active, *ended])
-    print(f"{'JOB':>6}  {'RUN':<{width}}  {'STATUS':<9}  SLOTS  {'AGE':<9}  REASON")
+    print(f"{'JOB':>6}  {'RUN':<{width}}  {'STATUS':<9}  SLOTS  {'AGE':<9}  {'ETA':<9}  REASON")
     order = sorted(active, key=lambda job: (job.status.value != "running", job.number))
     for job in [*order, *ended]:
         print(_row(job, width))
@@ -76,15 +78,15 @@ def queue(
 def _row(job: Job, width: int) -> str:
     now = time.time()
     age = duration_words(max(0.0, now - job.submitted_at))
+    eta = "" if job.eta is None else duration_words(max(0.0, job.eta - now))
     slots = str(job.slots) if job.slots else ""
     reason = job.message or job.reason
     if job.stop is not None:
         reason = f"ends: {reason}"
-    elif job.eta is not None:
-        what = "ends" if job.status.value == "running" else "starts"
-        reason += f" ({what} in about {duration_words(max(0.0, job.eta - now))})"
-    status = job.status.value
-    return f"{job.number:>6}  {job.run_id:<{width}}  {status:<9}  {slots:>5}  {age:<9}  {reason}"
+    return (
+        f"{job.number:>6}  {job.run_id:<{width}}  {job.status.value:<9}  {slots:>5}  {age:<9}  "
+        f"{eta:<9}  {reason}"
+    )
 
 
 def job_fields(job: Job) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host, Hostfile
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.records.run_folder import RunFolder, new_run_id
+from hvd_elastic.records.run_folder import RunFolder, check_run_id, new_run_id
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.slurm.allocation import Allocation, own_allocation
 from hvd_elastic.slurm.batch import Submission, parse_nodes
@@ -176,7 +176,7 @@ def submit(context: typer.Context, options: SubmitOptions) -> None:
         folder, submission = _again(options, given)
     else:
         options.check()
-        submission = options.submission(options.run_id or new_run_id())
+        submission = options.submission(check_run_id(options.run_id or new_run_id()))
         folder = RunFolder(runs_folder() / submission.run_id)
     if options.dry_run:
         print(submission.first())
@@ -313,6 +313,8 @@ def _time_limit() -> Iterator[_TimeLimit]:
     limit = _TimeLimit()
 
     def announce(_number: int, _frame: Any) -> None:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            raise RunError("the time limit of this job came before the run could begin: give more")
         if not limit.is_near:
             limit.is_near = True
             _tell("the time limit is near, so the run stops here and goes on in another job")

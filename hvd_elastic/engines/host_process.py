@@ -37,15 +37,16 @@ class HostProcess:
         slots: int,
         env: Mapping[str, str] | None = None,
     ) -> None:
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # what is imported here
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hvd_elastic.hosts.programs.dial_back"],
+            env={**os.environ, **path},
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # it decides itself when it ends
         )
-        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # what is imported here
-        asked = {**invitation, "name": name, "slots": slots, "env": {**path, **(env or {})}}
+        asked = {**invitation, "name": name, "slots": slots, "env": dict(env or {})}
         assert self._process.stdin is not None, "started with a pipe"
         with contextlib.suppress(BrokenPipeError):  # its end says why
             self._process.stdin.write(json.dumps(asked).encode() + b"\n")

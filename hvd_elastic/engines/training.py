@@ -115,6 +115,11 @@ def train(
         raise UsageError(
             f"{', '.join(sorted(unknown))}: no option of a run; valid are {', '.join(OPTIONS)}"
         )
+    if options and not sizes.is_elastic(task):
+        raise UsageError(
+            f"{task.name} has fixed ranks, since it does not use hvd_elastic: options of a run "
+            f"({', '.join(options)}) are for elastic ones"
+        )
     with tempfile.TemporaryDirectory(prefix="hvd_elastic-") as name:
         packed = Path(name, TASK_FILE)
         packed.write_bytes(task.pack())
@@ -205,8 +210,9 @@ def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -
     if finish.status == "stopped":
         raise KeyboardInterrupt(finish.message)
     if finish.status != "succeeded":
-        text = f"\n{failure[0]['traceback'].rstrip()}" if failure else ""
-        raise RunError(f"run {folder.run_id} failed: {finish.message}{text}")
+        text = str(failure[0]["traceback"]).rstrip() if failure else ""
+        more = "" if text in finish.message else f"\n{text}"
+        raise RunError(f"run {folder.run_id} failed: {finish.message}{more}")
     return Outcome.unpack((folder.saved / OUTCOME_FILE).read_bytes()).get("rank 0")
 
 

@@ -33,7 +33,7 @@ from hvd_elastic.jobs.messages import (
     Submit,
 )
 from hvd_elastic.jobs.place import ClusterFolder
-from hvd_elastic.jobs.queue import JobQueue, jobs_words
+from hvd_elastic.jobs.queue import JobQueue, eta_moved, jobs_words
 from hvd_elastic.jobs.runs import BeginLeader, JobRuns
 from hvd_elastic.jobs.scheduling import Candidate, Plan, plan_slots
 from hvd_elastic.jobs.server import RequestServer
@@ -51,8 +51,6 @@ _DECIDE_S = 10.0
 """Longest time between two decisions while jobs run [s]; most follow an event."""
 _MOST_LEADER_LOSSES = 5
 """Leaders of a run that may die in a row without a step of training in between."""
-_ETA_MOVED_S = 5.0
-"""Change of an expected time that is stored [s]."""
 
 
 @dataclass
@@ -186,7 +184,7 @@ class Daemon:
         ending = progress.ending
         if ending is not None and ending.at >= (job.started_at or 0.0):
             self._run_ended(job, ending.status, ending.message)
-        elif progress.began_at is None or progress.began_at < (job.started_at or 0.0):
+        elif self._runs.failed_to_begin(job):
             self._run_ended(job, "failed", self._runs.why_not_begun(job))
         else:
             self._lead_on(job)
@@ -269,7 +267,7 @@ class Daemon:
             if job.status is JobStatus.RUNNING and not slots:
                 stop, reason = StopReason.REQUEUE, f"preempted: {reason}"
                 self._wanted.pop(number)
-            if (stop, reason) != (job.stop, job.reason) or _moved(eta, job.eta):
+            if (stop, reason) != (job.stop, job.reason) or eta_moved(eta, job.eta):
                 changed.append(replace(job, stop=stop, reason=reason, eta=eta))
         self._queue.update(changed)
         if any(job.stop for job in changed):
@@ -426,9 +424,3 @@ class Daemon:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
             sys.stderr.write(f"{stamp} warning: {message}\n")
             sys.stderr.flush()
-
-
-def _moved(one: float | None, other: float | None) -> bool:
-    if one is None or other is None:
-        return one is not other
-    return abs(one - other) > _ETA_MOVED_S

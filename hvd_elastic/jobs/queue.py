@@ -15,6 +15,8 @@ from hvd_elastic.jobs.store import JobStore
 Emit = Callable[[str, Mapping[str, Any]], None]
 """Records an event of the cluster: kind and fields."""
 
+_ETA_MOVED_S = 5.0
+"""Change of an expected time that is stored [s]."""
 _OUTCOMES = {"ok": "to succeed", "fail": "to fail", "any": "to end"}
 
 
@@ -185,14 +187,24 @@ class JobQueue:
             if met:
                 ready.append(job)
             elif met is None:
-                if job.reason != why:
-                    waits.append(replace(job, reason=why, eta=None))
+                eta = self._expected_end(job)
+                if job.reason != why or eta_moved(job.eta, eta):
+                    waits.append(replace(job, reason=why, eta=eta))
             else:
                 hopeless.append(_ended(job, JobStatus.CANCELLED, why, time.time()))
         if waits or hopeless:
             self._save([*waits, *hopeless])
             self._tell_ended(hopeless)
         return ready
+
+    def _expected_end(self, job: Job) -> float | None:
+        """Return when the last of the jobs that a job waits for is expected to end [Unix s]."""
+        awaited = [self.active.get(each.job) for each in job.request.after]
+        ends = [
+            other.eta if other.status is JobStatus.RUNNING else None for other in awaited if other
+        ]
+        known = [end for end in ends if end is not None]
+        return max(known) if known and len(known) == len(ends) else None
 
     # -- changes by the daemon ---------------------------------------------------------------
 
@@ -274,6 +286,13 @@ def _ended(job: Job, status: JobStatus, message: str, now: float) -> Job:
     return replace(
         job, status=status, message=message, reason="", ended_at=now, eta=None, stop=None, held={}
     )
+
+
+def eta_moved(one: float | None, other: float | None) -> bool:
+    """Return whether an expected time has changed enough to be stored."""
+    if one is None or other is None:
+        return one is not other
+    return abs(one - other) > _ETA_MOVED_S
 
 
 def jobs_words(jobs: Sequence[Job]) -> str:

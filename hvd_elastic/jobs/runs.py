@@ -49,6 +49,7 @@ class JobRuns:
         self._begin_leader = begin_leader
         self._began_at = time.monotonic()
         self._children: dict[str, int] = {}
+        self._started: set[tuple[str, int]] = set()
         self._progress: dict[str, RunProgress] = {}
         self._devices = Devices()
         self._asked_to_stop: set[tuple[str, int]] = set()
@@ -65,6 +66,8 @@ class JobRuns:
         """Drop what is kept of the run of a job that has ended."""
         self._progress.pop(job.run_id, None)
         self._devices.forget(job.run_id)
+        for attempts in (self._started, self._asked_to_stop):
+            attempts.difference_update([each for each in attempts if each[0] == job.run_id])
         self.hostfile(job).unlink(missing_ok=True)
 
     # -- start and end ---------------------------------------------------------------------
@@ -131,6 +134,7 @@ class JobRuns:
         resumed = folder.events.exists()
         if request.array_index is not None:
             environment = {**environment, INDEX_VARIABLE: str(request.array_index)}
+        self._started.add((job.run_id, job.attempts))
         self._children[job.run_id] = self._begin_leader(spec, folder, environment, resumed)
 
     def is_led(self, job: Job) -> bool:
@@ -144,11 +148,23 @@ class JobRuns:
         folder = _folder(job)
         if folder.leader_alive():
             return True
+        if (job.run_id, job.attempts) in self._started:
+            return False
         # A daemon that was killed may just have started it.
         fresh = job.started_at is not None and time.time() - job.started_at < _STARTING_S
         started_before = time.monotonic() - self._began_at < _STARTING_S
+        return fresh and started_before and not self._has_begun(job)
+
+    def failed_to_begin(self, job: Job) -> bool:
+        """Return whether the leader that this daemon has started ended before the run began.
+
+        If an earlier daemon was to start it, that one was probably killed before it did.
+        """
+        return not self._has_begun(job) and (job.run_id, job.attempts) in self._started
+
+    def _has_begun(self, job: Job) -> bool:
         began = self.progress(job).began_at
-        return fresh and started_before and (began is None or began < (job.started_at or 0.0))
+        return began is not None and began >= (job.started_at or 0.0)
 
     def stop(self, job: Job, reason: str) -> None:
         """Ask the leader of a job's run to end it with a last checkpoint; asks only once."""

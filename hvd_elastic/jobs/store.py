@@ -168,11 +168,15 @@ class JobStore:
                 " attempts = ?, failures = ?, stop = ?, held = ? WHERE number = ?",
                 rows,
             )
+            removed = 0
             if any(row[2] is None for row in rows):
-                self._db.execute(
+                removed = self._db.execute(
                     "DELETE FROM environments WHERE NOT EXISTS"
                     " (SELECT 1 FROM jobs WHERE jobs.environment = environments.number)"
-                )
+                ).rowcount
+        if removed:
+            with _explained(self.path):  # else it would stay in the write-ahead log
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def renew_environment(self, job: Job, environment: Mapping[str, str]) -> Job:
         """Return the job with another environment, which is written at once."""

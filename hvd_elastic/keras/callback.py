@@ -95,6 +95,8 @@ class ElasticCallback(keras.callbacks.Callback):
         """What the ranks have made of these metrics; None: not yet."""
         self._failed: Exception | None = None
         """Failure of another rank after a step was taken, until the callbacks have followed it."""
+        self._last: Any = None
+        """Snapshot after the last batch of an epoch."""
         self._head: Any = None
         """Snapshot after all callbacks have ended an epoch and begun the next one."""
         self._examples = 0
@@ -149,6 +151,11 @@ class ElasticCallback(keras.callbacks.Callback):
             self._monitors.begin()
         self._began = True
         ElasticDataset.as_input = self._input
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Keep the state if no batch is left: in a short epoch Keras begins one that is not."""
+        if self._batches is not None and self._batches.is_over and self.state is not None:
+            self._last = self.state.take_snapshot()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Average the metrics, and turn the epoch."""
@@ -222,6 +229,9 @@ class ElasticCallback(keras.callbacks.Callback):
             self._batches = batches
             self._callbacks_ended()
         worker = self._ctx.worker
+        if batches.is_over and self.state is not None:
+            self.state.save_values(self._last)  # without what callbacks did for a batch too many
+            self.state.roll_back()
         done = worker.progress.step
         failed, self._failed = self._failed, None
         if failed is not None and not batches.is_over:

@@ -30,7 +30,7 @@ _MOST_FAILURES = 3
 """Jobs in a row that may fail before any host has come."""
 _REGISTER_S = 15.0
 """How long executors get to register before those that are there are counted [s]."""
-_END_S = 10.0
+_END_S = 5.0
 """How long jobs get to end after their hosts have been told to [s]; then they are cancelled."""
 _SPARK_ERROR = re.compile(
     r"^(?:[\w.]+\.)?(?P<kind>\w+(?:Error|Exception)): (?P<text>\S.*)", re.MULTILINE
@@ -69,6 +69,7 @@ class Executors:
         self._over = threading.Event()
         self._failures = 0
         self._failed = ""
+        self._were_enough = False
         self._short_since = time.monotonic()
         self._threads: list[threading.Thread] = []
 
@@ -84,19 +85,29 @@ class Executors:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
+        if not self._all_end():  # a task waits for an executor
+            self._cancel()
+            self._all_end()
+
+    def _all_end(self) -> bool:
+        deadline = time.monotonic() + _END_S
         for thread in self._threads:
-            thread.join(_END_S)
-            if thread.is_alive():  # its task waits for an executor
-                self._cancel()
-        for thread in self._threads:
-            thread.join(_END_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def check(self) -> None:
-        """Raise RunError if Spark gives no hosts, or not enough."""
-        if self._hosts.hosts:
+        """Raise RunError if Spark gives no hosts, or has no room for as many as are needed.
+
+        Once there were enough, an executor that is lost is waited for.
+        """
+        there = len(self._hosts.hosts)
+        if there:
             self._failures = 0
+        self._were_enough = self._were_enough or there >= self._request.least
         if self._failures >= _MOST_FAILURES:
             raise RunError(self._failed)
+        if self._were_enough:
+            return
         now, room = time.monotonic(), self._room()
         if room is None or room >= self._request.least:
             self._short_since = now

@@ -183,7 +183,7 @@ def _picture(summary: ClusterSummary, now_s: float, most_bars: int, since_s: flo
     label = f"{of_hosts}, a colour for each job"
     used = sum(hold.slots * (hold.end_s - max(hold.begin_s, begin_s)) for hold in shown)
     hint = (
-        f"{label}; a band for each host: {', '.join(slots)}. "
+        f"{label}; a band for each host, from {next(iter(slots))} to {list(slots)[-1]}. "
         f"{100 * used / (total * whole_s):.0f} % of the slots were in use. "
         "Marks at the top are decisions; point at one for its reason."
     )

@@ -41,7 +41,7 @@ def data_parallel(steps: int) -> tuple[int, float]:
         optimizer.step()
     held = [torch.zeros(1, 2) for _ in range(dist.get_world_size())]
     dist.all_gather(held, model.module.weight.detach())
-    dist.destroy_process_group()
+    # Not destroy_process_group(): it may wait for Gloo's threads with Python's lock, for ever.
     return len(held), max(float((one - held[0]).abs().max()) for one in held)
 
 
@@ -76,6 +76,20 @@ def with_lightning() -> tuple[int, int]:
     return trainer.world_size, trainer.global_step
 
 
+def with_keras() -> tuple[int, int]:
+    import keras
+    import numpy as np
+
+    import hvd_elastic.keras as hvd
+
+    hvd.init()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    data = hvd.dataset((np.ones((24, 2), "float32"), np.ones((24, 1), "float32")), batch_size=6)
+    model.fit(data, epochs=2, verbose=0, callbacks=[hvd.ElasticCallback()])
+    return hvd.size(), int(model.optimizer.iterations.numpy())
+
+
 def rows_of_rank(count: int) -> list[int]:
     return [int(i) for ids, _, _ in _get_spark_partition_data_loader(count, 4, 0) for i in ids]
 
@@ -103,12 +117,14 @@ def rows_of_all() -> tuple[int, list[int]]:
         found: list[int] = hvd.allgather(torch.tensor(read), "read").tolist()
         return found
 
-    return hvd.size(), sorted(train(hvd.State(model=model, optimizer=optimizer)))
+    every = train(hvd.State(model=model, optimizer=optimizer))
+    return hvd.size(), sorted(every)
 
 
 def main() -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    spark = make_session()
+    # Spark's own class refuses clusters with TLS.
+    spark = make_session(**{"spark.ssl.enabled": "true"})
     folder = Path(sys.argv[1])
     here = TorchDistributor(num_processes=2, local_mode=True, use_gpu=False)
     there = TorchDistributor(num_processes=3, local_mode=False, use_gpu=False)
@@ -126,6 +142,8 @@ def main() -> None:
         "rows of rank 0": there._train_on_dataframe(rows_of_rank, frame, 17),
         "rows": there._train_on_dataframe(rows_of_all, frame),
     }
+    if "keras" in sys.argv:
+        found["keras"] = there.run(with_keras)
     if "lightning" in sys.argv:
         found["lightning"] = there.run(with_lightning)
     try:

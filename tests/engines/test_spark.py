@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.testbed.spark import SparkCluster
@@ -40,6 +42,17 @@ def spark(stage: Stage) -> Iterator[SparkCluster]:
         yield spark
 
 
+def ours_left(stage: Stage) -> list[str]:
+    """What is left of ours on the hosts: folders, and processes."""
+    left = [name for _, name in stage.temporary_entries() if "hvd_elastic" in name]
+    for host in stage.hosts:
+        for pid in stage.cluster.pids(host):
+            with contextlib.suppress(psutil.Error):
+                command = " ".join(psutil.Process(pid).cmdline())
+                left += [command] if "hvd_elastic" in command else []
+    return left
+
+
 def test_a_lost_executor_is_a_lost_host_and_a_new_worker_joins(
     stage: Stage, spark: SparkCluster
 ) -> None:
@@ -64,15 +77,16 @@ def test_a_lost_executor_is_a_lost_host_and_a_new_worker_joins(
         assert job.wait() == 0, job.story()
         job.check_audit(finished=True)
         job.check_equal_parameters()
+        job.wait_for(lambda: not ours_left(stage), "an end of all on the hosts", ended_too=True)
 
 
 def test_what_users_of_sparks_own_class_write_runs_unchanged(
     spark: SparkCluster, tmp_path: Path
 ) -> None:
     values = 100 if ALL else 3
-    lightning = ["lightning"] if importlib.util.find_spec("lightning") else []
+    there = [name for name in ("keras", "lightning") if importlib.util.find_spec(name)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.spark_forms", str(tmp_path), str(values), *lightning],
+        [sys.executable, "-m", "tests.engines.spark_forms", str(tmp_path), str(values), *there],
         env={**os.environ, **LITTLE_WORK, "PYTHONPATH": WORKER_PYTHONPATH},
         cwd=ROOT,
         capture_output=True,
@@ -89,7 +103,7 @@ def test_what_users_of_sparks_own_class_write_runs_unchanged(
     assert found["values"] == list(range(values))
     assert found["rows of rank 0"] == list(range(0, 50, 3))
     assert found["rows"] == [3, list(range(50))]
-    if lightning:
-        assert found["lightning"] == [3, 2]
+    assert found.get("lightning", [3, 2]) == [3, 2]
+    assert found.get("keras", [3, 8]) == [3, 8]
     assert "9 processes wanted, and the executors of the cluster have room for" in found["too many"]
     assert "Spark assigns no GPUs to tasks" in found["no GPU"]

@@ -16,7 +16,7 @@ _WAITING_LOSS = 0.35
 """Worth of the first slot of a job beyond its speedup: shrink others before one waits."""
 _LATE = 4.0
 """Weight of finishing by the deadline, relative to the speedup that it takes."""
-_LEAST_HORIZON_S = 60.0
+_LEAST_HORIZON_S = 300.0
 """Least time over which a rescale has to pay off [s]."""
 _MARGIN = 1.1
 """A deadline counts as kept if the job would be done even if it took this much longer."""
@@ -34,7 +34,7 @@ class Weights:
             job whose rescales are known it is the mean time between them, as in Pollux and Sia.
     """
 
-    shortness: float = 0.5
+    shortness: float = 0.35
     service: float = 0.25
     horizon_s: float = 600.0
 

@@ -136,7 +136,7 @@ def elastic(steps: int, fail: bool = False) -> tuple[int, bytes]:
     hvd.init()
     model = torch.nn.Linear(1, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    loader = hvd.DataLoader(torch.utils.data.TensorDataset(torch.ones(64, 1)), batch_size=4)
+    loader: Any = hvd.DataLoader(torch.utils.data.TensorDataset(torch.ones(64, 1)), batch_size=4)
 
     @hvd.run
     def train(state: Any) -> int:
@@ -173,3 +173,5 @@ def test_unknown_options_are_refused_with_the_valid_ones():
     task = Task.of(tell_ranks, (), {})
     with pytest.raises(UsageError, match="colour: no option of a run; valid are run_id, audit"):
         train(task, Sizes(1), "127.0.0.1", "test", on_this_machine(1), {"colour": 1})
+    with pytest.raises(UsageError, match=r"tell_ranks has fixed ranks, .* \(audit\) are for"):
+        train(task, Sizes(1), "127.0.0.1", "test", on_this_machine(1), {"audit": True})

@@ -52,7 +52,6 @@ def test_history_stays_and_the_environment_of_an_ended_job_does_not(store: JobSt
     assert [job.number for job in store.ended()] == [2, 1]
     assert store.environment(jobs[2]) == {"TOKEN": "secret"}
     store.save([replace(jobs[2], status=JobStatus.SUCCEEDED)])
-    store.close()
     for path in store.path.parent.iterdir():
         assert b"secret" not in path.read_bytes(), path
 

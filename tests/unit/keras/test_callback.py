@@ -268,6 +268,19 @@ def test_an_epoch_may_have_more_passes_than_the_first_one(alone: Context) -> Non
     assert alone.worker.progress.step == 1 + 3
 
 
+def test_a_rate_set_for_a_batch_that_does_not_come_is_undone(alone: Context) -> None:
+    """In an epoch that is short on a worker Keras begins one batch more than there are."""
+    alone.worker.progress.position = 8
+    model = model_of()
+
+    class Halve(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            model.optimizer.learning_rate = float(model.optimizer.learning_rate) / 2
+
+    fit(model, None, Halve(), epochs=2)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1 / 2 ** (1 + 3))
+
+
 def test_fit_ends_with_the_progress_that_is_asked_for(alone: Context) -> None:
     def half(_: Any) -> Adjustment:
         return Adjustment(1.0, gain=0.5)

@@ -68,7 +68,7 @@ def test_a_dear_rescale_near_the_end_is_left_out() -> None:
 
 
 def test_a_job_that_was_rescaled_often_is_left_alone() -> None:
-    calm = Job("a", 0.0, LINEAR**0.3, 1e6, {"h0": 4}, rescale_s=30.0, max_slots=8, rescales=1)
+    calm = Job("a", 0.0, LINEAR**0.1, 1e6, {"h0": 4}, rescale_s=30.0, max_slots=8, rescales=1)
     restless = dataclasses.replace(calm, rescales=60)
     assert slots_of(decide([calm], HOSTS, 3600.0)) == {"a": 8}
     assert slots_of(decide([restless], HOSTS, 3600.0)) == {"a": 4}

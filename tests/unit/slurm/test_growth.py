@@ -58,7 +58,6 @@ class Setting:
         self.engine = SlurmEngine(self.folder, first)
         self.growth = Growth(self.engine, OURS, spec, self.said.append, self.queue)
 
-    @property
     def hosts(self) -> tuple[str, ...]:
         return parse_hostfile(self.folder.hosts).names
 
@@ -101,11 +100,11 @@ def test_what_slurm_grants_joins_and_what_ends_leaves(fixed: Setting) -> None:
     fixed.growth.look(0.0)
     fixed.queue.start("1", "node7")
     fixed.growth.look(5.0)
-    assert fixed.hosts == ("node0", "node7")
+    assert fixed.hosts() == ("node0", "node7")
     assert "node7 joins: job 1 has started" in fixed.said
     del fixed.queue.jobs["1"]
     fixed.growth.look(10.0)
-    assert fixed.hosts == ("node0",)
+    assert fixed.hosts() == ("node0",)
     assert len(fixed.queue.pending) == 3  # another one is asked for
     assert fixed.queue.excluded[-1] == "--exclude=node0"
 
@@ -115,7 +114,7 @@ def test_a_second_allocation_on_the_same_node_is_cancelled(fixed: Setting) -> No
     fixed.queue.start("1", "node7")
     fixed.queue.start("2", "node7")
     fixed.growth.look(5.0)
-    assert fixed.hosts == ("node0", "node7")
+    assert fixed.hosts() == ("node0", "node7")
     assert "2" not in fixed.queue.jobs
     fixed.growth.look(10.0)
     assert len(fixed.queue.jobs) == 3
@@ -126,10 +125,10 @@ def test_the_run_leaves_an_allocation_before_its_time_limit(fixed: Setting) -> N
     fixed.growth.look(0.0)
     fixed.queue.start("1", "node7", "2:30")
     fixed.growth.look(5.0)
-    assert "node7" in fixed.hosts
+    assert "node7" in fixed.hosts()
     fixed.queue.start("1", "node7", "2:00")
     fixed.growth.look(10.0)
-    assert fixed.hosts == ("node0",)
+    assert fixed.hosts() == ("node0",)
     assert "1" not in fixed.queue.jobs  # nothing of the run was connected to it
 
 
@@ -140,7 +139,7 @@ def test_an_allocation_is_cancelled_only_when_the_run_has_left_it(fixed: Setting
     connection = fixed.engine.connect(Host("node7"))
     fixed.queue.start("1", "node7", "1:00")
     fixed.growth.look(10.0)
-    assert fixed.hosts == ("node0",)
+    assert fixed.hosts() == ("node0",)
     assert "1" in fixed.queue.jobs
     connection.close()
     fixed.growth.look(15.0)
@@ -159,10 +158,10 @@ def test_a_lost_node_of_the_first_allocation_is_made_up_for(fixed: Setting) -> N
     assert fixed.queue.pending == ["4"]
     fixed.queue.start("4", "node4")
     fixed.growth.look(75.0)
-    assert "node4" in fixed.hosts
+    assert "node4" in fixed.hosts()
     fixed.event("agent_started", 76.0, host="node0", seconds=0.1)
     fixed.growth.look(80.0)  # then there is one too many
-    assert "node4" not in fixed.hosts
+    assert "node4" not in fixed.hosts()
     assert "4" not in fixed.queue.jobs
 
 
@@ -172,7 +171,7 @@ def test_a_further_node_that_stays_lost_is_given_back(fixed: Setting) -> None:
     fixed.growth.look(5.0)
     fixed.event("host_lost", 10.0, host="node7", cause="", silent_s=None)
     fixed.growth.look(71.0)
-    assert fixed.hosts == ("node0",)
+    assert fixed.hosts() == ("node0",)
     assert "1" not in fixed.queue.jobs
 
 
@@ -186,10 +185,10 @@ def test_the_wanted_number_of_processes_limits_the_nodes(tmp_path: Path) -> None
     for number in ("1", "2", "3"):
         setting.queue.start(number, f"node{number}")
     setting.growth.look(10.0)
-    assert setting.hosts == ("node0", "node1", "node2", "node3")
+    assert setting.hosts() == ("node0", "node1", "node2", "node3")
     setting.event("command_done", 11.0, id="2", op="scale", ok=True, np=3, message="")
     setting.growth.look(15.0)
-    assert setting.hosts == ("node0", "node1")
+    assert setting.hosts() == ("node0", "node1")
     assert [*setting.queue.jobs] == ["1"]
 
 
@@ -215,9 +214,9 @@ def test_a_node_that_the_policy_leaves_unused_is_given_back(goodput: Setting) ->
     goodput.queue.start("1", "node1")
     goodput.growth.look(10.0)
     goodput.growth.look(109.0)
-    assert goodput.hosts == ("node0", "node1")
+    assert goodput.hosts() == ("node0", "node1")
     goodput.growth.look(111.0)
-    assert goodput.hosts == ("node0",)
+    assert goodput.hosts() == ("node0",)
     assert not goodput.queue.jobs
     # It asks again after a pause of five times as long, and then of twice that.
     goodput.growth.look(600.0)
@@ -243,7 +242,7 @@ def test_the_next_leader_takes_the_allocations_that_are_there(fixed: Setting) ->
     fixed.queue.start("8", "node8")
     fixed.queue.jobs["9"] = "PENDING||1:00:00"
     fixed.growth.adopt()
-    assert fixed.hosts == ("node0", "node8")
+    assert fixed.hosts() == ("node0", "node8")
     fixed.growth.look(0.0)
     assert len(fixed.queue.jobs) == 3
 

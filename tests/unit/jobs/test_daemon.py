@@ -1,0 +1,170 @@
+"""A daemon beside runs that other processes lead, played by a process that only holds the lock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.errors import RunError
+from hvd_elastic.jobs.daemon import Daemon
+from hvd_elastic.jobs.job import Job, JobKind, JobRequest, JobStatus
+from hvd_elastic.jobs.messages import Cancel, Down, Hosts, Submit
+from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.jobs.queue import JobQueue
+from hvd_elastic.jobs.server import ask_daemon
+from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.json_lines import EventLog
+from hvd_elastic.records.run_folder import RunFolder
+
+SPEC = {"command": ["train"], "cwd": "/"}
+
+
+def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resumed: bool) -> int:
+    """Fork a leader that trains until it is asked to stop; EXIT: it ends at once."""
+    child = os.fork()
+    if child:
+        return child
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    os.closerange(3, 1000)  # as the real one, or it would hold the daemon's lock
+    if "EXIT" in environment:
+        folder.leader_log.write_text("error: no such folder\n")
+        os._exit(1)
+    with folder.take_lead(), EventLog(folder.events) as log:
+        log.append("run_started", {"resumed": resumed})
+        while not folder.take_requests():
+            time.sleep(0.01)
+        log.append("run_finished", {"status": "stopped", "message": "asked to"})
+        os._exit(0)
+
+
+class Running:
+    """A daemon in a process of its own."""
+
+    def __init__(self, place: ClusterFolder, hostfile: Path) -> None:
+        self.place = place
+        self.pid = os.fork()
+        if not self.pid:
+            status = 1
+            try:
+                with place.lock():
+                    Daemon(place, hostfile, None, begin).run()
+                status = 0
+            finally:
+                os._exit(status)
+        self.until((place.path / "daemon.sock").exists)
+        self.until(lambda: ask_daemon(place, Hosts()).ok)
+
+    def job(self, number: int) -> Job:
+        store = JobStore.read_only(self.place.database)
+        try:
+            return store.jobs([number])[number]
+        finally:
+            store.close()
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + 20
+        while True:
+            with contextlib.suppress(RunError):  # no daemon yet
+                if condition():
+                    return
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def down(self, *, leave_jobs: bool) -> None:
+        ask_daemon(self.place, Down(leave_jobs))
+        assert os.waitpid(self.pid, 0)[1] == 0
+
+    def kill(self) -> None:
+        """Kill -9."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFolder]:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    (tmp_path / "hosts").write_text("a slots=1\n")
+    yield ClusterFolder.create("test")
+    for lock in (tmp_path / "runs").glob("*/leader.lock"):
+        RunFolder(lock.parent).send_request("stop")
+
+
+def hosts(place: ClusterFolder) -> Path:
+    return place.path.parents[1] / "hosts"
+
+
+def submit(place: ClusterFolder, **environment: str) -> int:
+    request = JobRequest("train", SPEC, kind=JobKind.FIXED, max_np=1)
+    return ask_daemon(place, Submit([request], environment)).jobs[0]
+
+
+def test_job_goes_on_without_a_daemon_and_the_next_one_takes_it_up(place: ClusterFolder) -> None:
+    first = Running(place, hosts(place))
+    number = submit(place)
+    first.until(lambda: RunFolder.open("train-1").leader_alive())
+    waits = submit(place)
+    first.kill()
+    assert first.job(number).status is JobStatus.RUNNING
+    later = Running(place, hosts(place))
+    time.sleep(0.5)
+    job = later.job(number)
+    assert (job.status, job.attempts) == (JobStatus.RUNNING, 1)
+    assert later.job(waits).status is JobStatus.QUEUED
+    ask_daemon(place, Cancel([number], "me"))
+    later.until(lambda: later.job(waits).status is JobStatus.RUNNING)
+    assert later.job(number).status is JobStatus.CANCELLED
+    assert later.job(number).message == "cancelled by me"
+    later.down(leave_jobs=False)
+    again = later.job(waits)
+    assert (again.status, again.reason) == (JobStatus.QUEUED, "the cluster was taken down")
+
+
+def test_job_that_a_killed_daemon_was_about_to_start_is_started(place: ClusterFolder) -> None:
+    store = JobStore.create(place.database)
+    (job,) = store.add([JobRequest("train", SPEC)], {}, time.time())
+    JobQueue(store, lambda *_: None).started(job, job.run_id, {"a": 1})
+    store.close()
+    daemon = Running(place, hosts(place))
+    daemon.until(
+        lambda: (
+            (place.path.parents[1] / "runs" / "train-1").exists()
+            and RunFolder.open("train-1").leader_alive()
+        )
+    )
+    assert daemon.job(1).status is JobStatus.RUNNING
+    daemon.down(leave_jobs=False)
+
+
+def test_leader_that_cannot_begin_fails_the_job_with_its_error(place: ClusterFolder) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place, EXIT="1")
+    daemon.until(lambda: not daemon.job(number).status.active)
+    assert daemon.job(number).status is JobStatus.FAILED
+    assert daemon.job(number).message == "no such folder"
+    daemon.down(leave_jobs=True)
+
+
+def test_leader_that_dies_is_started_again(place: ClusterFolder) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place)
+    daemon.until((place.path.parents[1] / "runs" / "train-1" / "events.jsonl").exists)
+    folder = RunFolder.open("train-1")
+    daemon.until(lambda: folder.leader().get("pid"))
+    os.kill(folder.leader()["pid"], signal.SIGKILL)
+
+    def started() -> list[bool]:
+        return [e["resumed"] for e in folder.read_events() if e["kind"] == "run_started"]
+
+    daemon.until(lambda: started() == [False, True])
+    assert daemon.job(number).status is JobStatus.RUNNING
+    daemon.down(leave_jobs=False)
