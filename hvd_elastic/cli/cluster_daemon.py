@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,14 +75,16 @@ def up(
         _serve(place, hostfile.absolute(), config, lambda: _tell_up(place, as_json))
 
 
-def _serve(place: ClusterFolder, hostfile: Path, config: str | None, on_up: object) -> None:
+def _serve(
+    place: ClusterFolder, hostfile: Path, config: str | None, on_up: Callable[[], None]
+) -> None:
+    """Be the daemon until it is to end; ``on_up`` is called when it serves."""
     from hvd_elastic.cli.leading import begin_leader
     from hvd_elastic.jobs.daemon import Daemon
 
     with place.lock():
         daemon = Daemon(place, hostfile, config, begin_leader)
         place.describe_daemon(hostfile)
-        assert callable(on_up)
         on_up()
         daemon.run()
 

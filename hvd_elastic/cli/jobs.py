@@ -28,8 +28,8 @@ JobsArgument = Annotated[
     typer.Argument(metavar="JOB...", help="numbers as in 3 or 5-9, run ids, or names of jobs"),
 ]
 _POLL_S = 0.1
-_SHOWN = 10
-"""Ended jobs that the queue shows by default."""
+_SHOWN, _SHOWN_WAITING = 10, 50
+"""Jobs that have ended, and that wait, which the queue shows by default."""
 
 
 # -- looking ---------------------------------------------------------------------------------
@@ -49,8 +49,14 @@ def queue(
 
       hvd-elastic queue --all --json
     """
+    from hvd_elastic.jobs.job import JobStatus
+
     place, store = _open(cluster)
-    active = store.active()
+    waits = None if all_ or as_json else _SHOWN_WAITING
+    active = [
+        *store.with_status(JobStatus.RUNNING),
+        *store.with_status(JobStatus.QUEUED, waits),
+    ]
     ended = store.ended(None if all_ else _SHOWN)
     alive = place.daemon_alive()
     if as_json:
@@ -67,12 +73,11 @@ def queue(
         return
     width = max(len(job.run_id) for job in [*active, *ended])
     print(f"{'JOB':>6}  {'RUN':<{width}}  {'STATUS':<9}  SLOTS  {'AGE':<9}  {'ETA':<9}  REASON")
-    order = sorted(active, key=lambda job: (job.status.value != "running", job.number))
-    for job in [*order, *ended]:
+    for job in [*active, *ended]:
         print(_row(job, width))
-    left = 0 if all_ else store.count_ended() - len(ended)
-    if left > 0:
-        print(f"and {count(left, 'older job')}: hvd-elastic queue --all")
+    left = sum(store.counts().values()) - len(active) - len(ended)
+    if left > 0 and not all_:
+        print(f"and {count(left, 'other job')}: hvd-elastic queue --all")
 
 
 def _row(job: Job, width: int) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +81,6 @@ class HostHealth:
             output.close()
 
     def _try(self, hosts: list[str]) -> None:
-        import tempfile
-
         output = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the result)
         limit = f"{_LOGIN_S:g}"
         process = subprocess.Popen(

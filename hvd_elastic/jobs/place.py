@@ -89,8 +89,8 @@ class ClusterFolder:
             except BlockingIOError as error:
                 told = self.daemon()
                 raise RunError(
-                    f"cluster {self.name} has a daemon already (pid {told.get('pid')}, since "
-                    f"{told.get('hostfile')}). Look at it with: hvd-elastic hosts --cluster "
+                    f"cluster {self.name} has a daemon already (pid {told.get('pid')}, hosts "
+                    f"of {told.get('hostfile')}). Look at it with: hvd-elastic hosts --cluster "
                     f"{self.name}   End it with: hvd-elastic down --cluster {self.name}"
                 ) from error
             yield

@@ -41,8 +41,8 @@ def until(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -
 class Cluster:
     """A cluster with its daemon in the background; all of it ends with the block."""
 
-    def __init__(self, home: Path, hostfile: Path, name: str = "test") -> None:
-        self.home, self.hostfile, self.name = home, hostfile, name
+    def __init__(self, home: Path, hostfile: Path, *options: object, name: str = "test") -> None:
+        self.home, self.hostfile, self.name, self.options = home, hostfile, name, options
         self.folder = home / "clusters" / name
 
     def __enter__(self) -> Self:
@@ -68,10 +68,10 @@ class Cluster:
         return done
 
     def up(self) -> None:
-        self.call("up", self.hostfile, "--name", self.name, "--detach")
+        self.call("up", self.hostfile, "--name", self.name, "--detach", *self.options)
 
-    def submit(self, *arguments: object, **more: str) -> int:
-        done = call("submit", "--json", *arguments, home=self.home, **more)
+    def submit(self, *arguments: object, token: str = "") -> int:
+        done = call("submit", "--json", *arguments, home=self.home, TOKEN=token)
         assert done.returncode == 0, done.stderr
         (number,) = json.loads(done.stdout)["jobs"]
         return int(number)
@@ -130,7 +130,7 @@ def test_plain_commands_wait_for_slots_for_each_other_and_end_as_they_say(
     out, go = tmp_path / "out", tmp_path / "go"
     first = local.submit(
         *("--plain", "--name", "first", "--", "sh", "-c", f"echo $TOKEN >> {out}; {till(go)}"),
-        TOKEN="s3cret-value",
+        token="s3cret-value",
     )
     fails = local.submit(
         *("--plain", "--retries", 1, "--", "sh", "-c", f"echo failing >> {out}; exit 3")
@@ -217,13 +217,11 @@ def test_jobs_share_hosts_lose_one_and_leave_nothing(
     script = write_script(shared)
     hostfile = hostfile_of(tmp_path / "hosts", stage.hosts[:2], slots=2)
     enough = shared / f"{tmp_path.name}.enough"
-    cluster = Cluster(tmp_path, hostfile, "virtual")
-    cluster.up = lambda: cluster.call(  # type: ignore[method-assign]
-        *("up", hostfile, "--name", "virtual", "--detach", "-F", stage.cluster.ssh_config)
+    train = (
+        *("--audit", "--checkpoint-every", 1, "--", "python", script),
+        *("--until", enough, "--step-time", 0.02),
     )
-    train = ("--audit", "--checkpoint-every", 1, "--", "python", script, "--until", enough)
-    train = (*train, "--step-time", 0.02)
-    with cluster:
+    with Cluster(tmp_path, hostfile, "-F", stage.cluster.ssh_config, name="virtual") as cluster:
         one = cluster.submit("--name", "one", *train)
         until(lambda: cluster.slots(one) >= 2, "an idle cluster is given to the job")
         every = [one, cluster.submit("--name", "two", *train), cluster.submit(*train)]
