@@ -433,4 +433,5 @@ class Daemon:
             self._warned = message
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
             with contextlib.suppress(OSError):  # the log may be on the disk that is full
-                print(f"{stamp} warning: {message}", file=sys.stderr, flush=True)
+                sys.stderr.write(f"{stamp} warning: {message}\n")
+                sys.stderr.flush()
