@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.numbers import number_option, port_option
 
 
 def dashboard(
@@ -19,9 +19,7 @@ def dashboard(
     host: Annotated[str, typer.Option(help="address to listen on", metavar="ADDRESS")] = (
         "127.0.0.1"
     ),
-    port: Annotated[
-        int, whole_number_option("--port", least=0, help="port to listen on; 0: a free one")
-    ] = 0,
+    port: Annotated[int, port_option("port to listen on; 0: a free one")] = 0,
     control: Annotated[
         bool, typer.Option("--control", help="let pages scale, drain and stop runs; with a token")
     ] = False,
