@@ -173,7 +173,10 @@ def ask_daemon(place: ClusterFolder, request: Request, *, timeout_s: float = 60.
                 f"the daemon of cluster {place.name} does not answer ({error}); see {place.log}"
             ) from error
     if not received:
-        raise RunError(f"the daemon of cluster {place.name} ended before it answered. {ask}")
+        raise RunError(
+            f"the daemon of cluster {place.name} ended before it answered. {ask}   Then see with "
+            "hvd-elastic queue whether it has done what you asked for"
+        )
     answer = msgspec.json.decode(received, type=Answer)
     if not answer.ok:
         refusal = RunError(answer.message)
