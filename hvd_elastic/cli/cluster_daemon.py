@@ -225,7 +225,7 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
     width = max([4, *(len(row["host"]) for row in rows)])
     print(f"{'HOST':<{width}}  STATE  SLOTS  FREE  JOBS")
     for row in rows:
-        free = row["slots"] - sum(row["jobs"].values())
+        free = 0 if row["cause"] else row["slots"] - sum(row["jobs"].values())
         jobs = ", ".join(f"{run_id}: {slots}" for run_id, slots in row["jobs"].items())
         what = row["cause"] or jobs
         print(f"{row['host']:<{width}}  {row['state']:<5}  {row['slots']:>5}  {free:>4}  {what}")

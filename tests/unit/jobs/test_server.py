@@ -72,6 +72,21 @@ def test_request_and_answer(place: ClusterFolder) -> None:
 
 
 @pytest.mark.usefixtures("server")
+def test_hundreds_ask_at_once_and_all_are_answered(place: ClusterFolder) -> None:
+    answers: list[str] = []
+
+    def ask(number: int) -> None:
+        answers.append(ask_daemon(place, Cancel([number], "me")).message)
+
+    threads = [threading.Thread(target=ask, args=[number]) for number in range(300)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answers) == sorted(f"me: [{number}]" for number in range(300))
+
+
+@pytest.mark.usefixtures("server")
 def test_refusal_is_raised_with_its_exit_status(place: ClusterFolder) -> None:
     with pytest.raises(RunError, match="not now") as refused:
         ask_daemon(place, Down(leave_jobs=True))
