@@ -71,19 +71,24 @@ def test_request_and_answer(place: ClusterFolder) -> None:
     assert ask_daemon(place, Hosts()).data == [{"host": "a"}]
 
 
-@pytest.mark.usefixtures("server")
-def test_hundreds_ask_at_once_and_all_are_answered(place: ClusterFolder) -> None:
-    answers: list[str] = []
-
-    def ask(number: int) -> None:
-        answers.append(ask_daemon(place, Cancel([number], "me")).message)
-
-    threads = [threading.Thread(target=ask, args=[number]) for number in range(300)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(answers) == sorted(f"me: [{number}]" for number in range(300))
+def test_command_that_finds_too_many_others_connecting_tries_again(place: ClusterFolder) -> None:
+    made = RequestServer(place, handle)
+    others: list[socket.socket] = []
+    with pytest.raises(BlockingIOError), place.socket_address() as address:
+        while len(others) < 1000:
+            others.append(socket.socket(socket.AF_UNIX))
+            others[-1].setblocking(False)
+            others[-1].connect(address)
+    answers: list[Answer] = []
+    asking = threading.Thread(target=lambda: answers.append(ask_daemon(place, Cancel([1], "me"))))
+    asking.start()
+    asking.join(0.2)  # it finds the backlog full
+    while asking.is_alive():
+        made.serve(0.02)
+    assert [answer.jobs for answer in answers] == [[1]]
+    for other in others:
+        other.close()
+    made.close()
 
 
 @pytest.mark.usefixtures("server")
