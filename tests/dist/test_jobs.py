@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,11 @@ def until(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -
 class Cluster:
     """A cluster with its daemon in the background; all of it ends with the block."""
 
-    def __init__(self, home: Path, hostfile: Path, *options: object, name: str = "test") -> None:
-        self.home, self.hostfile, self.name, self.options = home, hostfile, name, options
+    def __init__(
+        self, home: Path, hostfile: Path, name: str = "test", options: Sequence[object] = ()
+    ) -> None:
+        self.home, self.hostfile, self.name = home, hostfile, name
+        self._options = options
         self.folder = home / "clusters" / name
 
     def __enter__(self) -> Self:
@@ -68,10 +71,11 @@ class Cluster:
         return done
 
     def up(self) -> None:
-        self.call("up", self.hostfile, "--name", self.name, "--detach", *self.options)
+        self.call("up", self.hostfile, "--name", self.name, "--detach", *self._options)
 
-    def submit(self, *arguments: object, token: str = "") -> int:
-        done = call("submit", "--json", *arguments, home=self.home, TOKEN=token)
+    def submit(self, *arguments: object, **more: str) -> int:
+        variables: Any = more
+        done = call("submit", "--json", *arguments, home=self.home, **variables)
         assert done.returncode == 0, done.stderr
         (number,) = json.loads(done.stdout)["jobs"]
         return int(number)
@@ -130,7 +134,7 @@ def test_plain_commands_wait_for_slots_for_each_other_and_end_as_they_say(
     out, go = tmp_path / "out", tmp_path / "go"
     first = local.submit(
         *("--plain", "--name", "first", "--", "sh", "-c", f"echo $TOKEN >> {out}; {till(go)}"),
-        token="s3cret-value",
+        TOKEN="s3cret-value",
     )
     fails = local.submit(
         *("--plain", "--retries", 1, "--", "sh", "-c", f"echo failing >> {out}; exit 3")
@@ -217,11 +221,10 @@ def test_jobs_share_hosts_lose_one_and_leave_nothing(
     script = write_script(shared)
     hostfile = hostfile_of(tmp_path / "hosts", stage.hosts[:2], slots=2)
     enough = shared / f"{tmp_path.name}.enough"
-    train = (
-        *("--audit", "--checkpoint-every", 1, "--", "python", script),
-        *("--until", enough, "--step-time", 0.02),
-    )
-    with Cluster(tmp_path, hostfile, "-F", stage.cluster.ssh_config, name="virtual") as cluster:
+    cluster = Cluster(tmp_path, hostfile, "virtual", ("-F", stage.cluster.ssh_config))
+    script_call = ("--", "python", script, "--until", enough, "--step-time", 0.02)
+    train = ("--audit", "--checkpoint-every", 1, *script_call)
+    with cluster:
         one = cluster.submit("--name", "one", *train)
         until(lambda: cluster.slots(one) >= 2, "an idle cluster is given to the job")
         every = [one, cluster.submit("--name", "two", *train), cluster.submit(*train)]
