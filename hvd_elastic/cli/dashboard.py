@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.numbers import number_option, port_option
 
 
 def dashboard(
@@ -19,9 +19,7 @@ def dashboard(
     host: Annotated[str, typer.Option(help="address to listen on", metavar="ADDRESS")] = (
         "127.0.0.1"
     ),
-    port: Annotated[
-        int, whole_number_option("--port", least=0, help="port to listen on; 0: a free one")
-    ] = 0,
+    port: Annotated[int, port_option("port to listen on; 0: a free one")] = 0,
     control: Annotated[
         bool, typer.Option("--control", help="let pages scale, drain and stop runs; with a token")
     ] = False,
@@ -77,6 +75,7 @@ def top(
     from hvd_elastic.views.allocation import host_rows
     from hvd_elastic.views.costs import forecast_words
     from hvd_elastic.views.forecast import predict_end
+    from hvd_elastic.views.run_words import clock_words
 
     folder = RunFolder.open(run)
     follower, narrator, summary = EventFollower(folder.events), Narrator(), RunSummary()
@@ -87,7 +86,7 @@ def top(
         while records := follower.poll():
             for record in records:
                 take_event(summary, record)
-                stamp = time.strftime("%H:%M:%S", time.localtime(record.get("t")))
+                stamp = clock_words(summary.ended)
                 latest.extend(f"{stamp}  {line.text}" for line in narrator.tell(record))
         summary.run_id = folder.run_id
         until = None if alive else folder.leaderless_until(summary.ended)
@@ -108,18 +107,18 @@ def top(
         for name, cells in host_rows(summary):
             busy.add_row(name, *cells)
         events = Table.grid()
-        for line in latest:
+        for line in reversed(latest):  # where the window ends, the oldest are cut off
             events.add_row(line.splitlines()[0])
         hosts: list[RenderableType] = [busy, ""] if busy.row_count else []
         return Group(shown, "", *hosts, events), alive or state in ("starting", "leaderless")
 
     console = Console()
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+    on_screen = console.is_terminal
+    with Live(console=console, auto_refresh=False, screen=on_screen, transient=True) as live:
         while True:
             group, goes_on = look()
             live.update(group, refresh=True)
             if not goes_on:
                 break
             time.sleep(interval)
-    if console.is_terminal:
-        console.print(group)  # the screen of its own is gone
+    console.print(group)  # a screen of its own is gone
