@@ -142,14 +142,14 @@ def _serve_in_background(
     os.setsid()
     status = 1
 
-    told = False
+    answered = False
 
     def tell(text: str) -> None:
-        nonlocal told
-        if told:  # nobody reads any more, and the descriptor may be that of another file by now
+        nonlocal answered
+        if answered:  # nobody reads any more, and the descriptor may be that of another file by now
             print(f"error: {text}", file=sys.stderr)
             return
-        told = True
+        answered = True
         with contextlib.suppress(OSError):
             os.write(to_terminal, text.encode())
         os.close(to_terminal)
