@@ -142,14 +142,14 @@ def _serve_in_background(
     os.setsid()
     status = 1
 
-    told = False
+    answered = False
 
     def tell(text: str) -> None:
-        nonlocal told
-        if told:  # nobody reads any more, and the descriptor may be that of another file by now
+        nonlocal answered
+        if answered:  # nobody reads any more, and the descriptor may be that of another file by now
             print(f"error: {text}", file=sys.stderr)
             return
-        told = True
+        answered = True
         with contextlib.suppress(OSError):
             os.write(to_terminal, text.encode())
         os.close(to_terminal)
@@ -225,7 +225,7 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
     width = max([4, *(len(row["host"]) for row in rows)])
     print(f"{'HOST':<{width}}  STATE  SLOTS  FREE  JOBS")
     for row in rows:
-        free = row["slots"] - sum(row["jobs"].values())
+        free = 0 if row["cause"] else row["slots"] - sum(row["jobs"].values())
         jobs = ", ".join(f"{run_id}: {slots}" for run_id, slots in row["jobs"].items())
         what = row["cause"] or jobs
         print(f"{row['host']:<{width}}  {row['state']:<5}  {row['slots']:>5}  {free:>4}  {what}")

@@ -40,6 +40,9 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
     if "EXIT" in environment:
         folder.leader_log.write_text("error: no such folder\n")
         os._exit(1)
+    if "KILLED" in environment and not folder.leader_log.exists():
+        folder.leader_log.write_text("started\n")
+        os.kill(os.getpid(), signal.SIGKILL)
     with folder.take_lead(), EventLog(folder.events) as log:
         log.append("run_started", {"resumed": resumed})
         while not folder.take_requests():
@@ -159,6 +162,14 @@ def test_leader_that_cannot_begin_fails_the_job_with_its_error(place: ClusterFol
     assert daemon.job(number).status is JobStatus.FAILED
     assert daemon.job(number).message == "no such folder"
     daemon.down(leave_jobs=True)
+
+
+def test_leader_that_is_killed_before_it_begins_is_started_again(place: ClusterFolder) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place, KILLED="1")
+    daemon.until(lambda: leads("train-1") or not daemon.job(number).status.active)
+    assert daemon.job(number).status is JobStatus.RUNNING
+    daemon.down(leave_jobs=False)
 
 
 def test_daemon_waits_while_it_can_write_nothing_and_no_job_fails(
