@@ -182,8 +182,10 @@ def _picture(summary: ClusterSummary, now_s: float, most_bars: int, since_s: flo
     of_hosts = f"Slots of {count(len(slots), 'host')} over {duration_words(whole_s)}"
     label = f"{of_hosts}, a colour for each job"
     used = sum(hold.slots * (hold.end_s - max(hold.begin_s, begin_s)) for hold in shown)
+    names = list(slots)
+    bands = f"; a band for each host, from {names[0]} to {names[-1]}" if len(names) > 1 else ""
     hint = (
-        f"{label}; a band for each host, from {next(iter(slots))} to {list(slots)[-1]}. "
+        f"{label}{bands}. "
         f"{100 * used / (total * whole_s):.0f} % of the slots were in use. "
         "Marks at the top are decisions; point at one for its reason."
     )
@@ -237,7 +239,11 @@ def _queue(summary: ClusterSummary, begin_s: float, now_s: float) -> str:
 def _axis(summary: ClusterSummary, begin_s: float, now_s: float) -> str:
     started = summary.started or 0.0
     marks = [begin_s + (now_s - begin_s) * part / 4 for part in range(5)]
-    texts = "".join(f"<span>{escape(_clock(started, at_s))}</span>" for at_s in marks)
+    times = [_clock(started, at_s).split() for at_s in marks]
+    on_one_day = len({day for day, _ in times}) == 1
+    texts = "".join(
+        f"<span>{clock if on_one_day else f'{day} {clock}'}</span>" for day, clock in times
+    )
     return f'<div class="axis">{texts}</div>'
 
 
@@ -271,12 +277,12 @@ def _job_table(summary: ClusterSummary, now_s: float, linked: Mapping[str, str])
                 cell(_clock(summary.started or 0.0, job.submitted_s), "n"),
                 cell(duration_words(job.wait_s(now_s)), "n"),
                 cell(duration_words(run_s) if job.started_s is not None else "–", "n"),
-                cell(f"{slot_s / 3600:.2f}", "n"),
+                cell(duration_words(slot_s), "n"),
                 cell(job.reason or job.message, "w"),
             ]
         )
     heads = [("#", "n"), ("job", ""), ("status", ""), ("slots", "n"), ("submitted", "n")]
-    heads += [("waited", "n"), ("had slots for", "n"), ("slot-hours", "n"), ("reason", "")]
+    heads += [("waited", "n"), ("had slots for", "n"), ("slot time", "n"), ("reason", "")]
     cut = f", the last {MAX_ROWS}" if len(summary.jobs) > MAX_ROWS else ""
     return f"<section><h2>Jobs{cut}</h2>{table(heads, rows[-MAX_ROWS:])}</section>"
 
