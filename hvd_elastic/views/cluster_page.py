@@ -236,14 +236,20 @@ def _queue(summary: ClusterSummary, begin_s: float, now_s: float) -> str:
     )
 
 
+_SIMULATED_S = 86400
+"""A cluster that began before this Unix time is a simulated one, which begins at 0 [s]."""
+_DAY = len("11-25 ")
+"""Length of the day in the time of a decision."""
+
+
 def _axis(summary: ClusterSummary, begin_s: float, now_s: float) -> str:
     started = summary.started or 0.0
     marks = [begin_s + (now_s - begin_s) * part / 4 for part in range(5)]
-    times = [_clock(started, at_s).split() for at_s in marks]
-    on_one_day = len({day for day, _ in times}) == 1
-    texts = "".join(
-        f"<span>{clock if on_one_day else f'{day} {clock}'}</span>" for day, clock in times
-    )
+    times = [_clock(started, at_s) for at_s in marks]
+    days = {words[:_DAY] for words in times}
+    if len(days) == 1 and started >= _SIMULATED_S:
+        times = [words[_DAY:] for words in times]
+    texts = "".join(f"<span>{escape(words)}</span>" for words in times)
     return f'<div class="axis">{texts}</div>'
 
 
@@ -315,7 +321,7 @@ def _decision_words(summary: ClusterSummary, made: JobDecision) -> str:
 
 
 def _clock(started: float, at_s: float) -> str:
-    if started < 86400:  # a simulated cluster begins at 0
+    if started < _SIMULATED_S:
         return duration_words(at_s)
     return time.strftime("%m-%d %H:%M:%S", time.localtime(started + at_s))
 
