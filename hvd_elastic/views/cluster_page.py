@@ -30,6 +30,10 @@ _MOST_BARS = 3000
 """Most bars of the picture; of more the last are drawn."""
 _LIVE_BARS, _LIVE_S = 600, 86400.0
 """The same on a live page, and the time that it shows [s]."""
+_SIMULATED_S = 86400
+"""A cluster that began before this Unix time is a simulated one, which begins at 0 [s]."""
+_DAY = len("11-25 ")
+"""Length of the day in the time of a decision."""
 _GROWS_S = 5.0
 """How often bars of jobs that go on grow on a live page [s]."""
 _GOLDEN_ANGLE = 137.508
@@ -234,12 +238,6 @@ def _queue(summary: ClusterSummary, begin_s: float, now_s: float) -> str:
         f'<path class="queue" d="{path}H{_WIDTH}V{_QUEUE_HEIGHT}z"/></svg>'
         f'<p class="hint">{escape(label)}.</p>'
     )
-
-
-_SIMULATED_S = 86400
-"""A cluster that began before this Unix time is a simulated one, which begins at 0 [s]."""
-_DAY = len("11-25 ")
-"""Length of the day in the time of a decision."""
 
 
 def _axis(summary: ClusterSummary, begin_s: float, now_s: float) -> str:
