@@ -168,8 +168,9 @@ def chart_names(summary: RunSummary) -> list[str]:
         values = summary.series[name].values
         if name in _UNPLOTTED or not any(map(math.isfinite, values)):
             continue
-        constant = name == "lr" and len(set(values)) <= 1  # such a rate needs no plot
-        if not constant and (summary.batch_plan or name not in _OF_THE_BATCH):
+        # A rate that is constant, and a single rank, which waits for no other, need no plot.
+        dull = len(set(values)) <= 1 if name == "lr" else name == "rank_wait" and not any(values)
+        if not dull and (summary.batch_plan or name not in _OF_THE_BATCH):
             found.append(name)
     return found
 

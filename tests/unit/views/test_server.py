@@ -19,9 +19,10 @@ import pytest
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.summary import summarize
 from hvd_elastic.views import live, live_run
 from hvd_elastic.views import server as server_module
-from hvd_elastic.views.prometheus import FIGURES, HOST_FIGURES
+from hvd_elastic.views.prometheus import FIGURES, GPU_FIGURES, HOST_FIGURES, prometheus_text
 from hvd_elastic.views.server import Dashboard
 from tests.paths import ROOT
 from tests.unit.records.sample_run import sample_folder
@@ -322,12 +323,34 @@ def test_figures_for_prometheus(viewer: Viewer, folder: Path) -> None:
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def test_prometheus_has_the_gpus_of_each_host() -> None:
+    run = summarize(
+        [
+            {"t": 1.0, "kind": "run_started", "run_id": "a"},
+            {"t": 2.0, "kind": "rescale_finished", "generation": 1, "size": 2},
+            {
+                "t": 3.0,
+                "kind": "host_sample",
+                "host": "node1",
+                "cpu": 0.5,
+                "gpus": [{"busy": 0.75, "memory": 0.25}, {"busy": 1.0, "memory": 0.5}],
+            },
+        ]
+    )
+    text = prometheus_text([(run, "running")])
+    assert 'hvd_elastic_host_cpu_ratio{run="a",host="node1"} 0.5' in text
+    assert 'hvd_elastic_host_gpu_ratio{run="a",host="node1",gpu="0"} 0.75' in text
+    assert 'hvd_elastic_host_gpu_memory_ratio{run="a",host="node1",gpu="1"} 0.5' in text
+    assert prometheus_text([]) == ""
+
+
 def test_the_dashboard_for_grafana_asks_for_figures_that_there_are() -> None:
     text = (ROOT / "docs" / "grafana.json").read_text()
     asked = set(re.findall(r"hvd_elastic_(\w+)", text)) - {"run_info"}
-    assert len(json.loads(text)["panels"]) == 14
-    assert asked <= FIGURES.keys() | HOST_FIGURES.keys()
-    assert HOST_FIGURES.keys() <= asked
+    assert len(json.loads(text)["panels"]) == 16
+    of_hosts = HOST_FIGURES.keys() | GPU_FIGURES.keys()
+    assert asked <= FIGURES.keys() | of_hosts
+    assert of_hosts <= asked
     assert {"slots", "throughput_examples_per_second"} <= asked
 
 
