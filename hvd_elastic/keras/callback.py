@@ -32,6 +32,7 @@ from hvd_elastic.tensorflow.variables import (
 from hvd_elastic.training import context
 from hvd_elastic.training.metrics import average_over_ranks
 from hvd_elastic.training.progress import AFTER_LOOP, Phase
+from hvd_elastic.training.saving import save_again
 from hvd_elastic.training.session import Session
 
 _FOREVER = 1 << 62
@@ -165,6 +166,7 @@ class ElasticCallback(keras.callbacks.Callback):
             self._batches.restart()  # a callback may have ended the epoch early
         numbers = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0}
         self._ended, self._averaged = (epoch, self._examples, numbers), None
+        self._ctx.worker.saves = {}
         self._ctx.rollback.tail_begins()
         failed, self._failed = self._failed, None
         if failed is not None:
@@ -249,7 +251,7 @@ class ElasticCallback(keras.callbacks.Callback):
                     self._failed = error  # the step is taken, so the callbacks follow it first
                 self._examples += len(tf.nest.flatten(data)[0])
                 if worker.progress.step > done:
-                    self._kept = None
+                    self._kept = worker.saves = None  # no rank ends the last epoch again
                 self._ctx.commit(logs)
                 batches.end_if_last()
                 return logs
@@ -300,7 +302,8 @@ class ElasticCallback(keras.callbacks.Callback):
         """End an epoch again together with others, some of which have not ended it before.
 
         The state has gone back to before the callbacks ended the epoch, as newcomers and others
-        will have them do. Those of this rank have done so, and do not again.
+        will have them do. Those of this rank have done so, and do not again; but what they saved
+        is, since the rank that wrote it may be lost.
         """
         if self._ended[0] != self._ctx.worker.progress.epoch:
             return  # they have not: no batch is left, so Keras ends the epoch next
@@ -308,6 +311,7 @@ class ElasticCallback(keras.callbacks.Callback):
         if self._head is not None and self.state is not None:
             self.state.save_values(self._head)
             self.state.roll_back()
+        save_again(self._ctx.worker)
 
     def _average(self) -> dict[str, float]:
         """Return the metrics of the epoch, averaged over the ranks, and those of an evaluation.

@@ -28,8 +28,9 @@ def evaluate(
 
     Each example is read once, by one rank, and all ranks return the same numbers. These do not
     depend on the number of ranks: the batches are the same, and their sums are added exactly. All
-    ranks must call it, in the function under ``hvd.run`` between two steps, in ``on_epoch_end`` of
-    a callback of ``model.fit``, or after training. Meanwhile the model has the variables of rank 0
+    ranks must call it: in the function under ``hvd.run`` between two steps, in the function given
+    to ``ElasticCallback(evaluate=...)`` of ``model.fit`` (in a callback of your own it would not be
+    repeated after a failure), or after training. Meanwhile the model has the variables of rank 0
     that are not trained (the moving averages of batch norm). Nothing of it is changed.
 
     Args:

@@ -9,24 +9,23 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from hvd_elastic.checkpoint.saved import (
     SAVED_FOLDER,
+    Write,
     check_name,
     drop_spooled,
     find_spooled,
     spool_file,
     store_file,
 )
-from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
 
 
-def save_file(worker: Worker, name: str, write: Callable[[HashingWriter], object]) -> None:
+def save_file(worker: Worker, name: str, write: Write) -> None:
     """Save a file on rank 0; other ranks do nothing, and need not call it.
 
     Args:
@@ -40,6 +39,8 @@ def save_file(worker: Worker, name: str, write: Callable[[HashingWriter], object
     """
     check_name(name)
     worker.check_has_ranks(f"whether this rank writes {name!r}")
+    if worker.saves is not None:
+        worker.saves[name] = write
     if worker.communicator.rank:
         return
     began = time.monotonic()
@@ -73,3 +74,9 @@ def save_file(worker: Worker, name: str, write: Callable[[HashingWriter], object
         for other in find_spooled(folder):
             if other.name == name and other != saved:
                 drop_spooled(folder, other)
+
+
+def save_again(worker: Worker) -> None:
+    """Save what was saved since the epoch has ended, which an earlier rank 0 may not have done."""
+    for name, write in (worker.saves or {}).items():
+        save_file(worker, name, write)

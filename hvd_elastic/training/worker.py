@@ -7,6 +7,7 @@ import logging
 import os
 import time
 
+from hvd_elastic.checkpoint.saved import Write
 from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.communicator.ring import HorovodCommunicator
@@ -50,6 +51,8 @@ class Worker:
         stop_reason: why this rank asks for the end of training; empty: it does not.
         left_epoch: where the script left an epoch early, for messages; empty: nowhere.
         in_train: whether the training function runs.
+        saves: what the script has saved since an epoch has ended, by name, with what writes it;
+            None: the script itself saves it again after a failure.
         state: the script's state; None before it is created.
         averagers: averagers of the script's optimizers.
         step_began: when the step in flight began [s, monotonic]; None: no step is in flight.
@@ -66,6 +69,7 @@ class Worker:
         self.stop_reason = ""
         self.left_epoch = ""
         self.in_train = False
+        self.saves: dict[str, Write] | None = None
         self.state: State | None = None
         self.averagers = Averagers()
         self.step_began: float | None = None

@@ -23,7 +23,7 @@ import torch
 
 from hvd_elastic.checkpoint.files import newest_valid
 from hvd_elastic.checkpoint.header import TensorInfo, decode_values
-from hvd_elastic.checkpoint.reader import open_checkpoint
+from hvd_elastic.checkpoint.reader import load_file, open_checkpoint
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_events
 from tests.dist.jobs import Job, environment
@@ -118,7 +118,13 @@ def final_state(run: Path) -> dict[str, Any]:
     saved = {
         path.name: torch.load(path, weights_only=True) for path in (run / "saved").glob("*.pt")
     }
+    saved |= {path.name: load_file(path, empty_tensor) for path in (run / "saved").glob("epoch-*")}
     return {**load_tensors(newest.path), "saved": saved}
+
+
+def empty_tensor(info: TensorInfo) -> tuple[torch.Tensor, np.ndarray]:
+    array = np.empty(info.shape, info.array_dtype)
+    return torch.from_numpy(array), array.reshape(-1).view(np.uint8)
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
@@ -129,14 +135,13 @@ def load_tensors(path: Path) -> dict[str, Any]:
             from hvd_elastic.torch.checkpoint import load_checkpoint
 
             return load_checkpoint(path)
-        arrays: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
 
         def place(info: TensorInfo) -> Any:
-            arrays[info.name] = np.empty(info.shape, info.array_dtype)
-            return arrays[info.name].reshape(-1).view(np.uint8)
+            tensors[info.name], memory = empty_tensor(info)
+            return memory
 
         reader.read_tensors(header, place)
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return {**decode_values(header.values, tensors, ()), "progress": header.progress}
 
 
@@ -204,6 +209,17 @@ def test_what_comes_between_epochs_counts_once_if_a_rank_dies(name: str, tmp_pat
     reference = alone(name, script, tmp_path / "alone")
     dying = {"die": {"rank": 1, "epoch": 2}}
     check_same(together(name, script, tmp_path / "disturbed", **dying), reference)
+
+
+@COSTLY
+@NEEDS_TENSORFLOW
+def test_what_rank_0_has_not_saved_when_it_dies_is_saved_by_the_next(tmp_path: Path) -> None:
+    """The callbacks of the survivor have ended the epoch already."""
+    script = STYLES / "keras_rates.py"
+    reference = alone("keras_rates", script, tmp_path / "alone")
+    assert sorted(reference["saved"]) == [f"epoch-{epoch}" for epoch in range(5)]
+    dying = {"join": 1, "die": {"rank": 0, "save": "epoch-2"}}
+    check_same(together("keras_rates", script, tmp_path / "disturbed", **dying), reference)
 
 
 @COSTLY

@@ -7,7 +7,8 @@
 ``join``        after this step, with the text ``hosts``; steps wait until ``size`` ranks train
 ``die``         ``rank``, ``step`` (the first in which it may die), ``seed``, and ``everywhere``:
                 whether lines of the library count too; or ``rank`` and ``epoch``: it dies before
-                the first step of the epoch, when another worker is about to join in its place
+                the first step of the epoch, when another worker is about to join in its place; or
+                ``rank`` and ``save``: it dies where it would save the file of that name
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import hvd_elastic
-from hvd_elastic.training import context
+from hvd_elastic.training import context, saving
 from hvd_elastic.training.metrics import Metrics
 from hvd_elastic.training.rollback import Rollback
 
@@ -100,6 +101,16 @@ def die_between_epochs(rollback, *arguments, begin=Rollback.loop_begins, **optio
     return begin(rollback, *arguments, **options)
 
 
+def die_in_save(folder, write, describe, *, spool=saving.spool_file):
+    """Die before a file is written that the other ranks have asked for too."""
+    name, mark = describe(0, "").name, Path(plan["folder"], "died")
+    if name == plan["die"]["save"] and not mark.exists():
+        time.sleep(1.0)  # the others go on to the next epoch
+        mark.write_text(f"in hvd.save({name!r})")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return spool(folder, write, describe)
+
+
 def tell_end():
     """Write a digest of what the optimizers train."""
     worker = context.current().worker
@@ -124,6 +135,8 @@ if "join" in plan:
     setattr(Metrics, "step_finished", count_and_join)  # noqa: B010
 if "epoch" in plan.get("die", ()):
     setattr(Rollback, "loop_begins", die_between_epochs)  # noqa: B010
+elif "save" in plan.get("die", ()):
+    setattr(saving, "spool_file", die_in_save)  # noqa: B010
 elif "die" in plan:
     sys.settrace(Death(**plan["die"]).trace)
 sys.argv[:] = sys.argv[2:]

@@ -18,6 +18,7 @@ import tensorflow as tf
 import hvd_elastic.tensorflow as hvd
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.saving import save_again
 from tests.unit.tensorflow.test_state import state_of, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning:keras")
@@ -62,6 +63,20 @@ def test_what_is_saved_is_loaded(alone: Context, name: str, wrapped: Callable[[A
     assert not equal(model, other)
     assert hvd.load_model(saved(alone, name), other) is other
     assert equal(model, other)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_another_rank_0_saves_what_was_called_for(alone: Context, again: bool) -> None:
+    model, ranks = model_of(), vars(alone.worker.communicator)
+    alone.worker.saves = {} if again else None
+    ranks["rank"] = 1
+    hvd.save("best", model)
+    assert not saved(alone, "best").exists()
+    ranks["rank"] = 0
+    save_again(alone.worker)
+    assert saved(alone, "best").exists() == again
+    if again:
+        assert equal(hvd.load_model(saved(alone, "best"), model_of()), model)
 
 
 def test_keras_alone_loads_what_is_saved_as_its_own(alone: Context) -> None:

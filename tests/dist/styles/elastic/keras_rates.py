@@ -1,4 +1,4 @@
-"""Keras fit whose learning rate is changed at the end and the beginning of epochs, and by batch."""
+"""Keras fit whose learning rate is changed between epochs and by batch, with a file of each."""
 
 import keras
 import numpy as np
@@ -32,6 +32,7 @@ class Rates(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         elastic.state.epochs_ended += 1
+        hvd.save(f"epoch-{epoch}", {"layers": model, "rate": float(optimizer.learning_rate)})
 
 
 elastic = hvd.ElasticCallback(epochs_ended=0)
