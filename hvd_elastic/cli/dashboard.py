@@ -10,6 +10,9 @@ import typer
 
 from hvd_elastic.cli.numbers import number_option, port_option
 
+_PIECE_BYTES = 1 << 21
+"""Bytes of events that are read together."""
+
 
 def dashboard(
     runs: Annotated[
@@ -70,11 +73,12 @@ def top(
     from hvd_elastic.records.json_lines import EventFollower
     from hvd_elastic.records.run_folder import RunFolder
     from hvd_elastic.records.run_state import run_state
-    from hvd_elastic.records.summary import RunSummary, take_event
+    from hvd_elastic.records.summary import RunSummary, take_events
     from hvd_elastic.records.wording import Narrator
     from hvd_elastic.views.allocation import host_rows
     from hvd_elastic.views.costs import forecast_words
     from hvd_elastic.views.forecast import predict_end
+    from hvd_elastic.views.points import thin_out
     from hvd_elastic.views.run_words import clock_words
 
     folder = RunFolder.open(run)
@@ -83,10 +87,11 @@ def top(
 
     def look() -> tuple[Group, bool]:
         alive = folder.leader_alive()
-        while records := follower.poll():
+        while records := follower.poll(_PIECE_BYTES):
+            take_events(summary, records)
+            thin_out(summary)
             for record in records:
-                take_event(summary, record)
-                stamp = clock_words(summary.ended)
+                stamp = clock_words(record.get("t"))
                 latest.extend(f"{stamp}  {line.text}" for line in narrator.tell(record))
         summary.run_id = folder.run_id
         until = None if alive else folder.leaderless_until(summary.ended)

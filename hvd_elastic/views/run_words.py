@@ -78,7 +78,7 @@ def has_ended(state: str) -> bool:
 
 def clock_words(t: float | None) -> str:
     """Return the time of day of Unix seconds."""
-    with contextlib.suppress(OverflowError, ValueError, OSError):  # beyond all calendars
+    with contextlib.suppress(TypeError, OverflowError, ValueError, OSError):  # in no calendar
         if t is not None:
             return time.strftime("%H:%M:%S", time.localtime(t))
     return "–"
