@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import hvd_elastic
+from hvd_elastic.checkpoint.saved import spool_file
 from hvd_elastic.training import context, saving
 from hvd_elastic.training.metrics import Metrics
 from hvd_elastic.training.rollback import Rollback
@@ -101,7 +102,7 @@ def die_between_epochs(rollback, *arguments, begin=Rollback.loop_begins, **optio
     return begin(rollback, *arguments, **options)
 
 
-def die_in_save(folder, write, describe, *, spool=saving.spool_file):
+def die_in_save(folder, write, describe, *, spool=spool_file):
     """Die before a file is written that the other ranks have asked for too."""
     name, mark = describe(0, "").name, Path(plan["folder"], "died")
     if name == plan["die"]["save"] and not mark.exists():

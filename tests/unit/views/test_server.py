@@ -19,6 +19,7 @@ import pytest
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.run_state import run_row
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.views import live, live_run
 from hvd_elastic.views import server as server_module
@@ -495,9 +496,13 @@ def test_a_run_that_is_over_is_not_read_again_for_the_first_page(
     viewer: Viewer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "_FRESH_S", 0.0)
-    looked = []
-    real = live.run_row
-    monkeypatch.setattr(live, "run_row", lambda each: (looked.append(each.run_id), real(each))[1])
+    looked: list[str] = []
+
+    def look(each: RunFolder) -> dict[str, Any]:
+        looked.append(each.run_id)
+        return run_row(each)
+
+    monkeypatch.setattr(live, "run_row", look)
     with EventLog(folder / "events.jsonl") as log:
         log.append("run_finished", {"status": "succeeded", "message": "", "steps": 1})
     assert "succeeded" in viewer.get("/")[1]
