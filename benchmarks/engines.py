@@ -44,7 +44,6 @@ from benchmarks.testbed.launchers import (
     Order,
 )
 from benchmarks.testbed.marks import first_step
-from benchmarks.testbed.ray import VirtualRay
 from benchmarks.testbed.slurm import SlurmCluster, missing_programs
 from benchmarks.testbed.spark import SparkCluster
 
@@ -315,95 +314,6 @@ def _one_more_worker(job: Job) -> float:
     return _given_third(job, "Spark started no executor")
 
 
-# -- Ray ---------------------------------------------------------------------------------------
-
-
-class _RayJob(DriverJob):
-    """A job on a Ray cluster of its own; it begins when its program is connected."""
-
-    def __init__(
-        self,
-        launcher: _OnRay,
-        bed: Testbed,
-        folder: Path,
-        order: Order,
-        cluster: VirtualRay,
-    ) -> None:
-        self.cluster = cluster
-        marking = str(ROOT / "benchmarks" / "testbed" / "marking.py")
-        program = ["python", "-m", "benchmarks.testbed.ray_program", launcher.whose, str(folder)]
-        training = [str(folder / "marks"), *order.training, *launcher.more(folder)]
-        environment = {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "HVD_ELASTIC_HOME": str(folder / "home"),
-            "GLOO_SOCKET_IFNAME": "eth0",
-        }
-        setting = ["env", *(f"{name}={value}" for name, value in environment.items())]
-        words = [*setting, *program, str(order.most), marking, *training]
-        command = cluster.words("exec", "--cwd", str(ROOT), "--", *words)
-        own = {**os.environ, "HVD_ELASTIC_HOME": str(cluster.home)}
-        super().__init__(launcher.name, bed, folder, order, command, own)
-        began = folder / "asked"
-        self.wait(began.exists, _LIMIT_S, "the program was not connected to Ray")
-        self.asked = float(began.read_text(encoding="utf-8"))
-
-    def end(self) -> None:
-        super().end()
-        self.cluster.call("down")
-
-
-class _OnRay(Launcher):
-    whose: ClassVar[str]
-
-    def prepare(self) -> list[Path]:
-        if importlib.util.find_spec("ray") is None:
-            raise PeerMissingError("Ray is not installed: pip install 'hvd-elastic[ray]'")
-        return super().prepare()
-
-    def launch(self, bed: Testbed, folder: Path, order: Order) -> Job:
-        cluster = VirtualRay(bed.cluster, folder / "ray")
-        cluster.use([*order.slots])
-        try:
-            cluster.up()
-            return _RayJob(self, bed, folder, order, cluster)
-        except BaseException:
-            cluster.call("down")
-            raise
-
-    def more(self, folder: Path) -> list[str]:
-        """Return more words for the training script."""
-        return []
-
-
-class _OursOnRay(_OnRay):
-    key = "ours-ray"
-    name = "hvd_elastic.ray"
-    script = "train_ours.py"
-    is_ours = True
-    whose = "ours"
-
-
-class _TheirsOnRay(_OnRay):
-    key = "ray-train"
-    name = "Ray Train, elastic"
-    script = "train_torchrun.py"
-    whose = "theirs"
-
-    def more(self, folder: Path) -> list[str]:
-        return ["--snapshot", str(folder / "snapshot")]
-
-
-def _one_more_node(job: Job) -> float:
-    """Start a Ray node on the third host; return when it is there [s, monotonic]."""
-    assert isinstance(job, _RayJob)
-    job.cluster.use(job.bed.hosts)
-    job.cluster.up()
-    if job.launcher == _OursOnRay.name:
-        return _given_third(job, "Ray placed no actor")
-    return time.monotonic()
-
-
 def _given_third(job: Job, never: str) -> float:
     return job.wait(
         lambda: next(
@@ -432,7 +342,6 @@ ENGINES = {
         join=_one_more_worker,
         theirs_left=_HOSTS,  # the whole stage starts again, once there is another executor
     ),
-    "ray": Engine("Ray", dict.fromkeys(_CASES, _OursOnRay()), _TheirsOnRay(), join=_one_more_node),
 }
 """Engines by the name for ``--engines``."""
 

@@ -190,7 +190,8 @@ def measure_start(rounds: int, say: Say) -> list[dict[str, Any]]:
 
 def measure_moves(rounds: int, say: Say) -> list[dict[str, Any]]:
     """Pauses of two jobs while slots move from one to the other and back."""
-    shrinks, grows = [], []
+    shrinks: list[float] = []
+    grows: list[float] = []
     with cluster_up(4) as cluster:
         long = cluster.submit(
             *("--name", "long", "--", sys.executable, cluster.script, "--epochs", "10000")

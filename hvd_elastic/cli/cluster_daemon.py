@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hvd_elastic.errors import HvdElasticError, RunError
+from hvd_elastic.errors import HostfileError, HvdElasticError, RunError
 
 if TYPE_CHECKING:
     from hvd_elastic.jobs.place import ClusterFolder
@@ -25,7 +25,6 @@ ClusterOption = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
-_UP_S = 10.0
 _DOWN_S = 120.0
 _POLL_S = 0.05
 
@@ -83,10 +82,32 @@ def _serve(
     from hvd_elastic.jobs.daemon import Daemon
 
     with place.lock():
+        _refuse_shared_hosts(place, hostfile)
         daemon = Daemon(place, hostfile, config, begin_leader)
         place.describe_daemon(hostfile)
         on_up()
         daemon.run()
+
+
+def _refuse_shared_hosts(place: ClusterFolder, hostfile: Path) -> None:
+    """Raise RunError if another cluster that is up has one of the hosts."""
+    from hvd_elastic.hosts.hostfile import parse_hostfile
+    from hvd_elastic.jobs.place import list_clusters
+
+    own = {host.name for host in parse_hostfile(hostfile).hosts}
+    for other in list_clusters():
+        if other.name == place.name or not other.daemon_alive():
+            continue
+        theirs = other.daemon().get("hostfile", "")
+        with contextlib.suppress(HostfileError):  # it is being edited
+            common = sorted(own & {host.name for host in parse_hostfile(theirs).hosts})
+            if common:
+                raise RunError(
+                    f"cluster {other.name}, which is up, has host {common[0]} too, and each of the "
+                    f"two would give its slots away. Use that one (--cluster {other.name}), end it "
+                    f"(hvd-elastic down --cluster {other.name}), or take its hosts out of "
+                    f"{hostfile}"
+                )
 
 
 def _tell_up(place: ClusterFolder, as_json: bool) -> None:
@@ -121,7 +142,14 @@ def _serve_in_background(
     os.setsid()
     status = 1
 
+    answered = False
+
     def tell(text: str) -> None:
+        nonlocal answered
+        if answered:  # nobody reads any more, and the descriptor may be that of another file by now
+            print(f"error: {text}", file=sys.stderr)
+            return
+        answered = True
         with contextlib.suppress(OSError):
             os.write(to_terminal, text.encode())
         os.close(to_terminal)
@@ -197,7 +225,7 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
     width = max([4, *(len(row["host"]) for row in rows)])
     print(f"{'HOST':<{width}}  STATE  SLOTS  FREE  JOBS")
     for row in rows:
-        free = row["slots"] - sum(row["jobs"].values())
+        free = 0 if row["cause"] else row["slots"] - sum(row["jobs"].values())
         jobs = ", ".join(f"{run_id}: {slots}" for run_id, slots in row["jobs"].items())
         what = row["cause"] or jobs
         print(f"{row['host']:<{width}}  {row['state']:<5}  {row['slots']:>5}  {free:>4}  {what}")

@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
-from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.numbers import number_option, port_option
+
+_PIECE_BYTES = 1 << 21
+"""Bytes of events that are read together."""
 
 
 def dashboard(
@@ -19,9 +22,7 @@ def dashboard(
     host: Annotated[str, typer.Option(help="address to listen on", metavar="ADDRESS")] = (
         "127.0.0.1"
     ),
-    port: Annotated[
-        int, whole_number_option("--port", least=0, help="port to listen on; 0: a free one")
-    ] = 0,
+    port: Annotated[int, port_option("port to listen on; 0: a free one")] = 0,
     control: Annotated[
         bool, typer.Option("--control", help="let pages scale, drain and stop runs; with a token")
     ] = False,
@@ -72,11 +73,13 @@ def top(
     from hvd_elastic.records.json_lines import EventFollower
     from hvd_elastic.records.run_folder import RunFolder
     from hvd_elastic.records.run_state import run_state
-    from hvd_elastic.records.summary import RunSummary, take_event
+    from hvd_elastic.records.summary import RunSummary, take_events
     from hvd_elastic.records.wording import Narrator
     from hvd_elastic.views.allocation import host_rows
     from hvd_elastic.views.costs import forecast_words
     from hvd_elastic.views.forecast import predict_end
+    from hvd_elastic.views.points import thin_out
+    from hvd_elastic.views.run_words import clock_words
 
     folder = RunFolder.open(run)
     follower, narrator, summary = EventFollower(folder.events), Narrator(), RunSummary()
@@ -84,10 +87,11 @@ def top(
 
     def look() -> tuple[Group, bool]:
         alive = folder.leader_alive()
-        while records := follower.poll():
+        while records := follower.poll(_PIECE_BYTES):
+            take_events(summary, records)
+            thin_out(summary)
             for record in records:
-                take_event(summary, record)
-                stamp = time.strftime("%H:%M:%S", time.localtime(record.get("t")))
+                stamp = clock_words(record.get("t"))
                 latest.extend(f"{stamp}  {line.text}" for line in narrator.tell(record))
         summary.run_id = folder.run_id
         until = None if alive else folder.leaderless_until(summary.ended)
@@ -108,18 +112,18 @@ def top(
         for name, cells in host_rows(summary):
             busy.add_row(name, *cells)
         events = Table.grid()
-        for line in latest:
+        for line in reversed(latest):  # where the window ends, the oldest are cut off
             events.add_row(line.splitlines()[0])
         hosts: list[RenderableType] = [busy, ""] if busy.row_count else []
         return Group(shown, "", *hosts, events), alive or state in ("starting", "leaderless")
 
     console = Console()
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+    on_screen = console.is_terminal
+    with Live(console=console, auto_refresh=False, screen=on_screen, transient=True) as live:
         while True:
             group, goes_on = look()
             live.update(group, refresh=True)
             if not goes_on:
                 break
             time.sleep(interval)
-    if console.is_terminal:
-        console.print(group)  # the screen of its own is gone
+    console.print(group)  # a screen of its own is gone

@@ -28,8 +28,8 @@ JobsArgument = Annotated[
     typer.Argument(metavar="JOB...", help="numbers as in 3 or 5-9, run ids, or names of jobs"),
 ]
 _POLL_S = 0.1
-_SHOWN = 10
-"""Ended jobs that the queue shows by default."""
+_SHOWN, _SHOWN_WAITING = 10, 50
+"""Jobs that have ended, and that wait, which the queue shows by default."""
 
 
 # -- looking ---------------------------------------------------------------------------------
@@ -49,8 +49,14 @@ def queue(
 
       hvd-elastic queue --all --json
     """
+    from hvd_elastic.jobs.job import JobStatus
+
     place, store = _open(cluster)
-    active = store.active()
+    waits = None if all_ or as_json else _SHOWN_WAITING
+    active = [
+        *store.with_status(JobStatus.RUNNING),
+        *store.with_status(JobStatus.QUEUED, waits),
+    ]
     ended = store.ended(None if all_ else _SHOWN)
     alive = place.daemon_alive()
     if as_json:
@@ -67,12 +73,11 @@ def queue(
         return
     width = max(len(job.run_id) for job in [*active, *ended])
     print(f"{'JOB':>6}  {'RUN':<{width}}  {'STATUS':<9}  SLOTS  {'AGE':<9}  {'ETA':<9}  REASON")
-    order = sorted(active, key=lambda job: (job.status.value != "running", job.number))
-    for job in [*order, *ended]:
+    for job in [*active, *ended]:
         print(_row(job, width))
-    left = 0 if all_ else store.count_ended() - len(ended)
-    if left > 0:
-        print(f"and {count(left, 'older job')}: hvd-elastic queue --all")
+    left = sum(store.counts().values()) - len(active) - len(ended)
+    if left > 0 and not all_:
+        print(f"and {count(left, 'other job')}: hvd-elastic queue --all")
 
 
 def _row(job: Job, width: int) -> str:
@@ -134,7 +139,7 @@ def why(
       hvd-elastic why resnet --json
     """
     place, store = _open(cluster)
-    number = _numbers(store, place, [job])[-1]
+    number = find_numbers(store, place, [job])[-1]
     found = store.jobs([number])[number]
     if as_json:
         print(json.dumps(job_fields(found), indent=2))
@@ -200,7 +205,7 @@ def wait(
     """
     limit_s = None if timeout is None else parse_duration("--timeout", timeout)
     place, store = _open(cluster)
-    numbers = _numbers(store, place, jobs)
+    numbers = find_numbers(store, place, jobs)
     deadline = None if limit_s is None else time.monotonic() + limit_s
     while any(status.active for status in store.statuses(numbers).values()):
         if deadline is not None and time.monotonic() > deadline:
@@ -230,7 +235,7 @@ def cancel(jobs: JobsArgument, cluster: ClusterOption = None, as_json: AsJson = 
     from hvd_elastic.jobs.messages import Cancel
 
     place, store = _open(cluster)
-    found = _numbers(store, place, jobs, active=True)
+    found = find_numbers(store, place, jobs, active=True)
     _ask(place, Cancel(found, getpass.getuser()), as_json)
 
 
@@ -256,7 +261,7 @@ def requeue(
     from hvd_elastic.jobs.messages import Requeue
 
     place, store = _open(cluster)
-    found = _numbers(store, place, jobs)
+    found = find_numbers(store, place, jobs)
     waits = None if after is None else list(parse_after(after, place))
     _ask(place, Requeue(found, dict(os.environ), waits), as_json)
 
@@ -276,7 +281,7 @@ def priority(
 
     wanted = parse_number("--to", to, above=True)
     place, store = _open(cluster)
-    found = _numbers(store, place, jobs, active=True)
+    found = find_numbers(store, place, jobs, active=True)
     _ask(place, SetPriority(found, wanted), as_json)
 
 
@@ -298,7 +303,7 @@ def _open(cluster: str | None) -> tuple[ClusterFolder, JobStore]:
     return place, JobStore.read_only(place.database)
 
 
-def _numbers(
+def find_numbers(
     store: JobStore, place: ClusterFolder, texts: Sequence[str], *, active: bool = False
 ) -> list[int]:
     """Return the numbers of the jobs that a user names.
@@ -307,7 +312,8 @@ def _numbers(
         store: the queue.
         place: the cluster, for messages.
         texts: numbers, ranges of numbers, run ids or names.
-        active: whether a name stands for its jobs that wait or run only.
+        active: whether a name stands for all its jobs that wait or run, and not for those that
+            were submitted last under it.
 
     Raises:
         RunError: there is no such job.
@@ -319,8 +325,9 @@ def _numbers(
             numbers = store.numbers(int(first), int(last))
         else:
             jobs = store.find(text)
-            if active and len(jobs) > 1:
-                jobs = [job for job in jobs if job.status.active] or jobs[-1:]
+            if len(jobs) > 1:
+                going = [job for job in jobs if job.status.active]
+                jobs = going if active and going else submitted_last(jobs)
             numbers = [job.number for job in jobs]
         if not numbers:
             raise RunError(
@@ -349,5 +356,10 @@ def parse_after(texts: Sequence[str], place: ClusterFolder) -> tuple[After, ...]
         known = JobStore.read_only(place.database).find(job)
         if not known:
             raise UsageError(f"--after {text}: there is no job {job!r}; see: hvd-elastic queue")
-        found.append(After(outcome, known[-1].number))
+        found += [After(outcome, each.number) for each in submitted_last(known)]
     return tuple(found)
+
+
+def submitted_last(jobs: Sequence[Job]) -> list[Job]:
+    """Return the last one of jobs, with those that were submitted together with it as an array."""
+    return [job for job in jobs if job.submitted_at == jobs[-1].submitted_at]

@@ -15,7 +15,9 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def parse_whole_number(name: str, value: object, least: int = 1, instead: str = "") -> int:
+def parse_whole_number(
+    name: str, value: object, least: int = 1, instead: str = "", most: int | None = None
+) -> int:
     """Return the integer that ``value`` represents.
 
     Args:
@@ -23,6 +25,7 @@ def parse_whole_number(name: str, value: object, least: int = 1, instead: str = 
         value: text, or a default that is a number already.
         least: smallest valid number.
         instead: further valid values in words, for the message.
+        most: largest valid number; None: any.
 
     Raises:
         UsageError: the value is not valid; names the valid ones.
@@ -34,8 +37,9 @@ def parse_whole_number(name: str, value: object, least: int = 1, instead: str = 
         number = int(str(value))
     except ValueError:
         number = least - 1
-    if number < least:
-        raise UsageError(f"{name} takes a whole number of {least} or more{instead}, not '{value}'")
+    if number < least or (most is not None and number > most):
+        valid = f"of {least} or more" if most is None else f"from {least} to {most}"
+        raise UsageError(f"{name} takes a whole number {valid}{instead}, not '{value}'")
     return number
 
 
@@ -76,9 +80,23 @@ def parse_duration(name: str, text: str) -> float:
     return seconds
 
 
-def whole_number_option(*names: str, least: int = 1, help: str) -> Any:  # noqa: A002
+def whole_number_option(
+    *names: str,
+    least: int = 1,
+    most: int | None = None,
+    help: str,  # noqa: A002
+) -> Any:
     """Return a typer option for an integer."""
-    return _option(lambda value: parse_whole_number(names[0], value, least), names, "N", help)
+
+    def parse(value: object) -> int:
+        return parse_whole_number(names[0], value, least, most=most)
+
+    return _option(parse, names, "N", help)
+
+
+def port_option(help: str) -> Any:  # noqa: A002
+    """Return a typer option for a TCP port; 0 is valid."""
+    return whole_number_option("--port", least=0, most=65535, help=help)
 
 
 def number_option(

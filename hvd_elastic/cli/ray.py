@@ -17,7 +17,7 @@ from hvd_elastic.cli.cluster_tools import HostfileFirst
 from hvd_elastic.cli.command_output import describe_command
 from hvd_elastic.cli.host_options import Chosen, over_hosts
 from hvd_elastic.cli.host_report import Printer, finish
-from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.numbers import number_option, port_option
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.fanout import HostResult, Outcome
@@ -45,9 +45,7 @@ def up(
             help="Python with Ray there (default: this one's path).",
         ),
     ] = None,
-    port: Annotated[
-        int, whole_number_option("--port", least=0, help="Of the head; 0: a free one.")
-    ] = 0,
+    port: Annotated[int, port_option("Of the head; 0: a free one.")] = 0,
     object_store: Annotated[
         float | None,
         number_option(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _ARRAY = re.compile(r"(\d+)-(\d+)(?::(\d+))?|(\d+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,49}")
+_NUMBERS = re.compile(r"\d+(-\d+)?")
 _UNSUITABLE = re.compile(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+")
 _MOST_JOBS = 100_000
 _SHOWN = 10
@@ -142,6 +143,10 @@ def submit(
         raise UsageError(
             f"--name {name!r} is not valid: it has 1 to 50 of the characters A-Z a-z 0-9 . _ - and "
             "starts with a letter or a digit"
+        )
+    if name is not None and _NUMBERS.fullmatch(name):
+        raise UsageError(
+            f"--name {name!r} is not valid: other commands would take it for numbers of jobs"
         )
     place = open_cluster(cluster)
     request = _request(

@@ -93,6 +93,8 @@ class Daemon:
         self._health = HostHealth(hostfile, ssh_config)
         self._server = RequestServer(place, self._handle)
         self._wanted: dict[int, dict[str, int]] = {}
+        self._unwritten: set[int] = set()
+        """Jobs whose hostfiles are older than their slots."""
         self._decided: dict[str, Any] = {}
         self._losses: dict[int, _Losses] = {}
         self._decide_at = 0.0
@@ -161,7 +163,9 @@ class Daemon:
             self._queue.changed = False
             self._decide_at = now + _DECIDE_S
             self._decide(now)
+        self._write_hostfiles()
         self._move_slots()
+        self._write_hostfiles()
         busy = self._queue.with_status(JobStatus.RUNNING) or self._queue.changed
         return _LOOK_S if busy else _IDLE_LOOK_S
 
@@ -224,18 +228,16 @@ class Daemon:
             message = f"its leader died {losses.number} times in a row without training"
             self._run_ended(job, "failed", message)
         elif now >= losses.again_at:
-            losses.number += 1
-            losses.again_at = now + 2.0**losses.number
+            losses.again_at = now + 2.0 ** (losses.number + 1)
             self._runs.progress(job).trained_at = None
             self._start(job, job.run_id, job.held)
+            losses.number += 1
 
     def _start(self, job: Job, run_id: str, held: Mapping[str, int]) -> None:
+        """Start a leader; if that raises RunError (a full disk), the job is led on when it can."""
         started = self._queue.started(job, run_id, held)
         environment = self._store.environment(started)
-        try:
-            self._runs.start(started, self._hosts.values(), environment)
-        except RunError as error:
-            self._run_ended(started, "failed", str(error))
+        self._runs.start(started, self._hosts.values(), environment)
 
     # -- decisions -------------------------------------------------------------------------
 
@@ -326,10 +328,18 @@ class Daemon:
             if job.status is JobStatus.RUNNING:
                 if held != job.held and held:
                     changed = replace(job, held=held)
+                    self._unwritten.add(job.number)
                     self._queue.update([changed])
-                    self._runs.write_hostfile(changed, self._hosts.values())
             elif sum(held.values()) >= job.request.min_np and self._down is None:
                 self._start(job, self._runs.free_run_id(job), held)
+
+    def _write_hostfiles(self) -> None:
+        """Write the hostfiles of jobs whose slots have changed, also if it failed before."""
+        for number in list(self._unwritten):
+            job = self._queue.active.get(number)
+            if job is not None and job.held:
+                self._runs.write_hostfile(job, self._hosts.values())
+            self._unwritten.discard(number)
 
     @property
     def _hosts(self) -> Mapping[str, Host]:
@@ -422,5 +432,6 @@ class Daemon:
         if message != self._warned:
             self._warned = message
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            sys.stderr.write(f"{stamp} warning: {message}\n")
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # the log may be on the disk that is full
+                sys.stderr.write(f"{stamp} warning: {message}\n")
+                sys.stderr.flush()

@@ -42,6 +42,7 @@ class RunProgress:
         ending: how the run ended; None: it goes on, as far as its events say.
         waiting: what the run waits for; empty: nothing.
         attained_slot_s: slots times seconds of training.
+        rescales: number of changes of its slots while it trained.
         began_at: when its present or last leader began [Unix s]; None: none has.
         trained_at: when the run finished its last rescale, so that it has trained [Unix s].
     """
@@ -51,6 +52,7 @@ class RunProgress:
         self.ending: Ending | None = None
         self.waiting = ""
         self.attained_slot_s = 0.0
+        self.rescales = 0
         self.began_at: float | None = None
         self.trained_at: float | None = None
         self._follower = EventFollower(folder.events)
@@ -184,6 +186,7 @@ class RunProgress:
     def _resized(self, size: int, at: float) -> None:
         if self._size:
             self.attained_slot_s += self._size * max(0.0, at - self._size_since)
+            self.rescales += bool(size) and size != self._size
         self._size, self._size_since = size, at
 
     def _occupy(self, event: Record) -> None:

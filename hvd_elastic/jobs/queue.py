@@ -156,7 +156,7 @@ class JobQueue:
         ended = self.store.jobs([number]).get(number)
         if ended is None:
             raise RunError(f"there is no job {number}; see: hvd-elastic queue --all")
-        raise RunError(f"job {number} ({ended.run_id}) has {ended.status.value} already")
+        raise RunError(f"job {number} ({ended.run_id}) {_ended_words(ended.status)} already")
 
     def _refuse_circle(self, number: int, after: Iterable[After]) -> None:
         """Raise UsageError if the jobs that a job is to wait for wait for it themselves."""
@@ -275,7 +275,7 @@ def _dependencies(job: Job, statuses: Mapping[int, JobStatus]) -> tuple[bool | N
         status = statuses.get(each.job)
         met = False if status is None else each.met(status)
         if met is False:
-            ended = "is gone" if status is None else f"has {status.value}"
+            ended = "is gone" if status is None else _ended_words(status)
             return False, f"it waited for job {each.job} {_OUTCOMES[each.outcome]}, which {ended}"
         if met is None and status is not None:
             waits = f"waits for job {each.job} {_OUTCOMES[each.outcome]}; it is {status.value}"
@@ -293,6 +293,10 @@ def eta_moved(one: float | None, other: float | None) -> bool:
     if one is None or other is None:
         return one is not other
     return abs(one - other) > _ETA_MOVED_S
+
+
+def _ended_words(status: JobStatus) -> str:
+    return "was cancelled" if status is JobStatus.CANCELLED else f"has {status.value}"
 
 
 def jobs_words(jobs: Sequence[Job]) -> str:

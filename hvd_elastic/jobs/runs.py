@@ -142,8 +142,11 @@ class JobRuns:
         child = self._children.get(job.run_id)
         if child is not None:
             with contextlib.suppress(ChildProcessError):
-                if os.waitpid(child, os.WNOHANG)[0] == 0:
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if not ended:
                     return True
+                if os.WIFSIGNALED(status):  # it was killed, which is no fault of the job
+                    self._started.discard((job.run_id, job.attempts))
             del self._children[job.run_id]
         folder = _folder(job)
         if folder.leader_alive():

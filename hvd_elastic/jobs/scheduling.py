@@ -143,12 +143,14 @@ def _as_policy_job(
     goodput: np.ndarray | None = None
     remaining: float | None = None
     service, rescale_s = 0.0, 0.0
+    rescales: int | None = None
     if request.kind is not JobKind.ELASTIC:
         most = request.min_np
     if progress is not None:
         goodput = progress.goodput(per_host)
         remaining = progress.remaining(request.target_examples, request.epochs)
         service, rescale_s = progress.service(now), progress.rescale_s
+        rescales = progress.rescales
     if job.status is JobStatus.QUEUED:
         rescale_s = _START_S
     measured = 0 if progress is None else progress.measured_slots
@@ -166,6 +168,7 @@ def _as_policy_job(
         max_slots=most,
         priority=request.priority * (1 + waited_s / _AGING_S),
         deadline_s=request.deadline,
+        rescales=rescales,
         preemptible=job.status is not JobStatus.RUNNING
         or (turn_over and request.kind is not JobKind.PLAIN),
     )

@@ -22,6 +22,8 @@ _LARGEST_BYTES = 256 * 1024 * 1024
 """Largest request; a submission of 10,000 jobs is far smaller."""
 _PATIENCE_S = 10.0
 """How long a client may take to send its request, or to read its answer [s]."""
+_FULL_S = 0.05
+"""Time until another try to connect while too many others do [s]."""
 _CREDENTIALS = struct.Struct("3i")
 _decoder = msgspec.json.Decoder(Request)
 
@@ -146,6 +148,19 @@ class RequestServer:
         client.socket.close()
 
 
+def _connect(place: ClusterFolder, connection: socket.socket, timeout_s: float) -> None:
+    """Connect to a daemon, at which others may be waiting to be let in as well."""
+    deadline = time.monotonic() + timeout_s
+    with place.socket_address() as address:
+        while True:
+            try:
+                return connection.connect(address)
+            except BlockingIOError:  # its backlog is full
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_FULL_S)
+
+
 def ask_daemon(place: ClusterFolder, request: Request, *, timeout_s: float = 60.0) -> Answer:
     """Send a request to the daemon of a cluster and return its answer.
 
@@ -156,8 +171,7 @@ def ask_daemon(place: ClusterFolder, request: Request, *, timeout_s: float = 60.
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
         connection.settimeout(timeout_s)
         try:
-            with place.socket_address() as address:
-                connection.connect(address)
+            _connect(place, connection, timeout_s)
             connection.sendall(msgspec.json.encode(request))
             connection.shutdown(socket.SHUT_WR)
             received = b"".join(iter(lambda: connection.recv(1 << 20), b""))
@@ -173,7 +187,10 @@ def ask_daemon(place: ClusterFolder, request: Request, *, timeout_s: float = 60.
                 f"the daemon of cluster {place.name} does not answer ({error}); see {place.log}"
             ) from error
     if not received:
-        raise RunError(f"the daemon of cluster {place.name} ended before it answered. {ask}")
+        raise RunError(
+            f"the daemon of cluster {place.name} ended before it answered. {ask}   Then see with "
+            "hvd-elastic queue whether it has done what you asked for"
+        )
     answer = msgspec.json.decode(received, type=Answer)
     if not answer.ok:
         refusal = RunError(answer.message)

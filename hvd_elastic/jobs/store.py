@@ -199,19 +199,22 @@ class JobStore:
         """Return the jobs that wait or run, oldest first."""
         return self._select("WHERE status IN (?, ?) ORDER BY number", _ACTIVE)
 
+    def with_status(self, status: JobStatus, limit: int | None = None) -> list[Job]:
+        """Return the jobs of a state, oldest first."""
+        most = -1 if limit is None else limit
+        return self._select("WHERE status = ? ORDER BY number LIMIT ?", (status.value, most))
+
     def ended(self, limit: int | None = None) -> list[Job]:
         """Return jobs that have ended, the last submitted first."""
         most = -1 if limit is None else limit
         where = "WHERE status NOT IN (?, ?) ORDER BY number DESC LIMIT ?"
         return self._select(where, (*_ACTIVE, most))
 
-    def count_ended(self) -> int:
-        """Return the number of jobs that have ended."""
+    def counts(self) -> dict[JobStatus, int]:
+        """Return the number of jobs of each state that has any."""
         with _explained(self.path):
-            row = self._db.execute(
-                "SELECT count(*) FROM jobs WHERE status NOT IN (?, ?)", _ACTIVE
-            ).fetchone()
-        return int(row[0])
+            rows = self._db.execute("SELECT status, count(*) FROM jobs GROUP BY status").fetchall()
+        return {JobStatus(status): int(number) for status, number in rows}
 
     def numbers(self, first: int, last: int) -> list[int]:
         """Return the numbers of the jobs from ``first`` to ``last``."""

@@ -375,7 +375,10 @@ class InputWatch:
         self._then = {worker: self._now[worker] for worker, _ in members}
         finding = find_input_bound(found, [host for _, host in members], self.machines)
         said = self._said
-        if said is not None and said.bound == finding.bound:
+        # Around the least notable part nothing is said each time that it is crossed.
+        if said is not None and (
+            said.bound == finding.bound or "nothing" in (said.bound, finding.bound)
+        ):
             if abs(said.share - finding.share) < _MOVED:
                 return None
         self._said = finding

@@ -116,6 +116,8 @@ class RowServer:
                 asked = client.recv()
                 try:
                     answer: Any = self._answer(asked)
+                except DataError as error:
+                    answer = error
                 except Exception as error:  # noqa: BLE001  (such as a lost block, told to who asked)
                     answer = DataError(f"data set {asked.name!r}: {error}")
                 client.send(answer)
@@ -125,7 +127,7 @@ class RowServer:
 
         if asked.name not in self._names:
             names = ", ".join(self._names) or "none"
-            raise DataError(f"the trainer was given none of that name; its datasets are: {names}")
+            raise DataError(f"there is no data set {asked.name!r}; the trainer was given: {names}")
         with self._changed:
             self._changed.wait_for(lambda: asked.name in self._stored)
         stored = self._stored[asked.name]

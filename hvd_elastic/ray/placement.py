@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from hvd_elastic.ray.host import HostActor
 
 log = logging.getLogger(__name__)
 
+_ERROR = re.compile(r"[\w.]*(Error|Exception)\b.*:")
 _LOOK_S = 0.5
 """Time between two looks whether actors have ended [s]; agents notice a lost host by themselves."""
 _PAUSE_S = 5.0
@@ -196,23 +198,31 @@ def wait_for_rows(stored: Mapping[str, Any]) -> None:
         try:
             ray.get(ref)
         except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None) or error
-            last = str(cause).strip().splitlines()[-1:]
-            raise DataError(f"data set {name!r} cannot be prepared: {''.join(last)}") from error
+            why = last_error(str(error))
+            raise DataError(f"data set {name!r} cannot be prepared: {why}") from error
+
+
+def last_error(said: str) -> str:
+    r"""Return the last line that names an error, after which Ray may have advice; else the last.
+
+    >>> last_error("ray::map()\n  File …\nValueError: no such column x\nTo retry, configure …")
+    'ValueError: no such column x'
+    """
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["Ray does not say why"]
+    return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
 
 
 def why_not_started(said: str) -> str:
     r"""Return why an actor could not start, for the user.
 
-    >>> why_not_started("ray::HostActor.serve()\\n  File …\\nRunError: the link is lost\\n")
+    >>> why_not_started("ray::HostActor.serve()\n  File …\nRunError: the link is lost\n")
     'a worker cannot start: RunError: the link is lost'
     """
-    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["Ray does not say why"]
-    missing = [line for line in lines if "ModuleNotFoundError" in line]
+    missing = [line for line in said.splitlines() if "ModuleNotFoundError" in line]
     if missing:
         what = missing[-1].rpartition("ModuleNotFoundError: ")[2]
         return (
             f"a node of the Ray cluster lacks a package: {what}. Install the same version as here "
             "for the Python that runs Ray there"
         )
-    return f"a worker cannot start: {lines[-1]}"
+    return f"a worker cannot start: {last_error(said)}"

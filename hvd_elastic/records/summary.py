@@ -12,7 +12,7 @@ from typing import Any
 
 from hvd_elastic.formatting import worker_name
 from hvd_elastic.records.spending import Spending
-from hvd_elastic.records.wording import batch_words, shares_words
+from hvd_elastic.records.wording import MISFIT, batch_words, shares_words
 
 METRIC_FIELDS = frozenset(
     {
@@ -197,6 +197,7 @@ class RunSummary:
         prices: price of hosts per hour, where the hostfile has any.
         use: newest sample of each host.
         spending: what took time and money besides training.
+        misfits: number of events whose fields are not those of their kind.
     """
 
     run_id: str = ""
@@ -247,6 +248,7 @@ class RunSummary:
     prices: dict[str, float] = field(default_factory=dict)
     use: dict[str, HostUse] = field(default_factory=dict)
     spending: Spending = field(default_factory=Spending)
+    misfits: int = 0
 
     @property
     def duration_s(self) -> float:
@@ -351,12 +353,15 @@ def _are_timed(records: Iterable[Mapping[str, Any]]) -> bool:
 
 def take_event(run: RunSummary, record: Mapping[str, Any]) -> None:
     """Update the summary with the next event; a clock that was set back stands still meanwhile."""
-    t = record.get("t")
-    if isinstance(t, (int, float)):
+    t = _number(record.get("t"))
+    if t is not None:
         if run.started is None:
             run.started = float(t)
         run.ended = max(float(t), run.ended or float(t))
-    _take(run, record, run.duration_s)
+    try:
+        _take(run, record, run.duration_s)
+    except MISFIT:
+        run.misfits += 1
 
 
 def _take(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:

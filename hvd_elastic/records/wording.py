@@ -42,6 +42,11 @@ class Line:
     tone: str = "plain"
 
 
+MISFIT = (TypeError, ValueError, OverflowError, LookupError, AttributeError)
+"""Errors at an event whose fields are not those of its kind, as a file that was damaged, or written
+by another version, may have."""
+
+
 class Narrator:
     """Turns events into lines, one at a time; combines the events of a rescale into one line.
 
@@ -62,6 +67,12 @@ class Narrator:
 
     def tell(self, event: Mapping[str, Any]) -> list[Line]:
         """Return the lines for an event, usually none or one."""
+        try:
+            return self._lines(event)
+        except MISFIT:
+            return [Line(f"an event '{event.get('kind')}' has unexpected fields", "note")]
+
+    def _lines(self, event: Mapping[str, Any]) -> list[Line]:
         kind = str(event.get("kind"))
         before: list[Line] = []
         match kind:

@@ -30,6 +30,10 @@ _MOST_BARS = 3000
 """Most bars of the picture; of more the last are drawn."""
 _LIVE_BARS, _LIVE_S = 600, 86400.0
 """The same on a live page, and the time that it shows [s]."""
+_SIMULATED_S = 86400
+"""A cluster that began before this Unix time is a simulated one, which begins at 0 [s]."""
+_DAY = len("11-25 ")
+"""Length of the day in the time of a decision."""
 _GROWS_S = 5.0
 """How often bars of jobs that go on grow on a live page [s]."""
 _GOLDEN_ANGLE = 137.508
@@ -182,8 +186,10 @@ def _picture(summary: ClusterSummary, now_s: float, most_bars: int, since_s: flo
     of_hosts = f"Slots of {count(len(slots), 'host')} over {duration_words(whole_s)}"
     label = f"{of_hosts}, a colour for each job"
     used = sum(hold.slots * (hold.end_s - max(hold.begin_s, begin_s)) for hold in shown)
+    names = list(slots)
+    bands = f"; a band for each host, from {names[0]} to {names[-1]}" if len(names) > 1 else ""
     hint = (
-        f"{label}; a band for each host, from {next(iter(slots))} to {list(slots)[-1]}. "
+        f"{label}{bands}. "
         f"{100 * used / (total * whole_s):.0f} % of the slots were in use. "
         "Marks at the top are decisions; point at one for its reason."
     )
@@ -237,7 +243,11 @@ def _queue(summary: ClusterSummary, begin_s: float, now_s: float) -> str:
 def _axis(summary: ClusterSummary, begin_s: float, now_s: float) -> str:
     started = summary.started or 0.0
     marks = [begin_s + (now_s - begin_s) * part / 4 for part in range(5)]
-    texts = "".join(f"<span>{escape(_clock(started, at_s))}</span>" for at_s in marks)
+    times = [_clock(started, at_s) for at_s in marks]
+    days = {words[:_DAY] for words in times}
+    if len(days) == 1 and started >= _SIMULATED_S:
+        times = [words[_DAY:] for words in times]
+    texts = "".join(f"<span>{escape(words)}</span>" for words in times)
     return f'<div class="axis">{texts}</div>'
 
 
@@ -271,12 +281,12 @@ def _job_table(summary: ClusterSummary, now_s: float, linked: Mapping[str, str])
                 cell(_clock(summary.started or 0.0, job.submitted_s), "n"),
                 cell(duration_words(job.wait_s(now_s)), "n"),
                 cell(duration_words(run_s) if job.started_s is not None else "–", "n"),
-                cell(f"{slot_s / 3600:.2f}", "n"),
+                cell(duration_words(slot_s), "n"),
                 cell(job.reason or job.message, "w"),
             ]
         )
     heads = [("#", "n"), ("job", ""), ("status", ""), ("slots", "n"), ("submitted", "n")]
-    heads += [("waited", "n"), ("had slots for", "n"), ("slot-hours", "n"), ("reason", "")]
+    heads += [("waited", "n"), ("had slots for", "n"), ("slot time", "n"), ("reason", "")]
     cut = f", the last {MAX_ROWS}" if len(summary.jobs) > MAX_ROWS else ""
     return f"<section><h2>Jobs{cut}</h2>{table(heads, rows[-MAX_ROWS:])}</section>"
 
@@ -309,7 +319,7 @@ def _decision_words(summary: ClusterSummary, made: JobDecision) -> str:
 
 
 def _clock(started: float, at_s: float) -> str:
-    if started < 86400:  # a simulated cluster begins at 0
+    if started < _SIMULATED_S:
         return duration_words(at_s)
     return time.strftime("%m-%d %H:%M:%S", time.localtime(started + at_s))
 

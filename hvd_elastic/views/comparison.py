@@ -14,8 +14,9 @@ from hvd_elastic.formatting import duration_words, number_words
 from hvd_elastic.records.json_lines import iter_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.run_state import run_state
-from hvd_elastic.records.summary import MetricSeries, RunSummary, summarize
+from hvd_elastic.records.summary import MetricSeries, RunSummary
 from hvd_elastic.views.page import cell, chart_boxes, escape, render_page, table, write_page
+from hvd_elastic.views.points import summarize_for_plots
 from hvd_elastic.views.report import chart_names, chart_title
 
 COLORS = ("size", "loss", "throughput", "other", "note", "bad")
@@ -33,7 +34,7 @@ def write_comparison(folders: Sequence[RunFolder], out: Path) -> list[RunSummary
         raise RunError(f"at most {len(COLORS)} runs can be compared, not {len(folders)}")
     found = []
     for folder in folders:
-        summary = summarize(iter_events(folder.events))
+        summary = summarize_for_plots(iter_events(folder.events))
         if summary.started is None:
             raise RunError(f"run {folder.run_id} has no events yet, so there is nothing to compare")
         summary.run_id = folder.run_id

@@ -47,12 +47,12 @@ def time_section(summary: RunSummary) -> str:
                 f'<td class="h">{key} {escape(cause)}</td>',
                 cell(duration_words(each.seconds), "n"),
                 cell(f"{part:.1%}", "n"),
-                cell(f"{each.slot_s / 3600:.3g}", "n"),
+                cell(duration_words(each.slot_s), "n"),
                 *([cell(f"{each.money:.2f}", "n")] if priced else []),
                 cell(_MEANINGS[cause], "w"),
             ]
         )
-    heads = [("cause", ""), ("time", "n"), ("part", "n"), ("slot hours", "n")]
+    heads = [("cause", ""), ("time", "n"), ("part", "n"), ("slot time", "n")]
     heads += [*([("cost", "n")] if priced else []), ("what it is", "")]
     label = "Parts of the time: " + ", ".join(
         f"{cause} {each.seconds / whole_s:.1%}" for cause, each in spent.items()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from string import Template
 from typing import Any
 from urllib.parse import urlencode
@@ -19,10 +21,12 @@ from hvd_elastic.views.comparison import COLORS
 from hvd_elastic.views.live_run import LiveComparison, LiveRun
 from hvd_elastic.views.page import cell, escape, read_asset, table
 from hvd_elastic.views.report import status_tone
-from hvd_elastic.views.run_words import progress_bar
+from hvd_elastic.views.run_words import has_ended, progress_bar
 
 _ROWS = 100
-"""Most runs on the first page."""
+"""Most runs on the first page, besides those that go on."""
+_FRESH_S = 0.4
+"""Age of the first page up to which all viewers are shown the same [s]."""
 _CONTROLS = """<section class="controls" data-control="/runs/{run_id}/control">
 <form data-op="scale"><label>processes <input name="np" type="number" min="1" required></label>
 <button>scale</button></form>
@@ -40,6 +44,10 @@ class LiveRuns:
         self._compared: dict[tuple[str, ...], LiveComparison] = {}
         self._clusters = LiveClusters()
         self._lock = threading.Lock()
+        self._rows = _Rows()
+        self._rendered: dict[str, Any] = {}
+        self._rendered_at = -math.inf
+        self._rendering = threading.Lock()
 
     def get(self, run_id: str) -> LiveRun:
         """Return a run.
@@ -74,11 +82,46 @@ class LiveRuns:
 
     def render(self) -> dict[str, Any]:
         """Return the parts of the first page, and a line on how the runs stand."""
+        with self._rendering:
+            if time.monotonic() - self._rendered_at >= _FRESH_S:
+                self._rendered = self._render()
+                self._rendered_at = time.monotonic()
+            return self._rendered
+
+    def _render(self) -> dict[str, Any]:
         folders = list_runs()
-        rows = [run_row(folder) for folder in folders[:_ROWS]]
+        older = [folder for folder in folders[_ROWS:] if folder.leader_alive()]
+        rows = self._rows.look([*folders[:_ROWS], *older])
         running = sum(row["status"] in GOES_ON for row in rows)
-        html = {"clusters": self._clusters.render(), "runs": _run_table(rows)}
+        html = {"clusters": self._clusters.render(), "runs": _run_table(rows, len(folders))}
         return {"html": html, "live": f"{count(running, 'run')} going on"}
+
+
+class _Rows:
+    """Rows of the list of runs; that of a run that is over is made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[int, int] | None, dict[str, Any]]] = {}
+
+    def look(self, folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
+        """Return the row of each run."""
+        before, self._known = self._known, {}
+        for folder in folders:
+            version = _version_of(folder.events)
+            known = before.get(folder.run_id)
+            if known is None or known[0] != version or not has_ended(known[1]["status"]):
+                known = version, run_row(folder)
+            self._known[folder.run_id] = known
+        return [row for _, row in self._known.values()]
+
+
+def _version_of(path: Path) -> tuple[int, int] | None:
+    """Return what differs once a file was written to; None: there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
 
 
 def run_page(run: LiveRun, *, control: bool = False) -> str:
@@ -103,30 +146,33 @@ def first_page(runs: LiveRuns) -> str:
 
 
 def _page(title: str, events: str, found: Mapping[str, Any], links: str, forms: str = "") -> str:
-    body = [f'<div data-part="{name}">{html}</div>' for name, html in found["html"].items()]
+    body = []
+    for name, html in found["html"].items():
+        body.append(f'<div data-part="{name}">{html}</div>')
+        if name == "words":
+            body.append(forms)
     data = found.get("data") or {"charts": [], "marks": [], "duration_s": 0}
     return Template(read_asset("live.html")).substitute(
         title=escape(title),
         events=escape(events),
         links=links,
-        forms=forms,
         live=escape(found["live"]),
         body="\n".join(body),
         data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"),
     )
 
 
-def _run_table(rows: list[dict[str, Any]]) -> str:
+def _run_table(rows: list[dict[str, Any]], of: int) -> str:
+    """Return the table of runs, which are ``of`` in all, as HTML."""
     if not rows:
         return (
-            "<h1>Runs</h1><p>There is no run yet: hvd-elastic run --hostfile HOSTS -- python …</p>"
+            "<h1>Runs</h1><p>There is no run yet. Begin one with: "
+            "<code>hvd-elastic run --hostfile HOSTS -- python train.py</code></p>"
         )
+    heads = [("run", ""), ("status", ""), ("started", ""), ("done", "")]
+    heads += [("steps", "n"), ("processes", "n"), ("examples/s", "n")]
     cells = [
         [
-            (
-                f'<td><input type="checkbox" name="run" value="{escape(row["run_id"])}" '
-                f'aria-label="compare {escape(row["run_id"])}"></td>'
-            ),
             f'<td class="h"><a href="/runs/{(name := escape(row["run_id"]))}">{name}</a></td>',
             f'<td><span class="pill {status_tone(row["status"])}">{row["status"]}</span></td>',
             cell(time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"])), "h"),
@@ -137,12 +183,17 @@ def _run_table(rows: list[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    heads = [("compare", ""), ("run", ""), ("status", ""), ("started", ""), ("done", "")]
-    heads += [("steps", "n"), ("processes", "n"), ("examples/s", "n")]
-    button = "<button>Compare the chosen runs</button>" if len(rows) > 1 else ""
+    cut = f"The newest {_ROWS} of {of} runs, and those that go on." if of > len(rows) else ""
+    if len(rows) == 1:
+        return f'<h1>Runs</h1><section class="runs">{table(heads, cells)}</section>'
+    for row, made in zip(rows, cells, strict=True):
+        name = escape(row["run_id"])
+        box = f'<input type="checkbox" name="run" value="{name}" aria-label="compare {name}">'
+        made.insert(0, f"<td>{box}</td>")
     return (
-        f'<h1>Runs</h1><section><form action="/compare">{table(heads, cells)}'
-        f'<p class="hint">{button}</p></form></section>'
+        f'<h1>Runs</h1><section class="runs"><form action="/compare">'
+        f"{table([('compare', ''), *heads], cells)}<p><button>Compare the chosen runs</button>"
+        f'<span class="hint">{cut}</span></p></form></section>'
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,11 +20,10 @@ from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.run_state import run_state
 from hvd_elastic.records.summary import MetricSeries, RunSummary, take_events
 from hvd_elastic.views.comparison import comparison_charts, comparison_parts, sampled_lines
+from hvd_elastic.views.points import MAX_POINTS, thin_out
 from hvd_elastic.views.report import (
-    MAX_POINTS,
     Charts,
     chart_names,
-    downsample,
     make_charts,
     report_parts,
     zoomed_points,
@@ -38,11 +36,8 @@ _READ_S = 0.2
 """Longest time that is read on at once [s]; then what there is is shown, and reading goes on."""
 _PIECE_BYTES = 1 << 21
 """Bytes that are read together."""
-_POINTS = 20_000
-"""Points of a metric that are kept at least. When there are twice as many, they are thinned out;
-a part that is zoomed to is read from the file again."""
 _ZOOM_BYTES = 64 << 20
-"""Most bytes that are read for that."""
+"""Most bytes that are read again for a part that is zoomed to, of a metric that was thinned out."""
 
 
 class LiveRun:
@@ -97,18 +92,10 @@ class LiveRun:
                     self._pieces.append((at_s, offset))
                 take_events(self._summary, records)
                 self.version += len(records)
-                self._thin_out()
+                self._thinned |= thin_out(self._summary)
             self._read_at = time.monotonic()
             self._summary.run_id = self.folder.run_id
         return self._summary
-
-    def _thin_out(self) -> None:
-        """Drop points of long metrics; the peaks stay."""
-        for name, series in self._summary.series.items():
-            if len(series.values) >= 2 * _POINTS:
-                x, y = downsample(series.at_s, series.values, _POINTS)
-                self._summary.series[name] = MetricSeries(array("d", x), array("d", y))
-                self._thinned.add(name)
 
     def state(self) -> str:
         """Return the state of the run in a word; see :func:`run_state`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from hvd_elastic.records.summary import RunSummary
 
@@ -39,6 +39,11 @@ HOST_FIGURES = {
     "host_step_seconds": ("step_s", "Compute time of a step, mean of the processes of a host."),
 }
 """Field of ``host_sample`` events, and description, of each gauge of a host."""
+GPU_FIGURES = {
+    "host_gpu_ratio": "Part of the time that a GPU of a host computed.",
+    "host_gpu_memory_ratio": "Part of the memory of a GPU in use.",
+}
+"""Description of each gauge of a GPU, in the order of :attr:`HostUse.gpus`."""
 _LAST = {
     "throughput_examples_per_second": "throughput",
     "goodput_examples_per_second": "goodput",
@@ -57,32 +62,43 @@ _LAST = {
 def prometheus_text(runs: Iterable[tuple[RunSummary, str]]) -> str:
     """Return the figures of runs, each with its state; a figure that is not known is left out."""
     known = [(summary, state, _figures(summary)) for summary, state in runs]
-    lines = ["# HELP hvd_elastic_run_info State of a run.", "# TYPE hvd_elastic_run_info gauge"]
-    lines += [
-        f'hvd_elastic_run_info{{run="{summary.run_id}",state="{state}"}} 1'
-        for summary, state, _ in known
-    ]
+    info = [({"run": summary.run_id, "state": state}, 1) for summary, state, _ in known]
+    lines = _lines("run_info", "gauge", "State of a run.", info)
     for name, (kind, described) in FIGURES.items():
         rows = [
-            f'hvd_elastic_{name}{{run="{summary.run_id}"}} {figures[name]!r}'
-            for summary, _, figures in known
-            if name in figures
+            ({"run": summary.run_id}, found[name]) for summary, _, found in known if name in found
         ]
-        if rows:
-            lines += [f"# HELP hvd_elastic_{name} {described}", f"# TYPE hvd_elastic_{name} {kind}"]
-            lines += rows
+        lines += _lines(name, kind, described, rows)
+    used = [
+        ({"run": summary.run_id, "host": host}, use)
+        for summary, _, _ in known
+        for host, use in summary.present_use.items()
+    ]
     for name, (figure, described) in HOST_FIGURES.items():
+        rows = [(labels, use.figures[figure]) for labels, use in used if figure in use.figures]
+        lines += _lines(name, "gauge", described, rows)
+    for place, (name, described) in enumerate(GPU_FIGURES.items()):
         rows = [
-            f'hvd_elastic_{name}{{run="{summary.run_id}",host="{_quoted(host)}"}} '
-            f"{use.figures[figure]!r}"
-            for summary, _, _ in known
-            for host, use in summary.present_use.items()
-            if figure in use.figures
+            (labels | {"gpu": str(index)}, gpu[place])
+            for labels, use in used
+            for index, gpu in enumerate(use.gpus)
         ]
-        if rows:
-            lines += [f"# HELP hvd_elastic_{name} {described}", f"# TYPE hvd_elastic_{name} gauge"]
-            lines += rows
-    return "\n".join(lines) + "\n"
+        lines += _lines(name, "gauge", described, rows)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _lines(
+    name: str, kind: str, described: str, rows: Sequence[tuple[Mapping[str, str], float]]
+) -> list[str]:
+    """Return the lines of a figure with its labels and values; none without values."""
+    if not rows:
+        return []
+    name = f"hvd_elastic_{name}"
+    lines = [f"# HELP {name} {described}", f"# TYPE {name} {kind}"]
+    for labels, value in rows:
+        told = ",".join(f'{label}="{_quoted(text)}"' for label, text in labels.items())
+        lines.append(f"{name}{{{told}}} {value!r}")
+    return lines
 
 
 def _quoted(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from hvd_elastic.formatting import bytes_words, duration_words, number_words, wo
 from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import iter_events
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.records.summary import MetricSeries, Rescale, RunSummary, summarize
+from hvd_elastic.records.summary import MetricSeries, Rescale, RunSummary
 from hvd_elastic.views.allocation import hosts_section
 from hvd_elastic.views.costs import time_section
 from hvd_elastic.views.page import (
@@ -27,12 +27,10 @@ from hvd_elastic.views.page import (
     table,
     write_page,
 )
+from hvd_elastic.views.points import downsample, summarize_for_plots
 
 Charts = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 """Charts of a run, and those of an adaptive batch."""
-
-MAX_POINTS = 2000
-"""Most points of one plot: about two for each pixel of its width."""
 
 _TITLES = {
     "throughput": ("Throughput", "examples/s", "throughput"),
@@ -71,7 +69,7 @@ def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
     Raises:
         RunError: the run has no events yet, or ``out`` cannot be written.
     """
-    summary = summarize(iter_events(folder.events))
+    summary = summarize_for_plots(iter_events(folder.events))
     if summary.started is None:
         raise RunError(
             f"run {folder.run_id} has no events yet, so there is nothing to report; see: "
@@ -146,43 +144,6 @@ def report_parts(
     return parts, data
 
 
-def downsample(
-    x: Sequence[float], y: Sequence[float], max_points: int = MAX_POINTS
-) -> tuple[list[float], list[float]]:
-    """Return fewer points of a line for drawing, peaks included.
-
-    The line is cut into equal parts. The first, lowest, highest and last point of each part are
-    kept, so that a single bad step remains visible. NaN is neither lowest nor highest.
-
-    Args:
-        x: increasing values, any length.
-        y: values of the same length.
-        max_points: most points to return, at least 4; a shorter line is returned as it is.
-
-    >>> x, y = downsample(range(1000), [0.0] * 500 + [9.0] + [0.0] * 499, max_points=40)
-    >>> len(x) <= 40, max(y), (x[0], x[-1])
-    (True, 9.0, (0, 999))
-    """
-    if len(x) <= max_points:
-        return list(x), list(y)
-    import numpy as np
-
-    count = len(y)
-    size = -(-count // (max_points // 4))
-    firsts = np.arange(0, count, size)
-    # Parts as rows; the last one is filled up with NaN.
-    values = np.full(len(firsts) * size, np.nan)
-    values[:count] = np.asarray(y, dtype=np.float64)
-    values[~np.isfinite(values)] = np.nan
-    rows = values.reshape(-1, size)
-    some = ~np.isnan(rows).all(axis=1)
-    lowest = firsts[some] + np.nanargmin(rows[some], axis=1)
-    highest = firsts[some] + np.nanargmax(rows[some], axis=1)
-    lasts = np.minimum(firsts + size, count) - 1
-    chosen = np.unique(np.concatenate([firsts, lowest, highest, lasts])).tolist()
-    return [x[place] for place in chosen], [y[place] for place in chosen]
-
-
 # -- plots ---------------------------------------------------------------------------------------
 
 
@@ -207,8 +168,9 @@ def chart_names(summary: RunSummary) -> list[str]:
         values = summary.series[name].values
         if name in _UNPLOTTED or not any(map(math.isfinite, values)):
             continue
-        constant = name == "lr" and len(set(values)) <= 1  # such a rate needs no plot
-        if not constant and (summary.batch_plan or name not in _OF_THE_BATCH):
+        # A rate that is constant, and a single rank, which waits for no other, need no plot.
+        dull = len(set(values)) <= 1 if name == "lr" else name == "rank_wait" and not any(values)
+        if not dull and (summary.batch_plan or name not in _OF_THE_BATCH):
             found.append(name)
     return found
 

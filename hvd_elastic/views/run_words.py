@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from hvd_elastic.formatting import count, duration_words, number_words
@@ -51,6 +52,8 @@ def run_words(summary: RunSummary, state: str) -> str:
         told.append(f"The policy decided at {at}: {decided[-1].text}.")
     if summary.missed:
         told.append(f"It fell short: {summary.missed}.")
+    if summary.misfits:
+        told.append(f"{count(summary.misfits, 'event')} with unexpected fields left out.")
     if summary.warnings:
         told.append(f"Last warning: {summary.warnings[-1].text}")
     if not told:
@@ -75,4 +78,7 @@ def has_ended(state: str) -> bool:
 
 def clock_words(t: float | None) -> str:
     """Return the time of day of Unix seconds."""
-    return "–" if t is None else time.strftime("%H:%M:%S", time.localtime(t))
+    with contextlib.suppress(TypeError, OverflowError, ValueError, OSError):  # in no calendar
+        if t is not None:
+            return time.strftime("%H:%M:%S", time.localtime(t))
+    return "–"

@@ -9,7 +9,9 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import math
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlencode, urlsplit
 
 from hvd_elastic.errors import HvdElasticError, RunError
 from hvd_elastic.views.live import LiveRuns, comparison_page, first_page, run_page
@@ -38,13 +40,16 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
-_COOKIE = "hvd_elastic_token"
+_COOKIE = "hvd_elastic_token_{port}"
+"""Browsers send the cookies of a host to all its ports: each dashboard has a name of its own."""
 _UPDATE_S, _ALIVE_S = 0.5, 5.0
 """Time between two looks for news, and between two signs of life to a viewer [s]."""
 _SOON_S = 0.02
 """The same while a long run is being read [s]."""
 _MOST_BYTES = 4096
 """Longest request to control a run."""
+_SILENT_S = 30.0
+"""Time after which a viewer who neither asks nor takes what is sent is given up [s]."""
 
 
 class Dashboard(ThreadingHTTPServer):
@@ -58,6 +63,7 @@ class Dashboard(ThreadingHTTPServer):
 
     Attributes:
         url: address of the first page.
+        cookie: name of the cookie that holds the token.
 
     Raises:
         RunError: it cannot listen there.
@@ -69,6 +75,8 @@ class Dashboard(ThreadingHTTPServer):
         self.runs = LiveRuns()
         self.control = control
         self.is_local = _is_loopback(host)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
@@ -77,10 +85,13 @@ class Dashboard(ThreadingHTTPServer):
                 "leave it out for a free one"
             ) from error
         bound = self.server_address[1]
+        self.cookie = _COOKIE.format(port=bound)
         is_open = self.is_local and not control
         self.token = "" if is_open else secrets.token_urlsafe(24)
-        self.names = {f"{name}:{bound}" for name in (host, "localhost", "127.0.0.1")}
-        self._root = f"http://{host}:{bound}/"
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        name = f"[{name}]" if ":" in name else name
+        self.names = {f"{each}:{bound}" for each in (name, "localhost", "127.0.0.1")}
+        self._root = f"http://{name}:{bound}/"
         self.url = self.url_of([])
 
     def url_of(self, run_ids: Sequence[str]) -> str:
@@ -107,9 +118,17 @@ class _RefusedError(Exception):
         self.status = status
 
 
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError as error:
+        raise _RefusedError(HTTPStatus.BAD_REQUEST, f"no address: {error}") from None
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: Dashboard
     protocol_version = "HTTP/1.1"
+    timeout = _SILENT_S
     server_version, sys_version = "hvd_elastic", ""
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (the base's name)
@@ -117,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request."""
-        self._answer(lambda: self._route(unquote(urlsplit(self.path).path)))
+        self._answer(lambda: self._route(unquote(self._asked.path)))
 
     def do_POST(self) -> None:
         """Carry out a request to control a run."""
@@ -126,6 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, act: Callable[[], None]) -> None:
         try:
+            self._asked = _split(self.path)
             self._check()
             act()
         except _RefusedError as error:
@@ -142,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
             why = "this name is not that of the dashboard"
             raise _RefusedError(HTTPStatus.MISDIRECTED_REQUEST, why)
         origin = self.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != self.headers.get("Host"):
+        if origin is not None and _split(origin).netloc != self.headers.get("Host"):
             raise _RefusedError(HTTPStatus.FORBIDDEN, "requests of other sites are refused")
         if self.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
             if self.headers.get("Sec-Fetch-Mode") != "navigate":
@@ -155,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
         shown = [*self._query("token"), ""][0]
         if not shown:
             with contextlib.suppress(CookieError, KeyError):
-                shown = SimpleCookie(self.headers.get("Cookie", ""))[_COOKIE].value
+                shown = SimpleCookie(self.headers.get("Cookie", ""))[self.server.cookie].value
         if not shown:
             shown = self.headers.get("Authorization", "").removeprefix("Bearer ")
         return hmac.compare_digest(shown.encode(), self.server.token.encode())
@@ -194,16 +214,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _query(self, name: str) -> list[str]:
         """Return the values of a name in the query."""
-        return parse_qs(urlsplit(self.path).query).get(name, [])
+        return parse_qs(self._asked.query).get(name, [])
 
     def _number(self, name: str) -> float:
         """Return a number of the query."""
         text = [*self._query(name), ""][0]
-        try:
-            return float(text)
-        except ValueError:
+        number = math.nan
+        with contextlib.suppress(ValueError):
+            number = float(text)
+        if not math.isfinite(number):
             why = f"{name}= takes a time in seconds, not '{text}'"
-            raise _RefusedError(HTTPStatus.BAD_REQUEST, why) from None
+            raise _RefusedError(HTTPStatus.BAD_REQUEST, why)
+        return number
 
     def _control(self) -> None:
         if not self.server.control:
@@ -211,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, why)
         if self.headers.get("Origin") is None:  # browsers tell it with every such request
             raise _RefusedError(HTTPStatus.FORBIDDEN, "only the dashboard's own pages may do this")
-        match unquote(urlsplit(self.path).path).removeprefix("/").split("/"):
+        match unquote(self._asked.path).removeprefix("/").split("/"):
             case ["runs", run_id, "control"]:
                 folder = self.server.runs.get(run_id).folder
                 op, fields = self._read_control()
@@ -256,7 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("Cache-Control", "no-store")
         if self.server.token:
-            cookie = f"{_COOKIE}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             self.send_header("Set-Cookie", cookie)
 
     def _stream(self, look: Callable[[], dict[str, Any]]) -> None:

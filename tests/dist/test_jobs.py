@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,11 @@ def until(condition: Callable[[], Any], what: str, timeout_s: float = START_S) -
 class Cluster:
     """A cluster with its daemon in the background; all of it ends with the block."""
 
-    def __init__(self, home: Path, hostfile: Path, name: str = "test") -> None:
+    def __init__(
+        self, home: Path, hostfile: Path, name: str = "test", options: Sequence[object] = ()
+    ) -> None:
         self.home, self.hostfile, self.name = home, hostfile, name
+        self._options = options
         self.folder = home / "clusters" / name
 
     def __enter__(self) -> Self:
@@ -68,10 +71,11 @@ class Cluster:
         return done
 
     def up(self) -> None:
-        self.call("up", self.hostfile, "--name", self.name, "--detach")
+        self.call("up", self.hostfile, "--name", self.name, "--detach", *self._options)
 
     def submit(self, *arguments: object, **more: str) -> int:
-        done = call("submit", "--json", *arguments, home=self.home, **more)
+        variables: Any = more
+        done = call("submit", "--json", *arguments, home=self.home, **variables)
         assert done.returncode == 0, done.stderr
         (number,) = json.loads(done.stdout)["jobs"]
         return int(number)
@@ -217,12 +221,9 @@ def test_jobs_share_hosts_lose_one_and_leave_nothing(
     script = write_script(shared)
     hostfile = hostfile_of(tmp_path / "hosts", stage.hosts[:2], slots=2)
     enough = shared / f"{tmp_path.name}.enough"
-    cluster = Cluster(tmp_path, hostfile, "virtual")
-    cluster.up = lambda: cluster.call(  # type: ignore[method-assign]
-        *("up", hostfile, "--name", "virtual", "--detach", "-F", stage.cluster.ssh_config)
-    )
-    train = ("--audit", "--checkpoint-every", 1, "--", "python", script, "--until", enough)
-    train = (*train, "--step-time", 0.02)
+    cluster = Cluster(tmp_path, hostfile, "virtual", ("-F", stage.cluster.ssh_config))
+    script_call = ("--", "python", script, "--until", enough, "--step-time", 0.02)
+    train = ("--audit", "--checkpoint-every", 1, *script_call)
     with cluster:
         one = cluster.submit("--name", "one", *train)
         until(lambda: cluster.slots(one) >= 2, "an idle cluster is given to the job")

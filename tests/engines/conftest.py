@@ -10,6 +10,9 @@ import pytest
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist.running import Stage
 
+# Programs that tests start, not to be imported for their doctests.
+collect_ignore_glob = ["*_driver.py"]
+
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:

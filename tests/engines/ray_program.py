@@ -35,11 +35,12 @@ def train(epochs: int) -> dict[str, Any]:
     model = torch.nn.Linear(8, 3)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     data = RayDataset("train", lambda row: (row["x"].astype("float32"), row["label"]))
-    loader = hvd.DataLoader(data, batch_size=24, shuffle=True, num_workers=1)
+    loader: Any = hvd.DataLoader(data, batch_size=24, shuffle=True, num_workers=1)
     state = hvd.State(model=model, optimizer=optimizer)
 
     @hvd.run
     def loop(state: Any) -> float:
+        loss = torch.zeros(())
         for _ in hvd.epochs(epochs):
             for features, labels in loader:
                 optimizer.zero_grad()

@@ -136,7 +136,7 @@ def elastic(steps: int, fail: bool = False) -> tuple[int, bytes]:
     hvd.init()
     model = torch.nn.Linear(1, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    loader = hvd.DataLoader(torch.utils.data.TensorDataset(torch.ones(64, 1)), batch_size=4)
+    loader: Any = hvd.DataLoader(torch.utils.data.TensorDataset(torch.ones(64, 1)), batch_size=4)
 
     @hvd.run
     def train(state: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -39,6 +40,9 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
     if "EXIT" in environment:
         folder.leader_log.write_text("error: no such folder\n")
         os._exit(1)
+    if "KILLED" in environment and not folder.leader_log.exists():
+        folder.leader_log.write_text("started\n")
+        os.kill(os.getpid(), signal.SIGKILL)
     with folder.take_lead(), EventLog(folder.events) as log:
         log.append("run_started", {"resumed": resumed})
         while not folder.take_requests():
@@ -108,6 +112,12 @@ def submit(place: ClusterFolder, **environment: str) -> int:
     return ask_daemon(place, Submit([request], environment)).jobs[0]
 
 
+def leads(run_id: str) -> bool:
+    with contextlib.suppress(RunError):  # there is no such run yet
+        return RunFolder.open(run_id).leader_alive()
+    return False
+
+
 def test_job_goes_on_without_a_daemon_and_the_next_one_takes_it_up(place: ClusterFolder) -> None:
     first = Running(place, hosts(place))
     number = submit(place)
@@ -152,6 +162,49 @@ def test_leader_that_cannot_begin_fails_the_job_with_its_error(place: ClusterFol
     assert daemon.job(number).status is JobStatus.FAILED
     assert daemon.job(number).message == "no such folder"
     daemon.down(leave_jobs=True)
+
+
+def test_leader_that_is_killed_before_it_begins_is_started_again(place: ClusterFolder) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place, KILLED="1")
+    daemon.until(lambda: leads("train-1") or not daemon.job(number).status.active)
+    assert daemon.job(number).status is JobStatus.RUNNING
+    daemon.down(leave_jobs=False)
+
+
+def test_daemon_waits_while_it_can_write_nothing_and_no_job_fails(
+    place: ClusterFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full, monkeypatch.context() as patched:  # noqa: PTH123
+        patched.setattr(sys, "stderr", full)  # its log is on the same disk
+        daemon = Running(place, hosts(place))
+        full.close()
+    place.hostfiles.rmdir()
+    place.hostfiles.write_text("no hostfile can be made in this")
+    number = submit(place)
+    time.sleep(2.5)  # it is tried meanwhile
+    assert daemon.job(number).status.active
+    place.hostfiles.unlink()
+    place.hostfiles.mkdir()
+    daemon.until(lambda: leads("train-1"))
+    assert daemon.job(number).status is JobStatus.RUNNING
+    daemon.down(leave_jobs=False)
+
+
+def test_hostfile_that_could_not_be_written_is_written_later(place: ClusterFolder) -> None:
+    hosts(place).write_text("a slots=2\n")
+    daemon = Running(place, hosts(place))
+    request = JobRequest("train", SPEC, kind=JobKind.FIXED, min_np=1, max_np=1)
+    ask_daemon(place, Submit([request], {}))
+    daemon.until(lambda: leads("train-1"))
+    written = place.hostfiles / "train-1"
+    blocked = place.hostfiles / ".train-1.new"
+    blocked.mkdir()
+    hosts(place).write_text("b slots=1\n")
+    daemon.until(lambda: daemon.job(1).held == {"b": 1})
+    blocked.rmdir()
+    daemon.until(lambda: written.read_text().startswith("b "))
+    daemon.down(leave_jobs=False)
 
 
 def test_leader_that_dies_is_started_again(place: ClusterFolder) -> None:

@@ -100,7 +100,7 @@ def test_cancel_ends_what_waits_and_asks_what_runs(made: Recorded) -> None:
     assert [each.number for each in ended] == [waiting]
     assert stopping[0].stop is StopReason.CANCEL
     assert stopping[0].held == job.held, "its slots are in use until its run has ended"
-    with pytest.raises(RunError, match=r"job 1 \(train-1\) has cancelled already"):
+    with pytest.raises(RunError, match=r"job 1 \(train-1\) was cancelled already"):
         made.queue.cancel([waiting], "me")
     with pytest.raises(RunError, match="there is no job 7"):
         made.queue.cancel([7], "me")

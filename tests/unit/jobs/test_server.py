@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -69,6 +70,27 @@ def test_request_and_answer(place: ClusterFolder) -> None:
     answer = ask_daemon(place, Cancel(many, "me"))
     assert answer.jobs == many
     assert ask_daemon(place, Hosts()).data == [{"host": "a"}]
+
+
+def test_command_that_finds_too_many_others_connecting_tries_again(place: ClusterFolder) -> None:
+    made = RequestServer(place, handle)
+    others: list[socket.socket] = []
+    with place.socket_address() as address, contextlib.suppress(BlockingIOError):
+        while len(others) < 1000:
+            others.append(socket.socket(socket.AF_UNIX))
+            others[-1].setblocking(False)
+            others[-1].connect(address)
+    assert len(others) < 1000
+    answers: list[Answer] = []
+    asking = threading.Thread(target=lambda: answers.append(ask_daemon(place, Cancel([1], "me"))))
+    asking.start()
+    asking.join(0.2)  # it finds the backlog full
+    while asking.is_alive():
+        made.serve(0.02)
+    assert [answer.jobs for answer in answers] == [[1]]
+    for other in others:
+        other.close()
+    made.close()
 
 
 @pytest.mark.usefixtures("server")

@@ -96,19 +96,29 @@ def test_the_rank_that_waits_most_decides_and_all_are_counted() -> None:
     assert found.shares == (0.0, 0.5)
 
 
-def test_a_watch_tells_once_until_it_moves() -> None:
+@pytest.mark.parametrize(
+    ("shares", "bounds"),
+    [
+        ((0.5, 0.52, 0.0), ["cores", None, "nothing"]),
+        ((0.052, 0.048, 0.055, 0.03, 0.12), ["cores", None, None, None, "cores"]),
+        ((0.048, 0.052, 0.045, 0.11), ["nothing", None, None, "cores"]),
+    ],
+)
+def test_a_watch_tells_once_until_it_moves(
+    shares: tuple[float, ...], bounds: list[str | None]
+) -> None:
     watch = InputWatch()
     watch.machines |= FOUR_CORES
     members = [("w", "a")]
     watch.note("w", Reading(0.0, 0.0, 0.0, 1, 0))
     assert watch.look(members) is None
     told, total = [], 0.0
-    for window, share in enumerate((0.5, 0.52, 0.0), 1):
+    for window, share in enumerate(shares, 1):
         total += 10 * share
         watch.note("w", Reading(10.0 * window, total, total, 100 * window, 0))
         found = watch.look(members)
         told.append(None if found is None else found.bound)
-    assert told == ["cores", None, "nothing"]
+    assert told == bounds
 
 
 def test_a_watch_waits_for_all_ranks() -> None:

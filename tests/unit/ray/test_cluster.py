@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.programs import ray_node
+from hvd_elastic.hosts.programs.processes import descendants, read
 from hvd_elastic.ray.cluster import ClusterRecord, NodeSettings, RayCluster
 
 
@@ -61,7 +63,7 @@ def sleeping(mark: str | None) -> subprocess.Popen[bytes]:
     code = "import subprocess; subprocess.run(['sleep', '60'], env={})"
     environment = {**os.environ, **({} if mark is None else {ray_node.MARK: mark})}
     started = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    while not ray_node.descendants([started.pid]):
+    while not descendants([started.pid]):
         pass
     return started
 
@@ -69,20 +71,20 @@ def sleeping(mark: str | None) -> subprocess.Popen[bytes]:
 def test_end_ends_the_processes_of_one_cluster_with_their_children(tmp_path: Path) -> None:
     ours, other, unmarked = sleeping("one"), sleeping("two"), sleeping(None)
     try:
-        child = ray_node.descendants([ours.pid])[0]
+        child = descendants([ours.pid])[0]
         request: dict[str, Any] = {"cluster": "one", "folder": str(tmp_path / "one")}
         (tmp_path / "one").mkdir()
         assert ray_node.look({**request, "is_head": True})["state"] == "broken"
         ended = ray_node.end(request)
         assert ended == {"ended": 2, "left": []}
-        assert not ray_node.read(child.pid, "environ")
+        assert not read(child.pid, "environ")
         assert not (tmp_path / "one").exists()
         assert other.poll() is None
         assert unmarked.poll() is None
         assert ray_node.look({**request, "is_head": True})["state"] == "down"
     finally:
         for process in (ours, other, unmarked):
-            for each in ray_node.descendants([process.pid]):
+            for each in descendants([process.pid]):
                 os.kill(each.pid, 9)
             process.kill()
             process.wait()
@@ -90,7 +92,5 @@ def test_end_ends_the_processes_of_one_cluster_with_their_children(tmp_path: Pat
 
 def test_a_taken_port_is_refused() -> None:
     port = ray_node.free_port("127.0.0.1")
-    import socket
-
     with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match="in use"):
         ray_node.free_port("127.0.0.1", port)

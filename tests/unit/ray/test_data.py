@@ -23,7 +23,7 @@ def test_rows_are_read_only_in_a_training_of_the_trainer(monkeypatch: pytest.Mon
 
 
 def test_an_unknown_name_and_a_failed_data_set_are_told(server: RowServer) -> None:
-    with pytest.raises(DataError, match="none of that name; its datasets are: train, lost"):
+    with pytest.raises(DataError, match="no data set 'test'; the trainer was given: train, lost"):
         RayDataset("test")
     server.offer("lost", DataError("a transform failed"))
     with pytest.raises(DataError, match="a transform failed"):

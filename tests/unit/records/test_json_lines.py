@@ -124,11 +124,13 @@ import resource, sys
 from pathlib import Path
 from hvd_elastic.records.json_lines import EventLog, RecordNotWrittenError
 path = Path(sys.argv[1])
-soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
 log = EventLog(path)
+log.append("metrics", {"step": 0})
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+part_of_a_line = 20
+resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + part_of_a_line, hard))
 told = 0
-for number in range(10):
+for number in range(1, 10):
     try:
         log.append("metrics", {"step": number})
     except RecordNotWrittenError:

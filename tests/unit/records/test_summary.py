@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_elastic.records.summary import RunSummary, summarize, take_event, take_events
+from hvd_elastic.records.wording import Narrator
+from hvd_elastic.views.run_words import run_words
 from tests.unit.records.sample_run import EXAMPLES, START, sample_events
 
 
@@ -175,3 +177,24 @@ def test_events_that_are_taken_together_tell_the_same(events: list[dict[str, Any
     assert repr(found) == repr(expected)  # NaN is not equal to itself
     for cause, times in spent[0]["by_cause"].items():
         assert spent[1]["by_cause"][cause] == pytest.approx(times)
+
+
+@pytest.mark.parametrize(
+    "misfit",
+    [
+        {"kind": "hosts_changed", "hosts": 5},
+        {"kind": "hosts_changed", "hosts": [["n1", "many"]]},
+        {"kind": "rescale_started", "generation": "x", "hosts": 5},
+        {"kind": "host_sample", "host": "n1", "gpus": 1},
+        {"kind": "batch_plan", "limits": [1]},
+        {"kind": "shares", "shares": {"a": 1}},
+    ],
+)
+def test_an_event_that_is_not_of_its_kind_is_left_out_and_counted(misfit: dict[str, Any]) -> None:
+    narrator = Narrator()
+    events = [{"t": 0.0, "kind": "run_started"}, {"t": 1.0, **misfit}]
+    events.append({"t": 2.0, "kind": "metrics", "step": 7, "throughput": 1.0})
+    run = summarize(events)
+    assert (run.misfits, run.steps) == (1, 7)
+    assert "1 event with unexpected fields left out." in run_words(run, "running")
+    assert [line for event in events for line in narrator.tell(event)]

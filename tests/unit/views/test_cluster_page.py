@@ -16,6 +16,7 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.records.cluster import summarize_cluster
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.views import live
 from hvd_elastic.views.cluster_page import (
     LiveClusters,
     job_color,
@@ -103,8 +104,9 @@ def server(cluster: Path) -> Iterator[Dashboard]:
 
 
 def test_the_first_live_page_shows_the_cluster_and_follows_it(
-    server: Dashboard, cluster: Path
+    server: Dashboard, cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(live, "_FRESH_S", 0.0)
     RunFolder.create("long-1")
     before = server.runs.render()["html"]["clusters"]
     assert len(bars(before)) == 4

@@ -4,7 +4,9 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,8 +16,10 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import RunSummary, summarize
+from hvd_elastic.views import points
 from hvd_elastic.views.comparison import write_comparison
-from hvd_elastic.views.report import MAX_POINTS, downsample, render_report, write_report
+from hvd_elastic.views.points import MAX_POINTS, downsample, summarize_for_plots
+from hvd_elastic.views.report import render_report, write_report
 from tests.unit.records.sample_run import sample_events, sample_folder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
@@ -203,3 +207,21 @@ def test_a_run_without_events_is_not_compared(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="run empty has no events yet"):
         write_comparison([sample_folder(tmp_path), empty], tmp_path / "both.html")
     assert not (tmp_path / "both.html").exists()
+
+
+def test_of_a_long_run_few_points_are_held_with_its_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(points, "KEPT_POINTS", 1000)
+
+    def events() -> Iterator[dict[str, Any]]:
+        yield {"t": 0.0, "kind": "run_started"}
+        for step in range(1, 100_001):
+            loss = 50.0 if step == 44_444 else 1.0
+            yield {"t": float(step), "kind": "metrics", "step": step, "loss": loss}
+
+    summary = summarize_for_plots(events())
+    held = summary.series["loss"]
+    assert summary.steps == 100_000
+    assert summary.duration_s == 100_000
+    assert len(held.values) == len(held.at_s) < 2000 + points._TOGETHER
+    assert max(held.values) == 50.0
+    assert held.at_s[-1] == 100_000

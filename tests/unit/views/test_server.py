@@ -19,8 +19,11 @@ import pytest
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.views import live_run
-from hvd_elastic.views.prometheus import FIGURES
+from hvd_elastic.records.run_state import run_row
+from hvd_elastic.records.summary import summarize
+from hvd_elastic.views import live, live_run
+from hvd_elastic.views import server as server_module
+from hvd_elastic.views.prometheus import FIGURES, GPU_FIGURES, HOST_FIGURES, prometheus_text
 from hvd_elastic.views.server import Dashboard
 from tests.paths import ROOT
 from tests.unit.records.sample_run import sample_folder
@@ -199,7 +202,7 @@ def controller(folder: Path) -> Iterator[Viewer]:
 
 def ask(viewer: Viewer, body: Any, *, token: bool = True, origin: bool = True) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", viewer.port, timeout=20)
-    headers = {"Cookie": f"hvd_elastic_token={viewer.server.token}"} if token else {}
+    headers = {"Cookie": f"{viewer.server.cookie}={viewer.server.token}"} if token else {}
     if origin:
         headers["Origin"] = f"http://127.0.0.1:{viewer.port}"
     try:
@@ -321,11 +324,34 @@ def test_figures_for_prometheus(viewer: Viewer, folder: Path) -> None:
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def test_prometheus_has_the_gpus_of_each_host() -> None:
+    run = summarize(
+        [
+            {"t": 1.0, "kind": "run_started", "run_id": "a"},
+            {"t": 2.0, "kind": "rescale_finished", "generation": 1, "size": 2},
+            {
+                "t": 3.0,
+                "kind": "host_sample",
+                "host": "node1",
+                "cpu": 0.5,
+                "gpus": [{"busy": 0.75, "memory": 0.25}, {"busy": 1.0, "memory": 0.5}],
+            },
+        ]
+    )
+    text = prometheus_text([(run, "running")])
+    assert 'hvd_elastic_host_cpu_ratio{run="a",host="node1"} 0.5' in text
+    assert 'hvd_elastic_host_gpu_ratio{run="a",host="node1",gpu="0"} 0.75' in text
+    assert 'hvd_elastic_host_gpu_memory_ratio{run="a",host="node1",gpu="1"} 0.5' in text
+    assert prometheus_text([]) == ""
+
+
 def test_the_dashboard_for_grafana_asks_for_figures_that_there_are() -> None:
     text = (ROOT / "docs" / "grafana.json").read_text()
     asked = set(re.findall(r"hvd_elastic_(\w+)", text)) - {"run_info"}
-    assert len(json.loads(text)["panels"]) == 8
-    assert asked <= FIGURES.keys()
+    assert len(json.loads(text)["panels"]) == 16
+    of_hosts = HOST_FIGURES.keys() | GPU_FIGURES.keys()
+    assert asked <= FIGURES.keys() | of_hosts
+    assert of_hosts <= asked
     assert {"slots", "throughput_examples_per_second"} <= asked
 
 
@@ -381,3 +407,108 @@ def test_a_file_too_long_to_be_read_at_once_is_shown_as_it_is_read(
     assert len(summary.series["loss"].values) < 45_000
     status, text, _ = viewer.get("/runs/digits-3/charts/loss?from=30099.5&to=30200.5")
     assert json.loads(text)["lines"] == [list(range(29_999, 30_102))], "read again in full detail"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/runs/digits-3/charts/loss?from=nan&to=5",
+        "/runs/digits-3/charts/loss?from=0&to=inf",
+        "/compare/charts/loss?run=digits-3&run=digits-4&from=-inf&to=inf",
+    ],
+)
+def test_times_that_are_no_numbers_are_refused(viewer: Viewer, folder: Path, path: str) -> None:
+    sample_folder(folder.parent, "digits-4")
+    status, text, _ = viewer.get(path)
+    assert status == 400
+    assert "takes a time in seconds" in text
+
+
+def test_an_origin_that_is_no_address_gets_an_answer(viewer: Viewer) -> None:
+    assert viewer.get("/", Origin="http://[bad")[0] == 400
+
+
+def test_two_dashboards_with_tokens_can_be_open_in_one_browser(folder: Path) -> None:
+    cookies = set()
+    for _ in range(2):
+        server = Dashboard("127.0.0.1", 0, control=True)
+        try:
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+            headers = Viewer(server).get(f"/?token={server.token}")[2]
+            cookies.add(headers["Set-Cookie"].partition("=")[0])
+            status, _, _ = Viewer(server).get("/", Cookie=headers["Set-Cookie"].partition(";")[0])
+            assert status == 200
+        finally:
+            server.shutdown()
+            server.server_close()
+    assert len(cookies) == 2
+
+
+def test_it_listens_on_an_address_of_ipv6(folder: Path) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    try:
+        server = Dashboard("::1", 0)
+    except RunError as error:
+        pytest.skip(str(error))
+    try:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        port = server.server_address[1]
+        assert server.url == f"http://[::1]:{port}/"
+        connection = http.client.HTTPConnection("::1", port, timeout=20)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        connection.close()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_viewer_who_never_finishes_asking_is_given_up(
+    viewer: Viewer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module._Handler, "timeout", 0.1)
+    with socket.create_connection(("127.0.0.1", viewer.port), timeout=20) as asking:
+        asking.sendall(b"GET / HTTP/1.1\r\n")
+        assert asking.recv(1) == b""
+
+
+def test_the_first_page_has_the_newest_runs_and_all_that_go_on(
+    viewer: Viewer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_ROWS", 3)
+    monkeypatch.setattr(live, "_FRESH_S", 0.0)
+    for number in range(5):
+        made = folder.parent / f"newer-{number}"
+        shutil.copytree(folder, made)
+        asked = json.loads((made / "run.json").read_text()) | {"created": 4e9 + number}
+        (made / "run.json").write_text(json.dumps(asked))
+    page = viewer.get("/")[1]
+    assert "The newest 3 of 6 runs" in page
+    assert "newer-2" in page
+    assert "newer-1" not in page
+    assert "digits-3" not in page
+    with RunFolder(folder).take_lead():
+        assert "/runs/digits-3" in viewer.get("/")[1]
+
+
+def test_a_run_that_is_over_is_not_read_again_for_the_first_page(
+    viewer: Viewer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_FRESH_S", 0.0)
+    looked: list[str] = []
+
+    def look(each: RunFolder) -> dict[str, Any]:
+        looked.append(each.run_id)
+        return run_row(each)
+
+    monkeypatch.setattr(live, "run_row", look)
+    with EventLog(folder / "events.jsonl") as log:
+        log.append("run_finished", {"status": "succeeded", "message": "", "steps": 1})
+    assert "succeeded" in viewer.get("/")[1]
+    assert "succeeded" in viewer.get("/")[1]
+    assert looked == ["digits-3"]
+    with EventLog(folder / "events.jsonl") as log:
+        log.append("run_finished", {"status": "failed", "message": "", "steps": 1})
+    assert "failed" in viewer.get("/")[1]
+    assert looked == ["digits-3", "digits-3"]

@@ -1,0 +1,62 @@
+"""How commands of the queue find the jobs that a user names; no daemon is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.cli.app import main
+from hvd_elastic.cli.jobs import find_numbers, parse_after
+from hvd_elastic.jobs.job import JobRequest
+from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.jobs.store import JobStore
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterFolder:
+    """A cluster with job 1, and jobs 2 to 4 of one array, all of the same name."""
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    monkeypatch.delenv("HVD_ELASTIC_CLUSTER", raising=False)
+    place = ClusterFolder.create("test")
+    store = JobStore.create(place.database)
+    request = JobRequest("train", {"command": ["train"], "cwd": "/"})
+    store.add([request], {}, now=1.0)
+    store.add([request] * 3, {}, now=2.0)
+    store.close()
+    return place
+
+
+def test_after_a_name_waits_for_a_whole_array(place: ClusterFolder) -> None:
+    assert [each.job for each in parse_after(["ok:train"], place)] == [2, 3, 4]
+    assert [each.job for each in parse_after(["ok:train-3"], place)] == [3]
+
+
+def test_name_of_ended_jobs_is_that_of_the_last_submission(
+    place: ClusterFolder,
+) -> None:
+    store = JobStore.read_only(place.database)
+    assert find_numbers(store, place, ["train"]) == [2, 3, 4]
+    assert find_numbers(store, place, ["train"], active=True) == [1, 2, 3, 4]
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["7", "5-9"])
+def test_name_like_a_number_is_refused(
+    name: str, place: ClusterFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["submit", "--plain", "--name", name, "--", "true"])
+    assert "numbers of jobs" in capsys.readouterr().err
+
+
+def test_two_clusters_that_are_up_share_no_host(
+    place: ClusterFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "all").write_text("a slots=1\nb slots=1\n")
+    (tmp_path / "one").write_text("b slots=1\n")
+    with place.lock():
+        place.describe_daemon(tmp_path / "all")
+        with pytest.raises(SystemExit, match="1"):
+            main(["up", str(tmp_path / "one"), "--name", "other"])
+    assert "cluster test, which is up, has host b too" in capsys.readouterr().err
