@@ -37,6 +37,8 @@ class JobQueue:
         self._emit = emit
         self.active = {job.number: job for job in store.active()}
         self.changed = True
+        self._held_back: set[int] = set()
+        """Jobs that waited for others when it was last looked."""
 
     def with_status(self, status: JobStatus) -> list[Job]:
         """Return the active jobs of a state, oldest first."""
@@ -127,6 +129,7 @@ class JobQueue:
                     status=JobStatus.QUEUED,
                     reason="asked to by requeue",
                     message="",
+                    queued_at=job.queued_at if job.status.active else time.time(),
                     ended_at=None,
                     eta=None,
                     failures=0,
@@ -179,23 +182,26 @@ class JobQueue:
 
     def ready(self) -> list[Job]:
         """Return the waiting jobs that wait for slots only; end those that wait in vain."""
-        ready, hopeless, waits = [], [], []
+        ready, hopeless, waits, freed = [], [], [], []
         queued = self.with_status(JobStatus.QUEUED)
         statuses = self.store.statuses({each.job for job in queued for each in job.request.after})
         for job in queued:
             met, why = _dependencies(job, statuses)
-            if met:
+            if met and job.number in self._held_back:
+                freed.append(replace(job, queued_at=time.time()))
+            elif met:
                 ready.append(job)
             elif met is None:
+                self._held_back.add(job.number)
                 eta = self._expected_end(job)
                 if job.reason != why or eta_moved(job.eta, eta):
                     waits.append(replace(job, reason=why, eta=eta))
             else:
                 hopeless.append(_ended(job, JobStatus.CANCELLED, why, time.time()))
-        if waits or hopeless:
-            self._save([*waits, *hopeless])
-            self._tell_ended(hopeless)
-        return ready
+        self._save([*waits, *freed, *hopeless])
+        self._tell_ended(hopeless)
+        self._held_back.difference_update(job.number for job in [*freed, *hopeless])
+        return [*ready, *freed]
 
     def _expected_end(self, job: Job) -> float | None:
         """Return when the last of the jobs that a job waits for is expected to end [Unix s]."""
@@ -235,6 +241,7 @@ class JobQueue:
             job,
             status=JobStatus.QUEUED,
             reason=reason,
+            queued_at=time.time(),
             eta=None,
             held={},
             stop=None,

@@ -117,6 +117,44 @@ def test_job_that_has_ended_is_queued_again_with_the_environment_of_its_requeuer
     assert made.ready() == [number]
 
 
+def test_job_that_comes_back_joins_the_queue_at_its_end(
+    made: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at(now: float) -> None:
+        monkeypatch.setattr("hvd_elastic.jobs.queue.time.time", lambda: now)
+
+    at(100.0)
+    number = made.add()
+    assert made.queue.active[number].queued_at == 100.0
+    job = made.queue.started(made.queue.active[number], "run", {"a": 1})
+    at(200.0)
+    made.queue.put_back(job, "preempted")
+    stored = made.queue.store.jobs([number])[number]
+    assert (stored.submitted_at, stored.queued_at) == (100.0, 200.0)
+    at(300.0)
+    (waits,) = made.queue.requeue([number], {}, None)
+    assert waits.queued_at == 200.0, "it waited already"
+    made.end(number, JobStatus.FAILED)
+    at(400.0)
+    (again,) = made.queue.requeue([number], {}, None)
+    assert again.queued_at == 400.0
+
+
+def test_time_before_the_awaited_job_ends_is_no_time_in_the_queue(
+    made: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = made.add()
+    second = made.add(After("ok", first))
+    made.ready()
+    made.end(first, JobStatus.SUCCEEDED)
+    later = made.queue.active[second].submitted_at + 36_000.0
+    monkeypatch.setattr("hvd_elastic.jobs.queue.time.time", lambda: later)
+    (job,) = made.queue.ready()
+    assert job.queued_at == later
+    monkeypatch.setattr("hvd_elastic.jobs.queue.time.time", lambda: later + 60.0)
+    assert made.queue.ready() == [job]
+
+
 def test_another_daemon_finds_everything(made: Recorded, tmp_path: Path) -> None:
     number = made.add()
     made.queue.started(made.queue.active[number], "run-x", {"a": 2})

@@ -21,7 +21,8 @@ NOW = 10_000.0
 def job(number: int, **more: Any) -> Job:
     asked = {key: more.pop(key) for key in ("kind", "min_np", "max_np", "priority") if key in more}
     request = JobRequest("train", {"command": ["python"]}, **asked)
-    return Job(number, request, f"train-{number}", submitted_at=NOW - 100 + number, **more)
+    times = {"submitted_at": NOW - 100 + number, "queued_at": NOW - 100 + number}
+    return Job(number, request, f"train-{number}", **{**times, **more})
 
 
 def running(number: int, held: dict[str, int], for_s: float = 1000.0, **more: Any) -> Job:
@@ -91,6 +92,27 @@ def test_priority_comes_first() -> None:
     urgent = Candidate(job(7, priority=50.0))
     plan = plan_slots([*waiting, urgent], HOSTS, NOW)
     assert plan.slots[7]
+
+
+def test_equal_jobs_take_no_turns_every_minute() -> None:
+    """What a preempted job has waited and trained before gives it no weight when it waits again."""
+    holds = Candidate(running(1, {"a": 1}, for_s=120.0))
+    preempted = {"submitted_at": NOW - 36_000.0, "started_at": NOW - 20_000.0, "attempts": 1}
+
+    def holders(queued_for_s: float) -> list[int]:
+        waits = Candidate(job(2, queued_at=NOW - queued_for_s, **preempted))
+        plan = plan_slots([holds, waits], [HostSlots("a", 1)], NOW)
+        return [number for number, slots in plan.slots.items() if slots]
+
+    assert holders(120.0) == [1]
+    assert holders(500.0) == [1]
+    assert holders(3600.0) == [2], "but it does not wait for ever"
+
+
+def test_job_of_low_priority_does_not_starve_behind_many() -> None:
+    many = [Candidate(job(number, priority=2.0)) for number in range(2, 40)]
+    low = Candidate(job(1, queued_at=NOW - 10 * 3600.0))
+    assert plan_slots([*many, low], HOSTS, NOW).slots[1]
 
 
 def test_jobs_of_fixed_size_get_all_or_nothing() -> None:
