@@ -47,7 +47,8 @@ class After:
     """A job that another one waits for.
 
     Attributes:
-        outcome: ``ok``: it has to succeed; ``fail``: it has to fail; ``any``: it has to end.
+        outcome: ``ok``: it has to succeed; ``fail``: it has to fail, and a cancelled job
+            has not failed; ``any``: it has to end.
         job: number of the job.
     """
 
@@ -64,7 +65,7 @@ class After:
             return None
         if self.outcome == "any":
             return True
-        return (status is JobStatus.SUCCEEDED) == (self.outcome == "ok")
+        return status is (JobStatus.SUCCEEDED if self.outcome == "ok" else JobStatus.FAILED)
 
 
 @dataclass(frozen=True)

@@ -107,17 +107,24 @@ class JobQueue:
         """Put jobs back into the queue: those that have ended, and those that run.
 
         Raises:
-            RunError: a job does not exist.
+            RunError: a job does not exist, or is being cancelled; nothing is changed.
             UsageError: jobs would wait for each other in a circle.
         """
         found = self.store.jobs(dict.fromkeys(numbers))
-        changed = []
         for number in dict.fromkeys(numbers):
             job = found.get(number)
             if job is None:
                 raise RunError(f"there is no job {number}; see: hvd-elastic queue --all")
+            if job.stop is StopReason.CANCEL:
+                raise RunError(
+                    f"job {number} ({job.run_id}) is being cancelled. Queue it again when it has "
+                    f"ended: hvd-elastic wait {number}"
+                )
             if after is not None:
                 self._refuse_circle(number, after)
+        changed = []
+        for job in found.values():
+            if after is not None:
                 job = replace(job, request=replace(job.request, after=tuple(after)))
             if job.status is JobStatus.RUNNING:
                 changed.append(replace(job, stop=StopReason.REQUEUE, reason="asked to by requeue"))

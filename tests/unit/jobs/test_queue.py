@@ -53,6 +53,7 @@ def made(tmp_path: Path) -> Recorded:
         ("ok", JobStatus.CANCELLED, False),
         ("fail", JobStatus.FAILED, True),
         ("fail", JobStatus.SUCCEEDED, False),
+        ("fail", JobStatus.CANCELLED, False),
         ("any", JobStatus.CANCELLED, True),
     ],
 )
@@ -104,6 +105,22 @@ def test_cancel_ends_what_waits_and_asks_what_runs(made: Recorded) -> None:
         made.queue.cancel([waiting], "me")
     with pytest.raises(RunError, match="there is no job 7"):
         made.queue.cancel([7], "me")
+
+
+def test_requeue_takes_no_cancel_back(made: Recorded) -> None:
+    waits, number = made.add(), made.add()
+    made.end(waits, JobStatus.FAILED)
+    made.queue.started(made.queue.active[number], "run", {"a": 1})
+    made.queue.cancel([number], "me")
+    with pytest.raises(RunError, match=f"job {number} .run. is being cancelled"):
+        made.queue.requeue([waits, number], {"TOKEN": "secret"}, None)
+    assert made.queue.active[number].stop is StopReason.CANCEL
+    assert made.status(waits) is JobStatus.FAILED
+    unchanged = made.queue.store.jobs([waits])[waits]
+    assert made.queue.store.environment(unchanged) == {}
+    made.queue.ended(made.queue.active[number], JobStatus.CANCELLED, "cancelled by me")
+    made.queue.requeue([number], {}, None)
+    assert made.status(number) is JobStatus.QUEUED
 
 
 def test_job_that_has_ended_is_queued_again_with_the_environment_of_its_requeuer(
