@@ -178,6 +178,9 @@ class Daemon:
             if host in self._hosts and host not in self._health.lost:
                 self._health.host_lost(host, cause, time.monotonic())
                 self._queue.changed = True
+        if progress.trained_at is not None:
+            for host in progress.occupied:
+                self._health.host_works(host)
         self._runs.release(job)
         if led:
             if job.stop is not None:
@@ -200,6 +203,8 @@ class Daemon:
         retries, failures = job.request.retries, job.failures
         self._wanted.pop(job.number, None)
         if status == "succeeded":
+            for host in job.held:
+                self._health.host_works(host)
             ended = self._queue.ended(job, JobStatus.SUCCEEDED, message)
         elif job.stop is StopReason.CANCEL:
             ended = self._queue.ended(job, JobStatus.CANCELLED, job.reason.partition(":")[0])
