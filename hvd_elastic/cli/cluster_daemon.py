@@ -181,6 +181,8 @@ def down(
 ) -> None:
     """End the daemon of a cluster; its jobs end after a checkpoint, and go on at the next up.
 
+    A plain command has no checkpoint, and starts from its beginning then.
+
     Examples:
       hvd-elastic down
 

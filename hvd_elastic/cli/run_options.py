@@ -413,14 +413,11 @@ class RunOptions:
     def _check_command(self) -> None:
         command = self.command
         if not command:
-            raise UsageError(
-                "no training command. Give it after --, for example: hvd-elastic run -- "
-                "python train.py"
-            )
+            raise UsageError("no command to run. Give it after --, for example: -- python train.py")
         if shutil.which(command[0]) is None:
             raise UsageError(
-                f"the command {command[0]!r} is not on PATH. Give the training command after --, "
-                "for example: hvd-elastic run -- python train.py"
+                f"the command {command[0]!r} is not on PATH, nor an executable file. Give the "
+                "command after --, for example: -- python train.py"
             )
         for argument in command[1:]:
             if not argument.startswith("-"):

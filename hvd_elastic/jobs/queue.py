@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
-from hvd_elastic.jobs.job import After, Job, JobRequest, JobStatus, StopReason
+from hvd_elastic.jobs.job import After, Job, JobKind, JobRequest, JobStatus, StopReason
 from hvd_elastic.jobs.store import JobStore
 
 Emit = Callable[[str, Mapping[str, Any]], None]
@@ -90,7 +90,13 @@ class JobQueue:
         waiting = [job for job in jobs if job.status is JobStatus.QUEUED]
         running = [job for job in jobs if job.status is JobStatus.RUNNING]
         stopping = [
-            replace(job, stop=StopReason.CANCEL, reason=f"{message}: ends after a checkpoint")
+            replace(
+                job,
+                stop=StopReason.CANCEL,
+                reason=message
+                if job.request.kind is JobKind.PLAIN
+                else f"{message}: ends after a checkpoint",
+            )
             for job in running
         ]
         ended = [_ended(job, JobStatus.CANCELLED, message, now) for job in waiting]
@@ -311,6 +317,16 @@ def eta_moved(one: float | None, other: float | None) -> bool:
 
 def _ended_words(status: JobStatus) -> str:
     return "was cancelled" if status is JobStatus.CANCELLED else f"has {status.value}"
+
+
+def ending_words(jobs: Iterable[Job]) -> str:
+    """Return how jobs that run are ended, in words: a plain command writes no checkpoint."""
+    training: list[Job] = []
+    plain: list[Job] = []
+    for job in jobs:
+        (plain if job.request.kind is JobKind.PLAIN else training).append(job)
+    parts = [f"ending {jobs_words(training)} after a checkpoint"] if training else []
+    return "; ".join([*parts, *([f"ending {jobs_words(plain)}"] if plain else [])])
 
 
 def jobs_words(jobs: Sequence[Job]) -> str:

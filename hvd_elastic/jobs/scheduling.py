@@ -170,6 +170,7 @@ def _as_policy_job(
         priority=_aged_priority(job, now),
         deadline_s=request.deadline,
         rescales=rescales,
+        fixed=request.kind is not JobKind.ELASTIC,
         preemptible=job.status is not JobStatus.RUNNING
         or (turn_over and request.kind is not JobKind.PLAIN),
     )

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.jobs.job import After, JobRequest, JobStatus, StopReason
-from hvd_elastic.jobs.queue import JobQueue
+from hvd_elastic.jobs.job import After, JobKind, JobRequest, JobStatus, StopReason
+from hvd_elastic.jobs.queue import JobQueue, ending_words
 from hvd_elastic.jobs.store import JobStore
 
 SPEC = {"command": ["python", "train.py"], "cwd": "/"}
@@ -105,6 +105,19 @@ def test_cancel_ends_what_waits_and_asks_what_runs(made: Recorded) -> None:
         made.queue.cancel([waiting], "me")
     with pytest.raises(RunError, match="there is no job 7"):
         made.queue.cancel([7], "me")
+
+
+def test_plain_command_that_is_ended_writes_no_checkpoint(made: Recorded) -> None:
+    trains = made.add()
+    (plain,) = made.queue.add([JobRequest("sleep", SPEC, kind=JobKind.PLAIN, max_np=1)], {})
+    for number in (trains, plain.number):
+        made.queue.started(made.queue.active[number], "run", {"a": 1})
+    _, stopping = made.queue.cancel([trains, plain.number], "me")
+    assert [job.reason for job in stopping] == [
+        "cancelled by me: ends after a checkpoint",
+        "cancelled by me",
+    ]
+    assert ending_words(stopping) == "ending job 1 after a checkpoint; ending job 2"
 
 
 def test_requeue_takes_no_cancel_back(made: Recorded) -> None:

@@ -135,6 +135,16 @@ def test_a_plain_command_is_never_preempted() -> None:
     assert plan.slots[5] == {}
 
 
+def test_job_that_keeps_its_size_is_not_said_to_start_small() -> None:
+    plain = Candidate(running(1, {"a": 1}, kind=JobKind.PLAIN, max_np=1))
+    fixed = Candidate(job(2, kind=JobKind.FIXED, min_np=2, max_np=2))
+    reasons = plan_slots([plain, fixed], HOSTS, NOW).reasons
+    assert reasons == {
+        1: "1 slot on 1 host, from start to end",
+        2: "2 slots on 1 host, from start to end",
+    }
+
+
 def test_job_that_needs_more_than_the_usable_hosts_have_says_so() -> None:
     plan = plan_slots([Candidate(job(1, min_np=4))], HOSTS[:1], NOW)
     assert plan.reasons[1] == "waits: it needs 4 slots, the hosts that can be used have 2"
