@@ -17,6 +17,7 @@ import typer
 from hvd_elastic.checkpoint.url import is_url
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cli.scaling_options import ScalingOptions
+from hvd_elastic.cli.shared_options import SshConfigOption
 from hvd_elastic.errors import HostfileError, HvdElasticError, SeveralErrors, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts, parse_hostfile
@@ -173,15 +174,7 @@ class RunOptions:
     python: Annotated[
         str | None, typer.Option(help="Python on every host (default: this one's path)")
     ] = None
-    ssh_config: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssh-config",
-            "-F",
-            envvar="HVD_ELASTIC_SSH_CONFIG",
-            help="ssh configuration (default: ~/.ssh/config)",
-        ),
-    ] = None
+    ssh_config: SshConfigOption = None
     interface: Annotated[
         str | None,
         typer.Option(
