@@ -19,7 +19,7 @@ _START_S = 5.0
 _AGING_S = 3600.0
 """Time in the queue that doubles the weight of a job [s]; so equal jobs start in their order."""
 _TURN_S = 600.0
-"""Time in the queue after which a job weighs more than an equal one that runs [s]."""
+"""Waiting that a job that runs is credited with, so that equal jobs take few turns [s]."""
 _GROWTH = 2
 """A job gets at most this many times as many slots as were measured (Pollux, section 4.1)."""
 _CONSIDERED = 2
@@ -177,8 +177,14 @@ def _as_policy_job(
 
 
 def _aged_priority(job: Job, now: float) -> float:
-    """Return the weight of a job by its priority and by how long it waits for slots."""
-    waited_s = _TURN_S if job.status is JobStatus.RUNNING else max(0.0, now - job.queued_at)
+    """Return the weight of a job by its priority and by how long it waits for slots.
+
+    A job that runs loses the weight of its waiting as fast as it has gained it.
+    """
+    waited_s = max(0.0, now - job.queued_at)
+    if job.status is JobStatus.RUNNING:
+        started_at = job.started_at or now
+        waited_s = max(0.0, (started_at - job.queued_at) - (now - started_at)) + _TURN_S
     return job.request.priority * (1 + waited_s / _AGING_S)
 
 

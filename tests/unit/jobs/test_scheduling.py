@@ -109,6 +109,17 @@ def test_equal_jobs_take_no_turns_every_minute() -> None:
     assert holders(3600.0) == [2], "but it does not wait for ever"
 
 
+def test_long_queue_of_equal_jobs_takes_no_turns_every_minute() -> None:
+    """Those that wait have all waited for long when one of them starts."""
+    starts = Candidate(running(1, {"a": 1}, for_s=120.0, queued_at=NOW - 900.0))
+    others = [Candidate(job(number, queued_at=NOW - 900.0)) for number in (2, 3, 4)]
+    plan = plan_slots([starts, *others], [HostSlots("a", 1)], NOW)
+    assert [number for number, slots in plan.slots.items() if slots] == [1]
+    later = Candidate(running(1, {"a": 1}, for_s=3600.0, queued_at=NOW - 3600.0 - 780.0))
+    plan = plan_slots([later, *others], [HostSlots("a", 1)], NOW)
+    assert plan.slots[2], "what it waited before counts for as long as it runs"
+
+
 def test_job_of_low_priority_does_not_starve_behind_many() -> None:
     many = [Candidate(job(number, priority=2.0)) for number in range(2, 40)]
     low = Candidate(job(1, queued_at=NOW - 10 * 3600.0))
