@@ -19,6 +19,7 @@ from hvd_elastic.cli.numbers import (
     parse_whole_number,
     whole_number_option,
 )
+from hvd_elastic.cli.shared_options import SshConfigOption
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words, number_words, plural
 
@@ -135,15 +136,7 @@ def synthetic(
         list[Path] | None,
         typer.Option(help="write the result to this .json, .csv or .html file; may be repeated"),
     ] = None,
-    ssh_config: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssh-config",
-            "-F",
-            envvar="HVD_ELASTIC_SSH_CONFIG",
-            help="ssh configuration (default: ~/.ssh/config)",
-        ),
-    ] = None,
+    ssh_config: SshConfigOption = None,
     json_output: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Measure how training scales with the number of slots, on synthetic data.
@@ -336,15 +329,7 @@ def allreduce(
         float | None,
         number_option("--link", above=True, help="rate of each host's link, to compare [Gbit/s]"),
     ] = None,
-    ssh_config: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssh-config",
-            "-F",
-            envvar="HVD_ELASTIC_SSH_CONFIG",
-            help="ssh configuration (default: ~/.ssh/config)",
-        ),
-    ] = None,
+    ssh_config: SshConfigOption = None,
     json_output: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Measure how fast the slots sum tensors, from 1 KiB up, as they sum gradients.

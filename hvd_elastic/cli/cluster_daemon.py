@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hvd_elastic.cli.shared_options import SshConfigOption
 from hvd_elastic.errors import HostfileError, HvdElasticError, RunError
 
 if TYPE_CHECKING:
@@ -37,15 +38,7 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="run in the background; see down and hosts")
     ] = False,
-    ssh_config: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssh-config",
-            "-F",
-            envvar="HVD_ELASTIC_SSH_CONFIG",
-            help="ssh configuration (default: ~/.ssh/config)",
-        ),
-    ] = None,
+    ssh_config: SshConfigOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Share a cluster between jobs: start the daemon that decides which job holds which slots.
@@ -180,6 +173,8 @@ def down(
     as_json: AsJson = False,
 ) -> None:
     """End the daemon of a cluster; its jobs end after a checkpoint, and go on at the next up.
+
+    A plain command has no checkpoint, and starts from its beginning then.
 
     Examples:
       hvd-elastic down

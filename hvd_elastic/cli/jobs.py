@@ -144,13 +144,15 @@ def why(
     if as_json:
         print(json.dumps(job_fields(found), indent=2))
         return
-    for label, value in _why_rows(found):
+    awaited = store.statuses([each.job for each in found.request.after]).values()
+    for label, value in _why_rows(found, any(status.active for status in awaited)):
         print(f"{label:<10} {value}")
     if not place.daemon_alive():
         print(f"{'daemon':<10} none: nothing is decided until hvd-elastic up")
 
 
-def _why_rows(job: Job) -> list[tuple[str, str]]:
+def _why_rows(job: Job, awaits: bool) -> list[tuple[str, str]]:
+    """Return what is known of a job; ``awaits``: a job that it is to start after goes on."""
     request, now = job.request, time.time()
     rows = [("job", f"{job.number} ({job.run_id}), {job.status.value}")]
     rows.append(("command", shlex.join(request.words)))
@@ -164,12 +166,15 @@ def _why_rows(job: Job) -> list[tuple[str, str]]:
     if job.eta is not None:
         what = "ends" if job.status.value == "running" else "starts"
         rows.append(("expected", f"{what} in about {duration_words(max(0.0, job.eta - now))}"))
+    elif job.status.value == "running" and request.kind.value == "plain":
+        rows.append(("expected", "end not known: nobody can say how long a plain command takes"))
     elif job.status.value == "running":
         rows.append(
             ("expected", "end not known: nothing measured yet, or no --epochs or --target-examples")
         )
     elif job.status.value == "queued":
-        rows.append(("expected", "start not known: no job before it says when it ends"))
+        which = "that it waits for" if awaits else "before it"
+        rows.append(("expected", f"start not known: no job {which} says when it ends"))
     most = request.max_np or "all"
     limits = f"{request.min_np} to {most} slots, priority {request.priority:g}"
     if request.deadline is not None:
@@ -225,7 +230,7 @@ def wait(
 
 
 def cancel(jobs: JobsArgument, cluster: ClusterOption = None, as_json: AsJson = False) -> None:
-    """Cancel jobs that wait, and end those that run, after a last checkpoint.
+    """Cancel jobs that wait, and end those that run: after a last checkpoint, if they train.
 
     Examples:
       hvd-elastic cancel 12
@@ -248,7 +253,7 @@ def requeue(
     cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put jobs back into the queue; they go on from their last checkpoint.
+    """Put jobs back into the queue; they go on from their last checkpoint, plain ones start anew.
 
     A job that runs ends after a checkpoint first. A job that has ended runs with the environment
     of this shell.

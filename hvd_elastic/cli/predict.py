@@ -20,6 +20,7 @@ from hvd_elastic.checkpoint.whole_files import temporary_in, write_json
 from hvd_elastic.cli.leading import lead
 from hvd_elastic.cli.numbers import whole_number_option
 from hvd_elastic.cli.run_options import RunOptions
+from hvd_elastic.cli.shared_options import SshConfigOption
 from hvd_elastic.config import runs_folder
 from hvd_elastic.data.index import sha256_of
 from hvd_elastic.errors import RunError, UsageError
@@ -61,15 +62,7 @@ def predict(
     python: Annotated[
         str | None, typer.Option(help="Python on every host (default: this one's path)")
     ] = None,
-    ssh_config: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssh-config",
-            "-F",
-            envvar="HVD_ELASTIC_SSH_CONFIG",
-            help="ssh configuration (default: ~/.ssh/config)",
-        ),
-    ] = None,
+    ssh_config: SshConfigOption = None,
     interface: Annotated[
         str | None,
         typer.Option(

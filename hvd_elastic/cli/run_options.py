@@ -17,6 +17,7 @@ import typer
 from hvd_elastic.checkpoint.url import is_url
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cli.scaling_options import ScalingOptions
+from hvd_elastic.cli.shared_options import SshConfigOption
 from hvd_elastic.errors import HostfileError, HvdElasticError, SeveralErrors, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts, parse_hostfile
@@ -173,15 +174,7 @@ class RunOptions:
     python: Annotated[
         str | None, typer.Option(help="Python on every host (default: this one's path)")
     ] = None
-    ssh_config: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssh-config",
-            "-F",
-            envvar="HVD_ELASTIC_SSH_CONFIG",
-            help="ssh configuration (default: ~/.ssh/config)",
-        ),
-    ] = None
+    ssh_config: SshConfigOption = None
     interface: Annotated[
         str | None,
         typer.Option(
@@ -413,14 +406,11 @@ class RunOptions:
     def _check_command(self) -> None:
         command = self.command
         if not command:
-            raise UsageError(
-                "no training command. Give it after --, for example: hvd-elastic run -- "
-                "python train.py"
-            )
+            raise UsageError("no command to run. Give it after --, for example: -- python train.py")
         if shutil.which(command[0]) is None:
             raise UsageError(
-                f"the command {command[0]!r} is not on PATH. Give the training command after --, "
-                "for example: hvd-elastic run -- python train.py"
+                f"the command {command[0]!r} is not on PATH, nor an executable file. Give the "
+                "command after --, for example: -- python train.py"
             )
         for argument in command[1:]:
             if not argument.startswith("-"):

@@ -21,7 +21,7 @@ from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.jobs.grants import Claim, grant_slots
 from hvd_elastic.jobs.health import HostHealth
-from hvd_elastic.jobs.job import Job, JobStatus, StopReason
+from hvd_elastic.jobs.job import Job, JobKind, JobStatus, StopReason
 from hvd_elastic.jobs.messages import (
     Answer,
     Cancel,
@@ -33,7 +33,7 @@ from hvd_elastic.jobs.messages import (
     Submit,
 )
 from hvd_elastic.jobs.place import ClusterFolder
-from hvd_elastic.jobs.queue import JobQueue, eta_moved, jobs_words
+from hvd_elastic.jobs.queue import JobQueue, ending_words, eta_moved, jobs_words
 from hvd_elastic.jobs.runs import BeginLeader, JobRuns
 from hvd_elastic.jobs.scheduling import Candidate, Plan, plan_slots
 from hvd_elastic.jobs.server import RequestServer
@@ -178,6 +178,9 @@ class Daemon:
             if host in self._hosts and host not in self._health.lost:
                 self._health.host_lost(host, cause, time.monotonic())
                 self._queue.changed = True
+        if progress.trained_at is not None:
+            for host in progress.occupied:
+                self._health.host_works(host)
         self._runs.release(job)
         if led:
             if job.stop is not None:
@@ -200,6 +203,8 @@ class Daemon:
         retries, failures = job.request.retries, job.failures
         self._wanted.pop(job.number, None)
         if status == "succeeded":
+            for host in job.held:
+                self._health.host_works(host)
             ended = self._queue.ended(job, JobStatus.SUCCEEDED, message)
         elif job.stop is StopReason.CANCEL:
             ended = self._queue.ended(job, JobStatus.CANCELLED, job.reason.partition(":")[0])
@@ -288,7 +293,7 @@ class Daemon:
             self._emit("jobs_decided", fields)
 
     def _stop_all(self) -> None:
-        """Have all runs end after a checkpoint, to be continued by the next daemon."""
+        """Have all runs end, after a checkpoint if they train, to be started by the next daemon."""
         stopping = [
             replace(job, stop=StopReason.REQUEUE, reason="the cluster was taken down")
             for job in self._queue.with_status(JobStatus.RUNNING)
@@ -362,7 +367,7 @@ class Daemon:
             case Cancel(jobs, by):
                 ended, stopping = queue.cancel(jobs, by)
                 parts = [f"cancelled {jobs_words(ended)}"] if ended else []
-                parts += [f"ending {jobs_words(stopping)} after a checkpoint"] if stopping else []
+                parts += [ending_words(stopping)] if stopping else []
                 return Answer("; ".join(parts), jobs=[j.number for j in [*ended, *stopping]])
             case Requeue(jobs, environment, after):
                 changed = queue.requeue(jobs, environment, after)
@@ -377,8 +382,13 @@ class Daemon:
                 self._down = request
                 queue.changed = True
                 running = queue.with_status(JobStatus.RUNNING)
-                what = "goes on" if leave_jobs else "ends after a checkpoint, and is queued"
-                told = f"; {jobs_words(running)} {what}" if running else ""
+                told = ""
+                if running and leave_jobs:
+                    told = f"; {jobs_words(running)} {'goes' if len(running) == 1 else 'go'} on"
+                elif running:
+                    told = f"; {ending_words(running)}; queued again for the next up"
+                    if any(job.request.kind is JobKind.PLAIN for job in running):
+                        told += ", plain commands from their beginning"
                 return Answer(f"the daemon ends{told}", jobs=[job.number for job in running])
             case Hosts():
                 return Answer("", data=self._host_rows())

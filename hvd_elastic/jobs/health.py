@@ -14,6 +14,8 @@ from typing import IO
 
 _RETRY_S = (0.0, 2.0, 5.0, 10.0, 30.0)
 """Time to the next try of a lost host after 0, 1, 2, … tries [s]."""
+_LOST_AGAIN_S = (0.0, 10.0, 30.0, 60.0, 120.0)
+"""Time to the first try of a host that came back 0, 1, 2, … times, and no job trained there [s]."""
 _LOGIN_S = 10.0
 """How long a try may take [s]."""
 
@@ -28,6 +30,9 @@ class _Lost:
 class HostHealth:
     """The lost hosts of a cluster; a command on each of them tells when it can be used again.
 
+    A host that runs the command may still start no job, because it lacks Python or space. It is
+    tried less and less often, until a job has trained there.
+
     Args:
         hostfile: hostfile of the cluster.
         ssh_config: its ssh configuration; None: the user's own.
@@ -37,6 +42,7 @@ class HostHealth:
         self._hostfile = hostfile
         self._options = [] if ssh_config is None else ["--ssh-config", ssh_config]
         self._lost: dict[str, _Lost] = {}
+        self._returns: dict[str, int] = {}
         self._trial: tuple[subprocess.Popen[bytes], IO[bytes], list[str]] | None = None
 
     @property
@@ -46,7 +52,12 @@ class HostHealth:
 
     def host_lost(self, host: str, cause: str, now: float) -> None:
         """Note that a run has lost a host."""
-        self._lost.setdefault(host, _Lost(cause, 0, now + _RETRY_S[0]))
+        returns = min(self._returns.get(host, 0), len(_LOST_AGAIN_S) - 1)
+        self._lost.setdefault(host, _Lost(cause, 0, now + _LOST_AGAIN_S[returns]))
+
+    def host_works(self, host: str) -> None:
+        """Note that a job has trained on a host, or has succeeded there."""
+        self._returns.pop(host, None)
 
     def look(self, now: float, returned: Callable[[str], None]) -> None:
         """Try lost hosts again when it is time; call ``returned`` with each that answers."""
@@ -64,6 +75,7 @@ class HostHealth:
                     continue
                 if host in answers:
                     del self._lost[host]
+                    self._returns[host] = self._returns.get(host, 0) + 1
                     returned(host)
                 else:
                     lost.tries += 1

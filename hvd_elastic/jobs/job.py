@@ -47,7 +47,8 @@ class After:
     """A job that another one waits for.
 
     Attributes:
-        outcome: ``ok``: it has to succeed; ``fail``: it has to fail; ``any``: it has to end.
+        outcome: ``ok``: it has to succeed; ``fail``: it has to fail, and a cancelled job
+            has not failed; ``any``: it has to end.
         job: number of the job.
     """
 
@@ -64,7 +65,7 @@ class After:
             return None
         if self.outcome == "any":
             return True
-        return (status is JobStatus.SUCCEEDED) == (self.outcome == "ok")
+        return status is (JobStatus.SUCCEEDED if self.outcome == "ok" else JobStatus.FAILED)
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,9 @@ class Job:
         status: its state.
         reason: why it waits, or holds the slots that it holds, in words.
         message: how it ended; empty: it has not.
-        submitted_at, started_at, ended_at: times [Unix s]; None: not yet. ``started_at`` is that
-            of the present or last attempt.
+        submitted_at, queued_at, started_at, ended_at: times [Unix s]; None: not yet.
+            ``queued_at`` is when it last began to wait for slots alone, ``started_at`` when its
+            present or last attempt started.
         eta: when it is expected to start, or to end if it runs [Unix s]; None: not known.
         attempts: how often its run was started or resumed.
         failures: how often it has failed.
@@ -131,6 +133,7 @@ class Job:
     reason: str = ""
     message: str = ""
     submitted_at: float = 0.0
+    queued_at: float = 0.0
     started_at: float | None = None
     ended_at: float | None = None
     eta: float | None = None

@@ -44,7 +44,7 @@ class SetPriority(msgspec.Struct, tag="priority"):
 class Down(msgspec.Struct, tag="down"):
     """End the daemon.
 
-    ``leave_jobs``: jobs go on without it; otherwise they end after a checkpoint and are queued.
+    ``leave_jobs``: jobs go on without it; otherwise they end and are queued.
     """
 
     leave_jobs: bool

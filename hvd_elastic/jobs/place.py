@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Any
 
 from hvd_elastic.config import home
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.records.process_lock import is_locked, take_lock
 
 CLUSTER_VARIABLE = "HVD_ELASTIC_CLUSTER"
 """Environment variable with the name of the cluster to use."""
@@ -82,17 +82,15 @@ class ClusterFolder:
         Raises:
             RunError: another process is the daemon of this cluster.
         """
-        fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = take_lock(self._lock)
+        if fd is None:
+            told = self.daemon()
+            raise RunError(
+                f"cluster {self.name} has a daemon already (pid {told.get('pid')}, hosts "
+                f"of {told.get('hostfile')}). Look at it with: hvd-elastic hosts --cluster "
+                f"{self.name}   End it with: hvd-elastic down --cluster {self.name}"
+            )
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                told = self.daemon()
-                raise RunError(
-                    f"cluster {self.name} has a daemon already (pid {told.get('pid')}, hosts "
-                    f"of {told.get('hostfile')}). Look at it with: hvd-elastic hosts --cluster "
-                    f"{self.name}   End it with: hvd-elastic down --cluster {self.name}"
-                ) from error
             yield
         finally:
             os.close(fd)
@@ -114,16 +112,9 @@ class ClusterFolder:
     def daemon_alive(self) -> bool:
         """Return whether a process is the daemon of this cluster now."""
         try:
-            fd = os.open(self._lock, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
+            return is_locked(self._lock)
+        except OSError:  # of another user
             return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-        return False
 
     @contextlib.contextmanager
     def socket_address(self) -> Iterator[str]:

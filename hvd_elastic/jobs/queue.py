@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
-from hvd_elastic.jobs.job import After, Job, JobRequest, JobStatus, StopReason
+from hvd_elastic.jobs.job import After, Job, JobKind, JobRequest, JobStatus, StopReason
 from hvd_elastic.jobs.store import JobStore
 
 Emit = Callable[[str, Mapping[str, Any]], None]
@@ -37,6 +37,8 @@ class JobQueue:
         self._emit = emit
         self.active = {job.number: job for job in store.active()}
         self.changed = True
+        self._held_back: set[int] = set()
+        """Jobs that waited for others when it was last looked."""
 
     def with_status(self, status: JobStatus) -> list[Job]:
         """Return the active jobs of a state, oldest first."""
@@ -88,7 +90,13 @@ class JobQueue:
         waiting = [job for job in jobs if job.status is JobStatus.QUEUED]
         running = [job for job in jobs if job.status is JobStatus.RUNNING]
         stopping = [
-            replace(job, stop=StopReason.CANCEL, reason=f"{message}: ends after a checkpoint")
+            replace(
+                job,
+                stop=StopReason.CANCEL,
+                reason=message
+                if job.request.kind is JobKind.PLAIN
+                else f"{message}: ends after a checkpoint",
+            )
             for job in running
         ]
         ended = [_ended(job, JobStatus.CANCELLED, message, now) for job in waiting]
@@ -105,17 +113,24 @@ class JobQueue:
         """Put jobs back into the queue: those that have ended, and those that run.
 
         Raises:
-            RunError: a job does not exist.
+            RunError: a job does not exist, or is being cancelled; nothing is changed.
             UsageError: jobs would wait for each other in a circle.
         """
         found = self.store.jobs(dict.fromkeys(numbers))
-        changed = []
         for number in dict.fromkeys(numbers):
             job = found.get(number)
             if job is None:
                 raise RunError(f"there is no job {number}; see: hvd-elastic queue --all")
+            if job.stop is StopReason.CANCEL:
+                raise RunError(
+                    f"job {number} ({job.run_id}) is being cancelled. Queue it again when it has "
+                    f"ended: hvd-elastic wait {number}"
+                )
             if after is not None:
                 self._refuse_circle(number, after)
+        changed = []
+        for job in found.values():
+            if after is not None:
                 job = replace(job, request=replace(job.request, after=tuple(after)))
             if job.status is JobStatus.RUNNING:
                 changed.append(replace(job, stop=StopReason.REQUEUE, reason="asked to by requeue"))
@@ -127,6 +142,7 @@ class JobQueue:
                     status=JobStatus.QUEUED,
                     reason="asked to by requeue",
                     message="",
+                    queued_at=job.queued_at if job.status.active else time.time(),
                     ended_at=None,
                     eta=None,
                     failures=0,
@@ -179,23 +195,26 @@ class JobQueue:
 
     def ready(self) -> list[Job]:
         """Return the waiting jobs that wait for slots only; end those that wait in vain."""
-        ready, hopeless, waits = [], [], []
+        ready, hopeless, waits, freed = [], [], [], []
         queued = self.with_status(JobStatus.QUEUED)
         statuses = self.store.statuses({each.job for job in queued for each in job.request.after})
         for job in queued:
             met, why = _dependencies(job, statuses)
-            if met:
+            if met and job.number in self._held_back:
+                freed.append(replace(job, queued_at=time.time()))
+            elif met:
                 ready.append(job)
             elif met is None:
+                self._held_back.add(job.number)
                 eta = self._expected_end(job)
                 if job.reason != why or eta_moved(job.eta, eta):
                     waits.append(replace(job, reason=why, eta=eta))
             else:
                 hopeless.append(_ended(job, JobStatus.CANCELLED, why, time.time()))
-        if waits or hopeless:
-            self._save([*waits, *hopeless])
-            self._tell_ended(hopeless)
-        return ready
+        self._save([*waits, *freed, *hopeless])
+        self._tell_ended(hopeless)
+        self._held_back.difference_update(job.number for job in [*freed, *hopeless])
+        return [*ready, *freed]
 
     def _expected_end(self, job: Job) -> float | None:
         """Return when the last of the jobs that a job waits for is expected to end [Unix s]."""
@@ -235,6 +254,7 @@ class JobQueue:
             job,
             status=JobStatus.QUEUED,
             reason=reason,
+            queued_at=time.time(),
             eta=None,
             held={},
             stop=None,
@@ -297,6 +317,16 @@ def eta_moved(one: float | None, other: float | None) -> bool:
 
 def _ended_words(status: JobStatus) -> str:
     return "was cancelled" if status is JobStatus.CANCELLED else f"has {status.value}"
+
+
+def ending_words(jobs: Iterable[Job]) -> str:
+    """Return how jobs that run are ended, in words: a plain command writes no checkpoint."""
+    training: list[Job] = []
+    plain: list[Job] = []
+    for job in jobs:
+        (plain if job.request.kind is JobKind.PLAIN else training).append(job)
+    parts = [f"ending {jobs_words(training)} after a checkpoint"] if training else []
+    return "; ".join([*parts, *([f"ending {jobs_words(plain)}"] if plain else [])])
 
 
 def jobs_words(jobs: Sequence[Job]) -> str:

@@ -18,6 +18,8 @@ _START_S = 5.0
 """Time from the start of a job's processes to its training [s]."""
 _AGING_S = 3600.0
 """Time in the queue that doubles the weight of a job [s]; so equal jobs start in their order."""
+_TURN_S = 600.0
+"""Waiting that a job that runs is credited with, so that equal jobs take few turns [s]."""
 _GROWTH = 2
 """A job gets at most this many times as many slots as were measured (Pollux, section 4.1)."""
 _CONSIDERED = 2
@@ -68,7 +70,7 @@ def plan_slots(
     running = [each for each in candidates if each.job.status is JobStatus.RUNNING]
     waiting = sorted(
         (each for each in candidates if each.job.status is JobStatus.QUEUED),
-        key=lambda each: (-each.job.request.priority, each.job.number),
+        key=lambda each: (-_aged_priority(each.job, now), each.job.number),
     )
     fits = [each for each in waiting if each.job.request.min_np <= capacity]
     considered = [*running, *fits[: _CONSIDERED * capacity]] if capacity else []
@@ -139,7 +141,6 @@ def _as_policy_job(
     job, progress = candidate.job, candidate.progress
     request = job.request
     most = max(request.min_np, min(request.max_np or capacity, capacity))
-    waited_s = 0.0 if job.status is JobStatus.RUNNING else max(0.0, now - job.submitted_at)
     goodput: np.ndarray | None = None
     remaining: float | None = None
     service, rescale_s = 0.0, 0.0
@@ -166,12 +167,25 @@ def _as_policy_job(
         rescale_s,
         min_slots=request.min_np,
         max_slots=most,
-        priority=request.priority * (1 + waited_s / _AGING_S),
+        priority=_aged_priority(job, now),
         deadline_s=request.deadline,
         rescales=rescales,
+        fixed=request.kind is not JobKind.ELASTIC,
         preemptible=job.status is not JobStatus.RUNNING
         or (turn_over and request.kind is not JobKind.PLAIN),
     )
+
+
+def _aged_priority(job: Job, now: float) -> float:
+    """Return the weight of a job by its priority and by how long it waits for slots.
+
+    A job that runs loses the weight of its waiting as fast as it has gained it.
+    """
+    waited_s = max(0.0, now - job.queued_at)
+    if job.status is JobStatus.RUNNING:
+        started_at = job.started_at or now
+        waited_s = max(0.0, (started_at - job.queued_at) - (now - started_at)) + _TURN_S
+    return job.request.priority * (1 + waited_s / _AGING_S)
 
 
 def _end(job: policy.Job, slots: Mapping[str, int], now: float) -> float | None:

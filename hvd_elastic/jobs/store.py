@@ -16,7 +16,7 @@ import msgspec
 from hvd_elastic.errors import RunError
 from hvd_elastic.jobs.job import Job, JobRequest, JobStatus, StopReason
 
-VERSION = 1
+VERSION = 2
 """Version of the tables; a database of a later version is refused."""
 _TABLES = """
 CREATE TABLE environments (
@@ -33,6 +33,7 @@ CREATE TABLE jobs (
     reason TEXT NOT NULL DEFAULT '',
     message TEXT NOT NULL DEFAULT '',
     submitted_at REAL NOT NULL,
+    queued_at REAL NOT NULL,
     started_at REAL,
     ended_at REAL,
     eta REAL,
@@ -45,6 +46,10 @@ CREATE INDEX jobs_by_status ON jobs (status);
 CREATE INDEX jobs_by_name ON jobs (name);
 CREATE INDEX jobs_by_environment ON jobs (environment);
 """
+_FROM_1 = """
+ALTER TABLE jobs ADD COLUMN queued_at REAL NOT NULL DEFAULT 0;
+UPDATE jobs SET queued_at = submitted_at;
+"""
 _MOST_VALUES = 900
 """Values in one statement; SQLite takes 999 or more."""
 _ACTIVE = (JobStatus.QUEUED.value, JobStatus.RUNNING.value)
@@ -54,7 +59,8 @@ _BUSY, _LOCKED, _READONLY, _IOERR, _CORRUPT, _FULL, _CANTOPEN, _PERM, _NOTADB = 
 )
 _COLUMNS = (
     *("number", "run_id", "request", "environment", "status", "reason", "message"),
-    *("submitted_at", "started_at", "ended_at", "eta", "attempts", "failures", "stop", "held"),
+    *("submitted_at", "queued_at", "started_at", "ended_at"),
+    *("eta", "attempts", "failures", "stop", "held"),
 )
 
 _requests = msgspec.json.Decoder(JobRequest)
@@ -70,9 +76,12 @@ class JobStore:
     Use :meth:`create` in the daemon and :meth:`read_only` elsewhere. The daemon is the only writer.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection, version: int = VERSION) -> None:
         self.path = path
         self._db = connection
+        # Before `up` brings it up to date, a database of format 1 can be read too.
+        known = {"queued_at": "submitted_at"} if version == 1 else {}
+        self._select_jobs = f"SELECT {', '.join(known.get(c, c) for c in _COLUMNS)} FROM jobs"
 
     @classmethod
     def create(cls, path: Path) -> JobStore:
@@ -89,9 +98,10 @@ class JobStore:
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA secure_delete = ON")
             version = connection.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:
-                connection.executescript(f"BEGIN;{_TABLES}PRAGMA user_version = {VERSION};COMMIT;")
-            _check_version(path, version or VERSION)
+            _check_version(path, version)
+            change = {0: _TABLES, 1: _FROM_1}.get(version)
+            if change is not None:
+                connection.executescript(f"BEGIN;{change}PRAGMA user_version = {VERSION};COMMIT;")
         return cls(path, connection)
 
     @classmethod
@@ -110,8 +120,9 @@ class JobStore:
             # Not mode=ro: readers of a WAL write to its index.
             connection = sqlite3.connect(path, isolation_level=None, timeout=5.0)
             connection.execute("PRAGMA query_only = ON")
-            _check_version(path, connection.execute("PRAGMA user_version").fetchone()[0])
-        return cls(path, connection)
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            _check_version(path, version)
+        return cls(path, connection, version)
 
     def close(self) -> None:
         """Close the database."""
@@ -132,14 +143,24 @@ class JobStore:
             found = []
             for request in requests:
                 cursor = self._db.execute(
-                    "INSERT INTO jobs (name, run_id, request, environment, status, submitted_at)"
-                    " VALUES (?, '', ?, ?, ?, ?)",
-                    (request.name, _encode(request), kept, JobStatus.QUEUED.value, now),
+                    "INSERT INTO jobs"
+                    " (name, run_id, request, environment, status, submitted_at, queued_at)"
+                    " VALUES (?, '', ?, ?, ?, ?, ?)",
+                    (request.name, _encode(request), kept, JobStatus.QUEUED.value, now, now),
                 )
                 number = int(cursor.lastrowid or 0)
                 run_id = f"{request.name[:50]}-{number}"
                 self._db.execute("UPDATE jobs SET run_id = ? WHERE number = ?", (run_id, number))
-                found.append(Job(number, request, run_id, submitted_at=now, environment=kept))
+                found.append(
+                    Job(
+                        number,
+                        request,
+                        run_id,
+                        submitted_at=now,
+                        queued_at=now,
+                        environment=kept,
+                    )
+                )
         return found
 
     def save(self, jobs: Iterable[Job]) -> None:
@@ -157,15 +178,15 @@ class JobStore:
                 rows.append(
                     (
                         *(job.run_id, _encode(job.request), environment, job.status.value),
-                        *(job.reason, job.message, job.submitted_at, job.started_at, job.ended_at),
-                        *(job.eta, job.attempts, job.failures),
+                        *(job.reason, job.message, job.submitted_at, job.queued_at),
+                        *(job.started_at, job.ended_at, job.eta, job.attempts, job.failures),
                         *(job.stop and job.stop.value, json.dumps(dict(job.held)), job.number),
                     )
                 )
             self._db.executemany(
                 "UPDATE jobs SET run_id = ?, request = ?, environment = ?, status = ?, reason = ?,"
-                " message = ?, submitted_at = ?, started_at = ?, ended_at = ?, eta = ?,"
-                " attempts = ?, failures = ?, stop = ?, held = ? WHERE number = ?",
+                " message = ?, submitted_at = ?, queued_at = ?, started_at = ?, ended_at = ?,"
+                " eta = ?, attempts = ?, failures = ?, stop = ?, held = ? WHERE number = ?",
                 rows,
             )
             removed = 0
@@ -264,9 +285,7 @@ class JobStore:
 
     def _select(self, where: str, values: tuple[Any, ...]) -> list[Job]:
         with _explained(self.path):
-            rows = self._db.execute(
-                f"SELECT {', '.join(_COLUMNS)} FROM jobs {where}", values
-            ).fetchall()
+            rows = self._db.execute(f"{self._select_jobs} {where}", values).fetchall()
             return [_job_of(row) for row in rows]
 
     @contextlib.contextmanager

@@ -20,7 +20,6 @@ send them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -37,13 +36,12 @@ from typing import Any
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.json_lines import EventFollower, Record, iter_events, read_events
+from hvd_elastic.records.process_lock import is_locked, take_lock
 
 COMMAND_TIMEOUT_S = 20.0
 """How long to wait for the leader's answer [s]; during a takeover, it answers no requests."""
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_LOCK_TRIES = 20  # readers that check whether the leader is alive hold the lock for a moment
-_LOCK_WAIT_S = 0.05  # between two attempts; together with their number, 1 s
 _POLL_S = 0.05  # between two readings of the events while a user waits for an answer
 
 
@@ -238,26 +236,17 @@ class RunFolder:
             RunError: another process leads the run, or the folder cannot be written.
         """
         try:
-            fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = take_lock(self.lock)
         except OSError as error:
             raise RunError(
                 f"cannot make {self.lock}: {error.strerror}. Free space or mend the permissions "
                 "there; only the user who started a run may lead it."
             ) from error
-        for left in reversed(range(_LOCK_TRIES)):
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if left:
-                    time.sleep(_LOCK_WAIT_S)
-                    continue
-                os.close(fd)
-                raise RunError(
-                    f"run {self.run_id} has a live leader{self._leader_words()}. Look at it with: "
-                    f"hvd-elastic attach {self.run_id}   End it with: hvd-elastic stop "
-                    f"{self.run_id}"
-                ) from error
+        if fd is None:
+            raise RunError(
+                f"run {self.run_id} has a live leader{self._leader_words()}. Look at it with: "
+                f"hvd-elastic attach {self.run_id}   End it with: hvd-elastic stop {self.run_id}"
+            )
         with contextlib.suppress(OSError):  # on a full disk, the lock is valid without the text
             os.ftruncate(fd, 0)
             os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
@@ -265,17 +254,7 @@ class RunFolder:
 
     def leader_alive(self) -> bool:
         """Return whether a process leads this run now."""
-        try:
-            fd = os.open(self.lock, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)  # frees this shared lock too
-        return False
+        return is_locked(self.lock)
 
     def leaderless_until(self, last_event: float | None) -> float | None:
         """Return when the hosts of a run without a leader stop waiting for one [Unix seconds].

@@ -86,7 +86,7 @@ def test_script_that_does_not_exist(home: Path) -> None:
 
 def test_command_that_does_not_exist(home: Path) -> None:
     done = call("run", "--", "pyhton", "train.py", home=home)
-    refused(done, 2, "'pyhton' is not on PATH", "hvd-elastic run -- python train.py")
+    refused(done, 2, "'pyhton' is not on PATH", "after --, for example: -- python train.py")
     no_run(home)
 
 

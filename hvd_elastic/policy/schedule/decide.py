@@ -57,7 +57,7 @@ def decide(
     Source: Sia, SOSP 2023 (integer program, discount of a restart); Tiresias, NSDI 2019 (attained
     service); Berg et al., SIGMETRICS 2020 (heSRPT: short jobs first, but not alone).
     """
-    cluster = _Cluster(hosts, len(jobs))
+    cluster = _Cluster(hosts)
     order = sorted(jobs, key=lambda job: (job.submitted_s, job.name))
     scored = [_score(job, cluster, now, weights or Weights()) for job in order]
     room = cluster.capacity - sum(job.min_slots for job in order)
@@ -73,8 +73,9 @@ def decide(
         for job, each, index in zip(order, scored, chosen, strict=True)
     }
     placed = place_jobs(wishes, hosts)
+    holders = [sum(slots.values()) for slots in placed.values() if slots]
     return {
-        job.name: Assignment(placed[job.name], _reason(job, placed[job.name], cluster))
+        job.name: Assignment(placed[job.name], _reason(job, placed[job.name], cluster, holders))
         for job in order
     }
 
@@ -87,12 +88,10 @@ class _Cluster:
         capacity: number of their slots.
         boundaries: numbers of slots that whole hosts have, the fullest first.
         parts: numbers of slots of a part of a host.
-        jobs: number of jobs.
         slowness: slowness of each host.
     """
 
-    def __init__(self, hosts: Sequence[HostSlots], jobs: int) -> None:
-        self.jobs = jobs
+    def __init__(self, hosts: Sequence[HostSlots]) -> None:
         self.slowness = {host.name: host.slowness for host in hosts}
         self.names = self.slowness.keys()
         slots = sorted((host.slots for host in hosts), reverse=True)
@@ -210,15 +209,21 @@ def _worth_of_deadline(
     return np.where(in_time, (_LATE - 1) * speedup[in_time].min(), 0.0)
 
 
-def _reason(job: Job, placed: Allocation, cluster: _Cluster) -> str:
+def _reason(job: Job, placed: Allocation, cluster: _Cluster, holders: Sequence[int]) -> str:
+    """Return why a job gets its slots, or none; ``holders``: slots of each job that has some."""
     slots = sum(placed.values())
     if not slots:
         if job.min_slots > cluster.capacity:
             return f"waits: it needs {job.min_slots} slots, the cluster has {cluster.capacity}"
-        others = count(cluster.jobs - 1, "other job")
-        return f"waits: all {cluster.capacity} slots are worth more to the {others}"
+        used, others = sum(holders), count(len(holders), "other job")
+        if used == cluster.capacity:
+            return f"waits: all {used} slots are worth more to {others}"
+        what = f"{used} of {cluster.capacity} slots {'is' if used == 1 else 'are'}"
+        return f"waits: {what} worth more to {others}, and it needs {job.min_slots}"
     now_has = f"{count(slots, 'slot')} on {count(len(placed), 'host')}"
     slowness = mean_slowness(placed, cluster.slowness)
+    if job.goodput is None and job.fixed:
+        return f"{now_has}, from start to end"
     if job.goodput is None:
         return f"{now_has}: nothing is measured yet, so it starts small"
     rate = float(speedups(job, np.asarray([slots]))[0]) / slowness

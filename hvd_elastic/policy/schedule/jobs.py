@@ -45,6 +45,7 @@ class Job:
         priority: weight of the job relative to others, above 0.
         deadline_s: when it has to be finished [s]; None: no deadline.
         preemptible: whether all its slots may be taken away.
+        fixed: whether it keeps its number of slots as long as it runs.
         rescales: number of changes of its slots so far; None: not known.
     """
 
@@ -60,6 +61,7 @@ class Job:
     priority: float = 1.0
     deadline_s: float | None = None
     preemptible: bool = True
+    fixed: bool = False
     rescales: int | None = None
 
     def __post_init__(self) -> None:

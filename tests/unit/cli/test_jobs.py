@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hvd_elastic.cli.app import main
 from hvd_elastic.cli.jobs import find_numbers, parse_after
-from hvd_elastic.jobs.job import JobRequest
+from hvd_elastic.jobs.job import After, JobKind, JobRequest, JobStatus
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.store import JobStore
 
@@ -48,6 +49,39 @@ def test_name_like_a_number_is_refused(
     with pytest.raises(SystemExit, match="2"):
         main(["submit", "--plain", "--name", name, "--", "true"])
     assert "numbers of jobs" in capsys.readouterr().err
+
+
+def test_command_that_is_missing_is_told_without_another_command(
+    place: ClusterFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["submit", "--plain", "--", "./nonexist"])
+    told = capsys.readouterr().err
+    assert "'./nonexist'" in told
+    assert "hvd-elastic run" not in told
+
+
+def test_why_tells_what_hides_the_start_or_end_of_a_job(
+    place: ClusterFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = JobStore.create(place.database)
+    spec = {"command": ["sleep"], "cwd": "/"}
+    plain = JobRequest("sleep", spec, kind=JobKind.PLAIN, max_np=1)
+    (awaited,) = store.add([plain], {}, now=3.0)
+    (waits,) = store.add([replace(plain, after=(After("any", awaited.number),))], {}, now=4.0)
+    store.save([replace(awaited, status=JobStatus.RUNNING)])
+
+    def expected(number: int) -> str:
+        with pytest.raises(SystemExit, match="0"):
+            main(["why", str(number)])
+        (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("expected")]
+        return line
+
+    assert "nobody can say how long a plain command takes" in expected(awaited.number)
+    assert "no job that it waits for says when it ends" in expected(waits.number)
+    store.save([replace(awaited, status=JobStatus.SUCCEEDED)])
+    assert "no job before it says when it ends" in expected(waits.number)
+    store.close()
 
 
 def test_two_clusters_that_are_up_share_no_host(

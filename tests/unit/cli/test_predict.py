@@ -47,7 +47,7 @@ def test_weights_that_are_not_there_are_refused(words: list[str], call: Call) ->
 
 
 def test_a_missing_script_is_refused(words: list[str], call: Call) -> None:
-    assert "no training command" in call(*words, "out").err
+    assert "no command to run" in call(*words, "out").err
     gone = call(*words, "out", "--", sys.executable, "gone.py")
     assert "gone.py does not exist" in gone.err
     assert not Path("out").exists()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.jobs.job import After, JobRequest, JobStatus, StopReason
-from hvd_elastic.jobs.queue import JobQueue
+from hvd_elastic.jobs.job import After, JobKind, JobRequest, JobStatus, StopReason
+from hvd_elastic.jobs.queue import JobQueue, ending_words
 from hvd_elastic.jobs.store import JobStore
 
 SPEC = {"command": ["python", "train.py"], "cwd": "/"}
@@ -53,6 +53,7 @@ def made(tmp_path: Path) -> Recorded:
         ("ok", JobStatus.CANCELLED, False),
         ("fail", JobStatus.FAILED, True),
         ("fail", JobStatus.SUCCEEDED, False),
+        ("fail", JobStatus.CANCELLED, False),
         ("any", JobStatus.CANCELLED, True),
     ],
 )
@@ -106,6 +107,35 @@ def test_cancel_ends_what_waits_and_asks_what_runs(made: Recorded) -> None:
         made.queue.cancel([7], "me")
 
 
+def test_plain_command_that_is_ended_writes_no_checkpoint(made: Recorded) -> None:
+    trains = made.add()
+    (plain,) = made.queue.add([JobRequest("sleep", SPEC, kind=JobKind.PLAIN, max_np=1)], {})
+    for number in (trains, plain.number):
+        made.queue.started(made.queue.active[number], "run", {"a": 1})
+    _, stopping = made.queue.cancel([trains, plain.number], "me")
+    assert [job.reason for job in stopping] == [
+        "cancelled by me: ends after a checkpoint",
+        "cancelled by me",
+    ]
+    assert ending_words(stopping) == "ending job 1 after a checkpoint; ending job 2"
+
+
+def test_requeue_takes_no_cancel_back(made: Recorded) -> None:
+    waits, number = made.add(), made.add()
+    made.end(waits, JobStatus.FAILED)
+    made.queue.started(made.queue.active[number], "run", {"a": 1})
+    made.queue.cancel([number], "me")
+    with pytest.raises(RunError, match=f"job {number} .run. is being cancelled"):
+        made.queue.requeue([waits, number], {"TOKEN": "secret"}, None)
+    assert made.queue.active[number].stop is StopReason.CANCEL
+    assert made.status(waits) is JobStatus.FAILED
+    unchanged = made.queue.store.jobs([waits])[waits]
+    assert made.queue.store.environment(unchanged) == {}
+    made.queue.ended(made.queue.active[number], JobStatus.CANCELLED, "cancelled by me")
+    made.queue.requeue([number], {}, None)
+    assert made.status(number) is JobStatus.QUEUED
+
+
 def test_job_that_has_ended_is_queued_again_with_the_environment_of_its_requeuer(
     made: Recorded,
 ) -> None:
@@ -115,6 +145,44 @@ def test_job_that_has_ended_is_queued_again_with_the_environment_of_its_requeuer
     assert (job.status, job.failures) == (JobStatus.QUEUED, 0)
     assert made.queue.store.environment(job) == {"NEW": "1"}
     assert made.ready() == [number]
+
+
+def test_job_that_comes_back_joins_the_queue_at_its_end(
+    made: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at(now: float) -> None:
+        monkeypatch.setattr("hvd_elastic.jobs.queue.time.time", lambda: now)
+
+    at(100.0)
+    number = made.add()
+    assert made.queue.active[number].queued_at == 100.0
+    job = made.queue.started(made.queue.active[number], "run", {"a": 1})
+    at(200.0)
+    made.queue.put_back(job, "preempted")
+    stored = made.queue.store.jobs([number])[number]
+    assert (stored.submitted_at, stored.queued_at) == (100.0, 200.0)
+    at(300.0)
+    (waits,) = made.queue.requeue([number], {}, None)
+    assert waits.queued_at == 200.0, "it waited already"
+    made.end(number, JobStatus.FAILED)
+    at(400.0)
+    (again,) = made.queue.requeue([number], {}, None)
+    assert again.queued_at == 400.0
+
+
+def test_time_before_the_awaited_job_ends_is_no_time_in_the_queue(
+    made: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = made.add()
+    second = made.add(After("ok", first))
+    made.ready()
+    made.end(first, JobStatus.SUCCEEDED)
+    later = made.queue.active[second].submitted_at + 36_000.0
+    monkeypatch.setattr("hvd_elastic.jobs.queue.time.time", lambda: later)
+    (job,) = made.queue.ready()
+    assert job.queued_at == later
+    monkeypatch.setattr("hvd_elastic.jobs.queue.time.time", lambda: later + 60.0)
+    assert made.queue.ready() == [job]
 
 
 def test_another_daemon_finds_everything(made: Recorded, tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ NOW = 10_000.0
 def job(number: int, **more: Any) -> Job:
     asked = {key: more.pop(key) for key in ("kind", "min_np", "max_np", "priority") if key in more}
     request = JobRequest("train", {"command": ["python"]}, **asked)
-    return Job(number, request, f"train-{number}", submitted_at=NOW - 100 + number, **more)
+    times = {"submitted_at": NOW - 100 + number, "queued_at": NOW - 100 + number}
+    return Job(number, request, f"train-{number}", **{**times, **more})
 
 
 def running(number: int, held: dict[str, int], for_s: float = 1000.0, **more: Any) -> Job:
@@ -93,6 +94,38 @@ def test_priority_comes_first() -> None:
     assert plan.slots[7]
 
 
+def test_equal_jobs_take_no_turns_every_minute() -> None:
+    """What a preempted job has waited and trained before gives it no weight when it waits again."""
+    holds = Candidate(running(1, {"a": 1}, for_s=120.0))
+    preempted = {"submitted_at": NOW - 36_000.0, "started_at": NOW - 20_000.0, "attempts": 1}
+
+    def holders(queued_for_s: float) -> list[int]:
+        waits = Candidate(job(2, queued_at=NOW - queued_for_s, **preempted))
+        plan = plan_slots([holds, waits], [HostSlots("a", 1)], NOW)
+        return [number for number, slots in plan.slots.items() if slots]
+
+    assert holders(120.0) == [1]
+    assert holders(500.0) == [1]
+    assert holders(3600.0) == [2], "but it does not wait for ever"
+
+
+def test_long_queue_of_equal_jobs_takes_no_turns_every_minute() -> None:
+    """Those that wait have all waited for long when one of them starts."""
+    starts = Candidate(running(1, {"a": 1}, for_s=120.0, queued_at=NOW - 900.0))
+    others = [Candidate(job(number, queued_at=NOW - 900.0)) for number in (2, 3, 4)]
+    plan = plan_slots([starts, *others], [HostSlots("a", 1)], NOW)
+    assert [number for number, slots in plan.slots.items() if slots] == [1]
+    later = Candidate(running(1, {"a": 1}, for_s=3600.0, queued_at=NOW - 3600.0 - 780.0))
+    plan = plan_slots([later, *others], [HostSlots("a", 1)], NOW)
+    assert plan.slots[2], "what it waited before counts for as long as it runs"
+
+
+def test_job_of_low_priority_does_not_starve_behind_many() -> None:
+    many = [Candidate(job(number, priority=2.0)) for number in range(2, 40)]
+    low = Candidate(job(1, queued_at=NOW - 10 * 3600.0))
+    assert plan_slots([*many, low], HOSTS, NOW).slots[1]
+
+
 def test_jobs_of_fixed_size_get_all_or_nothing() -> None:
     fixed = Candidate(job(1, kind=JobKind.FIXED, min_np=3, max_np=3))
     others = [
@@ -111,6 +144,16 @@ def test_a_plain_command_is_never_preempted() -> None:
     plan = plan_slots([*plain, Candidate(job(5, priority=100.0))], HOSTS, NOW)
     assert all(plan.slots[number] for number in (1, 2, 3, 4))
     assert plan.slots[5] == {}
+
+
+def test_job_that_keeps_its_size_is_not_said_to_start_small() -> None:
+    plain = Candidate(running(1, {"a": 1}, kind=JobKind.PLAIN, max_np=1))
+    fixed = Candidate(job(2, kind=JobKind.FIXED, min_np=2, max_np=2))
+    reasons = plan_slots([plain, fixed], HOSTS, NOW).reasons
+    assert reasons == {
+        1: "1 slot on 1 host, from start to end",
+        2: "2 slots on 1 host, from start to end",
+    }
 
 
 def test_job_that_needs_more_than_the_usable_hosts_have_says_so() -> None:

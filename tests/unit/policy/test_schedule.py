@@ -60,6 +60,18 @@ def test_a_job_that_needs_more_than_the_cluster_has_waits_and_says_why() -> None
     assert "needs 17 slots, the cluster has 16" in decided["big"].reason
 
 
+def test_who_waits_is_told_of_the_jobs_that_hold_slots_alone() -> None:
+    jobs = [Job(name, number, LINEAR, 1e5) for number, name in enumerate("abcde")]
+    decided = decide(jobs, [HostSlots("h", 2)], 0.0)
+    assert slots_of(decided) == {"a": 1, "b": 1, "c": 0, "d": 0, "e": 0}
+    assert decided["e"].reason == "waits: all 2 slots are worth more to 2 other jobs"
+    kept = Job("kept", 0.0, held={"h": 1}, preemptible=False)
+    wide = Job("wide", 9.0, LINEAR, 1e5, min_slots=2, max_slots=2)
+    decided = decide([kept, wide], [HostSlots("h", 2)], 0.0)
+    told = "waits: 1 of 2 slots is worth more to 1 other job, and it needs 2"
+    assert decided["wide"].reason == told
+
+
 def test_a_dear_rescale_near_the_end_is_left_out() -> None:
     cheap = Job("a", 0.0, LINEAR, 100.0, {"h0": 4}, rescale_s=0.1, max_slots=8)
     dear = Job("a", 0.0, LINEAR, 100.0, {"h0": 4}, rescale_s=60.0, max_slots=8)

@@ -1,0 +1,71 @@
+"""Lost hosts are tried again; the command that tries them is played by a script."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.jobs.health import HostHealth
+
+
+class Tried:
+    """The health of a host that answers, and the times at which it could be used again."""
+
+    def __init__(self, path: Path) -> None:
+        self.health = HostHealth(path / "hosts", None)
+        self.tries = path / "tries"
+        self.tries.touch()
+        self.returned: list[str] = []
+
+    def lose(self, now: float) -> None:
+        self.health.host_lost("a", "there is no Python", now)
+
+    def comes_back(self, now: float) -> None:
+        self.returned.clear()
+        deadline = time.monotonic() + 20
+        while not self.returned:
+            assert time.monotonic() < deadline
+            self.health.look(now, self.returned.append)
+            time.sleep(0.01)
+        assert self.health.lost == {}
+
+    def stays_lost(self, now: float) -> None:
+        before = self.tries.stat().st_size
+        for _ in range(10):
+            self.health.look(now, self.returned.append)
+            time.sleep(0.02)
+        assert self.health.lost == {"a": "there is no Python"}
+        assert self.tries.stat().st_size == before
+
+
+@pytest.fixture
+def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tried:
+    made = Tried(tmp_path)
+    script = tmp_path / "answers"
+    answer = '{"kind": "host", "host": "a", "state": "ok"}'
+    script.write_text(f"#!/bin/sh\necho try >> {made.tries}\necho '{answer}'\n")
+    script.chmod(0o700)
+    monkeypatch.setattr("hvd_elastic.jobs.health.sys.executable", str(script))
+    return made
+
+
+def test_host_that_answers_but_starts_no_job_is_tried_less_and_less_often(tried: Tried) -> None:
+    tried.lose(0.0)
+    tried.comes_back(0.0)
+    tried.lose(1.0)
+    tried.stays_lost(5.0)
+    tried.comes_back(11.0)
+    tried.lose(12.0)
+    tried.stays_lost(40.0)
+    tried.comes_back(42.0)
+
+
+def test_host_on_which_a_job_has_trained_is_tried_at_once(tried: Tried) -> None:
+    for now in (0.0, 100.0):
+        tried.lose(now)
+        tried.comes_back(now + 50.0)
+    tried.health.host_works("a")
+    tried.lose(200.0)
+    tried.comes_back(200.0)
