@@ -193,7 +193,7 @@ def test_jobs_outlive_a_daemon_that_is_killed_again_and_again(
     enough = tmp_path / "enough"
     trains = local.submit(
         *("--audit", "--checkpoint-every", 1, "--", "python", script),
-        *("--until", enough, "--step-time", 0.02),
+        *("--until", enough, "--example-time", 0.01),
     )
     until(lambda: local.events("metrics", local.job(trains)["run_id"]), "it trains")
     line = f"echo $HVD_ELASTIC_ARRAY_INDEX >> {tmp_path / 'ran'}; sleep 0.3"
