@@ -54,6 +54,7 @@ def test_rows_are_read_exactly_once_by_a_program_on_the_head(
     assert audit.ok, audit.problems()
 
 
+@pytest.mark.unsure("Ray's own server for a driver from outside ends now and then while it starts")
 def test_a_lost_actor_or_node_is_a_lost_host_and_a_new_node_joins(
     stage: Stage, ray_cluster: VirtualRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
