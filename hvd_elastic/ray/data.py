@@ -123,8 +123,6 @@ class RowServer:
                 client.send(answer)
 
     def _answer(self, asked: _Ask) -> Any:
-        import ray
-
         if asked.name not in self._names:
             names = ", ".join(self._names) or "none"
             raise DataError(f"there is no data set {asked.name!r}; the trainer was given: {names}")
@@ -133,6 +131,9 @@ class RowServer:
         stored = self._stored[asked.name]
         if isinstance(stored, DataError):
             raise stored
+
+        import ray
+
         match asked:
             case _AskSizes():
                 # Imported before a new worker joins, not while the others wait for its first batch.
