@@ -11,7 +11,7 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.dialled import DialIn, DialledConnection, DialledHost
-from hvd_elastic.hosts.hostfile import Host, format_hostfile
+from hvd_elastic.hosts.hostfile import Host, write_hostfile
 from hvd_elastic.hosts.transfer import send_file
 
 _LOOK_S = 0.5
@@ -125,7 +125,5 @@ class DialledHosts:
         with self._changed:
             hosts = [each.host for each in self.hosts]
             if hosts:
-                partial = self._hostfile.with_suffix(".part")
-                partial.write_text(format_hostfile(hosts), encoding="utf-8")
-                partial.replace(self._hostfile)
+                write_hostfile(self._hostfile, hosts)
             self._changed.notify_all()

@@ -244,6 +244,19 @@ def format_hostfile(hosts: Iterable[Host]) -> str:
     return "".join(f"{_format_host(host)}\n" for host in hosts)
 
 
+def write_hostfile(path: Path, hosts: Iterable[Host]) -> None:
+    """Replace a hostfile in one step, so that who watches it never reads half of it.
+
+    One thread or process at a time may write the same file.
+
+    Raises:
+        OSError: it cannot be written; the old one is unchanged.
+    """
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(format_hostfile(hosts), encoding="utf-8")
+    new.replace(path)
+
+
 def expand_hosts(text: str) -> tuple[str, ...]:
     """Return the host names of a list such as ``gpu[01-04,7],login``, in its order.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import HostfileError, RunError
-from hvd_elastic.hosts.hostfile import Host, format_hostfile, parse_hostfile
+from hvd_elastic.hosts.hostfile import Host, parse_hostfile, write_hostfile
 from hvd_elastic.jobs.devices import Devices
 from hvd_elastic.jobs.job import Job, JobKind
 from hvd_elastic.jobs.place import ClusterFolder
@@ -216,10 +216,8 @@ class JobRuns:
             if job.held.get(host.name)
         ]
         path = self.hostfile(job)
-        new = path.with_name(f".{path.name}.new")
         try:
-            new.write_text(format_hostfile(lines), encoding="utf-8")
-            new.replace(path)
+            write_hostfile(path, lines)
         except OSError as error:
             raise RunError(f"cannot write the hostfile {path}: {error.strerror}") from error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
-from hvd_elastic.hosts.hostfile import Host, format_hostfile
+from hvd_elastic.hosts.hostfile import Host, write_hostfile
 from hvd_elastic.hosts.local import LocalConnection, PopenEnds, start_here
 from hvd_elastic.hosts.process import Command, RemoteProcess, Sink, as_command
 from hvd_elastic.records.run_folder import RunFolder
@@ -79,9 +79,7 @@ class SlurmEngine:
         return "127.0.0.1"  # the agents find their own addresses, see _TELL_ADDRESS
 
     def _write(self) -> None:
-        temporary = self._folder.hosts.with_suffix(".new")
-        temporary.write_text(format_hostfile(self._hosts.values()), encoding="utf-8")
-        temporary.replace(self._folder.hosts)
+        write_hostfile(self._folder.hosts, self._hosts.values())
 
 
 class SrunConnection(Connection):

@@ -14,14 +14,12 @@ import threading
 import time
 from enum import IntEnum
 
-from hvd_elastic.hosts.programs.tls import tls_context
+from hvd_elastic.hosts.programs.tls import keep_alive, tls_context
 
 HANDSHAKE_S = 5.0
 """Time limit for a handshake, and for the first frame after it [s]."""
 PATIENCE_S = 60.0
 """Time after which a peer that takes nothing is given up [s]."""
-_TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
-"""An idle connection that was cut is noticed after about 10 s, if nothing else is faster."""
 _HEAD = struct.Struct("!BI")
 _PIECE_BYTES = 1 << 16
 """Most bytes of one frame that is sent."""
@@ -64,7 +62,8 @@ class SecureStream:
         self._received = bytearray()
         self._deadline: float | None = time.monotonic() + HANDSHAKE_S
         try:
-            _set_options(plain)
+            plain.settimeout(HANDSHAKE_S)
+            keep_alive(plain)
             self.peer_address = str(plain.getpeername()[0])
             context = tls_context(certificate, client=client)
             self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not client)
@@ -181,12 +180,3 @@ def dial(address: str, port: int, certificate: str) -> SecureStream:
     """
     plain = socket.create_connection((address, port), HANDSHAKE_S)
     return SecureStream(plain, certificate, client=True)
-
-
-def _set_options(plain: socket.socket) -> None:
-    plain.settimeout(HANDSHAKE_S)
-    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _TCP_OPTIONS:
-        if hasattr(socket, name):
-            plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import ssl
 import tempfile
 from collections.abc import Iterator
+
+_TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
+"""An idle connection that was cut is noticed after about 10 s, if the leader is not faster."""
+
+
+def keep_alive(plain: socket.socket) -> None:
+    """Have the kernel look whether the peer is still there, and send small messages at once."""
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _TCP_OPTIONS:
+        if hasattr(socket, name):
+            plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def tls_context(certificate: str, *, client: bool) -> ssl.SSLContext:

@@ -18,7 +18,7 @@ import msgspec
 
 from hvd_elastic import __version__
 from hvd_elastic.errors import HvdElasticError
-from hvd_elastic.hosts.programs.tls import tls_context
+from hvd_elastic.hosts.programs.tls import keep_alive, tls_context
 
 Buffers = list[Any]
 """Bytes-like objects."""
@@ -32,8 +32,6 @@ _MAX_BATCH = 1 << 36
 _CONNECT_S = 5.0
 _SEND_S = 10.0
 """Time after which a peer that takes nothing, or is gone, is given up [s]."""
-_TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
-"""An idle connection that was cut is noticed after about 10 s, if the leader is not faster."""
 
 
 class LinkError(HvdElasticError):
@@ -167,11 +165,7 @@ def accept(plain: socket.socket, certificate: str) -> Link:
 def _secured(plain: socket.socket, certificate: str, peer: str, *, client: bool) -> Link:
     try:
         plain.settimeout(_CONNECT_S)
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _TCP_OPTIONS:
-            if hasattr(socket, name):
-                plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        keep_alive(plain)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             timeout_ms = int(1000 * _SEND_S)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
