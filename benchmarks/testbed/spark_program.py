@@ -7,43 +7,24 @@ has the script run.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.testbed.spark_session import make_session
 
-def make_session() -> Any:
-    """Return a session on the cluster that the environment names."""
-    from pyspark.sql import SparkSession
-
-    address = os.environ["SPARK_LOCAL_IP"]
-    forwarded = ("OMP_NUM_THREADS", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "HVD_ELASTIC_BENCH_MARKS")
-    settings = {
-        "spark.driver.host": address,
-        "spark.driver.bindAddress": address,
-        "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
-        "spark.driver.memory": "512m",
-        "spark.executor.memory": "512m",
-        "spark.executor.cores": "1",
-        "spark.executor.extraJavaOptions": "-XX:+UseSerialGC",
-        # Executors that are lost are replaced, and their tasks tried again, without end.
-        "spark.task.maxFailures": "100",
-        "spark.stage.maxConsecutiveAttempts": "100",
-        **{f"spark.executorEnv.{k}": os.environ[k] for k in forwarded if k in os.environ},
-    }
-    builder = SparkSession.builder.master(os.environ["SPARK_URL"])
-    for name, value in settings.items():
-        builder = builder.config(name, value)
-    return builder.getOrCreate()
+_SETTINGS = {
+    # Executors that are lost are replaced, and their tasks tried again, without end.
+    "spark.task.maxFailures": "100",
+    "spark.stage.maxConsecutiveAttempts": "100",
+}
 
 
 def main() -> None:
     """Run the program."""
     whose, folder, ranks, most, script, *arguments = sys.argv[1:]
-    spark = make_session()
+    spark = make_session(**_SETTINGS)
     context = spark.sparkContext._jsc.sc()
     while context.getExecutorMemoryStatus().size() <= int(ranks):  # the driver is one of them
         time.sleep(0.1)

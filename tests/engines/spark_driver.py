@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from benchmarks.testbed.spark_session import make_session
 from hvd_elastic.spark import TorchDistributor
-from tests.engines.spark_session import make_session
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--run-id")

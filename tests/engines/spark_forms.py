@@ -10,9 +10,9 @@ from typing import Any
 
 import cloudpickle
 
+from benchmarks.testbed.spark_session import make_session
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.spark import TorchDistributor, _get_spark_partition_data_loader, rows
-from tests.engines.spark_session import make_session
 
 SCRIPT = """
 import argparse, os

@@ -1,18 +1,23 @@
-"""The Spark session of the test programs, on the cluster that the environment names."""
+"""The Spark session of a program on a virtual cluster, for tests and benchmarks."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-FORWARDED = ("DIST_TEST_LIFE", "OMP_NUM_THREADS", "HOROVOD_CYCLE_TIME", "PYTHONPATH")
+_FORWARDED = (
+    *("DIST_TEST_LIFE", "GLOO_SOCKET_IFNAME", "HOROVOD_CYCLE_TIME", "HVD_ELASTIC_BENCH_MARKS"),
+    *("OMP_NUM_THREADS", "PYTHONPATH"),
+)
+"""Variables of the program that executors get too, where they are set."""
 
 
 def make_session(**more: str) -> Any:
+    """Return a session on the cluster that the environment names; ``more``: further settings."""
     from pyspark.sql import SparkSession
 
     address = os.environ["SPARK_LOCAL_IP"]
-    variables = {name: os.environ[name] for name in FORWARDED if name in os.environ}
+    variables = {name: os.environ[name] for name in _FORWARDED if name in os.environ}
     settings = {
         "spark.driver.host": address,
         "spark.driver.bindAddress": address,
