@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
+import json
 import os
 import shlex
 import sys
@@ -47,6 +49,7 @@ from benchmarks.testbed.marks import first_step
 from benchmarks.testbed.ray import VirtualRay
 from benchmarks.testbed.slurm import SlurmCluster, missing_programs
 from benchmarks.testbed.spark import SparkCluster
+from hvd_elastic.errors import UsageError
 
 _HOSTS = 3
 _LIMIT_S = 120.0
@@ -428,13 +431,14 @@ def _measure(stage: Stage, engine: Engine, launcher: Launcher, case: str) -> flo
 def measure_engines(options: argparse.Namespace, say: Say) -> Result:
     """Measure the cases of each engine, after one round that is not measured."""
     check_names("--engines", options.engines, ENGINES)
+    check_names("--cases", options.cases, _CASES)
     load_before = os.getloadavg()
-    samples: dict[tuple[str, str, str], list[float]] = {}
+    samples = _earlier(options.out) if options.add else {}
     failed: dict[tuple[str, str, str], str] = {}
     with Stage(_LIMIT_S, hosts=_HOSTS) as stage:
         for number in range(options.repetitions + 1):
             for key, case, launcher in _plays(options.engines):
-                if number == 0 and case != "first step":
+                if case not in options.cases or (number == 0 and case != "first step"):
                     continue
                 place = (key, case, launcher.name)
                 try:
@@ -461,10 +465,27 @@ def measure_engines(options: argparse.Namespace, say: Say) -> Result:
     shown = [(row.engine, row.case, row.launcher, row.text) for row in rows]
     return Result(
         "engines",
-        conditions(hosts, _NOTE, load_before),
+        conditions(hosts, _NOTE, load_before, _versions(options.engines)),
         {"rows": rows},
         [table("On the machines of an engine", headings, shown)],
     )
+
+
+def _earlier(out: Path | None) -> dict[tuple[str, str, str], list[float]]:
+    """Return the measurements of an earlier call, which are beside its result."""
+    raw = None if out is None else out.with_suffix(".raw.json")
+    if raw is None or not raw.is_file():
+        raise UsageError("--add adds to an earlier result with its measurements: name it by --out")
+    rows = json.loads(raw.read_text(encoding="utf-8"))["rows"]
+    return {
+        (row["engine"], row["case"], row["launcher"]): list(row["times"]["samples_s"])
+        for row in rows
+    }
+
+
+def _versions(keys: Sequence[str]) -> dict[str, str]:
+    packages = [package for key, package in (("spark", "pyspark"), ("ray", "ray")) if key in keys]
+    return {package: importlib.metadata.version(package) for package in packages}
 
 
 def _plays(keys: Sequence[str]) -> Iterator[tuple[str, str, Launcher]]:
@@ -485,6 +506,10 @@ def main() -> int:
     parser.add_argument("--repetitions", "-n", type=at_least_one, default=3, help=told)
     told = f"engines to measure ({','.join(ENGINES)})"
     parser.add_argument("--engines", type=names, default=[*ENGINES], help=told)
+    told = f"cases to measure ({','.join(_CASES)})"
+    parser.add_argument("--cases", type=names, default=[*_CASES], help=told)
+    told = "add to the measurements of the result that --out names, of the same engines"
+    parser.add_argument("--add", action="store_true", help=told)
     with contextlib.suppress(BrokenPipeError):
         return run_benchmark(parser, measure_engines)
     return 1
