@@ -20,7 +20,7 @@ from tests.dist.running import RunningJob, Stage
 from tests.paths import ALL, LITTLE_WORK, ROOT, WORKER_PYTHONPATH
 
 pytest.importorskip("pyspark", reason="Spark is not installed; see make test-engines")
-pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(1800 if ALL else 400)]
+pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(1800 if ALL else 600)]
 
 DRIVER = str(ROOT / "tests" / "engines" / "spark_driver.py")
 
