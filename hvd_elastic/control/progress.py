@@ -112,6 +112,11 @@ class ProgressWatch:
         """Remove a worker that has ended."""
         self._activities.pop(worker, None)
 
+    def keep_only(self, workers: Collection[str]) -> None:
+        """Remove all workers but these, since the others have ended."""
+        for worker in self._activities.keys() - set(workers):
+            del self._activities[worker]
+
     def finished(self, worker: str) -> None:
         """Note that a worker's training function returned."""
         self._finished.add(worker)

@@ -13,8 +13,10 @@ from hvd_elastic.control.commands import Member
 from hvd_elastic.hosts.engine import Engine
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import SshOptions, connect, is_local, own_address_towards
-from hvd_elastic.leader.remote_agent import AgentConnection, Connect, Post, Sender
-from hvd_elastic.leader.rendezvous import EntryRelay
+from hvd_elastic.leader.agents.connection import AgentConnection, Post
+from hvd_elastic.leader.agents.process import Connect
+from hvd_elastic.leader.agents.rendezvous import EntryRelay
+from hvd_elastic.leader.agents.sending import Sender
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import encode
