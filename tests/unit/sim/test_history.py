@@ -19,10 +19,10 @@ BATCH, PASS_S, STEPS = 64, 1.28, 1000
 """Examples of a step, its time on one slot [s], and steps of a job."""
 
 
-def run_events() -> list[dict[str, Any]]:
+def run_events(begin: float = 0.0) -> list[dict[str, Any]]:
     """A run that was timed on one and on two hosts, and was twice as fast on two."""
-    events: list[dict[str, Any]] = [{"t": 0.0, "mono": 0.0, "kind": "run_started", "run_id": "x"}]
-    now, step = 0.0, 0
+    now, step = begin, 0
+    events: list[dict[str, Any]] = [{"t": now, "mono": now, "kind": "run_started", "run_id": "x"}]
     for generation, hosts in enumerate((["a"], ["a", "b"], ["a"]), 1):
         slots = [1] * len(hosts)
         begun = {"generation": generation, "hosts": hosts, "slots": slots, "reason": "r",
@@ -66,7 +66,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (cluster / "events.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
     for job in range(2):
         folder = RunFolder.create(f"j{job}-run")
-        folder.events.write_text("\n".join(map(json.dumps, run_events())) + "\n")
+        records = run_events(job * STEPS * PASS_S)
+        folder.events.write_text("\n".join(map(json.dumps, records)) + "\n")
     return tmp_path
 
 
