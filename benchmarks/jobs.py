@@ -10,6 +10,7 @@ import itertools
 import os
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,9 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
     times = [row for row in kept["times"] if row["part"] not in options.parts] + rows
     shared = []
     if "shared" in options.parts:
-        shared = measure_shared(options.policies, options.minutes, say)
+        with tempfile.TemporaryDirectory(prefix="jobs-") as scratch:
+            folder = options.folder or Path(scratch)
+            shared = measure_shared(options.policies, options.minutes, folder.absolute(), say)
     note = "Whole commands, start of Python included; conditions are those of the newest part."
     taken = conditions("this machine, and six virtual hosts of two slots", note, load_before)
     whole = {"times": times, "shared": shared or kept["shared"]}
@@ -148,6 +151,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=at_least_one, default=20, help=told)
     told = f"of shared: policies, of {', '.join(POLICIES)}"
     parser.add_argument("--policies", type=names, default=list(POLICIES), help=told)
+    told = "of shared: where to keep the records of each policy, so that others can be added later"
+    parser.add_argument("--folder", type=Path, help=told)
     return run_benchmark(parser, measure)
 
 

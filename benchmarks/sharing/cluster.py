@@ -109,8 +109,7 @@ def this_machine(slots: int) -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def virtual_hosts(hosts: int, slots: int) -> Iterator[tuple[VirtualCluster, Path]]:
-    """Yield virtual hosts and a folder that all of them see."""
-    with tempfile.TemporaryDirectory(prefix="jobs-") as folder:
-        with VirtualCluster.up(hosts, slots, shares=[folder]) as cluster:
-            yield cluster, Path(folder)
+def virtual_hosts(hosts: int, slots: int, folder: Path) -> Iterator[VirtualCluster]:
+    """Yield virtual hosts that see a folder."""
+    with VirtualCluster.up(hosts, slots, shares=[folder]) as cluster:
+        yield cluster

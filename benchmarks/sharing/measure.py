@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,6 +17,7 @@ from benchmarks.sharing.cluster import Cluster, virtual_hosts
 from benchmarks.sharing.workload import HOSTS, JOBS, KINDS, SLOTS
 from benchmarks.testbed.command import Say
 from benchmarks.testbed.figures import figure
+from hvd_elastic.errors import UsageError
 from hvd_elastic.policy.schedule.policies import POLICIES
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.cluster import ClusterSummary, summarize_cluster
@@ -25,6 +28,7 @@ OTHER = {"goodput": "equal", "equal": "goodput", "fifo": "goodput"}
 """The policy under which the speeds were measured from which a policy is predicted."""
 _LONGEST = 6.0
 """All jobs have to end within this many times the time over which they come."""
+_MEASURED = "measured.json"
 _Step = tuple[float, float]
 """A value from a time on [Unix s, value]."""
 
@@ -34,6 +38,7 @@ class Shared:
     """What happened to the jobs under a policy.
 
     Attributes:
+        minutes: time over which they came.
         cluster: what the queue has recorded.
         training: processes that train or execute a command, over time.
         waiting: jobs that wait for slots, over time.
@@ -43,6 +48,7 @@ class Shared:
         loads: load average of the machine, sampled.
     """
 
+    minutes: int
     cluster: ClusterSummary
     training: Sequence[_Step]
     waiting: Sequence[_Step]
@@ -62,19 +68,34 @@ class Shared:
         return statistics.fmean(self.completion_s.values())
 
 
-def measure_shared(policies: Iterable[str], minutes: float, say: Say) -> list[dict[str, Any]]:
-    """Return a row for each policy: the jobs come over so many minutes, and are as long as that."""
-    found: dict[str, Shared] = {}
-    with virtual_hosts(HOSTS, SLOTS) as (hosts, folder):
-        for policy in policies:
+def measure_shared(
+    policies: Iterable[str], minutes: int, folder: Path, say: Say
+) -> list[dict[str, Any]]:
+    """Return a row for each policy, also of those that an earlier call has left in the folder.
+
+    Args:
+        policies: policies to measure now.
+        minutes: time over which the jobs come, which also sets their length.
+        folder: where the records of each policy are kept.
+        say: is told what is measured.
+
+    Raises:
+        UsageError: the folder has a measurement of the policy.
+    """
+    for policy in policies:
+        if (folder / policy).exists():
+            raise UsageError(f"{folder / policy} exists: remove it to measure {policy} again")
+        with virtual_hosts(HOSTS, SLOTS, folder) as hosts:
             text = "".join(f"{host} slots={SLOTS}\n" for host in hosts.hosts)
             options = ("--policy", policy, "--ssh-config", hosts.ssh_config)
             cluster = Cluster(folder / policy, text, *options)
             with cluster.up():
                 loads = _submit_all(cluster, policy, 60 * minutes, say)
-            found[policy] = _read(cluster, loads)
-            say(f"{policy}: mean completion time {found[policy].mean_s:.1f} s")
-    return [_row(policy, found, minutes) for policy in found]
+            told = {"minutes": minutes, "loads": loads}
+            (cluster.home / _MEASURED).write_text(json.dumps(told), encoding="utf-8")
+    kept = [policy for policy in POLICIES if (folder / policy / _MEASURED).exists()]
+    found = {policy: _read(folder / policy) for policy in kept}
+    return [_row(policy, found) for policy in found]
 
 
 def _submit_all(cluster: Cluster, policy: str, over_s: float, say: Say) -> list[float]:
@@ -101,10 +122,11 @@ def _submit_all(cluster: Cluster, policy: str, over_s: float, say: Say) -> list[
     return loads
 
 
-def _read(cluster: Cluster, loads: Sequence[float]) -> Shared:
-    queue = cluster.queue_events()
+def _read(home: Path) -> Shared:
+    told = json.loads((home / _MEASURED).read_text(encoding="utf-8"))
+    queue = read_events(home / "clusters/hosts/events.jsonl")
     summary = summarize_cluster(queue, "hosts")
-    with mock.patch.dict(os.environ, HVD_ELASTIC_HOME=str(cluster.home)):
+    with mock.patch.dict(os.environ, HVD_ELASTIC_HOME=str(home)):
         history = read_history(summary)
     waiting: list[_Step] = []
     training: list[_Step] = []
@@ -127,11 +149,20 @@ def _read(cluster: Cluster, loads: Sequence[float]) -> Shared:
             at = summary.started or 0.0
             training += [(at + begin, 1), (at + end, -1)]
             continue
-        folder = cluster.home / "runs" / run_id
+        folder = home / "runs" / run_id
         audits[run_id] = check_audit(read_events(folder / "audit.jsonl"), finished=True).ok
         sizes = _sizes(read_events(folder / "events.jsonl"), pauses_s)
         training += [(at, after - before) for (_, before), (at, after) in pairwise(sizes)]
-    return Shared(summary, _summed(training), _summed(waiting), pauses_s, audits, history, loads)
+    return Shared(
+        told["minutes"],
+        summary,
+        _summed(training),
+        _summed(waiting),
+        pauses_s,
+        audits,
+        history,
+        told["loads"],
+    )
 
 
 def _sizes(events: Iterable[Mapping[str, Any]], pauses_s: list[float]) -> list[_Step]:
@@ -200,7 +231,7 @@ def predicted_s(policy: str, history: History) -> float:
     return outcome.mean_completion_s
 
 
-def _row(policy: str, found: Mapping[str, Shared], minutes: float) -> dict[str, Any]:
+def _row(policy: str, found: Mapping[str, Shared]) -> dict[str, Any]:
     one = found[policy]
     other = found.get(OTHER[policy], one)
     expected_s = predicted_s(policy, other.history)
@@ -209,7 +240,7 @@ def _row(policy: str, found: Mapping[str, Shared], minutes: float) -> dict[str, 
     training, _ = mean_while(one.training, one.waiting)
     return {
         "policy": policy,
-        "minutes": minutes,
+        "minutes": one.minutes,
         "mean_completion_s": round(one.mean_s, 1),
         "predicted_s": round(expected_s, 1),
         "predicted_from": OTHER[policy] if OTHER[policy] in found else policy,
