@@ -41,6 +41,8 @@ class RunProgress:
         folder: the run folder.
         ending: how the run ended; None: it goes on, as far as its events say.
         waiting: what the run waits for; empty: nothing.
+        unfit: hosts on which its present leader can start no agent as they are, with the cause: the
+            fault may be the host's or the job's.
         attained_slot_s: slots times seconds of training.
         rescales: number of changes of its slots while it trained.
         began_at: when its present or last leader began [Unix s]; None: none has.
@@ -57,6 +59,7 @@ class RunProgress:
         self.trained_at: float | None = None
         self._follower = EventFollower(folder.events)
         self._replay = Replay()
+        self.unfit: dict[str, str] = {}
         self._lost: dict[str, str] = {}
         self._processes: set[tuple[str, int]] = set()
         self._size, self._size_since = 0, 0.0
@@ -153,6 +156,7 @@ class RunProgress:
             self.began_at = at
             self._processes.clear()
             self._lost.clear()
+            self.unfit.clear()
         elif kind == "taken_over":
             self._resized(int(event.get("size") or 0), at)
         elif kind == "rescale_started":
@@ -171,9 +175,13 @@ class RunProgress:
             self._lost[host] = str(event.get("cause") or "lost")
             self._processes = {slot for slot in self._processes if slot[0] != host}
         elif kind == "warning" and "unusable_host" in event:
-            self._lost[str(event["unusable_host"])] = str(event.get("message"))
+            host, cause = str(event["unusable_host"]), str(event.get("message"))
+            self._lost[host] = cause
+            if event.get("fatal"):
+                self.unfit[host] = cause
         elif kind == "agent_started":
             self._lost.pop(str(event.get("host")), None)
+            self.unfit.pop(str(event.get("host")), None)
         elif kind == "waiting":
             self.waiting = str(event.get("reason") or "")
         elif kind == "metrics":

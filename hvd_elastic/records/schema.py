@@ -304,10 +304,14 @@ class TrainingGoesOn(_Event, tag="training_goes_on"):
 
 
 class Warned(_Event, tag="warning"):
-    """A problem that does not stop the run; ``unusable_host``: no agent can be started there."""
+    """A problem that does not stop the run.
+
+    ``unusable_host``: no agent can be started there; ``fatal``: another try is useless.
+    """
 
     message: str
     unusable_host: str | UnsetType = UNSET
+    fatal: bool | UnsetType = UNSET
 
 
 class RunFinished(_Event, tag="run_finished"):
