@@ -23,6 +23,7 @@ from hvd_elastic.tensorflow.adaptation import Adaptation
 from hvd_elastic.tensorflow.collectives import reduce_in_graph
 from hvd_elastic.tensorflow.controls import Control, Controls
 from hvd_elastic.training import context
+from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.launch import Mode
 
 BUCKET_BYTES = 4 << 20
@@ -31,7 +32,7 @@ _REDUCED_AS = {tf.bfloat16: tf.float32}
 """Types that Horovod's TensorFlow binding lacks, with those that they are reduced as."""
 
 
-class GradientAverager:
+class GradientAverager(Averager):
     """Averages the gradients of the script's optimizer; a script has one.
 
     Args:
@@ -40,8 +41,6 @@ class GradientAverager:
 
     Attributes:
         rate: returns the optimizer's learning rate.
-        steps: number of steps that have ended on this rank.
-        several_steps: False: a loop body has one step.
         raised: error of this library in the step's graph; None: there was none.
         controls: what the graph of the step depends on.
     """
@@ -230,7 +229,6 @@ class GradientAverager:
             self._rehearses = False
 
     def prepare(self) -> None:
-        """Set what the pass depends on: this rank's weight, the number of ranks, the rates."""
         size = self._context.worker.communicator.size
         now = Control(self._context.step.weight / size, size == 1)
         if self._adaptation is not None and self._adaptation.active:
@@ -238,11 +236,6 @@ class GradientAverager:
         self.controls.set(now)
 
     def collect(self, *, collectives: bool = True) -> None:
-        """Count the step that the graph has taken, if it has.
-
-        Args:
-            collectives: whether the other ranks do so too, at the same place.
-        """
         ended, self._told = self._told, None
         if ended is None:
             return
@@ -262,11 +255,10 @@ class GradientAverager:
         return tf.cast(self.controls.read().progress + 1e-6, tf.int64)
 
     def learning_rate(self) -> float:
-        """Return the learning rate of the optimizer."""
         return float(self.rate())
 
     def adapt(self) -> None:
-        """Begin to add up passes, sample gradients, and scale the learning rate.
+        """See :meth:`Averager.adapt`.
 
         Raises:
             ScriptError: the optimizer takes its steps itself, or was traced already.
@@ -286,15 +278,12 @@ class GradientAverager:
         self._adaptation.begin()
 
     def shared_with(self, other: Any) -> str:
-        """Return a text: a script has one optimizer, so a later one replaces this one."""
-        return "of the model"
+        return "of the model"  # a script has one optimizer, so a later one replaces this one
 
     def engage(self, number: int) -> None:
-        """Average gradients from now on."""
         self._retired = ""
 
     def retire(self, reason: str) -> None:
-        """Stop averaging; a later step is refused for this reason."""
         self._retired = reason
 
     def nothing(self) -> None:
@@ -303,23 +292,20 @@ class GradientAverager:
     restore = drop_copy = absorb = give_up = nothing
 
     def forget(self) -> None:
-        """Drop the passes of a step that was left out after some of them."""
         if self._adaptation is not None:
             self._adaptation.drop()
 
     def leave_out(self, *, over: bool) -> None:
-        """Check that all ranks leave out the step; another one fails by the different shape."""
         communicator = self._context.worker.communicator
         if communicator.size > 1:
             try:
-                number = np.zeros((1, 1, 1), np.float32)
+                number = np.zeros((1, 1, 1), np.float32)  # the others' gradients have another shape
                 communicator.wait(communicator.sum_async(number, f"{gradient_prefix(0)}0"))
             except ScriptError:
                 self._context.step.refuse_left_out(self._context.worker)
                 raise
 
     def reset(self) -> None:
-        """Drop a step that failed, and follow the world."""
         self._told = self.raised = None
         self._waits = False
         self.forget()
