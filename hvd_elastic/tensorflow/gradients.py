@@ -54,7 +54,7 @@ class GradientAverager(Averager):
         self._told: tuple[Any, ...] | None = None
         self._names: list[str] = []
         self._retired = ""
-        self._waits = self._rehearses = False
+        self._begun = self._waits = self._rehearses = False
         self.steps = 0
         self.several_steps = False
         self.raised: BaseException | None = None
@@ -77,7 +77,7 @@ class GradientAverager(Averager):
         """
         control = self._begin_graph()
         packed = _Packed(gradients, variables, control.factor)
-        sums, told = self._exchanged(packed.flats, control.alone)
+        sums, told = self._exchanged(packed.first, packed.flats, control.alone)
         with tf.control_dependencies(sums):
             ended = tf.numpy_function(self._end, [told], tf.bool)
         with tf.control_dependencies([ended]):
@@ -112,7 +112,8 @@ class GradientAverager(Averager):
                 return tf.numpy_function(self._end_pass, [norm, seconds], tf.bool)
 
         def end_step() -> tf.Tensor:
-            sums, told = self._exchanged(adaptation.whole(packed.flats), control.alone)
+            flats = adaptation.whole(packed.flats)
+            sums, told = self._exchanged(packed.first, flats, control.alone)
             with tf.control_dependencies(sums):
                 averaged = packed.unpacked([tf.identity(flat) for flat in sums])
             dense = {number: averaged[number] for number in packed.dense}
@@ -135,17 +136,29 @@ class GradientAverager(Averager):
         return self.controls.read()
 
     def _exchanged(
-        self, flats: Sequence[tf.Tensor], alone: tf.Tensor
+        self, first: tf.Tensor | None, flats: Sequence[tf.Tensor], alone: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Return the sums of flat gradients over the ranks, and the average of their flags."""
+        """Return the sums of flat gradients over the ranks, and the average of their flags.
+
+        The flags are exchanged while gradients are computed.
+
+        Args:
+            first: the gradient that is computed first, or about so.
+            flats: flat gradients.
+            alone: whether there is one rank.
+        """
+        with tf.control_dependencies([] if first is None else [first]):
+            flags = tf.numpy_function(self._begin, [], tf.float32)
+        told = self._reduced(flags, FLAGS_NAME, alone, average=True)
         prefix = gradient_prefix(0)
         self._names = [f"{prefix}{number}" for number in range(len(flats))]
+        with tf.control_dependencies(flats):
+            computed = tf.numpy_function(self._computed, [], tf.bool)
         sums = [
             self._reduced(flat, name, alone) for flat, name in zip(flats, self._names, strict=True)
         ]
-        with tf.control_dependencies(flats):
-            flags = tf.numpy_function(self._begin, [], tf.float32)
-        return sums, self._reduced(flags, FLAGS_NAME, alone, average=True)
+        with tf.control_dependencies([computed]):
+            return sums, tf.identity(told)
 
     def _check_graph(self) -> None:
         if self._retired:
@@ -173,25 +186,31 @@ class GradientAverager(Averager):
 
     @tf.autograph.experimental.do_not_convert
     def _begin(self) -> np.ndarray:
-        """Return this rank's flags; all gradients of the step are computed."""
+        """Return this rank's flags."""
         if self._rehearses:
             return np.zeros(1, np.float32)
         try:
-            if self._waits or self._told is not None:
+            if self._begun or self._told is not None:
                 raise ScriptError(
                     "optimizer.apply, or tape.gradient of DistributedGradientTape, is called twice "
                     "in one step. A step applies the gradients of all variables at once: add the "
                     "losses up. In a loop that does not iterate over hvd.dataset, each step ends "
                     "with state.commit()"
                 )
-            flags = self._context.own_flags()
+            self._begun = True
+            return self._context.own_flags()
         except BaseException as error:
             self.raised = error
             raise
-        self._context.planner.work_ends()
-        self._waits = True
-        self._context.worker.communicator.graph_waits(self._names)
-        return flags
+
+    @tf.autograph.experimental.do_not_convert
+    def _computed(self) -> bool:
+        """Note that all gradients of the step are computed: what follows is waiting for others."""
+        if not self._rehearses:
+            self._context.planner.work_ends()
+            self._waits = True
+            self._context.worker.communicator.graph_waits(self._names)
+        return True
 
     @tf.autograph.experimental.do_not_convert
     def _end_pass(self, norm: Any, seconds: Any) -> bool:
@@ -229,6 +248,7 @@ class GradientAverager(Averager):
             self._rehearses = False
 
     def prepare(self) -> None:
+        self._begun = False
         size = self._context.worker.communicator.size
         now = Control(self._context.step.weight / size, size == 1)
         if self._adaptation is not None and self._adaptation.active:
@@ -236,7 +256,7 @@ class GradientAverager(Averager):
         self.controls.set(now)
 
     def collect(self, *, collectives: bool = True) -> None:
-        ended, self._told = self._told, None
+        ended, self._told, self._begun = self._told, None, False
         if ended is None:
             return
         told, *measured = ended
@@ -330,6 +350,7 @@ class _Packed:
 
     Attributes:
         dense: the gradients that are there, dense, by the number of their variable.
+        first: that of the last variable, which is computed first in most models.
         flats: a flat tensor for each bucket.
     """
 
@@ -342,6 +363,7 @@ class _Packed:
             if gradient is not None
         }
         order = [*reversed(self.dense)]
+        self.first = self.dense[order[0]] if order else None
         kinds = [_reduced_type(self.dense[number]) for number in order]
         sizes = [_bytes(self.dense[number]) for number in order]
         self._buckets = [[order[at] for at in each] for each in divide(kinds, sizes, BUCKET_BYTES)]
