@@ -52,6 +52,9 @@ _IDLE_LOOK_S = 1.0
 """The same while no job runs [s]."""
 _DECIDE_S = 10.0
 """Longest time between two decisions while jobs run [s]; most follow an event."""
+_CUT_OFF_S = 2.0
+"""How long other runs still hear from their hosts when one hears from none of its own [s], unless
+the network of this machine has failed."""
 _MOST_LEADER_LOSSES = 5
 """Leaders of a run that may die in a row without a step of training in between."""
 
@@ -161,10 +164,11 @@ class Daemon:
         if self._hostfile.changed():
             self._tell_hosts()
             self._queue.changed = True
-        self._health.look(time.monotonic(), self._host_returned)
+        self._health.look(time.monotonic(), self._host_changed)
         now = time.time()
         for job in self._queue.with_status(JobStatus.RUNNING):
             self._look_at_run(job)
+        self._suspect_silent_hosts(now)
         if self._queue.changed or now >= self._decide_at:
             self._queue.changed = False
             self._decide_at = now + _DECIDE_S
@@ -209,7 +213,31 @@ class Daemon:
                 self._health.host_lost(host, cause, now, _python(job), is_suspicion=suspicion)
                 self._queue.changed = True
 
-    def _host_returned(self, _host: str) -> None:
+    def _suspect_silent_hosts(self, now: float) -> None:
+        """Have the hosts tried that a run does not hear from, while other runs hear from theirs.
+
+        Its leader waits, since it cannot tell whether its own network has failed. Others need not
+        be sent there meanwhile.
+        """
+        running = [
+            (job, self._runs.progress(job)) for job in self._queue.with_status(JobStatus.RUNNING)
+        ]
+        heard = {
+            host
+            for _, progress in running
+            if progress.cut_off_at is None and progress.trained_at is not None
+            for host in progress.occupied
+        }
+        for job, progress in running:
+            silent_since = progress.cut_off_at
+            if heard and silent_since is not None and now - silent_since >= _CUT_OFF_S:
+                progress.cut_off_at = None  # once is enough
+                for host in progress.occupied.keys() & self._hosts.keys() - heard:
+                    cause = f"no answer since {time.strftime('%X', time.localtime(silent_since))}"
+                    at = time.monotonic()
+                    self._health.host_lost(host, cause, at, _python(job), is_suspicion=True)
+
+    def _host_changed(self, _host: str) -> None:
         self._queue.changed = True
 
     def _run_ended(self, job: Job, status: str, message: str) -> None:

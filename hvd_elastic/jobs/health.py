@@ -98,8 +98,8 @@ class HostHealth:
         self._returns.pop(host, None)
         self._working_python = python
 
-    def look(self, now: float, returned: Callable[[str], None]) -> None:
-        """Try lost hosts again when it is time; call ``returned`` with each that answers."""
+    def look(self, now: float, changed: Callable[[str], None]) -> None:
+        """Try lost hosts when it is time; call ``changed`` with each that returns or is lost."""
         if self._trial is not None:
             process, output, tried = self._trial
             if process.poll() is None:
@@ -117,8 +117,10 @@ class HostHealth:
                     del self._lost[host]
                     if judged:
                         self._returns[host] = self._returns.get(host, 0) + 1
-                    returned(host)
+                    changed(host)
                 else:
+                    if not self.is_judged(host):
+                        changed(host)
                     lost.tries += 1
                     lost.try_at = now + _RETRY_S[min(lost.tries, len(_RETRY_S) - 1)]
         due = [host for host, lost in self._lost.items() if now >= lost.try_at]

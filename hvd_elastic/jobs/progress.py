@@ -46,6 +46,7 @@ class RunProgress:
         attained_slot_s: slots times seconds of training.
         rescales: number of changes of its slots while it trained.
         began_at: when its present or last leader began [Unix s]; None: none has.
+        cut_off_at: since when its leader hears from none of its hosts [Unix s]; None: it does.
         trained_at: when the run finished its last rescale, so that it has trained [Unix s].
     """
 
@@ -56,6 +57,7 @@ class RunProgress:
         self.attained_slot_s = 0.0
         self.rescales = 0
         self.began_at: float | None = None
+        self.cut_off_at: float | None = None
         self.trained_at: float | None = None
         self._follower = EventFollower(folder.events)
         self._replay = Replay()
@@ -157,7 +159,11 @@ class RunProgress:
             self._processes.clear()
             self._lost.clear()
             self.unfit.clear()
+            self.cut_off_at = None
+        elif kind == "leader_cut_off":
+            self.cut_off_at = at
         elif kind == "taken_over":
+            self.cut_off_at = None
             self._resized(int(event.get("size") or 0), at)
         elif kind == "rescale_started":
             self._occupy(event)

@@ -69,7 +69,10 @@ def place(
     """
     wishes = {name: Wish(wanted.get(name, 0), slots) for name, slots in held.items()}
     placed = place_jobs(wishes, hosts)
-    return {name: Assignment(placed[name], reason) for name in wishes}
+    return {
+        name: Assignment(slots, reason if slots else f"waits: {reason}")
+        for name, slots in placed.items()
+    }
 
 
 POLICIES: Mapping[str, Policy] = {

@@ -32,7 +32,8 @@ SPEC = {"command": ["train"], "cwd": "/"}
 def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resumed: bool) -> int:
     """Fork a leader that trains until it is asked to stop.
 
-    EXIT: it ends at once. UNFIT: it cannot use host a.
+    EXIT: it ends at once. UNFIT: it cannot use host a. TRAINS: it says that it trains. CUT_OFF: and
+    that it hears from no host any more.
     """
     child = os.fork()
     if child:
@@ -54,6 +55,13 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
             log.append("warning", told)
             log.append("run_finished", {"status": "failed", "message": told["message"]})
             os._exit(1)
+        if "TRAINS" in environment:
+            (host,) = parse_hostfile(spec.hostfile or "").names
+            begun = {"generation": 1, "from_size": 0, "to_size": 1, "hosts": [host], "slots": [1]}
+            log.append("rescale_started", begun)
+            log.append("rescale_finished", {"generation": 1, "size": 1, "pause_s": None})
+        if "CUT_OFF" in environment:
+            log.append("leader_cut_off", {"silent_s": 5.0, "grace_s": 60.0})
         while not folder.take_requests():
             time.sleep(0.01)
         log.append("run_finished", {"status": "stopped", "message": "asked to"})
@@ -194,8 +202,22 @@ def test_job_goes_to_another_host_if_one_lacks_python_and_fails_if_all_do(
     daemon.down(leave_jobs=True)
     daemon = Running(place, hosts(place))  # to which both hosts are as good
     number = submit(place, UNFIT="1")
-    daemon.until(lambda: leads(f"train-{number}"))
-    assert daemon.job(number).held == {"b": 1}
+    daemon.until(lambda: leads(f"train-{number}") and daemon.job(number).held == {"b": 1})
+    daemon.down(leave_jobs=False)
+
+
+def test_silent_host_is_lost_if_other_runs_hear_from_theirs(place: ClusterFolder) -> None:
+    hosts(place).write_text("a slots=1\nb slots=1\n")
+    daemon = Running(place, hosts(place))
+    submit(place, TRAINS="1", CUT_OFF="1")
+    time.sleep(3.5)
+
+    def states() -> list[str]:
+        return [row["state"] for row in ask_daemon(place, Hosts()).data]
+
+    assert states() == ["up", "up"], "the network of this machine may have failed"
+    submit(place, TRAINS="1")
+    daemon.until(lambda: states() == ["lost", "up"])
     daemon.down(leave_jobs=False)
 
 

@@ -18,7 +18,7 @@ class Tried:
         self.answers = path / "answers"
         self.tries = path / "tries"
         self.tries.touch()
-        self.returned: list[str] = []
+        self.changed: list[str] = []
 
     def lose(self, now: float) -> None:
         self.health.host_lost("a", "there is no space", now, "python")
@@ -28,18 +28,18 @@ class Tried:
         self.health.host_lost("a", cause, now, "/wrong", is_suspicion=True)
 
     def comes_back(self, now: float) -> None:
-        self.returned.clear()
+        self.changed.clear()
         deadline = time.monotonic() + 20
-        while not self.returned:
+        while not self.changed:
             assert time.monotonic() < deadline
-            self.health.look(now, self.returned.append)
+            self.health.look(now, self.changed.append)
             time.sleep(0.01)
         assert self.health.lost == {}
 
     def stays_lost(self, now: float) -> None:
         before = self.tries.stat().st_size
         for _ in range(10):
-            self.health.look(now, self.returned.append)
+            self.health.look(now, self.changed.append)
             time.sleep(0.02)
         assert self.health.lost == {"a": "there is no space"}
         assert self.tries.stat().st_size == before
@@ -91,7 +91,7 @@ def test_suspected_host_on_which_python_cannot_start_is_lost(tried: Tried) -> No
     deadline = time.monotonic() + 20
     while not tried.health.is_judged("a"):
         assert time.monotonic() < deadline
-        tried.health.look(0.0, tried.returned.append)
+        tried.health.look(0.0, tried.changed.append)
         time.sleep(0.01)
     assert tried.health.lost == {"a": "there is no Python at /wrong"}
-    assert not tried.returned
+    assert tried.changed == ["a"]
