@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.engines.task import LENGTH, OUTCOME_FILE, TASK_FILE, Outcome, Task
+from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.interfaces import interface_of, own_address
 from hvd_elastic.hosts.programs.dial_back import FOLDER_VARIABLE
 
@@ -31,10 +32,18 @@ def main() -> None:
 def _run_elastic(folder: Path) -> None:
     from hvd_elastic.training import context
     from hvd_elastic.training.saving import save_file
+    from hvd_elastic.training.uncaught import tell_uncaught
 
+    tell_uncaught()  # as hvd.init() does, for what fails before it
     try:
         task = Task.unpack((folder / TASK_FILE).read_bytes())
         value = task.run(folder)
+        if not (context.is_initialized() and context.current().worker.has_ranks):
+            raise RunError(
+                f"{task.name} has ended without training. It was run elastically, which is for "
+                "what calls hvd.init() of hvd_elastic.torch, .keras or .tensorflow, and trains in "
+                "a function under @hvd.run"
+            )
     except Exception as error:  # noqa: BLE001  # as the interpreter handles it
         error = error.with_traceback(_of_the_task(error))
         sys.excepthook(type(error), error, error.__traceback__)

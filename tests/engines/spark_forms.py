@@ -156,6 +156,20 @@ def main() -> None:
         TorchDistributor(num_processes=1, local_mode=False, use_gpu=True)
     except HvdElasticError as error:
         found["no GPU"] = str(error)
+    # The executors of this session start another Python, or are told of another one.
+    base = getattr(sys, "_base_executable", sys.executable)
+    context = spark.sparkContext
+    for name, setting, value in (
+        ("another Python", "pythonVer", "3.7"),
+        ("no package", "pythonExec", base),
+    ):
+        kept = getattr(context, setting)
+        setattr(context, setting, value)
+        try:
+            found[name] = TorchDistributor(1, False, False).run(with_argument, 1, more="")
+        except HvdElasticError as error:
+            found[name] = str(error)
+        setattr(context, setting, kept)
     (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
     spark.stop()
 
