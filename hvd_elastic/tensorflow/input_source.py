@@ -41,7 +41,7 @@ class DatasetSource(IndexedSource):
     def __getitem__(self, index: int) -> Any:
         return self._dataset[index]
 
-    def start(self, number: int) -> None:
+    def start(self, number: int, count: int) -> None:
         self._started(number)
         # The threads of TensorFlow do not exist in a forked process: an operation would wait for
         # ever. These two are what all operations on tensors go through.

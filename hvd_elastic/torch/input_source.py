@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data._utils import worker
 
 from hvd_elastic.training.input.indexed import IndexedSource
 from hvd_elastic.training.input.link import Buffers
@@ -21,7 +22,10 @@ _PLAIN = frozenset(
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors of the CPU as their bytes, which stay out of the stream."""
+    """Pickles tensors of the CPU as their bytes, which stay out of the stream.
+
+    Strides survive where the elements fill their memory, as in ``torch.channels_last``.
+    """
 
     def reducer_override(self, value: Any) -> Any:
         """Return how a tensor is pickled."""
@@ -31,9 +35,13 @@ class _Pickler(pickle.Pickler):
             and value.layout is torch.strided
             and value.dtype in _PLAIN
         ):
-            flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-            content: Any = flat.numpy()
-            return _tensor, (pickle.PickleBuffer(content), value.dtype, tuple(value.shape))
+            order = sorted(range(value.dim()), key=value.stride, reverse=True)
+            stored = value.detach().permute(order)
+            if not stored.is_contiguous():
+                order, stored = [*range(value.dim())], value.detach().contiguous()
+            content: Any = stored.reshape(-1).view(torch.uint8).numpy()
+            told = (value.dtype, tuple(stored.shape), order)
+            return _tensor, (pickle.PickleBuffer(content), *told)
         return NotImplemented
 
 
@@ -65,8 +73,12 @@ class LoaderSource(IndexedSource):
         self._started = started
         self._pins = pins
 
-    def start(self, number: int) -> None:
+    def start(self, number: int, count: int) -> None:
         torch.set_num_threads(1)  # as in PyTorch's loader: each core has a process of its own
+        # For get_worker_info(), by which a worker_init_fn finds the data set.
+        worker._worker_info = worker.WorkerInfo(
+            id=number, num_workers=count, seed=torch.initial_seed(), dataset=self._dataset
+        )
         self._started(number)
 
     def seed_for(self, epoch: int, index: int) -> int:
@@ -90,7 +102,12 @@ class LoaderSource(IndexedSource):
         return pin_memory(batch)
 
 
-def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor(
+    buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], order: list[int]
+) -> torch.Tensor:
+    """Return a tensor whose dimensions lie in memory in this order, with this shape in memory."""
     if not memoryview(buffer).nbytes:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+        stored = torch.empty(shape, dtype=dtype)
+    else:
+        stored = torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+    return stored.permute([order.index(place) for place in range(len(order))])
