@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ class Reductions:
 
     Attributes:
         is_open: whether gradients of a step are in the buckets, or on their way.
+        are_done: whether the gradients of the step hold their averages.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Reductions:
         self._bucket_of: dict[torch.Tensor, Bucket] = {}
         self._packed: dict[Bucket, Packed] = {}
         self._begun: dict[Bucket, tuple[list[Any], torch.Tensor]] = {}
-        self.is_open = False
+        self.is_open = self.are_done = False
 
     def number(self, number: int) -> None:
         """Set the optimizer's number among those that train, from 0."""
@@ -141,8 +142,11 @@ class Reductions:
                     "gradients in another way"
                 )
 
-    def wait(self) -> None:
+    def wait(self, look: Callable[[Bucket], None] | None = None) -> None:
         """Wait until all gradients hold the sums over the ranks.
+
+        Args:
+            look: called with each bucket as soon as it holds them, while others are awaited.
 
         Raises:
             ScriptError: the ranks have reduced tensors of different shapes.
@@ -157,6 +161,8 @@ class Reductions:
             if packed is None:
                 wait(*handles)
                 bucket.receive()
+                if look is not None:
+                    look(bucket)
                 continue
             name = f"{self._prefix}{number}.sums."
             sums = enumerate(packed.sum(wait(handle)) for handle in handles)
@@ -165,6 +171,8 @@ class Reductions:
         for bucket, handles in gathers:
             self._packed[bucket].unpack(map(wait, handles), self._begun[bucket][1])
             bucket.receive()
+            if look is not None:
+                look(bucket)
         self.clear()
 
     def clear(self) -> None:
