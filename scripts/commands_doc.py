@@ -26,8 +26,8 @@ def all_commands() -> dict[str, Any]:
     """Every command of every program by its full name, such as ``virtclust up``."""
     import typer
 
-    from hvd_elastic.cli import virtclust
     from hvd_elastic.cli.app import COMMANDS
+    from hvd_elastic.cli.machine import virtclust
 
     found: dict[str, Any] = {}
 

@@ -60,101 +60,120 @@ class LazyCommand:
 SECTIONS: dict[str, dict[str, LazyCommand]] = {
     "Training": {
         "run": LazyCommand(
-            "hvd_elastic.cli.run", "run", "Train a script over a hostfile.", _PASS_ON
+            "hvd_elastic.cli.runs.run", "run", "Train a script over a hostfile.", _PASS_ON
         ),
         "predict": LazyCommand(
-            "hvd_elastic.cli.predict",
+            "hvd_elastic.cli.runs.predict",
             "predict",
             "Compute a model's outputs for a data set.",
             _PASS_ON,
         ),
-        "status": LazyCommand("hvd_elastic.cli.runs", "status", "Say how a run is doing."),
-        "list": LazyCommand("hvd_elastic.cli.runs", "list_", "List runs, newest first."),
-        "logs": LazyCommand("hvd_elastic.cli.runs", "logs", "Show or follow the workers' output."),
-        "get": LazyCommand("hvd_elastic.cli.get", "get", "List or copy files that a script saved."),
-        "export": LazyCommand(
-            "hvd_elastic.cli.export", "export", "Write a run's weights for other programs."
+        "status": LazyCommand("hvd_elastic.cli.runs.show", "status", "Say how a run is doing."),
+        "list": LazyCommand("hvd_elastic.cli.runs.show", "list_", "List runs, newest first."),
+        "logs": LazyCommand(
+            "hvd_elastic.cli.runs.show", "logs", "Show or follow the workers' output."
         ),
-        "attach": LazyCommand("hvd_elastic.cli.runs", "attach", "Follow a detached run."),
-        "stop": LazyCommand("hvd_elastic.cli.runs", "stop", "End a run cleanly."),
+        "get": LazyCommand(
+            "hvd_elastic.cli.runs.get", "get", "List or copy files that a script saved."
+        ),
+        "export": LazyCommand(
+            "hvd_elastic.cli.runs.export", "export", "Write a run's weights for other programs."
+        ),
+        "attach": LazyCommand("hvd_elastic.cli.runs.show", "attach", "Follow a detached run."),
+        "stop": LazyCommand("hvd_elastic.cli.runs.control", "stop", "End a run cleanly."),
         "scale": LazyCommand(
-            "hvd_elastic.cli.runs", "scale", "Set the number of processes of a run."
+            "hvd_elastic.cli.runs.control", "scale", "Set the number of processes of a run."
         ),
         "policy": LazyCommand(
-            "hvd_elastic.cli.runs", "policy", "Pause or resume the policy of a run."
+            "hvd_elastic.cli.runs.control", "policy", "Pause or resume the policy of a run."
         ),
-        "drain": LazyCommand("hvd_elastic.cli.runs", "drain", "Have a run leave a host."),
+        "drain": LazyCommand("hvd_elastic.cli.runs.control", "drain", "Have a run leave a host."),
         "discover": LazyCommand(
-            "hvd_elastic.cli.runs",
+            "hvd_elastic.cli.runs.show",
             "discover",
             "Print a run's hosts as horovodrun --host-discovery-script reads them.",
         ),
     },
     "Looking at runs, and ahead": {
-        "report": LazyCommand("hvd_elastic.cli.runs", "report", "Summarise and plot a run."),
-        "dashboard": LazyCommand(
-            "hvd_elastic.cli.dashboard", "dashboard", "Serve live pages of the runs."
+        "report": LazyCommand(
+            "hvd_elastic.cli.views.report", "report", "Summarise and plot a run."
         ),
-        "top": LazyCommand("hvd_elastic.cli.dashboard", "top", "Show a run as it goes on."),
+        "dashboard": LazyCommand(
+            "hvd_elastic.cli.views.dashboard", "dashboard", "Serve live pages of the runs."
+        ),
+        "top": LazyCommand("hvd_elastic.cli.views.dashboard", "top", "Show a run as it goes on."),
         "plan": LazyCommand(
-            "hvd_elastic.cli.plan", "plan", "Predict what other numbers of hosts would bring."
+            "hvd_elastic.cli.planning.plan",
+            "plan",
+            "Predict what other numbers of hosts would bring.",
         ),
         "bench": LazyCommand(
-            "hvd_elastic.cli.bench",
+            "hvd_elastic.cli.planning.bench",
             "bench",
             "Measure how training scales, and how fast a script reads.",
         ),
         "simulate": LazyCommand(
-            "hvd_elastic.cli.simulate", "simulate", "Try a policy on a trace in virtual time."
+            "hvd_elastic.cli.planning.simulate",
+            "simulate",
+            "Try a policy on a trace in virtual time.",
         ),
     },
     "Many jobs on one cluster": {
         "up": LazyCommand(
-            "hvd_elastic.cli.cluster_daemon",
+            "hvd_elastic.cli.jobs.daemon",
             "up",
             "Share a cluster between jobs: start its daemon.",
         ),
-        "down": LazyCommand(
-            "hvd_elastic.cli.cluster_daemon", "down", "End the daemon of a cluster."
-        ),
+        "down": LazyCommand("hvd_elastic.cli.jobs.daemon", "down", "End the daemon of a cluster."),
         "hosts": LazyCommand(
-            "hvd_elastic.cli.cluster_daemon", "hosts", "Show the hosts of a cluster and their jobs."
+            "hvd_elastic.cli.jobs.daemon", "hosts", "Show the hosts of a cluster and their jobs."
         ),
         "submit": LazyCommand(
-            "hvd_elastic.cli.submit", "submit", "Put a job into the queue of a cluster.", _PASS_ON
+            "hvd_elastic.cli.jobs.submit",
+            "submit",
+            "Put a job into the queue of a cluster.",
+            _PASS_ON,
         ),
-        "queue": LazyCommand("hvd_elastic.cli.jobs", "queue", "List the jobs of a cluster."),
-        "why": LazyCommand("hvd_elastic.cli.jobs", "why", "Say why a job waits, or has its slots."),
-        "wait": LazyCommand("hvd_elastic.cli.jobs", "wait", "Wait until jobs have ended."),
-        "cancel": LazyCommand("hvd_elastic.cli.jobs", "cancel", "Cancel jobs."),
-        "requeue": LazyCommand("hvd_elastic.cli.jobs", "requeue", "Put jobs back into the queue."),
-        "priority": LazyCommand("hvd_elastic.cli.jobs", "priority", "Change the priority of jobs."),
+        "queue": LazyCommand("hvd_elastic.cli.jobs.queue", "queue", "List the jobs of a cluster."),
+        "why": LazyCommand(
+            "hvd_elastic.cli.jobs.queue", "why", "Say why a job waits, or has its slots."
+        ),
+        "wait": LazyCommand("hvd_elastic.cli.jobs.queue", "wait", "Wait until jobs have ended."),
+        "cancel": LazyCommand("hvd_elastic.cli.jobs.queue", "cancel", "Cancel jobs."),
+        "requeue": LazyCommand(
+            "hvd_elastic.cli.jobs.queue", "requeue", "Put jobs back into the queue."
+        ),
+        "priority": LazyCommand(
+            "hvd_elastic.cli.jobs.queue", "priority", "Change the priority of jobs."
+        ),
     },
     "Machines of others": {
-        "slurm": LazyCommand("hvd_elastic.cli.slurm", "slurm", "Submit a run to Slurm."),
+        "slurm": LazyCommand("hvd_elastic.cli.engines.slurm", "slurm", "Submit a run to Slurm."),
         "ray": LazyCommand(
-            "hvd_elastic.cli.ray", "ray", "Start and end a Ray cluster on the hosts of a hostfile."
+            "hvd_elastic.cli.engines.ray",
+            "ray",
+            "Start and end a Ray cluster on the hosts of a hostfile.",
         ),
     },
     "Hosts and installation": {
         "cluster": LazyCommand(
-            "hvd_elastic.cli.cluster_tools",
+            "hvd_elastic.cli.cluster.tools",
             "cluster",
             "Run, copy, kill and check on all hosts of a hostfile.",
         ),
         "trust": LazyCommand(
-            "hvd_elastic.cli.cluster_tools", "trust", "Show and accept the host keys of a hostfile."
+            "hvd_elastic.cli.cluster.check", "trust", "Show and accept the host keys of a hostfile."
         ),
         "doctor": LazyCommand(
-            "hvd_elastic.cli.doctor", "doctor", "Say what is installed, built and missing."
+            "hvd_elastic.cli.machine.doctor", "doctor", "Say what is installed, built and missing."
         ),
         "build-horovod": LazyCommand(
-            "hvd_elastic.cli.build_horovod",
+            "hvd_elastic.cli.machine.build_horovod",
             "build_horovod",
             "Build Horovod for this PyTorch, once.",
         ),
         "demo": LazyCommand(
-            "hvd_elastic.cli.demo", "demo", "Train on virtual hosts that come, go and die."
+            "hvd_elastic.cli.machine.demo", "demo", "Train on virtual hosts that come, go and die."
         ),
     },
 }

@@ -16,3 +16,9 @@ SshConfigOption = Annotated[
         help="ssh configuration (default: ~/.ssh/config)",
     ),
 ]
+
+OptionalRun = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="Run id; the newest run if left out.")
+]
+RequiredRun = Annotated[str, typer.Argument(metavar="RUN", help="Run id; see: hvd-elastic list")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

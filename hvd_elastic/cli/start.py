@@ -59,8 +59,8 @@ def _start(module: str, function: str) -> None:
 
 # The entry points of the programs.
 hvd_elastic = partial(_start, "hvd_elastic.cli.app", "main")
-runclust = partial(_start, "hvd_elastic.cli.cluster_tools", "runclust_main")
-copyclust = partial(_start, "hvd_elastic.cli.cluster_tools", "copyclust_main")
-killclust = partial(_start, "hvd_elastic.cli.cluster_tools", "killclust_main")
-checkclust = partial(_start, "hvd_elastic.cli.cluster_tools", "checkclust_main")
-virtclust = partial(_start, "hvd_elastic.cli.virtclust", "main")
+runclust = partial(_start, "hvd_elastic.cli.cluster.tools", "runclust_main")
+copyclust = partial(_start, "hvd_elastic.cli.cluster.tools", "copyclust_main")
+killclust = partial(_start, "hvd_elastic.cli.cluster.tools", "killclust_main")
+checkclust = partial(_start, "hvd_elastic.cli.cluster.tools", "checkclust_main")
+virtclust = partial(_start, "hvd_elastic.cli.machine.virtclust", "main")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typing_extensions import Self
 
-from hvd_elastic.cli.jobs import job_fields
+from hvd_elastic.cli.jobs.queue import job_fields
 from hvd_elastic.jobs.messages import Hosts
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.server import ask_daemon

@@ -40,7 +40,7 @@ class Bed:
         }
 
     def argv(self, *arguments: str, hostfile: Path | None = None) -> list[str]:
-        program = "from hvd_elastic.cli.cluster_tools import copyclust_main; copyclust_main()"
+        program = "from hvd_elastic.cli.cluster.tools import copyclust_main; copyclust_main()"
         hosts = str(hostfile or self.cluster.hostfile)
         return [sys.executable, "-c", program, hosts, *arguments, "--json"]
 

@@ -102,7 +102,7 @@ class Checked:
                 *[
                     sys.executable,
                     "-c",
-                    "from hvd_elastic.cli.cluster_tools import checkclust_main as m; m()",
+                    "from hvd_elastic.cli.cluster.tools import checkclust_main as m; m()",
                 ],
                 *[str(cluster.hostfile), "--json", "--python", "/data/python", "--code", str(code)],
                 *[
@@ -177,7 +177,7 @@ def test_bootstrap_asks_for_a_password_once(cluster: VirtualCluster, tmp_path: P
             HOME=str(tmp_path), HVD_ELASTIC_HOME=str(tmp_path / "own"), PYTHONPATH=str(CHECKOUT)
         )
         os.environ.pop("SSH_AUTH_SOCK", None)
-        program = "from hvd_elastic.cli.cluster_tools import checkclust_main as m; m()"
+        program = "from hvd_elastic.cli.cluster.tools import checkclust_main as m; m()"
         arguments = [str(hostfile), "-F", str(config), "--no-network", "--bootstrap"]
         os.execv(sys.executable, [sys.executable, "-c", program, *arguments])
     shown, asked = "", 0

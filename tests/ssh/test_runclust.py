@@ -233,7 +233,7 @@ def test_much_output_costs_no_memory(tools: Tools, tmp_path: Path) -> None:
         # Not getrusage, which begins with what the parent had.
         "peak = lambda: re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1]\n"
         "atexit.register(lambda: print(peak(), file=sys.stderr))\n"
-        "from hvd_elastic.cli.cluster_tools import runclust_main; runclust_main()\n"
+        "from hvd_elastic.cli.cluster.tools import runclust_main; runclust_main()\n"
     )
     command = "head -c 75000000 /dev/zero; echo; yes 0123456 | head -c 75000000"
     for options in ([], ["--gather"]) if ALL else ([],):

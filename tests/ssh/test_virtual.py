@@ -284,7 +284,7 @@ def test_a_virtclust_ended_half_way_leaves_nothing_at_the_latest_after_down(
 ) -> None:
     program = f"""
         import signal
-        from hvd_elastic.cli import virtclust
+        from hvd_elastic.cli.machine import virtclust
         from hvd_elastic.virtual import holders
         def half_way(*_):
             print("half way", flush=True)
@@ -330,7 +330,15 @@ def test_clusters_made_at_the_same_time_do_not_collide(home: Path, loopback: boo
     options = ["--loopback"] if loopback else []
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "hvd_elastic.cli.virtclust", "up", "2x1", "--json", *options],
+            [
+                sys.executable,
+                "-m",
+                "hvd_elastic.cli.machine.virtclust",
+                "up",
+                "2x1",
+                "--json",
+                *options,
+            ],
             env={**os.environ, "HVD_ELASTIC_HOME": str(home / sub)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -584,7 +592,7 @@ def test_hosts_keep_their_etc_when_the_machine_replaces_files_of_its_own(
     script = f"""
         set -e
         mount -n --bind {etc} /etc
-        {sys.executable} -m hvd_elastic.cli.virtclust up 2x1 --name keeps > /dev/null
+        {sys.executable} -m hvd_elastic.cli.machine.virtclust up 2x1 --name keeps > /dev/null
         for name in hosts shadow; do
             cp -p /etc/$name /etc/$name.new
             mv /etc/$name.new /etc/$name
@@ -606,7 +614,7 @@ def test_up_on_a_full_disk(tmp_path: Path, free_pages: int) -> None:
     with mounted(tmp_path / "small", "64k", lazy=True) as disk:
         (disk / "filler").write_bytes(b"x" * (16 - free_pages) * 4096)
         done = subprocess.run(
-            [sys.executable, "-m", "hvd_elastic.cli.virtclust", "up", "2x1", "--loopback"],
+            [sys.executable, "-m", "hvd_elastic.cli.machine.virtclust", "up", "2x1", "--loopback"],
             env={**os.environ, "HVD_ELASTIC_HOME": str(disk)},
             capture_output=True,
             text=True,
@@ -666,7 +674,7 @@ def test_everything_that_left_the_switch_behind_is_reported(spaces: VirtualClust
 
 def virtclust(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "hvd_elastic.cli.virtclust", *words],
+        [sys.executable, "-m", "hvd_elastic.cli.machine.virtclust", *words],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -706,7 +714,7 @@ def test_the_hostfile_alone_is_enough_and_the_command_to_train_is_printed(home: 
     folder = VirtualCluster("alone").folder
     options = f"-H {folder / 'hostfile'} -F {folder / 'ssh_config'}"
     assert f"hvd-elastic run {options} -- python train.py\n" in up.stdout
-    program = "from hvd_elastic.cli.cluster_tools import runclust_main; runclust_main()"
+    program = "from hvd_elastic.cli.cluster.tools import runclust_main; runclust_main()"
     done = subprocess.run(
         [sys.executable, "-c", program, str(folder / "hostfile"), "echo hello"],
         capture_output=True,

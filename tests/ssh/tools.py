@@ -45,7 +45,7 @@ class Tools:
     def argv(self, tool: str, *arguments: str) -> list[str]:
         if tool == "trust":
             return [sys.executable, "-m", "hvd_elastic.cli.app", "trust", *arguments]
-        program = f"from hvd_elastic.cli.cluster_tools import {tool}_main; {tool}_main()"
+        program = f"from hvd_elastic.cli.cluster.tools import {tool}_main; {tool}_main()"
         return [sys.executable, "-c", program, *arguments]
 
     def __call__(

@@ -79,7 +79,7 @@ class Block:
         if name.partition(".")[0] in ("torch", "tensorflow", "horovod"):
             raise ImportError(f"{name} is not installed")
 sys.meta_path.insert(0, Block())
-import hvd_elastic.cli.cluster_tools
+import hvd_elastic.cli.cluster.tools
 from hvd_elastic.cluster.run.commands import run_on_hosts
 from hvd_elastic.cluster.copy.copying import copy_to_hosts
 from hvd_elastic.cluster.check.health import CheckSettings, check_cluster

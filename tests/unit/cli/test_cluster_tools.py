@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.cli.cluster_tools import (
-    _is_nothing,
+from hvd_elastic.cli.cluster.run import _is_nothing
+from hvd_elastic.cli.cluster.tools import (
     checkclust_main,
     copyclust_main,
     killclust_main,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed.replay import Replay
-from hvd_elastic.cli.dashboard import top
+from hvd_elastic.cli.views.dashboard import top
 
 
 def test_top_shows_hosts_progress_and_what_happened(

@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from hvd_elastic.cli import doctor
 from hvd_elastic.cli.app import main
-from hvd_elastic.cli.doctor import Finding, Health, render
+from hvd_elastic.cli.machine import doctor
+from hvd_elastic.cli.machine.doctor import Finding, Health, render
 
 GOOD = Finding("torch", Health.GOOD, "2.13.0")
 ABSENT = Finding("horovod", Health.MISSING, "not installed", "hvd-elastic build-horovod")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from hvd_elastic.cli.host_options import Chosen
-from hvd_elastic.cli.host_report import Printer, finish
+from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.host_report import Printer, finish
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import Host

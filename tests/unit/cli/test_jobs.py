@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.cli.app import main
-from hvd_elastic.cli.jobs import find_numbers, parse_after
+from hvd_elastic.cli.jobs.queue import find_numbers, parse_after
 from hvd_elastic.jobs.job import After, JobKind, JobRequest, JobStatus
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.store import JobStore

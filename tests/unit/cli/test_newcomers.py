@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hvd_elastic.cli.host_options import Chosen
-from hvd_elastic.cli.newcomers import Newcomers
+from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.newcomers import Newcomers
 from hvd_elastic.cluster.run.commands import select_hosts
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.hosts.ssh import SshOptions

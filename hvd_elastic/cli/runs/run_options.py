@@ -16,7 +16,7 @@ import typer
 
 from hvd_elastic.checkpoint.url import is_url
 from hvd_elastic.cli.numbers import number_option, whole_number_option
-from hvd_elastic.cli.scaling_options import ScalingOptions
+from hvd_elastic.cli.runs.scaling_options import ScalingOptions
 from hvd_elastic.cli.shared_options import SshConfigOption
 from hvd_elastic.errors import HostfileError, HvdElasticError, SeveralErrors, UsageError
 from hvd_elastic.formatting import count

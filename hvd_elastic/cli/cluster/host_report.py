@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from hvd_elastic.cli.host_options import Chosen
+from hvd_elastic.cli.cluster.host_options import Chosen
 from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.fanout import HostResult, Outcome

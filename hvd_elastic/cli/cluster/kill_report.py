@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_elastic.cli.host_report import Printer
+from hvd_elastic.cli.cluster.host_report import Printer
 from hvd_elastic.cluster.kill import Ended
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.fanout import HostResult

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_elastic.cli.host_report import Printer, print_json
+from hvd_elastic.cli.cluster.host_report import Printer, print_json
 from hvd_elastic.cluster.check.health import HostHealth, Level
 from hvd_elastic.cluster.check.network import Link
 from hvd_elastic.hosts.fanout import HostResult

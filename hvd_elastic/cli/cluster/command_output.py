@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_elastic.cli.host_options import Chosen
-from hvd_elastic.cli.host_report import print_json
+from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.host_report import print_json
 from hvd_elastic.cluster.run.commands import CommandResult, HowToRun
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host, fold_hosts

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.cluster_tools import HostfileFirst
-from hvd_elastic.cli.command_output import describe_command
-from hvd_elastic.cli.host_options import Chosen, over_hosts
-from hvd_elastic.cli.host_report import Printer, finish
+from hvd_elastic.cli.cluster.command_output import describe_command
+from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
+from hvd_elastic.cli.cluster.host_report import Printer, finish
+from hvd_elastic.cli.cluster.run import HostfileFirst
 from hvd_elastic.cli.numbers import number_option, port_option
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count

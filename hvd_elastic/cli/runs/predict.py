@@ -17,9 +17,9 @@ import typer
 
 from hvd_elastic.checkpoint.url import is_url
 from hvd_elastic.checkpoint.whole_files import temporary_in, write_json
-from hvd_elastic.cli.leading import lead
 from hvd_elastic.cli.numbers import whole_number_option
-from hvd_elastic.cli.run_options import RunOptions
+from hvd_elastic.cli.runs.leading import lead
+from hvd_elastic.cli.runs.run_options import RunOptions
 from hvd_elastic.cli.shared_options import SshConfigOption
 from hvd_elastic.config import runs_folder
 from hvd_elastic.data.index import sha256_of

@@ -16,7 +16,8 @@ import typer
 
 from hvd_elastic.checkpoint.saved import differing, find_stored
 from hvd_elastic.checkpoint.whole_files import temporary_in
-from hvd_elastic.cli.runs import AsJson, RequiredRun
+from hvd_elastic.cli.output import print_json
+from hvd_elastic.cli.shared_options import AsJson, RequiredRun
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bytes_words
 from hvd_elastic.records.run_folder import RunFolder
@@ -112,8 +113,7 @@ def _list(folder: RunFolder, as_json: bool) -> None:
             }
         )
     if as_json:
-        json.dump(rows, sys.stdout, indent=2)
-        print()
+        print_json(rows)
         return
     if not rows:
         print(f"run {folder.run_id} has saved no files", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hvd_elastic.cli.host_options import Chosen
+from hvd_elastic.cli.cluster.host_options import Chosen
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.hosts.hostfile import Host, hostfile_stamp
 

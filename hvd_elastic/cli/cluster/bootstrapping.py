@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import typer
 
-from hvd_elastic.cli.host_options import Chosen
-from hvd_elastic.cli.host_report import print_json
+from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.host_report import print_json
 from hvd_elastic.cluster.bootstrap import bring_key, find_leader_key
 from hvd_elastic.cluster.trust import ShownKey, TrustState, trust_hosts
 from hvd_elastic.formatting import count

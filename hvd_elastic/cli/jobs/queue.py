@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.cluster_daemon import AsJson, ClusterOption
+from hvd_elastic.cli.jobs.daemon import ClusterOption
 from hvd_elastic.cli.numbers import parse_duration, parse_number
+from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count, duration_words
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.cli.numbers import number_option, whole_number_option
-from hvd_elastic.cli.scaling_options import ScalingOptions
-from hvd_elastic.cli.simulate_jobs import simulate_many, simulate_past
+from hvd_elastic.cli.planning.simulate_jobs import simulate_many, simulate_past
+from hvd_elastic.cli.runs.scaling_options import ScalingOptions
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import duration_words, number_words
 

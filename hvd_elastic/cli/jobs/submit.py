@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.cluster_daemon import AsJson, ClusterOption
-from hvd_elastic.cli.jobs import parse_after
+from hvd_elastic.cli.jobs.daemon import ClusterOption
+from hvd_elastic.cli.jobs.queue import parse_after
 from hvd_elastic.cli.numbers import number_option, parse_duration, whole_number_option
-from hvd_elastic.cli.run_options import RunOptions
+from hvd_elastic.cli.runs.run_options import RunOptions
+from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import UsageError
 
 if TYPE_CHECKING:

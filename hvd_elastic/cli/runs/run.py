@@ -13,8 +13,8 @@ from typing import Any
 
 import typer
 
-from hvd_elastic.cli.leading import STARTED, fork_leader, lead
-from hvd_elastic.cli.run_options import (
+from hvd_elastic.cli.runs.leading import STARTED, fork_leader, lead
+from hvd_elastic.cli.runs.run_options import (
     RunOptions,
     check_sizes,
     check_slots,

@@ -1,8 +1,4 @@
-"""Commands that show and control runs, through the run folder only.
-
-A command that controls a run writes a request into the run folder and waits for the leader's
-answer, so it works from any shell of the same user, even after the run's terminal was lost.
-"""
+"""Commands that show runs, from the run folder only: status, list, logs, attach and discover."""
 
 # ruff: noqa: D301  (the backspace tells the command line to keep the lines of the examples)
 from __future__ import annotations
@@ -10,16 +6,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-import webbrowser
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.numbers import parse_duration, parse_whole_number, whole_number_option
+from hvd_elastic.cli.numbers import whole_number_option
+from hvd_elastic.cli.output import print_json, print_rows
+from hvd_elastic.cli.shared_options import AsJson, OptionalRun
 from hvd_elastic.config import runs_folder
-from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import (
     bytes_words,
     count,
@@ -27,31 +23,14 @@ from hvd_elastic.formatting import (
     number_words,
     worker_name,
 )
-from hvd_elastic.records.audit import AuditResult
-from hvd_elastic.records.json_lines import (
-    EventFollower,
-    LineFollower,
-    Record,
-    iter_events,
-    read_last_events,
-)
+from hvd_elastic.records.json_lines import EventFollower, LineFollower, Record, iter_events
 from hvd_elastic.records.run_folder import RunFolder, list_runs
 from hvd_elastic.records.run_state import run_row, run_state
 from hvd_elastic.records.summary import Draining, RunSummary, summarize
-from hvd_elastic.records.wording import Narrator, outcome_words, progress_words, resume_words
+from hvd_elastic.records.wording import Narrator, progress_words
 
-STOP_TIMEOUT_S = 60.0
-"""How long to wait for a run to end [s]; it may have to write a last checkpoint."""
-DRAIN_TIMEOUT_S = 90.0
-"""How long to wait for a host to be drained [s]; longer than replacements take to become warm."""
 _POLL_S = 0.1  # between two readings of files that are followed
-_TAIL_BYTES = 256 * 1024  # holds the last events of a run, and most tails of logs
-
-OptionalRun = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="Run id; the newest run if left out.")
-]
-RequiredRun = Annotated[str, typer.Argument(metavar="RUN", help="Run id; see: hvd-elastic list")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+_TAIL_BYTES = 256 * 1024  # holds most tails of logs
 
 
 def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
@@ -70,7 +49,7 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
     until = None if alive else folder.leaderless_until(summary.ended)
     state = run_state(summary.status, alive=alive, waiting=bool(summary.waiting), until=until)
     if as_json:
-        _print_json(
+        print_json(
             {
                 **summary.as_json(),
                 "status": state,
@@ -81,7 +60,7 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
             }
         )
         return
-    _print_rows(status_rows(folder, summary, state, until))
+    print_rows(status_rows(folder, summary, state, until))
     _print_latest(records)
 
 
@@ -101,7 +80,7 @@ def list_(
     runs = list_runs()
     rows = [run_row(run) for run in (runs[:limit] if limit else runs)]
     if as_json:
-        _print_json(rows)
+        print_json(rows)
         return
     if not rows:
         print(f"no runs in {runs_folder()}")
@@ -211,114 +190,6 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def stop(
-    run: RequiredRun,
-    wait: Annotated[bool, typer.Option(help="Wait until the run has ended.")] = True,
-    as_json: AsJson = False,
-) -> None:
-    """End a run cleanly: its workers finish their step, and no process stays on the hosts.
-
-    \b
-    Examples:
-      hvd-elastic stop digits-3
-      hvd-elastic stop digits-3 --no-wait
-    """
-    folder = RunFolder.open(run)
-    message = folder.ask_leader("stop", {"reason": "asked to by hvd-elastic stop"})
-    ended = _wait_for_end(folder) if wait else None
-    result = (ended or {}).get("status", "stopping")
-    if as_json:
-        _answer(as_json, message, run, status=result)
-        return
-    steps = f" after {count(ended.get('steps'), 'step')}" if ended else ""
-    print(f"run {run}: {result}{steps}")
-    way_on = resume_words(ended or {})
-    if way_on:
-        print(way_on)
-
-
-def scale(
-    run: RequiredRun,
-    np: Annotated[
-        str,
-        typer.Argument(metavar="N", help="Processes to train with, or 'auto': as many as allowed."),
-    ],
-    as_json: AsJson = False,
-) -> None:
-    """Set the number of processes of a run; training continues meanwhile.
-
-    \b
-    Examples:
-      hvd-elastic scale digits-3 4
-      hvd-elastic scale digits-3 auto
-    """
-    wanted = None if np == "auto" else parse_whole_number("N", np, instead=", or 'auto'")
-    message = RunFolder.open(run).ask_leader("scale", {"np": wanted})
-    _answer(as_json, message, run, np=wanted)
-
-
-def policy(
-    run: RequiredRun,
-    do: Annotated[str, typer.Argument(metavar="pause|resume", help="What it should do.")],
-    as_json: AsJson = False,
-) -> None:
-    """Pause or resume the policy that changes the number of processes of a run.
-
-    \b
-    Examples:
-      hvd-elastic policy digits-3 pause
-      hvd-elastic policy digits-3 resume
-    """
-    if do not in ("pause", "resume"):
-        raise UsageError(f"a policy can be told to pause or resume, not to {do!r}")
-    message = RunFolder.open(run).ask_leader("policy", {"do": do})
-    _answer(as_json, message, run, do=do)
-
-
-def drain(
-    run: RequiredRun,
-    host: Annotated[str, typer.Argument(metavar="HOST", help="A host of the run's hostfile.")],
-    leave_in: Annotated[
-        str | None,
-        typer.Option(
-            "--in",
-            metavar="TIME",
-            help="When the host goes, such as 120s: it is used until others are warm",
-        ),
-    ] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Give the host back to the run.")] = False,
-    wait: Annotated[bool, typer.Option(help="Wait until the run has left the host.")] = True,
-    as_json: AsJson = False,
-) -> None:
-    """Remove a run's processes from a host, and do not use it again until --undo.
-
-    \b
-    Examples:
-      hvd-elastic drain digits-3 node2
-      hvd-elastic drain digits-3 node2 --in 120s --no-wait
-      hvd-elastic drain digits-3 node2 --undo
-    """
-    if undo and leave_in is not None:
-        raise UsageError("--undo gives a host back, --in says when it goes: give one of them")
-    leave_in_s = None if leave_in is None else parse_duration("--in", leave_in)
-    folder = RunFolder.open(run)
-    follower = EventFollower(folder.events, from_end=True)
-    message = folder.ask_leader("drain", {"host": host, "leave_in_s": leave_in_s, "undo": undo})
-    drained = None
-    if wait and not undo:
-        try:
-            drained = _wait_until_drained(folder, follower, host, leave_in_s or 0.0)
-        except KeyboardInterrupt:
-            print(
-                f"run {folder.run_id} goes on leaving host {host}; give it back with: hvd-elastic "
-                f"drain {folder.run_id} {host} --undo",
-                file=sys.stderr,
-            )
-            raise
-        message = f"nothing of run {folder.run_id} is left on host {host}"
-    _answer(as_json, message, run, host=host, drained=drained, undone=undo)
-
-
 def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
     """Print a run's current hosts in the format of horovodrun --host-discovery-script.
 
@@ -351,120 +222,11 @@ def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
             file=sys.stderr,
         )
     if as_json:
-        _print_json([{"host": name, "slots": slots} for name, slots in hosts])
+        print_json([{"host": name, "slots": slots} for name, slots in hosts])
         return
     for name, slots in hosts:
         if slots > 0:
             print(f"{name}:{slots}")
-
-
-def report(
-    run: OptionalRun = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Where to write it; report.html in the run folder if left out."),
-    ] = None,
-    cluster: Annotated[
-        bool,
-        typer.Option("--cluster", help="Report on a cluster that jobs share; RUN is its name."),
-    ] = False,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option("--compare", metavar="RUN", help="Plot this run over it; may be repeated."),
-    ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Summarize a run, and plot it in one HTML file that needs no network.
-
-    \b
-    Examples:
-      hvd-elastic report
-      hvd-elastic report digits-3 --out digits.html --open
-      hvd-elastic report digits-3 --compare digits-2
-      hvd-elastic report --cluster gpus
-    """
-    from hvd_elastic.views.report import write_report
-
-    if cluster:
-        if compare:
-            raise UsageError("--compare is for runs, and --cluster for the cluster of many jobs")
-        path = _report_cluster(run, out, as_json=as_json)
-        if open_:
-            _open(path)
-        return
-    folder = RunFolder.open(run)
-    if compare:
-        path = folder.path / "comparison.html" if out is None else out
-        _compare([folder, *map(RunFolder.open, compare)], path, as_json)
-        if open_:
-            _open(path)
-        return
-    result = write_report(folder, out)
-    if as_json:
-        _print_json(
-            {
-                "path": str(result.path),
-                "audit": {
-                    "recorded": result.audit.recorded,
-                    "ok": result.audit.ok,
-                    "sentence": result.audit.sentence(),
-                    "problems": result.audit.problems(),
-                },
-                **result.summary.as_json(),
-            }
-        )
-    else:
-        rows = _report_rows(result.summary, result.audit, folder.leader_alive())
-        _print_rows([*rows, ("report", str(result.path))])
-    if open_:
-        _open(result.path)
-
-
-def _report_cluster(name: str | None, out: Path | None, *, as_json: bool) -> Path:
-    from hvd_elastic.views.cluster_page import write_cluster_report
-
-    path, summary = write_cluster_report(name, out)
-    if as_json:
-        _print_json({"path": str(path), **summary.as_json()})
-        return path
-    ended = [job for job in summary.jobs.values() if job.ended_s is not None]
-    waits_s = [job.wait_s(summary.duration_s) for job in summary.jobs.values()]
-    took_s = [job.ended_s - job.submitted_s for job in ended if job.ended_s is not None]
-    rows = [
-        (
-            "cluster",
-            f"{summary.name}: {count(len(summary.hosts), 'host')}, {count(summary.slots, 'slot')}",
-        ),
-        ("jobs", f"{len(summary.jobs)}, {len(ended)} of them over"),
-        ("wait", f"{duration_words(sum(waits_s) / len(waits_s))} in the mean"),
-    ]
-    if took_s:
-        mean_s = sum(took_s) / len(took_s)
-        rows.append(("completion", f"{duration_words(mean_s)} in the mean"))
-    _print_rows([*rows, ("report", str(path))])
-    return path
-
-
-def _compare(folders: list[RunFolder], path: Path, as_json: bool) -> None:
-    from hvd_elastic.views.comparison import write_comparison
-
-    found = write_comparison(folders, path)
-    if as_json:
-        _print_json({"path": str(path), "runs": [summary.as_json() for summary in found]})
-        return
-    for summary in found:
-        words = outcome_words(summary.status, summary.steps, summary.examples, summary.message)
-        print(f"{summary.run_id}: {words}, {duration_words(summary.duration_s)}")
-    print(f"report: {path}")
-
-
-def _open(path: Path) -> None:
-    if not webbrowser.open(path.resolve().as_uri()):
-        print(f"no browser found here; open {path} yourself", file=sys.stderr)
-
-
-# ----------------------------------------------------------------------------------------------
 
 
 def status_rows(
@@ -493,7 +255,7 @@ def status_rows(
     rows.append(("progress", progress))
     own = {name: value for name, value in summary.final_metrics().items() if name != "loss"}
     if own:
-        rows.append(("metrics", _metric_words(own)))
+        rows.append(("metrics", metric_words(own)))
     if summary.batch_plan:
         rows.append(("batch", _batch_words(summary)))
     if summary.hosts:
@@ -512,7 +274,7 @@ def status_rows(
     for name, found in summary.draining.items():
         where = "drained" if found.empty else _time_left_words(summary, found)
         rows.append(("draining", f"{name}: {where} ({found.cause})"))
-    rows.append(("rescales", _rescale_words(summary)))
+    rows.append(("rescales", rescale_words(summary)))
     decided = [said.text for said in summary.decisions if said.kind == "decision"]
     if decided:
         rows.append(("decision", decided[-1]))
@@ -522,29 +284,11 @@ def status_rows(
         last = summary.checkpoints[-1]
         rows.append(("checkpoint", f"step {last.step}, {last.path}"))
     if summary.saved:
-        rows.append(("saved", _saved_words(summary)))
+        rows.append(("saved", saved_words(summary)))
     rows.append(("folder", str(folder.path)))
     if summary.failure:
         last_line = summary.failure.rstrip().rpartition("\n")[2]
         rows.append(("failure", f"worker {summary.failed_worker}: {last_line}"))
-    return rows
-
-
-def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[tuple[str, str]]:
-    """Return the rows of a report: label and text."""
-    state = run_state(summary.status, alive=alive, waiting=bool(summary.waiting))
-    outcome = outcome_words(state, summary.steps, summary.examples, summary.message)
-    rows = [("run", f"{summary.run_id}: {outcome}"), ("took", duration_words(summary.duration_s))]
-    metrics = summary.final_metrics()
-    if metrics:
-        rows.append(("metrics", _metric_words(metrics)))
-    rows.append(("rescales", _rescale_words(summary)))
-    if summary.input:
-        rows.append(("data", summary.input))
-    if summary.saved:
-        rows.append(("saved", _saved_words(summary)))
-    if audit.recorded:
-        rows.append(("examples", audit.sentence()))
     return rows
 
 
@@ -557,7 +301,6 @@ def _time_left_words(summary: RunSummary, found: Draining) -> str:
 
 
 def _batch_words(summary: RunSummary) -> str:
-
     plan = summary.batch_plan
     text = f"{number_words(plan.get('global_batch_size'))} examples"
     limits = plan.get("limits")
@@ -570,19 +313,21 @@ def _batch_words(summary: RunSummary) -> str:
     return text
 
 
-def _metric_words(metrics: dict[str, Any]) -> str:
+def metric_words(metrics: dict[str, Any]) -> str:
+    """Return names and values of metrics, as one line."""
     return ", ".join(f"{name} {number_words(value)}" for name, value in metrics.items())
 
 
-def _saved_words(summary: RunSummary) -> str:
+def saved_words(summary: RunSummary) -> str:
+    """Return the files that the script has saved: name, step and size of each."""
     return ", ".join(
         f"{name} (step {saved.step}, {bytes_words(saved.size_bytes)})"
         for name, saved in summary.saved.items()
     )
 
 
-def _rescale_words(summary: RunSummary) -> str:
-
+def rescale_words(summary: RunSummary) -> str:
+    """Return how many rescales a run had, and the longest pause of one."""
     pause_s = summary.longest_pause_s
     longest = f", longest pause {duration_words(pause_s)}" if pause_s is not None else ""
     return f"{len(summary.live_rescales)}{longest}"
@@ -655,57 +400,3 @@ def _print_log_line(path: Path, line: bytes, as_json: bool) -> None:
         print(json.dumps({"host": host, "local_rank": local_rank, "line": text}), flush=True)
     else:
         print(f"{worker_name(host, local_rank)} | {text}", flush=True)
-
-
-def _wait_until_drained(
-    folder: RunFolder, follower: EventFollower, host: str, leave_in_s: float
-) -> bool:
-    deadline = time.monotonic() + leave_in_s + DRAIN_TIMEOUT_S
-    while True:
-        alive = folder.leader_alive()  # before reading, so that its last events are read too
-        for record in follower.poll():
-            if record["kind"] == "run_finished":
-                return True
-            if record["kind"] == "host_drained" and record.get("host") == host:
-                return True
-        if not alive:
-            folder.need_leader("drain")
-        if time.monotonic() > deadline:
-            raise RunError(
-                f"run {folder.run_id} was told to leave host {host} and still has a worker there: "
-                "only that one has the state of the training. Add a host to the hostfile, or see: "
-                f"hvd-elastic status {folder.run_id}"
-            )
-        time.sleep(_POLL_S)
-
-
-def _wait_for_end(folder: RunFolder) -> Record | None:
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    while folder.leader_alive():
-        if time.monotonic() > deadline:
-            raise RunError(
-                f"run {folder.run_id} was asked to stop but its leader still lives after "
-                f"{STOP_TIMEOUT_S:g} s ({folder.leader()}). See: hvd-elastic logs {folder.run_id} "
-                "--leader"
-            )
-        time.sleep(_POLL_S)
-    ended = [e for e in read_last_events(folder.events, _TAIL_BYTES) if e["kind"] == "run_finished"]
-    return ended[-1] if ended else None
-
-
-def _answer(as_json: bool, message: str, run: str, **more: Any) -> None:
-    """Print the leader's answer to a request."""
-    if as_json:
-        _print_json({"run_id": run, "ok": True, **more, "message": message})
-    else:
-        print(message)
-
-
-def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    for name, value in rows:
-        print(f"{name:<12} {value}")
-
-
-def _print_json(data: Any) -> None:
-    json.dump(data, sys.stdout, indent=2)
-    sys.stdout.write("\n")

@@ -18,10 +18,10 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from hvd_elastic.cli.leading import lead
 from hvd_elastic.cli.numbers import number_option, whole_number_option
-from hvd_elastic.cli.run import check_not_complete
-from hvd_elastic.cli.run_options import RunOptions, takes_options
+from hvd_elastic.cli.runs.leading import lead
+from hvd_elastic.cli.runs.run import check_not_complete
+from hvd_elastic.cli.runs.run_options import RunOptions, takes_options
 from hvd_elastic.cli.shared_options import SshConfigOption  # noqa: F401  (RunOptions names it)
 from hvd_elastic.config import home, runs_folder
 from hvd_elastic.errors import RunError, UsageError

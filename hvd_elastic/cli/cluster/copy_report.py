@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_elastic.cli.host_options import Chosen
-from hvd_elastic.cli.host_report import Printer
+from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.host_report import Printer
 from hvd_elastic.cluster.copy.job import Copied, Pulled
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.fanout import HostResult

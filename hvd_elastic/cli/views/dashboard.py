@@ -69,7 +69,7 @@ def top(
     from rich.live import Live
     from rich.table import Table
 
-    from hvd_elastic.cli.runs import status_rows
+    from hvd_elastic.cli.runs.show import status_rows
     from hvd_elastic.records.json_lines import EventFollower
     from hvd_elastic.records.run_folder import RunFolder
     from hvd_elastic.records.run_state import run_state

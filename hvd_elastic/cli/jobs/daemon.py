@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hvd_elastic.cli.shared_options import SshConfigOption
+from hvd_elastic.cli.shared_options import AsJson, SshConfigOption
 from hvd_elastic.errors import HostfileError, HvdElasticError, RunError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ ClusterOption = Annotated[
         "--cluster", "-c", envvar="HVD_ELASTIC_CLUSTER", help="name of the cluster, if several"
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
 _DOWN_S = 120.0
 _POLL_S = 0.05
 
@@ -53,7 +52,7 @@ def up(
 
       hvd-elastic queue
     """
-    from hvd_elastic.cli.run_options import check_ssh_config, ssh_config_for
+    from hvd_elastic.cli.runs.run_options import check_ssh_config, ssh_config_for
     from hvd_elastic.hosts.hostfile import parse_hostfile
     from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile
 
@@ -71,7 +70,7 @@ def _serve(
     place: ClusterFolder, hostfile: Path, config: str | None, on_up: Callable[[], None]
 ) -> None:
     """Be the daemon until it is to end; ``on_up`` is called when it serves."""
-    from hvd_elastic.cli.leading import begin_leader
+    from hvd_elastic.cli.runs.leading import begin_leader
     from hvd_elastic.jobs.daemon import Daemon
 
     with place.lock():

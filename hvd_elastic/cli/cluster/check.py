@@ -1,0 +1,114 @@
+"""Implement ``checkclust`` and ``hvd-elastic trust``: look at the hosts before a run does."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hvd_elastic.cli.cluster.bootstrapping import REFUSED, accept_host_keys, bootstrap_hosts
+from hvd_elastic.cli.cluster.check_report import describe_health, show_health, show_links
+from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
+from hvd_elastic.cli.cluster.host_report import Printer, conclude, show_result
+from hvd_elastic.errors import UsageError
+
+
+@over_hosts(without=["dry_run"])
+def check(
+    chosen: Chosen,
+    python: Annotated[
+        str | None,
+        typer.Option("--python", metavar="PATH", help="Python there (default: the leader's path)."),
+    ] = None,
+    folder: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--folder", metavar="PATH", help="A folder that a run writes to; may be repeated."
+        ),
+    ] = None,
+    code: Annotated[
+        Path | None,
+        typer.Option(
+            "--code", metavar="PATH", help="A file or folder with the same Python code everywhere."
+        ),
+    ] = None,
+    network_interface: Annotated[
+        str | None,
+        typer.Option(
+            "--network-interface", metavar="NAME", help="Of the ring (default: that of ssh)."
+        ),
+    ] = None,
+    network: Annotated[
+        bool, typer.Option("--network/--no-network", help="Measure the network between the hosts.")
+    ] = True,
+    gpus: Annotated[
+        bool,
+        typer.Option("--gpus/--no-gpus", help="Look at GPUs (no: the job trains on processors)."),
+    ] = True,
+    bootstrap: Annotated[
+        bool,
+        typer.Option("--bootstrap", help="First accept host keys and bring your own key there."),
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="With --bootstrap: accept without asking.")
+    ] = False,
+) -> None:
+    """Report for every host what would break a run on it, and what to do about it.
+
+    Checks connection, Python, packages, code, CUDA, GPUs, folders, memory, limits, clock, names,
+    interfaces and stray processes; then whether hosts reach one another, and how fast.
+
+    For example:
+
+      checkclust hosts
+
+      checkclust hosts --code . --folder /data --python /opt/venv/bin/python --json
+
+      checkclust hosts --bootstrap
+    """
+    from hvd_elastic.cluster.check.health import CheckSettings, check_cluster
+
+    if code is not None and not code.exists():
+        raise UsageError(f"--code {code}: there is no such file or folder on this machine")
+    settings = CheckSettings(
+        python,
+        tuple(folder or ()),
+        None if code is None else str(code.absolute()),
+        network_interface,
+        network,
+        chosen.fanout,
+        gpus,
+    )
+    if bootstrap:
+        bootstrap_hosts(chosen, yes)
+    started = time.monotonic()
+    printer = Printer(chosen.hosts)
+    found = check_cluster(chosen.hosts, chosen.ssh, settings, printer.passing)
+    printer.clear()
+    for result in found.hosts:
+        show_result(result, printer, chosen.as_json, describe_health, tell_failures=False)
+        if not chosen.as_json:
+            show_health(result, printer, chosen.verbose)
+    show_links(found.links, printer, chosen.as_json)
+    conclude(chosen, found.hosts, printer, seconds=time.monotonic() - started)
+
+
+@over_hosts(without=["hosts", "exclude_hosts", "dry_run", "identity"])
+def trust(
+    chosen: Chosen,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Accept without asking.")] = False,
+) -> None:
+    """Show the hosts' key fingerprints and accept them into the project's own known_hosts.
+
+    Compare each with the host's own (on it: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub).
+    A key that has changed is never accepted here.
+
+    For example:
+
+      hvd-elastic trust hosts
+    """
+    shown = accept_host_keys(chosen, yes)
+    if any(entry.state in REFUSED for entry in shown):
+        raise typer.Exit(1)

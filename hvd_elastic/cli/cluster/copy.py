@@ -1,0 +1,211 @@
+"""Implement ``copyclust``: copy files to every host, from host to host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hvd_elastic.cli.cluster.copy_bar import copy_bar
+from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
+from hvd_elastic.cli.cluster.host_report import Printer, finish
+from hvd_elastic.cli.cluster.newcomers import Newcomers
+from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.errors import UsageError
+from hvd_elastic.hosts.hostfile import Host, parse_hosts
+
+if TYPE_CHECKING:
+    from hvd_elastic.cluster.copy.job import CopySettings, Pulled
+
+
+@over_hosts()
+def copy(
+    chosen: Chosen,
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[SRC] DST",
+            help="SRC: a file or folder here, or on --from HOST; none with --pull. DST: its place "
+            "on every host, absolute or ~/…; inside it if it ends in /.",
+        ),
+    ],
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Remove at DST what SRC has not.")
+    ] = False,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--exclude",
+            metavar="PATTERN",
+            help="Leave files out (*.tmp, cache, data/old*), and alone at DST; may be repeated.",
+        ),
+    ] = None,
+    checksum: Annotated[
+        bool, typer.Option("--checksum", help="Compare contents, not size and time.")
+    ] = False,
+    bwlimit: Annotated[
+        float,
+        number_option("--bwlimit", metavar="MB/S", help="Most that each host sends; 0: no limit."),
+    ] = 0.0,
+    compress: Annotated[
+        bool, typer.Option("--compress/--no-compress", help="Compress where it pays.")
+    ] = True,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Do not encrypt: for a network that you trust.")
+    ] = False,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Give each host only its part: every n-th file.")
+    ] = False,
+    source_host: Annotated[
+        str | None, typer.Option("--from", metavar="HOST", help="The host that has SRC.")
+    ] = None,
+    pull: Annotated[
+        str | None,
+        typer.Option(
+            "--pull",
+            metavar="COMMAND",
+            help="Instead of SRC: what brings the files of a shared store to {dst}.",
+        ),
+    ] = None,
+    listed: Annotated[
+        str | None,
+        typer.Option(
+            "--list",
+            metavar="FILE",
+            help="With --pull: the files there (-: stdin), a path a line, or size, tab, path. Each "
+            "host fetches a share of them: {path} for each, or {list}.",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int, whole_number_option("--jobs", least=1, help="Of --pull with {path}, at a time.")
+    ] = 8,
+) -> None:
+    """Copy a file or folder to every host; it is sent once and passed on from host to host.
+
+    Only files that differ (by size and time) are sent, and each is verified by SHA-256 before it
+    gets its name. Repeat the command after an interruption to continue.
+
+    For example:
+
+      copyclust hosts train.py '~/job/'
+
+      copyclust hosts /data/digits /data/digits --delete --exclude '*.tmp'
+
+      copyclust hosts /data/digits /data/digits --from gpu07 --bwlimit 50
+
+      copyclust hosts --pull 'aws s3 sync s3://bucket/set {dst}' /data/set
+
+      copyclust hosts --pull 'aws s3 cp s3://bucket/set/{path} {dst}/{path}' --list names /data/set
+    """
+    from hvd_elastic.cli.cluster.copy_report import copied_in_words, describe_copied
+    from hvd_elastic.cluster.copy.copying import CopySettings, copy_to_hosts
+
+    if not places[0]:
+        # Path would turn it into the current folder.
+        name = "source" if pull is None else "destination"
+        raise UsageError(f"{name} '': it is empty. Is a variable of your script not set?")
+    for pattern in exclude or ():
+        if any(host.name == pattern for host in chosen.hosts):
+            raise UsageError(
+                f"--exclude {pattern}: {pattern} is a host, and --exclude leaves out files. Leave "
+                f"the host out by --exclude-hosts {pattern}, a file of this name by "
+                f"--exclude /{pattern}"
+            )
+    settings = CopySettings(
+        delete=delete,
+        exclude=tuple(exclude or ()),
+        checksum=checksum,
+        plain=plain,
+        compress=compress,
+        bytes_per_s=bwlimit * 1e6,
+        shard=shard,
+        dry_run=chosen.dry_run,
+        fanout=chosen.fanout,
+    )
+    start, pulled = None, None
+    if pull is not None:
+        pulled, target = _read_pull(pull, places, listed, jobs, settings, source_host)
+        source: Path | Pulled = pulled
+    else:
+        start = _find_host(chosen.hosts, source_host) if source_host else None
+        source, target = _read_places(places, listed, start)
+    printer = Printer(chosen.hosts)
+    newcomers = Newcomers(chosen, printer.note)
+    chosen = replace(chosen, hosts=newcomers.hosts)
+    with copy_bar(quiet=chosen.as_json) as show:
+        finish(
+            chosen,
+            copy_to_hosts(
+                chosen.hosts,
+                source,
+                target,
+                chosen.ssh,
+                settings,
+                start,
+                show,
+                lambda path: printer.note(f"{path}: neither file, folder nor link; left out"),
+                newcomers,
+            ),
+            printer,
+            lambda result: describe_copied(result, target, pulled is not None),
+            lambda result: copied_in_words(result, chosen, printer, pulled),
+        )
+
+
+def _read_places(
+    places: Sequence[str], listed: str | None, source_host: Host | None
+) -> tuple[Path, str]:
+    """Return the source and the destination."""
+    from hvd_elastic.cluster.copy.copying import check_destination, check_source
+
+    if listed is not None:
+        raise UsageError("--list says what --pull fetches; give --pull COMMAND")
+    if len(places) != 2:
+        raise UsageError("give SRC and DST, or --pull COMMAND and DST; see copyclust --help")
+    source = Path(places[0])
+    target = check_destination(source, places[1])
+    if source_host is None:
+        source = source.expanduser().absolute()
+        check_source(source)
+    return source, target
+
+
+def _read_pull(
+    command: str,
+    places: Sequence[str],
+    listed: str | None,
+    jobs: int,
+    settings: CopySettings,
+    source_host: str | None,
+) -> tuple[Pulled, str]:
+    """Return what to fetch, and the destination."""
+    from hvd_elastic.cluster.copy.copying import Pulled, check_destination
+    from hvd_elastic.cluster.copy.pull import check_pull, read_list
+
+    if len(places) != 1:
+        raise UsageError("with --pull give DST alone; the command says where the files come from")
+    given = {"--checksum": settings.checksum, "--shard": settings.shard, "--from": source_host}
+    for name, value in given.items():
+        if value not in (None, False):
+            raise UsageError(f"{name} does not go with --pull; leave it out")
+    check_pull(command, listed is not None)
+    files = None
+    if listed is not None:
+        try:
+            list_path = Path(listed).expanduser()
+            data = sys.stdin.buffer.read() if listed == "-" else list_path.read_bytes()
+        except OSError as error:
+            raise UsageError(f"--list {listed}: {error.strerror}") from error
+        files = read_list(data, settings.exclude)
+    target = check_destination(Path(places[0]), places[0].rstrip("/") or "/")
+    return Pulled(command, files, jobs), target
+
+
+def _find_host(hosts: Sequence[Host], text: str) -> Host:
+    """Return the host of that name from the hostfile, or else a host parsed from the text."""
+    known = next((host for host in hosts if host.name == text), None)
+    return known or parse_hosts(text, "--from").hosts[0]

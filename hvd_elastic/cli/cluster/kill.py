@@ -1,0 +1,122 @@
+"""Implement ``killclust``: end what crashed runs left on every host, and nothing else."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
+from hvd_elastic.cli.cluster.host_report import Printer, finish
+from hvd_elastic.cli.cluster.kill_report import describe_ended, show_ended
+from hvd_elastic.cli.numbers import number_option
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.hosts.fanout import HostResult
+
+if TYPE_CHECKING:
+    from hvd_elastic.cluster.kill import Ended
+
+
+@over_hosts()
+def kill(
+    chosen: Chosen,
+    run_id: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="End what this run left.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="End every run's processes.")] = False,
+    strays: Annotated[
+        bool,
+        typer.Option(
+            "--strays", help="End workers that a dead torchrun, mpirun or horovodrun left."
+        ),
+    ] = False,
+    user_processes: Annotated[
+        str | None,
+        typer.Option(
+            "--user-processes",
+            metavar="PATTERN",
+            help="End your processes whose command line matches this regular expression.",
+        ),
+    ] = None,
+    grace: Annotated[
+        float, number_option("--grace", metavar="SECONDS", help="Between TERM and KILL.")
+    ] = 5.0,
+) -> None:
+    """End your own processes of a run, with their descendants, on every host.
+
+    Processes are found by HVD_ELASTIC_RUN_ID in their environment, not by name. --strays finds
+    workers of other launchers by their environment, and only if their launcher has ended. Then
+    temporary folders, shared memory, locks and sockets that dead runs left and nobody uses are
+    removed.
+
+    For example:
+
+      killclust hosts --run digits-1 --dry-run
+
+      killclust hosts --run digits-1
+
+      killclust hosts --strays --dry-run
+    """
+    from hvd_elastic.cluster.kill import Target, kill_run
+
+    if [run_id is not None, every, strays, user_processes is not None].count(True) != 1:
+        raise UsageError(
+            "say what to end: --run RUN for one run (hvd-elastic list shows them), --all, "
+            "--strays, or --user-processes PATTERN"
+        )
+    if run_id == "":
+        raise UsageError("--run '': it is empty. Is a variable of your script not set?")
+    if user_processes is not None:
+        _check_pattern(user_processes)
+    printer = Printer(chosen.hosts)
+    target = Target(run_id, strays, user_processes)
+    seen: list[HostResult[Ended]] = []
+
+    def keep_results() -> Iterator[HostResult[Ended]]:
+        for result in kill_run(
+            chosen.hosts, target, chosen.ssh, grace, chosen.dry_run, chosen.fanout
+        ):
+            seen.append(result)
+            yield result
+
+    finish(
+        chosen,
+        keep_results(),
+        printer,
+        describe_ended,
+        lambda result: show_ended(result, printer, chosen.dry_run),
+    )
+    if run_id is not None and not any(map(_has_traces, seen)):
+        _check_run_is_known(run_id)
+
+
+def _has_traces(result: HostResult[Ended]) -> bool:
+    # Only a temporary folder shows which run left it.
+    files = [file for file in result.answer.files if file.kind == "temporary folder"]
+    return bool(result.answer.processes or files)
+
+
+def _check_run_is_known(run_id: str) -> None:
+    from hvd_elastic.config import runs_folder
+    from hvd_elastic.records.run_folder import list_runs
+
+    known = [run.run_id for run in list_runs()]
+    if run_id not in known:
+        alike = difflib.get_close_matches(run_id, known, 1)
+        hint = f"Did you mean '{alike[0]}'?" if alike else "Is it misspelt?"
+        raise RunError(
+            f"no host has a process or folder of a run '{run_id}', and there is no such run in "
+            f"{runs_folder()}. {hint} See: hvd-elastic list"
+        )
+
+
+def _check_pattern(text: str) -> None:
+    try:
+        wanted = re.compile(text)
+    except re.error as error:
+        raise UsageError(f"--user-processes '{text}': {error}; write \\. for a dot") from error
+    if wanted.search("") is not None:
+        raise UsageError(f"--user-processes '{text}' matches everything; name the program")

@@ -1,0 +1,151 @@
+"""Implement ``runclust``: run a command on every host."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from hvd_elastic.cli.cluster.command_output import describe_command, show_gathered, show_plan
+from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
+from hvd_elastic.cli.cluster.host_report import Printer, finish
+from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cluster.run.commands import CommandSettings, HowToRun, join_command, run_on_hosts
+from hvd_elastic.errors import UsageError
+
+
+class HostfileFirst(typer.core.TyperCommand):
+    """Accepts options before and after HOSTFILE; everything after them is the user's command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        at = self._end_of_options(args, 0)
+        if at < len(args) and args[at] != "--":
+            end = self._end_of_options(args, at + 1)
+            # The parser stops at the first argument, so move the hostfile next to the command.
+            rest = args[end + 1 :] if args[end : end + 1] == ["--"] else args[end:]
+            args = [*args[:at], *args[at + 1 : end], "--", args[at], *rest]
+        return super().parse_args(ctx, args)
+
+    def _end_of_options(self, args: Sequence[str], index: int) -> int:
+        valued = {
+            name
+            for parameter in self.params
+            if getattr(parameter, "nargs", 0) == 1 and not getattr(parameter, "is_flag", True)
+            for name in parameter.opts
+        }
+        while index < len(args) and args[index].startswith("-") and args[index] != "--":
+            index += 2 if args[index] in valued else 1
+        return min(index, len(args))
+
+
+@over_hosts()
+def run(
+    chosen: Chosen,
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="COMMAND...",
+            help="One word is shell text ('ls | wc -l'); several are a program and its arguments.",
+        ),
+    ],
+    gather: Annotated[
+        bool,
+        typer.Option("--gather", "-b", help="Show output at the end, the same of many hosts once."),
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        number_option(
+            "--timeout", "-t", least=0.1, metavar="SECONDS", help="For the command on each host."
+        ),
+    ] = None,
+    total_timeout: Annotated[
+        float | None,
+        number_option(
+            "--total-timeout", least=0.1, metavar="SECONDS", help="For all hosts together."
+        ),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--env",
+            "-e",
+            metavar="NAME[=VALUE]",
+            help="Set a variable there, to this shell's value if none is given; may be repeated.",
+        ),
+    ] = None,
+    cwd: Annotated[
+        str | None,
+        typer.Option("--cwd", metavar="DIR", help="Run in this folder (default: the home)."),
+    ] = None,
+    sudo: Annotated[
+        bool, typer.Option("--sudo", help="Run as root, by a sudo that asks for no password.")
+    ] = False,
+    retries: Annotated[
+        int,
+        whole_number_option("--retries", least=0, help="Further attempts to connect to a host."),
+    ] = 0,
+    no_stdin: Annotated[
+        bool,
+        typer.Option("--no-stdin", "-n", help="No input for the command; else it gets this one's."),
+    ] = False,
+) -> None:
+    """Run a shell command on every host; show output as it arrives, with the host's name.
+
+    Ctrl-C ends the command on every host, with everything that it started.
+
+    For example:
+
+      runclust hosts uptime
+
+      runclust hosts --gather --hosts 'gpu[01-04]' -t 60 'nvidia-smi -L | wc -l'
+
+      runclust hosts --env HF_TOKEN --cwd /data -- python3 fetch.py
+
+      runclust hosts 'cat > job.yaml' < job.yaml
+    """
+    text = join_command(command)
+    how = HowToRun(_read_environment(env or ()), cwd or "", sudo)
+    if chosen.dry_run:
+        show_plan(chosen, text, how)
+        return
+    settings = CommandSettings(how, chosen.fanout, timeout, total_timeout, retries)
+    printer = Printer(chosen.hosts)
+    on_lines = None if chosen.as_json or gather else printer.lines
+    has_stdin = not no_stdin and sys.stdin is not None and not sys.stdin.isatty()
+    has_stdin = has_stdin and not _is_nothing(0)
+    # Not sys.stdin: a background thread that reads it would delay the end of this process.
+    with open(0, "rb", buffering=0, closefd=False) if has_stdin else nullcontext() as stdin:
+        results = run_on_hosts(
+            chosen.hosts, text, chosen.ssh, settings, stdin, on_lines, printer.waiting
+        )
+        finish(
+            chosen,
+            results,
+            printer,
+            describe_command,
+            gather=partial(show_gathered, chosen.hosts) if gather and not chosen.as_json else None,
+            tell_reasons=True,
+        )
+
+
+def _read_environment(words: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name.isidentifier() or not name.isascii():
+            raise UsageError(f"--env '{word}': write NAME=VALUE, or NAME for this shell's value")
+        if not equals and name not in os.environ:
+            raise UsageError(f"--env {name}: this shell has no such variable; write {name}=VALUE")
+        found[name] = value if equals else os.environ[name]
+    return found
+
+
+def _is_nothing(descriptor: int) -> bool:
+    """Return whether a descriptor is /dev/null; it need not be sent, since hosts have their own."""
+    return os.fstat(descriptor).st_rdev == os.stat(os.devnull).st_rdev  # noqa: PTH116

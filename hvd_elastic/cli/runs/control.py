@@ -1,0 +1,182 @@
+"""Commands that control runs: stop, scale, policy and drain.
+
+Each writes a request into the run folder and waits for the leader's answer, so it works from any
+shell of the same user, even after the run's terminal was lost.
+"""
+
+# ruff: noqa: D301  (the backspace tells the command line to keep the lines of the examples)
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from hvd_elastic.cli.numbers import parse_duration, parse_whole_number
+from hvd_elastic.cli.output import print_json
+from hvd_elastic.cli.shared_options import AsJson, RequiredRun
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.formatting import count
+from hvd_elastic.records.json_lines import EventFollower, Record, read_last_events
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.wording import resume_words
+
+STOP_TIMEOUT_S = 60.0
+"""How long to wait for a run to end [s]; it may have to write a last checkpoint."""
+DRAIN_TIMEOUT_S = 90.0
+"""How long to wait for a host to be drained [s]; longer than replacements take to become warm."""
+_POLL_S = 0.1  # between two readings of files that are followed
+_TAIL_BYTES = 256 * 1024  # holds the last events of a run
+
+
+def stop(
+    run: RequiredRun,
+    wait: Annotated[bool, typer.Option(help="Wait until the run has ended.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """End a run cleanly: its workers finish their step, and no process stays on the hosts.
+
+    \b
+    Examples:
+      hvd-elastic stop digits-3
+      hvd-elastic stop digits-3 --no-wait
+    """
+    folder = RunFolder.open(run)
+    message = folder.ask_leader("stop", {"reason": "asked to by hvd-elastic stop"})
+    ended = _wait_for_end(folder) if wait else None
+    result = (ended or {}).get("status", "stopping")
+    if as_json:
+        _answer(as_json, message, run, status=result)
+        return
+    steps = f" after {count(ended.get('steps'), 'step')}" if ended else ""
+    print(f"run {run}: {result}{steps}")
+    way_on = resume_words(ended or {})
+    if way_on:
+        print(way_on)
+
+
+def scale(
+    run: RequiredRun,
+    np: Annotated[
+        str,
+        typer.Argument(metavar="N", help="Processes to train with, or 'auto': as many as allowed."),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Set the number of processes of a run; training continues meanwhile.
+
+    \b
+    Examples:
+      hvd-elastic scale digits-3 4
+      hvd-elastic scale digits-3 auto
+    """
+    wanted = None if np == "auto" else parse_whole_number("N", np, instead=", or 'auto'")
+    message = RunFolder.open(run).ask_leader("scale", {"np": wanted})
+    _answer(as_json, message, run, np=wanted)
+
+
+def policy(
+    run: RequiredRun,
+    do: Annotated[str, typer.Argument(metavar="pause|resume", help="What it should do.")],
+    as_json: AsJson = False,
+) -> None:
+    """Pause or resume the policy that changes the number of processes of a run.
+
+    \b
+    Examples:
+      hvd-elastic policy digits-3 pause
+      hvd-elastic policy digits-3 resume
+    """
+    if do not in ("pause", "resume"):
+        raise UsageError(f"a policy can be told to pause or resume, not to {do!r}")
+    message = RunFolder.open(run).ask_leader("policy", {"do": do})
+    _answer(as_json, message, run, do=do)
+
+
+def drain(
+    run: RequiredRun,
+    host: Annotated[str, typer.Argument(metavar="HOST", help="A host of the run's hostfile.")],
+    leave_in: Annotated[
+        str | None,
+        typer.Option(
+            "--in",
+            metavar="TIME",
+            help="When the host goes, such as 120s: it is used until others are warm",
+        ),
+    ] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Give the host back to the run.")] = False,
+    wait: Annotated[bool, typer.Option(help="Wait until the run has left the host.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Remove a run's processes from a host, and do not use it again until --undo.
+
+    \b
+    Examples:
+      hvd-elastic drain digits-3 node2
+      hvd-elastic drain digits-3 node2 --in 120s --no-wait
+      hvd-elastic drain digits-3 node2 --undo
+    """
+    if undo and leave_in is not None:
+        raise UsageError("--undo gives a host back, --in says when it goes: give one of them")
+    leave_in_s = None if leave_in is None else parse_duration("--in", leave_in)
+    folder = RunFolder.open(run)
+    follower = EventFollower(folder.events, from_end=True)
+    message = folder.ask_leader("drain", {"host": host, "leave_in_s": leave_in_s, "undo": undo})
+    drained = None
+    if wait and not undo:
+        try:
+            drained = _wait_until_drained(folder, follower, host, leave_in_s or 0.0)
+        except KeyboardInterrupt:
+            print(
+                f"run {folder.run_id} goes on leaving host {host}; give it back with: hvd-elastic "
+                f"drain {folder.run_id} {host} --undo",
+                file=sys.stderr,
+            )
+            raise
+        message = f"nothing of run {folder.run_id} is left on host {host}"
+    _answer(as_json, message, run, host=host, drained=drained, undone=undo)
+
+
+def _wait_until_drained(
+    folder: RunFolder, follower: EventFollower, host: str, leave_in_s: float
+) -> bool:
+    deadline = time.monotonic() + leave_in_s + DRAIN_TIMEOUT_S
+    while True:
+        alive = folder.leader_alive()  # before reading, so that its last events are read too
+        for record in follower.poll():
+            if record["kind"] == "run_finished":
+                return True
+            if record["kind"] == "host_drained" and record.get("host") == host:
+                return True
+        if not alive:
+            folder.need_leader("drain")
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"run {folder.run_id} was told to leave host {host} and still has a worker there: "
+                "only that one has the state of the training. Add a host to the hostfile, or see: "
+                f"hvd-elastic status {folder.run_id}"
+            )
+        time.sleep(_POLL_S)
+
+
+def _wait_for_end(folder: RunFolder) -> Record | None:
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while folder.leader_alive():
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"run {folder.run_id} was asked to stop but its leader still lives after "
+                f"{STOP_TIMEOUT_S:g} s ({folder.leader()}). See: hvd-elastic logs {folder.run_id} "
+                "--leader"
+            )
+        time.sleep(_POLL_S)
+    ended = [e for e in read_last_events(folder.events, _TAIL_BYTES) if e["kind"] == "run_finished"]
+    return ended[-1] if ended else None
+
+
+def _answer(as_json: bool, message: str, run: str, **more: Any) -> None:
+    """Print the leader's answer to a request."""
+    if as_json:
+        print_json({"run_id": run, "ok": True, **more, "message": message})
+    else:
+        print(message)
