@@ -437,13 +437,18 @@ class GradientAverager:
             return
         if self._reductions.are_done:
             self._reductions.refuse_twice(parameter)
-        # Where the batch adapts, it is known only at the step's end whether it is called off.
-        if not self._context.planner.adapts:
+        # Where the batch adapts, the step may be called off for lack of memory: on a CPU until all
+        # gradients are there, and on a GPU until its end.
+        adapts = self._context.planner.adapts
+        if not adapts:
             self._context.begin_exchange()
         self._open()
         bucket = self._reductions.arrived(parameter)
-        if bucket is not None:
-            self._begin(bucket)
+        if bucket is None:
+            return
+        if adapts and not parameter.is_cuda and self._reductions.is_last(bucket):
+            self._context.begin_exchange()  # while the last bucket is filled
+        self._begin(bucket)
 
     def _refuse_second_pass(self, parameter: torch.Tensor) -> None:
         """Raise ScriptError if a backward pass adds to a gradient that is averaged already."""

@@ -93,6 +93,10 @@ class Reductions:
         """Buckets that are not being reduced yet."""
         return [bucket for bucket in self._buckets if bucket not in self._begun]
 
+    def is_last(self, bucket: Bucket) -> bool:
+        """Return whether gradients are missing in no other bucket."""
+        return not any(each.missing for each in self._buckets if each is not bucket)
+
     @property
     def are_begun(self) -> bool:
         """Whether buckets are being reduced, or gradients of the last pass have arrived."""
@@ -154,7 +158,7 @@ class Reductions:
         # The first bucket first: if ranks differ, its reduction fails and others may never end.
         communicator = self._worker.communicator
         wait = communicator.wait
-        gathers: list[tuple[Bucket, list[Any]]] = []
+        sums: list[tuple[Bucket, list[Any]]] = []
         for number, bucket in enumerate(self._buckets):
             handles, _ = self._begun[bucket]
             packed = self._packed.get(bucket)
@@ -165,10 +169,11 @@ class Reductions:
                     look(bucket)
                 continue
             name = f"{self._prefix}{number}.sums."
-            sums = enumerate(packed.sum(wait(handle)) for handle in handles)
-            begun = [communicator.gather_async(part, f"{name}{piece}") for piece, part in sums]
-            gathers.append((bucket, begun))
-        for bucket, handles in gathers:
+            # Horovod fuses gathers that are ready together, so all would arrive with the last.
+            parts = enumerate(packed.sum(wait(handle)) for handle in handles)
+            begun = [communicator.exchange_async(rows, f"{name}{piece}") for piece, rows in parts]
+            sums.append((bucket, begun))
+        for bucket, handles in sums:
             self._packed[bucket].unpack(map(wait, handles), self._begun[bucket][1])
             bucket.receive()
             if look is not None:

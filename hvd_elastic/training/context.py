@@ -419,7 +419,7 @@ class Context:
             Whether training can go on, with smaller passes.
         """
         averagers, step = self.worker.averagers, self.step
-        if not averagers or step.stage is not Stage.BEGUN:
+        if not averagers or step.stage is not Stage.BEGUN or step.has_told:
             return False
         if not self.planner.out_of_memory(step.passes[-1].examples):
             return False
