@@ -270,7 +270,7 @@ def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
     while True:
         try:
             if pending:
-                ctx.follow()
+                ctx.membership.follow()
                 pending = False
             if not all_returned(ctx, bool(returned)):
                 returned = [train()]
@@ -313,8 +313,8 @@ def end_training(ctx: Context) -> None:
 def start_static(ctx: Context) -> None:
     """Begin training on ranks that stay the same, from the newest checkpoint if there is one."""
     _restore_newest(ctx)
-    ctx.synchronize_state(0)
-    ctx.start_alone()
+    ctx.membership.synchronize_state(0)
+    ctx.membership.start_alone()
 
 
 def _run_static(ctx: Context, train: Callable[[], Result]) -> Result:
@@ -353,13 +353,13 @@ def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Resu
             ctx.rollback.fail()
 
         def sync(self) -> None:
-            ctx.ranks_changed()
+            ctx.membership.ranks_changed()
             if ctx.worker.generation == 1:
                 _restore_newest(ctx)
-            ctx.synchronize_state(0)
+            ctx.membership.synchronize_state(0)
 
         def reset(self) -> None:
-            ctx.ranks_changed()
+            ctx.membership.ranks_changed()
 
     adapter = Adapter(bcast_object=horovod.broadcast_object, get_rank=horovod.rank)
 
@@ -367,7 +367,7 @@ def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Resu
         try:
             adapter.check_host_updates()
         except HostsUpdatedInterrupt:  # raised on all ranks: rank 0 broadcasts it
-            ctx.prepare_change()
+            ctx.membership.prepare_change()
             raise
 
     ctx.check_host_updates = check_host_updates
@@ -390,4 +390,4 @@ def _restore_newest(ctx: Context) -> None:
             folder, on_skip=lambda path, why: warnings.warn(f"skipped {path}: {why}", stacklevel=2)
         )
         if newest is not None:
-            ctx.restore_checkpoint(str(newest.path))
+            ctx.membership.restore_checkpoint(str(newest.path))

@@ -16,6 +16,8 @@ from hvd_elastic.torch import gradient_buckets
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.step import Pass
+from tests.paths import COSTLY
+from tests.unit.real_ranks import run_ranks, worlds
 
 
 class Alike(LocalCommunicator):
@@ -186,6 +188,30 @@ def test_a_tensor_larger_than_a_bucket_is_reduced_where_it_is(alone: Context, ra
     optimizer.zero_grad(set_to_none=False)
     (5 * large).sum().backward()
     assert large.grad.data_ptr() == memory
+
+
+@COSTLY
+@pytest.mark.dist
+def test_real_ranks_average_a_tensor_of_4_gb(stores: Any) -> None:
+    """Each element of it; the ranks need 10 GB of memory together."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not built")
+    body = """
+from hvd_elastic.training import context
+from hvd_elastic.training.step import Pass
+import hvd_elastic.torch as hvd
+os.environ.update(generations[0])
+hvd.init()
+ctx = context.current()
+rank = ctx.worker.communicator.rank
+weights = torch.nn.Parameter(torch.zeros((1 << 30) + 3))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0))
+ctx.hand_out(Pass(step_examples=4, weight=[0.5, 1.5][rank]))
+((2 + rank) * weights.sum()).backward()
+optimizer.synchronize()
+said += [weights.grad.min().item(), weights.grad.max().item()]
+"""
+    mean = (0.5 * 2 + 1.5 * 3) / 2
+    assert run_ranks(body, worlds(stores, 2)) == [[mean, mean]] * 2
 
 
 def test_a_full_bucket_is_reduced_while_others_wait(
