@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from hvd_elastic.engines.task import LENGTH, OUTCOME_FILE, TASK_FILE, Outcome, T
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.interfaces import interface_of, own_address
 from hvd_elastic.hosts.programs.dial_back import FOLDER_VARIABLE
+
+_LOOK_S = 0.1
+"""Time between two looks whether there is a new process group [s]."""
 
 
 def main() -> None:
@@ -61,6 +66,7 @@ def _run_fixed(folder: Path) -> None:
     interface = interface_of(own_address("127.0.0.1"))
     if interface is not None:  # else Gloo looks for that of the host's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    threading.Thread(target=_keep_process_groups, name="process groups", daemon=True).start()
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     status = 0
@@ -83,6 +89,23 @@ def _run_fixed(folder: Path) -> None:
     with channel:
         channel.write(LENGTH.pack(len(data)) + data)
     sys.exit(status)
+
+
+def _keep_process_groups() -> None:
+    """Keep PyTorch's process groups until this process ends.
+
+    Where the last reference to one is dropped, as after ``destroy_process_group()``, PyTorch waits
+    with Python's lock for threads of Gloo that may want it, and so now and then for ever
+    (pytorch/pytorch#75097).
+    """
+    kept: list[Any] = []
+    while True:
+        distributed: Any = sys.modules.get("torch.distributed")  # incomplete while it is imported
+        if hasattr(distributed, "is_initialized") and distributed.is_initialized():
+            group = distributed.group.WORLD
+            if not any(group is each for each in kept):
+                kept.append(group)
+        time.sleep(_LOOK_S)
 
 
 def _of_the_task(error: BaseException) -> Any:
