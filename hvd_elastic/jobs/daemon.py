@@ -397,6 +397,9 @@ class Daemon:
 
     def _write_hostfiles(self) -> None:
         """Write the hostfiles of jobs whose slots have changed, also if it failed before."""
+        if self._unwritten:
+            for job in self._queue.with_status(JobStatus.RUNNING):
+                self._runs.release(job)  # what one gives up, another may have
         for number in list(self._unwritten):
             job = self._queue.active.get(number)
             if job is not None and job.held:
