@@ -404,6 +404,7 @@ class Fleet:
             history.incarnations += 1
             name = f"{slot[0]}:{slot[1]}.{history.incarnations}"
             self._add(name, slot, started_at=now)
+            self._out.emit("worker_started", host=slot[0], local_rank=slot[1])
             self._out.send(StartWorker(name, *slot))
 
     def stop_idle_agents(self, desired: Sequence[SlotId]) -> None:

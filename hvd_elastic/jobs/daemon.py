@@ -186,7 +186,7 @@ class Daemon:
         self._queue.changed |= progress.poll()
         self._note_lost(job, progress)
         if progress.trained_at is not None:
-            for host in progress.occupied:
+            for host in progress.hosts:
                 self._health.host_works(host, _python(job))
         self._runs.release(job)
         if led:
@@ -226,13 +226,13 @@ class Daemon:
             host
             for _, progress in running
             if progress.cut_off_at is None and progress.trained_at is not None
-            for host in progress.occupied
+            for host in progress.hosts
         }
         for job, progress in running:
             silent_since = progress.cut_off_at
             if heard and silent_since is not None and now - silent_since >= _CUT_OFF_S:
                 progress.cut_off_at = None  # once is enough
-                for host in progress.occupied.keys() & self._hosts.keys() - heard:
+                for host in progress.hosts & self._hosts.keys() - heard:
                     cause = f"no answer since {time.strftime('%X', time.localtime(silent_since))}"
                     at = time.monotonic()
                     self._health.host_lost(host, cause, at, _python(job), is_suspicion=True)
@@ -397,6 +397,9 @@ class Daemon:
 
     def _write_hostfiles(self) -> None:
         """Write the hostfiles of jobs whose slots have changed, also if it failed before."""
+        if self._unwritten:
+            for running in self._queue.with_status(JobStatus.RUNNING):
+                self._runs.release(running)  # what one gives up, another may have
         for number in list(self._unwritten):
             job = self._queue.active.get(number)
             if job is not None and job.held:

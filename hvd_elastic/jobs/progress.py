@@ -64,6 +64,7 @@ class RunProgress:
         self.unfit: dict[str, str] = {}
         self._lost: dict[str, str] = {}
         self._processes: set[tuple[str, int]] = set()
+        self._starting: set[tuple[str, int]] = set()
         self._size, self._size_since = 0, 0.0
         self._part = 0.0
         """Part of the training that is done, as the script reports it."""
@@ -86,11 +87,16 @@ class RunProgress:
 
     @property
     def occupied(self) -> dict[str, int]:
-        """Number of live processes of the run on each host, by its events."""
+        """Number of slots of each host in which processes of the run live or start."""
         found: dict[str, int] = {}
-        for host, slot in self._processes:
+        for host, slot in self._processes | self._starting:
             found[host] = max(found.get(host, 0), slot + 1)
         return found
+
+    @property
+    def hosts(self) -> set[str]:
+        """Hosts on which processes of the run have started."""
+        return {host for host, _ in self._processes}
 
     @property
     def measured_slots(self) -> int:
@@ -157,6 +163,7 @@ class RunProgress:
             self.ending = None
             self.began_at = at
             self._processes.clear()
+            self._starting.clear()
             self._lost.clear()
             self.unfit.clear()
             self.cut_off_at = None
@@ -171,15 +178,20 @@ class RunProgress:
             self.trained_at = at
             self.waiting = ""
             self._resized(int(event.get("size") or 0), at)
+        elif kind == "worker_started":
+            self._starting.add(_slot(event))
         elif kind == "worker_standby":
-            self._processes.add((str(event.get("host")), int(event.get("local_rank") or 0)))
+            self._starting.discard(_slot(event))
+            self._processes.add(_slot(event))
             self._lost.pop(str(event.get("host")), None)
         elif kind == "worker_left":
-            self._processes.discard((str(event.get("host")), int(event.get("local_rank") or 0)))
+            self._starting.discard(_slot(event))
+            self._processes.discard(_slot(event))
         elif kind == "host_lost":
             host = str(event.get("host"))
             self._lost[host] = str(event.get("cause") or "lost")
             self._processes = {slot for slot in self._processes if slot[0] != host}
+            self._starting = {slot for slot in self._starting if slot[0] != host}
         elif kind == "warning" and "unusable_host" in event:
             host, cause = str(event["unusable_host"]), str(event.get("message"))
             self._lost[host] = cause
@@ -195,6 +207,7 @@ class RunProgress:
         elif kind == "run_finished":
             self._resized(0, at)
             self._processes.clear()
+            self._starting.clear()
             self.ending = Ending(at, str(event.get("status")), str(event.get("message") or ""))
 
     def _resized(self, size: int, at: float) -> None:
@@ -216,6 +229,10 @@ class RunProgress:
         part = event.get("done")
         if isinstance(part, (int, float)) and 0 < part <= 1:
             self._part = float(part)
+
+
+def _slot(event: Record) -> tuple[str, int]:
+    return str(event.get("host")), int(event.get("local_rank") or 0)
 
 
 def _sizes(most: int) -> np.ndarray:

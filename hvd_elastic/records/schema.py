@@ -131,6 +131,10 @@ class Waiting(_Event, tag="waiting"):
     need: int
 
 
+class WorkerStarted(_WorkerEvent, tag="worker_started"):
+    """A worker process is started; ``worker_left`` tells its end."""
+
+
 class WorkerStandby(_WorkerEvent, tag="worker_standby"):
     """A standby worker is warm."""
 
@@ -351,6 +355,7 @@ _ALL = (
     HostDrained,
     HostReturned,
     Waiting,
+    WorkerStarted,
     WorkerStandby,
     WorkerJoined,
     WorkerLeft,
