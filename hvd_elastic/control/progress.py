@@ -91,6 +91,9 @@ class Activity:
     reading: Reading | None = None
 
 
+_NOT_HEARD = Activity()
+
+
 class ProgressWatch:
     """Finds workers that are silent, stuck or slow, from their heartbeats.
 
@@ -172,7 +175,7 @@ class ProgressWatch:
         Returns:
             (worker, duration of its step so far [s], current line of the script) of each.
         """
-        seen = {worker: self._activities.get(worker, Activity()) for worker in members}
+        seen = {worker: self._activities.get(worker, _NOT_HEARD) for worker in members}
         if not any(a.waiting_s or a.generation > generation for a in seen.values()):
             return []
         limit = self._limit(seen.values(), _BUSY_FACTOR, _BUSY_AT_LEAST_S)

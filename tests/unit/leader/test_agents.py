@@ -189,3 +189,22 @@ def test_many_hosts_send_heartbeats_less_often_but_three_in_each_timeout() -> No
     assert [interval(hosts) for hosts in (1, 100, 256, 5000)] == [1.0, 1.0, 2.56, 3.0]
     assert interval(2, 3.0) == pytest.approx(0.3)
     assert interval(256, 3.0) == pytest.approx(1.0)
+
+
+def test_the_leader_sends_two_heartbeats_in_each_timeout() -> None:
+    agents = Agents(RunSpec(("true",), "/", failure_timeout_s=6.0), {}, lambda *_: None)
+    hosts = 1000
+    sent: list[float] = []
+    now = 0.0
+
+    class Up:
+        def beat(self, _: int | None) -> None:
+            sent.append(now)
+
+    up: Any = Up()
+    agents.by_host.update({f"h{number}": up for number in range(hosts)})
+    while now < 12.5:
+        agents.beat(now, None)
+        now += 0.25
+    assert sorted(set(sent)) == [0.0, 3.0, 6.0, 9.0, 12.0]
+    assert len(sent) == 5 * hosts
