@@ -430,17 +430,18 @@ class GradientAverager:
     def _ready(self, parameter: torch.Tensor) -> None:
         if self._left.added(parameter):
             self._refuse_left(parameter)
-        if self._context.step.in_no_sync:
+        step = self._context.step
+        if step.in_no_sync:
             return
-        self._context.step.continues = False
-        if self._communicator.size == 1 or self._context.step.accumulating:
+        step.continues = False
+        if self._communicator.size == 1 or step.accumulating:
             return
         if self._reductions.are_done:
             self._reductions.refuse_twice(parameter)
         # Where the batch adapts, the step may be called off for lack of memory: on a CPU until all
         # gradients are there, and on a GPU until its end.
         adapts = self._context.planner.adapts
-        if not adapts:
+        if not (adapts or step.has_told):
             self._context.begin_exchange()
         self._open()
         bucket = self._reductions.arrived(parameter)
