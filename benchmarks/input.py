@@ -145,7 +145,7 @@ class Hosts:
 
 def with_ray_data(hosts: Hosts) -> list[dict[str, Any]]:
     """Read with Ray Data on both hosts."""
-    ray = VirtualRay(hosts.cluster, hosts.folder / "ray", slots=0, cpus=1)
+    ray = VirtualRay(hosts.cluster, hosts.folder / "ray", cpus=1)
     ray.use(hosts.cluster.hosts)
     try:
         ray.up()
