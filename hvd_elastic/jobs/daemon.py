@@ -225,8 +225,8 @@ class Daemon:
         heard = {
             host
             for _, progress in running
-            if progress.cut_off_at is None and progress.trained_at is not None
-            for host in progress.hosts
+            if progress.cut_off_at is None
+            for host in progress.occupied
         }
         for job, progress in running:
             silent_since = progress.cut_off_at

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -196,7 +197,7 @@ def test_jobs_outlive_a_daemon_that_is_killed_again_and_again(
     script = write_script(tmp_path)
     enough = tmp_path / "enough"
     trains = local.submit(
-        *("--audit", "--checkpoint-every", 1, "--", "python", script),
+        *("--audit", "--checkpoint-every", 1, "--", sys.executable, script),
         *("--until", enough, "--example-time", 0.01),
     )
     until(lambda: local.events("metrics", local.job(trains)["run_id"]), "it trains")
@@ -226,7 +227,7 @@ def test_jobs_share_hosts_lose_one_and_leave_nothing(
     hostfile = hostfile_of(tmp_path / "hosts", stage.hosts[:2], slots=2)
     enough = shared / f"{tmp_path.name}.enough"
     cluster = Cluster(tmp_path, hostfile, "virtual", ("-F", stage.cluster.ssh_config))
-    script_call = ("--", "python", script, "--until", enough, "--step-time", 0.02)
+    script_call = ("--", sys.executable, script, "--until", enough, "--step-time", 0.02)
     train = ("--audit", "--checkpoint-every", 1, *script_call)
     with cluster:
         one = cluster.submit("--name", "one", *train)
