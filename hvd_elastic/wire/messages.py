@@ -694,7 +694,7 @@ class AgentHello(_FromAgent, tag="hello"):
         interface: network interface that the ring will use; None: Gloo chooses.
         interfaces: address of each network interface by name.
         cpus: number of cores that the agent may use.
-        machine: id of the machine, the same for hosts that are parts of one machine.
+        machine: id of the machine, the same for hosts that share its cores; "": they are its own.
         swept: number of processes left by a killed agent of the run that were ended.
         held: workers of the run held under an earlier leader; None: the agent is new.
     """

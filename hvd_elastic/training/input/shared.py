@@ -8,7 +8,8 @@ from typing import Any
 
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.data_order import Place
-from hvd_elastic.training.input.reader import InputReader, InputServer
+from hvd_elastic.training.input.asking import InputServer
+from hvd_elastic.training.input.reader import InputReader
 from hvd_elastic.training.input.server import Source
 from hvd_elastic.training.planning.compute_times import NewEvent, no_event
 from hvd_elastic.training.worker import Worker
@@ -41,9 +42,9 @@ class SharedReading:
 
     def offer(self, context: Context) -> None:
         """Register what is read; an input host serves the loader that its script makes first."""
-        context.loaders += 1
-        if context.loaders == 1:
-            context.input_source = self._source
+        context.data.loaders += 1
+        if context.data.loaders == 1:
+            context.data.input_source = self._source
             self._may_be_helped = True
 
     def is_used(self, worker: Worker) -> bool:

@@ -173,6 +173,12 @@ def test_an_elastic_function_returns_its_value_at_rank_0(
     assert str(raised.value).endswith("ValueError: no such loss")
 
 
+def test_an_elastic_function_that_does_not_train_says_so(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    with pytest.raises(RunError, match=r"error: len has ended without training\. It was run"):
+        run(len, "no training", sizes=Sizes(1, 1, 1))
+
+
 def test_unknown_options_are_refused_with_the_valid_ones():
     task = Task.of(tell_ranks, (), {})
     with pytest.raises(UsageError, match="colour: no option of a run; valid are run_id, audit"):
