@@ -47,6 +47,13 @@ class LineWriter:
         os.write(self._out, json.dumps(record, separators=(",", ":")).encode() + b"\n")
 
 
+def tell_time(path: Path) -> None:
+    """Write the time to a file, whole at once [s, monotonic]."""
+    partial = path.with_suffix(".new")
+    partial.write_text(str(time.monotonic()), encoding="utf-8")
+    partial.replace(path)
+
+
 def main() -> None:
     """Run the training script that the command line names, and record its steps."""
     began = time.monotonic()

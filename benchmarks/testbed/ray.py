@@ -22,16 +22,19 @@ _LIMIT_S = 200.0
 
 
 class VirtualRay:
-    """Some hosts of a virtual cluster as nodes of one Ray cluster, each with two processors.
+    """Some hosts of a virtual cluster as nodes of one Ray cluster.
 
     Args:
         cluster: the virtual hosts.
         folder: folder that they share with this machine, for the hostfile and the record.
         slots: slots of each host.
+        cpus: processors of each host.
     """
 
-    def __init__(self, cluster: VirtualCluster, folder: Path, slots: int = 1) -> None:
-        self.cluster, self._slots = cluster, slots
+    def __init__(
+        self, cluster: VirtualCluster, folder: Path, slots: int = 1, cpus: int = 2
+    ) -> None:
+        self.cluster, self._each = cluster, f"slots={slots} cpus={cpus}"
         self.home = folder / "home"
         self.home.mkdir(parents=True)
         self.hostfile = folder / "hosts"
@@ -57,7 +60,7 @@ class VirtualRay:
 
     def use(self, hosts: Sequence[str]) -> None:
         """Write the hostfile."""
-        lines = [f"{host} slots={self._slots} cpus=2\n" for host in hosts]
+        lines = [f"{host} {self._each}\n" for host in hosts]
         self.hostfile.write_text("".join(lines), encoding="utf-8")
 
     def up(self, *more: str) -> list[dict[str, Any]]:
@@ -65,6 +68,9 @@ class VirtualRay:
         lines = self.call("up", "--object-store", "80", "--json", *more).splitlines()
         found = [json.loads(line) for line in lines if line.startswith("{")]
         return [each for each in found if each["kind"] == "host"]
+
+    def stop(self) -> None:
+        """Do nothing: all of it ends with the processes of the hosts."""
 
     @property
     def recorded(self) -> RayCluster:

@@ -52,6 +52,7 @@ from hvd_elastic.agent.worker_start import die_with_parent
 from hvd_elastic.agent.workers import Workers
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.interfaces import interface_of, interfaces, own_address
+from hvd_elastic.hosts.programs.cores import usable_cores
 from hvd_elastic.hosts.programs.dial_back import PARENT_VARIABLE
 from hvd_elastic.hosts.programs.hold_command import become_subreaper
 from hvd_elastic.hosts.programs.processes import (
@@ -70,7 +71,13 @@ _PROOF_S = 2.0
 
 
 def _machine() -> str:
-    """Return an id shared by all hosts (containers, namespaces) on one machine; "" if unknown."""
+    """Return an id of all hosts (containers, namespaces) that share the cores of one machine.
+
+    Returns:
+        "" if it is unknown, or if a quota gives this host cores of its own.
+    """
+    if usable_cores() < len(os.sched_getaffinity(0)):
+        return ""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
@@ -455,7 +462,7 @@ class Agent:
                 hostname=socket.gethostname(),
                 interface=self._interface,
                 interfaces=interfaces(),
-                cpus=len(os.sched_getaffinity(0)),
+                cpus=usable_cores(),
                 machine=_machine(),
                 swept=swept,
                 held=held,

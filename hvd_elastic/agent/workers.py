@@ -21,6 +21,7 @@ from hvd_elastic.agent.template.template import Template
 from hvd_elastic.agent.worker_start import WorkerStart
 from hvd_elastic.control.commands import Member
 from hvd_elastic.control.progress import Activity
+from hvd_elastic.hosts.programs.cores import usable_cores
 from hvd_elastic.hosts.programs.processes import Process, descendants, environment, send
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MAX_LINE_BYTES, MessageDecoder, ProtocolError, encode, peer_uid
@@ -190,7 +191,7 @@ class Workers:
         return {_VISIBLE: ",".join(named[number] for number in devices)}
 
     def _environment(self, order: msg.StartWorker) -> dict[str, str]:
-        cores = str(max(1, len(os.sched_getaffinity(0)) // max(1, order.slots)))
+        cores = str(max(1, usable_cores() // max(1, order.slots)))
         defaults = {
             # As torchrun does: if each worker used all cores, they would slow each other down.
             "OMP_NUM_THREADS": cores,

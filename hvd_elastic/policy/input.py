@@ -22,6 +22,8 @@ _MOVED = 0.05
 """Change of that part that is recorded again."""
 _COMPUTES = 0.6
 """Part of its time that a reader uses a core, above which it computes rather than waits."""
+_NOTABLE_SENDING = 0.2
+"""Part of the time of input hosts in which they send and could read instead."""
 _CROWDED = 0.85
 """Part of a machine's cores in use above which its processes wait for each other."""
 
@@ -38,6 +40,7 @@ class Reading:
         processes: number of processes of the worker that read; 0: the training process itself;
             None: not known.
         helpers: number of processes of input hosts that read for it.
+        sent_s: time in which these have sent their batches [s].
     """
 
     loop_s: float = 0.0
@@ -46,6 +49,7 @@ class Reading:
     examples: int = 0
     processes: int | None = None
     helpers: int = 0
+    sent_s: float = 0.0
 
     def since(self, then: Reading) -> Reading:
         """Return what was read after an earlier reading of the same process."""
@@ -57,6 +61,7 @@ class Reading:
             self.examples - then.examples,
             self.processes,
             self.helpers,
+            self.sent_s - then.sent_s,
         )
 
     @property
@@ -78,6 +83,11 @@ class Reading:
         if readers:  # they are all busy while they are waited for
             return self.cores >= _COMPUTES * readers * self.share
         return self.cpu_s >= _COMPUTES * self.wait_s
+
+    @property
+    def waits_for_link(self) -> bool:
+        """Whether input hosts make no batches for a notable time, since they send others."""
+        return self.sent_s > _NOTABLE_SENDING * self.helpers * self.loop_s
 
 
 @dataclass(frozen=True)
@@ -192,11 +202,15 @@ def _remedy(
     """Return what rank ``worst`` waits for, how many more cores would end it, and what to do."""
     reading = readings[worst]
     processes = reading.processes or 0
-    if reading.helpers and not reading.computes:
+    if reading.helpers and (reading.waits_for_link or not reading.computes):
+        limit = (
+            "have to wait until their batches are sent: the link to them is the limit"
+            if reading.waits_for_link
+            else "are not busy: the link to them is the limit, or their storage"
+        )
         remedy = (
-            "the processes of input hosts are not busy: the link to them is the limit, or their "
-            "storage; send less (uint8, cropped pictures), or read more on this host: "
-            f"num_workers={processes + 1}"
+            f"the processes of input hosts {limit}; send less (uint8, cropped pictures), or read "
+            f"more on this host: num_workers={processes + 1}"
         )
         return "storage", None, remedy
     crowded, idle = _cores_at(hosts[worst], readings, hosts, machines)

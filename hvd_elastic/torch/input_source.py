@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from io import BytesIO
 from typing import Any
 
 import torch
+from torch.utils.data._utils import worker
 
 from hvd_elastic.training.input.indexed import IndexedSource
-from hvd_elastic.training.input.server import undisturbed
+from hvd_elastic.training.input.link import Buffers
 
 _PLAIN = frozenset(
     (
@@ -21,8 +21,32 @@ _PLAIN = frozenset(
 """Types of tensors that are sent as their bytes."""
 
 
+class _Pickler(pickle.Pickler):
+    """Pickles tensors of the CPU as their bytes, which stay out of the stream.
+
+    Strides survive where the elements fill their memory, as in ``torch.channels_last``.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how a tensor is pickled."""
+        if (
+            type(value) is torch.Tensor
+            and value.device.type == "cpu"
+            and value.layout is torch.strided
+            and value.dtype in _PLAIN
+        ):
+            order = sorted(range(value.dim()), key=value.stride, reverse=True)
+            stored = value.detach().permute(order)
+            if not stored.is_contiguous():
+                order, stored = [*range(value.dim())], value.detach().contiguous()
+            content: Any = stored.reshape(-1).view(torch.uint8).numpy()
+            told = (value.dtype, tuple(stored.shape), order)
+            return _tensor, (pickle.PickleBuffer(content), *told)
+        return NotImplemented
+
+
 class LoaderSource(IndexedSource):
-    """Implements :class:`hvd_elastic.training.input.server.Source` for a loader.
+    """Reads a data set for a loader.
 
     Args:
         dataset: the script's data set.
@@ -32,6 +56,8 @@ class LoaderSource(IndexedSource):
         started: called in a process that was forked to read, with its number.
         pins: whether batches are put into pinned memory.
     """
+
+    pickler = _Pickler
 
     def __init__(
         self,
@@ -47,9 +73,12 @@ class LoaderSource(IndexedSource):
         self._started = started
         self._pins = pins
 
-    def start(self, number: int) -> None:
-        """See :class:`Source`."""
+    def start(self, number: int, count: int) -> None:
         torch.set_num_threads(1)  # as in PyTorch's loader: each core has a process of its own
+        # For get_worker_info(), by which a worker_init_fn finds the data set.
+        worker._worker_info = worker.WorkerInfo(
+            id=number, num_workers=count, seed=torch.initial_seed(), dataset=self._dataset
+        )
         self._started(number)
 
     def seed_for(self, epoch: int, index: int) -> int:
@@ -59,21 +88,11 @@ class LoaderSource(IndexedSource):
         return seed
 
     def make_here(self, epoch: int, indices: Sequence[int]) -> Any:
-        """See :class:`Source`."""
-        with undisturbed(), torch.random.fork_rng(devices=[]):
-            return self._pinned(self.make(epoch, indices))
+        with torch.random.fork_rng(devices=[]):
+            return self._pinned(super().make_here(epoch, indices))
 
-    def pack(self, batch: Any) -> list[Any]:
-        """See :class:`Source`."""
-        buffers: list[Any] = []
-        described = BytesIO()
-        _Pickler(described, protocol=5, buffer_callback=buffers.append).dump(batch)
-        return [described.getbuffer(), *(buffer.raw() for buffer in buffers)]
-
-    def unpack(self, buffers: list[Any]) -> Any:
-        """See :class:`Source`."""
-        # They come from a process of this rank, or from one that has shown the run's certificate.
-        return self._pinned(pickle.loads(buffers[0], buffers=buffers[1:]))  # noqa: S301
+    def unpack(self, buffers: Buffers) -> Any:
+        return self._pinned(super().unpack(buffers))
 
     def _pinned(self, batch: Any) -> Any:
         if not (self._pins and torch.cuda.is_available()):
@@ -83,24 +102,12 @@ class LoaderSource(IndexedSource):
         return pin_memory(batch)
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles tensors of the CPU as their bytes, which stay out of the stream."""
-
-    def reducer_override(self, value: Any) -> Any:
-        """Return how a tensor is pickled."""
-        if (
-            type(value) is torch.Tensor
-            and value.device.type == "cpu"
-            and value.layout is torch.strided
-            and value.dtype in _PLAIN
-        ):
-            flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-            content: Any = flat.numpy()
-            return _tensor, (pickle.PickleBuffer(content), value.dtype, tuple(value.shape))
-        return NotImplemented
-
-
-def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor(
+    buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], order: list[int]
+) -> torch.Tensor:
+    """Return a tensor whose dimensions lie in memory in this order, with this shape in memory."""
     if not memoryview(buffer).nbytes:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+        stored = torch.empty(shape, dtype=dtype)
+    else:
+        stored = torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+    return stored.permute([order.index(place) for place in range(len(order))])

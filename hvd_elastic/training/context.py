@@ -230,7 +230,7 @@ class Context:
     def own_flags(self) -> np.ndarray:
         """Return what this rank tells the others in a step whose graph reduces it.
 
-        Called while the graph runs, in a thread of the framework, when all gradients are computed.
+        Called while the graph runs, in a thread of the framework.
         """
         worker, step = self.worker, self.step
         if worker.communicator.size == 1:

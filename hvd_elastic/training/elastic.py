@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,9 +21,11 @@ from hvd_elastic.training.input.worker import serve_ranks
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import Phase
 from hvd_elastic.training.rollback import StepVoidedError
+from hvd_elastic.training.script_state import ScriptState
 from hvd_elastic.wire import messages as msg
 
 Result = TypeVar("Result")
+TrainFunction = Callable[..., Result]
 Batch = TypeVar("Batch")
 _Batch_co = TypeVar("_Batch_co", covariant=True)
 _AFTER_A_FAILURE = (
@@ -30,6 +33,38 @@ _AFTER_A_FAILURE = (
     "where no batch of the epoch is left, the loop over the loader runs zero times; a variable "
     "that is used after the loop has to be set before it"
 )
+
+
+def run(
+    function: TrainFunction[Result], *, warmup: Callable[[], object] | None = None
+) -> TrainFunction[Result]:
+    """Make a training function elastic; use it as a decorator.
+
+    The function takes the ``State`` as its first argument. It is called again after a failure, and
+    ``epochs()`` and the loader continue from the progress of the state. A planned change of the
+    world happens where the loader is iterated, between two steps, without leaving the function.
+
+    Args:
+        function: training function, called as ``function(state, ...)``.
+        warmup: called once before this worker reports ready, while the other workers train; for
+            work that is slow the first time. With PyTorch it must not change the state. With
+            TensorFlow it has the step traced, ``lambda: train_step(*next(iter(dataset)))``: the
+            steps that it takes are on this rank alone, and undone.
+    """
+
+    @functools.wraps(function)
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Result:
+        ctx, name = context.current(), function.__name__
+        frontend = ctx.worker.frontend
+        if not isinstance(state, ScriptState):
+            raise ScriptError(
+                f"{name}() must be called with a {frontend.module}.State first, "
+                f"not with a {type(state).__name__}"
+            )
+        with frontend.training(state, None if ctx.worker.reads else warmup):
+            return run_training(ctx, functools.partial(function, state, *args, **kwargs), name)
+
+    return wrapper
 
 
 def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Result:

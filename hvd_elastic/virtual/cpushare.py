@@ -8,8 +8,11 @@ from pathlib import Path
 
 from hvd_elastic.errors import VirtualClusterError
 
-# The kernel's default period of a CPU quota.
-PERIOD_US = 100_000
+PERIOD_US = 10_000
+"""Period of a quota. With the kernel's default of 100 ms, half a core would be a whole one that
+stops for 50 ms at a time, which is as long as whole training steps."""
+LEAST_QUOTA_US = 1000
+"""What the kernel takes."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,15 @@ class CpuGroups:
         group = self.folder / host
         try:
             group.mkdir(parents=True, exist_ok=True)
-            quota = max(int(cpus * PERIOD_US), 1000)
+            quota = max(int(cpus * PERIOD_US), LEAST_QUOTA_US)
+            period = max(PERIOD_US, int(quota / cpus))
             if self.version == 1:
-                (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+                (group / "cpu.cfs_period_us").write_text(str(period))
                 (group / "cpu.cfs_quota_us").write_text(str(quota))
             else:
                 for parent in (self.folder.parent, self.folder):
                     (parent / "cgroup.subtree_control").write_text("+cpu")
-                (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+                (group / "cpu.max").write_text(f"{quota} {period}")
         except OSError as error:
             raise VirtualClusterError(
                 f"the CPU share of {host} cannot be set in {group}: {error.strerror}; "

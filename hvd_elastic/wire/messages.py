@@ -508,7 +508,7 @@ class LeaderHello(_ToAgent, tag="hello", forbid_unknown_fields=False):
         run: contents of run.json, for a later leader that has no run folder.
         interface: network interface of the ring; None: the one with this host's own address.
         local_address: address of this host for the other hosts.
-        heartbeat_s: time between heartbeats of the agent, and of the leader to it [s].
+        heartbeat_s: time between heartbeats of the agent [s]; those of the leader come less often.
         preemption: cloud whose metadata service tells whether the host will be preempted; None:
             none is asked.
         preemption_command: command that tells the same; None: there is none.
@@ -694,7 +694,7 @@ class AgentHello(_FromAgent, tag="hello"):
         interface: network interface that the ring will use; None: Gloo chooses.
         interfaces: address of each network interface by name.
         cpus: number of cores that the agent may use.
-        machine: id of the machine, the same for hosts that are parts of one machine.
+        machine: id of the machine, the same for hosts that share its cores; "": they are its own.
         swept: number of processes left by a killed agent of the run that were ended.
         held: workers of the run held under an earlier leader; None: the agent is new.
     """

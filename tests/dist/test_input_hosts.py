@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import random
 import zlib
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from hvd_elastic.model.sharding import epoch_order
 from hvd_elastic.training.input.server import seed_example, undisturbed
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
-from tests.paths import NEEDS_TENSORFLOW
+from tests.paths import COSTLY, NEEDS_TENSORFLOW
 
 EXAMPLES = 150
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -45,6 +47,22 @@ def augmented_array(epoch: int, index: int) -> str:
         noise = np.random.rand(8).astype(np.float32) + random.random()
         content: bytes = (inputs[index] + 0.01 * noise).tobytes()
     return content.hex()
+
+
+def check_examples(job: RunningJob, style: str) -> None:
+    """After its end: each example has its bytes and its place in the order without input hosts."""
+    right = augmented if style == "torch" else augmented_array
+    steps: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for row in examples(job):
+        assert row["bytes"] == right(row["epoch"], row["index"])
+        steps[row["epoch"]][row["step"]].add(row["index"])
+    for epoch, found in steps.items():
+        order = epoch_order(0, epoch, EXAMPLES)(np.arange(EXAMPLES)).tolist()
+        for step in sorted(found):
+            count = len(found[step])
+            assert found[step] == {*order[:count]}, f"step {step} of epoch {epoch}"
+            order = order[count:]
+        assert not order
 
 
 def read_on(job: RunningJob, host: str, since: int = 0) -> bool:
@@ -89,8 +107,52 @@ def test_bytes_and_order_are_the_same_through_a_kill_a_join_and_an_adapting_batc
     job.wait_size(2, since)
     audit = job.finish()
     assert audit.complete_epochs >= 1
-    rows = examples(job)
-    right = augmented if style == "torch" else augmented_array
-    wrong = [row for row in rows if row["bytes"] != right(row["epoch"], row["index"])]
-    assert not wrong
-    assert len({row["host"] for row in rows}) > 1  # those that train read while it was gone
+    check_examples(job, style)
+    # Those that train read while it was gone.
+    assert len({row["host"] for row in examples(job)}) > 1
+
+
+@pytest.mark.parametrize(
+    "style",
+    ["torch", pytest.param("loop", marks=[NEEDS_TENSORFLOW, COSTLY])],
+    indirect=True,
+    scope="module",
+)
+def test_another_leader_goes_on_with_hosts_that_read(
+    stage: Stage, start_job: StartJob, style: str
+) -> None:
+    """Once in the processes that are there, and once from a checkpoint, after all have died."""
+    a, b, _, reads = stage.hosts
+    options = ("--examples", str(EXAMPLES), "--augment", "0.002")
+    job = start_job({a: 1, b: 1}, "--input-hosts", reads, script_options=options)
+    job.wait_size(2)
+    job.wait_for(lambda: read_on(job, reads), f"examples that {reads} has read")
+    ranks, reader = job.workers(a) + job.workers(b), job.worker(reads)
+
+    job.process.kill()
+    job.wait()
+    before = len(examples(job))
+    job.wait_for(lambda: read_on(job, reads, before), "reading without a leader", ended_too=True)
+    since = job.mark()
+    job.resume(alive=True)
+    job.wait_event("taken_over", since)
+    job.wait_event("input_host_joined", since, host=reads)
+    before = len(examples(job))
+    job.wait_for(lambda: read_on(job, reads, before), f"examples that {reads} has read again")
+    assert job.workers(a) + job.workers(b) == ranks
+    assert job.worker(reads) != reader  # a new one, with the certificate of the new leader
+
+    job.check_audit()
+    job.wait_event("checkpoint", since)
+    job.process.kill()
+    job.wait()
+    for host in (a, b, reads):
+        job.kill_agent(host)
+    job.wait_for(lambda: not job.workers(), "all processes end", ended_too=True)
+    since, before = job.mark(), len(examples(job))
+    job.resume()
+    job.wait_event("restored", since)
+    job.wait_size(2, since)
+    job.wait_for(lambda: read_on(job, reads, before), f"examples that {reads} has read at last")
+    job.finish_without_audit()  # what the last leader had not heard died with the agents
+    check_examples(job, style)

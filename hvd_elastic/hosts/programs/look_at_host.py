@@ -26,6 +26,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
+from hvd_elastic.hosts.programs.cores import usable_cores
 from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
 
 SIOCGIFADDR = 0x8915
@@ -242,6 +243,6 @@ def main() -> None:
         "code": None if code is None else digest_of(Path(code)),
         "package_code": package_code(),
         **gpus(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": usable_cores(),
     }
     sys.stdout.write(json.dumps(answer))

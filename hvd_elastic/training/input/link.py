@@ -60,12 +60,15 @@ class Want(_Frame, tag="want"):
 class Batch(_Frame, tag="batch"):
     """A batch, in the buffers of the frame; ``indices`` were read for it.
 
-    ``cpu_s`` is the processor time that it took [s].
+    ``cpu_s`` is the processor time that it took, ``sent_s`` the time to send the one before it [s].
+    ``sizes`` are those of the buffers before they were compressed [bytes]; empty: they were not.
     """
 
     number: int
     indices: list[int]
     cpu_s: float
+    sent_s: float = 0.0
+    sizes: list[int] = []
 
 
 class Failed(_Frame, tag="failed"):
@@ -162,6 +165,22 @@ def accept(plain: socket.socket, certificate: str) -> Link:
     return _secured(plain, certificate, "a rank", client=False)
 
 
+class _Connection(ssl.SSLSocket):
+    """A TLS connection that is closed if its peer is gone before the handshake.
+
+    CPython 3.11 leaves it to the garbage collector then: the plain socket has lost its descriptor
+    to a connection that nobody is given.
+    """
+
+    def getpeername(self) -> Any:
+        """See :meth:`socket.socket.getpeername`; it is asked before the handshake."""
+        try:
+            return super().getpeername()
+        except OSError as error:
+            self.close()
+            raise ConnectionResetError("the peer has closed the connection") from error
+
+
 def _secured(plain: socket.socket, certificate: str, peer: str, *, client: bool) -> Link:
     try:
         plain.settimeout(_CONNECT_S)
@@ -170,9 +189,10 @@ def _secured(plain: socket.socket, certificate: str, peer: str, *, client: bool)
             timeout_ms = int(1000 * _SEND_S)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
         context = tls_context(certificate, client=client)
+        context.sslsocket_class = _Connection
         secure = context.wrap_socket(plain, server_side=not client)
         secure.settimeout(None)
-    except (OSError, ssl.SSLError):
+    except OSError:
         plain.close()
         raise
     return Link(secure, peer)

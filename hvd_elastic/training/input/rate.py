@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from hvd_elastic.hosts.programs.cores import usable_cores
 from hvd_elastic.policy.input import Reading
 from hvd_elastic.training.input.times import InputTimes
 
@@ -110,7 +110,7 @@ class InputBench:
             cpu_s=read.cpu_s,
             processes=read.processes,
             batch_size=batch_size,
-            cores=len(os.sched_getaffinity(0)),
+            cores=usable_cores(),
         )
         self._result.write_text(json.dumps(asdict(rate)), encoding="utf-8")
         raise SystemExit(0)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hvd_elastic.training.input.compression import LinkLimit, compress, size_of
 from hvd_elastic.training.input.link import (
     Batch,
     Buffers,
@@ -45,8 +46,8 @@ class Source(Protocol):
 
     examples: int
 
-    def start(self, number: int) -> None:
-        """Prepare a process that was forked to read, the ``number``-th of its parent."""
+    def start(self, number: int, count: int) -> None:
+        """Prepare a process that was forked to read, the ``number``-th of ``count``."""
 
     def make(self, epoch: int, indices: Sequence[int]) -> Any:
         """Return the batch of the examples with these dataset indices."""
@@ -78,24 +79,40 @@ def seed_example(seed: int, epoch: int, index: int) -> int:
     return mixed >> 1
 
 
-def serve(link: Link, source: Source, turn: threading.Lock | None = None) -> None:
+def serve(
+    link: Link, source: Source, turn: threading.Lock | None = None, limit: LinkLimit | None = None
+) -> None:
     """Answer the requests of one rank until it closes the link.
 
     Args:
         link: link to the rank.
         source: what is read.
         turn: held while a batch is made: the connections of a process take turns.
+        limit: decides whether batches are compressed; None: they are not.
     """
     turn = turn or threading.Lock()
     with contextlib.suppress(OSError, LinkError):
         link.send(Offer(source.examples))
+        sent_s = 0.0
         while True:
             want, _ = link.receive()
             if not isinstance(want, Want):
                 return
             with turn:
+                began = time.perf_counter()
                 answer, buffers = _read(want, source)
+                made = time.perf_counter()
+            size = size_of(buffers)
+            if isinstance(answer, Batch):
+                answer.sent_s = sent_s
+                if limit is not None and limit.compresses:
+                    cpu_began = time.thread_time()
+                    buffers, answer.sizes = compress(buffers)
+                    answer.cpu_s += time.thread_time() - cpu_began
             link.send(answer, buffers)
+            sent_s = time.perf_counter() - made
+            if limit is not None:
+                limit.sent(size, made - began, sent_s)
 
 
 def _read(want: Want, source: Source) -> tuple[Batch | Failed, Buffers]:
@@ -113,12 +130,13 @@ class LocalReader:
     Args:
         source: what it reads.
         number: its number among the rank's.
+        count: their number.
     """
 
-    def __init__(self, source: Source, number: int) -> None:
+    def __init__(self, source: Source, number: int, count: int) -> None:
         own, other = socket.socketpair()
         process = _FORK.Process(
-            target=_serve_parent, args=(other, own, source, number), daemon=True
+            target=_serve_parent, args=(other, own, source, number, count), daemon=True
         )
         process.start()
         other.close()
@@ -132,9 +150,11 @@ class LocalReader:
         self.process.join()
 
 
-def _serve_parent(own: socket.socket, parents: socket.socket, source: Source, number: int) -> None:
+def _serve_parent(
+    own: socket.socket, parents: socket.socket, source: Source, number: int, count: int
+) -> None:
     parents.close()
-    source.start(number)
+    source.start(number, count)
     serve(Link(own, "the rank"), source)
 
 
@@ -161,7 +181,9 @@ class ReadingProcesses:
         for number in range(count):
             receive, send = _FORK.Pipe(duplex=False)
             process = _FORK.Process(
-                target=_serve_ranks, args=(source, number, address, certificate, send), daemon=True
+                target=_serve_ranks,
+                args=(source, number, count, address, certificate, send),
+                daemon=True,
             )
             process.start()
             send.close()
@@ -191,9 +213,9 @@ class ReadingProcesses:
 
 
 def _serve_ranks(
-    source: Source, number: int, address: str, certificate: str, tell: Connection
+    source: Source, number: int, count: int, address: str, certificate: str, tell: Connection
 ) -> None:
-    source.start(number)
+    source.start(number, count)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=128)
     tell.send(listener.getsockname()[1])
@@ -209,7 +231,7 @@ def serve_port(listener: socket.socket, certificate: str, source: Source) -> Non
         with contextlib.suppress(OSError):
             link = accept(plain, certificate)
             try:
-                serve(link, source, turn)
+                serve(link, source, turn, LinkLimit())
             finally:
                 link.close()
 

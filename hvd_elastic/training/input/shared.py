@@ -8,7 +8,8 @@ from typing import Any
 
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.data_order import Place
-from hvd_elastic.training.input.reader import InputReader, InputServer
+from hvd_elastic.training.input.asking import InputServer
+from hvd_elastic.training.input.reader import InputReader
 from hvd_elastic.training.input.server import Source
 from hvd_elastic.training.planning.compute_times import NewEvent, no_event
 from hvd_elastic.training.worker import Worker

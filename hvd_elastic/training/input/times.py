@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from hvd_elastic.policy.input import Reading
 from hvd_elastic.training.planning.compute_times import (
@@ -19,6 +20,20 @@ from hvd_elastic.training.planning.compute_times import (
 _AHEAD = 64
 """Most waits on a device that are pending; a device is a few steps behind at the most."""
 _TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Helpers(NamedTuple):
+    """Processes of input hosts that read for a rank.
+
+    Attributes:
+        number: number of those that are connected.
+        cpu_s: processor time that all have taken so far [s].
+        sent_s: time in which they have sent batches [s].
+    """
+
+    number: int = 0
+    cpu_s: float = 0.0
+    sent_s: float = 0.0
 
 
 class InputTimes:
@@ -36,8 +51,7 @@ class InputTimes:
         new_event: creates an event on the training device; returns None where that is the CPU.
         processes: number of processes that read; 0: this one; None: not known.
         pids: returns the process ids of the live ones.
-        helpers: returns the number of processes of input hosts that read for this rank, and the
-            processor time that they took for it so far [s].
+        helpers: returns what processes of input hosts have done for this rank so far.
     """
 
     def __init__(
@@ -48,7 +62,7 @@ class InputTimes:
         self.new_event: NewEvent = no_event
         self.processes: int | None = None
         self.pids: Callable[[], Sequence[int]] = tuple
-        self.helpers: Callable[[], tuple[int, float]] = lambda: (0, 0.0)
+        self.helpers: Callable[[], Helpers] = Helpers
         self._clock, self._cpu_clock = clock, cpu_clock
         self._began = self._cpu_began = 0.0
         self._mark: DeviceEvent | None = None
@@ -93,15 +107,16 @@ class InputTimes:
         """Return what was read so far; None: nothing. Any thread may call it."""
         if not self._examples:
             return None
-        helpers, helped_s = self.helpers()
+        helpers = self.helpers()
         cpu_s = self._reading_cpu_s()
         return Reading(
             loop_s=round(self._loop_s, 4),
             wait_s=round(self._wait_s, 4),
-            cpu_s=None if cpu_s is None else round(cpu_s + helped_s, 4),
+            cpu_s=None if cpu_s is None else round(cpu_s + helpers.cpu_s, 4),
             examples=self._examples,
             processes=self.processes,
-            helpers=helpers,
+            helpers=helpers.number,
+            sent_s=round(helpers.sent_s, 4),
         )
 
     def _reading_cpu_s(self) -> float | None:

@@ -122,9 +122,10 @@ class Probe:
         Args:
             batch, indices, hosts: tensors; each example, its dataset index, and a hash of its host.
         """
-        epoch = context.current().worker.progress.epoch
+        progress = context.current().worker.progress
+        place = {"epoch": progress.epoch, "step": progress.step}
         rows = [
-            {"epoch": epoch, "index": index, "host": host, "bytes": row.tobytes().hex()}
+            {**place, "index": index, "host": host, "bytes": row.tobytes().hex()}
             for row, index, host in zip(
                 batch.numpy(), indices.numpy().tolist(), hosts.numpy().tolist(), strict=True
             )

@@ -84,6 +84,14 @@ def test_input_hosts_that_are_idle_wait_for_the_link() -> None:
     assert "the link to them is the limit" in found.reason
 
 
+def test_input_hosts_that_compute_and_then_wait_to_send_wait_for_the_link() -> None:
+    helped = Reading(10.0, 4.0, 14.0, 1000, 0, helpers=2, sent_s=6.0)
+    found = find_input_bound([helped], ["a"], FOUR_CORES)
+    assert (found.bound, found.more_cores) == ("storage", None)
+    assert "have to wait until their batches are sent" in found.reason
+    assert found.reason.endswith("read more on this host: num_workers=1")
+
+
 def test_an_unknown_processor_time_leaves_the_cores_open() -> None:
     found = find_input_bound([reading(6.0, None, None)], ["a"], FOUR_CORES)
     assert (found.bound, found.more_cores, found.core_s) == ("unknown", None, None)

@@ -47,7 +47,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def read_in_a_process(source: DatasetSource, indices: list[int]) -> tuple[Any, Any]:
-    reader = LocalReader(source, 0)
+    reader = LocalReader(source, 0, 1)
     try:
         reader.link.receive()  # the offer
         reader.link.send(Want(0, 1, indices))

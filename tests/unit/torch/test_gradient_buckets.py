@@ -228,6 +228,17 @@ def test_a_full_bucket_is_reduced_while_others_wait(
     optimizer.step()
 
 
+def test_the_last_bucket_is_small(alone: Context, ranks: Alike) -> None:
+    """Nothing hides it: the first layers, whose gradients come last. Others double in size."""
+    quarter = gradient_buckets.BUCKET_BYTES // 4 // 4
+    parameters, optimizer = trained(alone, *[quarter] * 9)
+    optimizer.synchronize()
+    last, *others = sorted(ranks.sent, key=torch.Tensor.numel)
+    assert [sent.numel() // quarter for sent in (last, *others)] == [1, 2, 2, 4]
+    assert parameters[0].grad is not None
+    assert parameters[0].grad.data_ptr() == last.data_ptr()
+
+
 @pytest.mark.parametrize("at", ["gradient", "before", "after"])
 def test_a_hook_that_changes_a_gradient_in_place_is_averaged_or_refused(
     alone: Context, ranks: Alike, at: str

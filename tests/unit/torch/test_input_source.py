@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.torch.input_source import LoaderSource
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.input.link import Batch, Failed, Want
+from hvd_elastic.training.input.server import LocalReader
 
 
 class Augmented(Dataset[Any]):
@@ -106,6 +109,31 @@ def test_a_batch_arrives_as_it_was(batch: Any) -> None:
     assert same(batch, found)
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.rand(4, 6).t(),
+        torch.rand(2, 3, 4, 5).permute(2, 0, 3, 1),
+        torch.rand(7),
+        torch.tensor(3.0),
+    ],
+)
+def test_a_batch_arrives_with_its_strides(batch: torch.Tensor) -> None:
+    made = source()
+    found = made.unpack([bytearray(each) for each in made.pack(batch)])
+    assert torch.equal(found, batch)
+    assert found.stride() == batch.stride()
+
+
+@pytest.mark.parametrize("batch", [torch.rand(6, 4)[:, ::2], torch.rand(1, 3).expand(5, 3)])
+def test_a_part_of_a_tensor_arrives_without_the_rest(batch: torch.Tensor) -> None:
+    made = source()
+    sent = [bytearray(each) for each in made.pack(batch)]
+    assert torch.equal(made.unpack(sent), batch)
+    assert len(sent[1]) == 4 * batch.numel()
+
+
 def test_bytes_of_pictures_stay_bytes_and_may_be_changed() -> None:
     made = source()
     pictures = torch.zeros(8, 3, 16, 16, dtype=torch.uint8)
@@ -114,6 +142,55 @@ def test_bytes_of_pictures_stay_bytes_and_may_be_changed() -> None:
     found = made.unpack(sent)
     found += 1
     assert int(found.sum()) == 8 * 3 * 16 * 16
+
+
+def read_in_a_process(made: LoaderSource, number: int = 0, count: int = 1) -> tuple[Any, Any]:
+    reader = LocalReader(made, number, count)
+    try:
+        reader.link.receive()  # the offer
+        reader.link.send(Want(0, 1, [3, 7]))
+        answer, buffers = reader.link.receive()
+        return answer, made.unpack([*buffers]) if buffers else None
+    finally:
+        reader.close()
+        reader.link.close()
+
+
+def test_functions_without_a_name_transform_and_collate_in_a_process() -> None:
+    """Nothing of the script is pickled, but its batches."""
+    scale = 3
+
+    class Transformed(Augmented):
+        transform = staticmethod(lambda index: scale * index)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.transform(index)
+
+    made = LoaderSource(
+        Transformed(), 40, lambda items: [items, scale], 0, lambda _: None, pins=False
+    )
+    answer, batch = read_in_a_process(made)
+    assert isinstance(answer, Batch)
+    assert batch == [[9, 21], 3]
+
+
+def test_a_batch_that_cannot_be_pickled_is_an_error() -> None:
+    made = LoaderSource(Augmented(), 40, lambda _: threading.Lock(), 0, lambda _: None, pins=False)
+    answer, _ = read_in_a_process(made)
+    assert isinstance(answer, Failed)
+    assert "cannot pickle '_thread.lock' object" in answer.error
+
+
+def test_a_process_knows_its_number_as_under_a_loader_of_pytorch() -> None:
+    class Told(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            info = get_worker_info()
+            return None if info is None else (info.id, info.num_workers)
+
+    made = LoaderSource(Told(), 40, list, 0, lambda _: None, pins=False)
+    _, batch = read_in_a_process(made, 1, 3)
+    assert batch == [(1, 3)] * 2
+    assert made.make_here(0, [1]) == [None]
 
 
 def test_seeded_examples_do_not_depend_on_the_number_of_processes(alone: Context) -> None:

@@ -11,11 +11,11 @@ import torch
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
-from hvd_elastic.torch.elastic import run
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 from hvd_elastic.torch.rate_scaling import _is_finite
 from hvd_elastic.torch.state import State
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.elastic import run
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.step import Pass, Stage

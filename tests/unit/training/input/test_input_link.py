@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import threading
@@ -12,7 +13,16 @@ from typing import Any
 import pytest
 
 from hvd_elastic.hosts.certificate import make_certificate
-from hvd_elastic.training.input.link import Batch, Failed, Link, LinkError, Offer, Want, connect
+from hvd_elastic.training.input.link import (
+    Batch,
+    Failed,
+    Link,
+    LinkError,
+    Offer,
+    Want,
+    accept,
+    connect,
+)
 from hvd_elastic.training.input.server import serve_port
 
 
@@ -21,7 +31,7 @@ class Numbers:
 
     examples = 100
 
-    def start(self, number: int) -> None:
+    def start(self, number: int, count: int) -> None:
         pass
 
     def make(self, epoch: int, indices: Sequence[int]) -> Any:
@@ -110,6 +120,20 @@ def test_a_rank_refuses_a_host_with_another_certificate(certificate: str) -> Non
         with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
             connect("127.0.0.1", listener.getsockname()[1], certificate, "host h")
         listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_connection_that_is_reset_before_the_handshake_is_closed(certificate: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        rank = socket.create_connection(listener.getsockname())
+        plain, _ = listener.accept()
+        number = plain.fileno()
+        rank.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        rank.close()  # sends a reset
+        with pytest.raises(ConnectionResetError) as raised:
+            accept(plain, certificate)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)
+        del raised  # until here its traceback holds whatever has the descriptor
 
 
 @pytest.fixture

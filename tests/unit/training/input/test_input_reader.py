@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 from hvd_elastic.hosts.certificate import make_certificate
+from hvd_elastic.training.input.asking import InputServer
 from hvd_elastic.training.input.link import Link, Offer
-from hvd_elastic.training.input.reader import InputReader, InputServer
+from hvd_elastic.training.input.reader import InputReader
+from hvd_elastic.training.input.requests import Requests
 from hvd_elastic.training.input.server import (
     ReadingProcesses,
     seed_example,
@@ -39,7 +41,7 @@ class Source:
         self.read: list[list[int]] = []
         self.before: Callable[[], None] = lambda: None
 
-    def start(self, number: int) -> None:
+    def start(self, number: int, count: int) -> None:
         pass
 
     def make(self, epoch: int, indices: Sequence[int]) -> Any:
@@ -166,11 +168,33 @@ def test_batches_are_the_same_in_the_same_order_whoever_reads_them(start: Any) -
     own = Source()
     reader = start(own, 2)
     reader.use([host.server])
-    wait_until(lambda: reader.helpers()[0] == 1)
+    wait_until(lambda: reader.helpers().number == 1)
     reader.begin(1, passes(60))
     wait_until(lambda: bool(host.source.read))
     assert take(reader, 60) == expected(1, 60)
     assert own.read == []  # in the rank itself
+    host.close()
+
+
+def test_own_processes_leave_their_core_to_training_where_input_hosts_suffice(start: Any) -> None:
+    own, host = Source(), Host(Source())
+    read = multiprocessing.get_context("fork").Value("i", 0)
+
+    def count() -> None:
+        with read.get_lock():
+            read.value += 1
+
+    own.before = count
+    reader = start(own, 1)
+    reader.use([host.server])
+    wait_until(lambda: reader.helpers().number == 1)
+    reader.begin(0, passes(80))
+    found = []
+    for _ in range(80):
+        found += take(reader, 1)
+        time.sleep(0.01)  # a step
+    assert found == expected(0, 80)
+    assert read.value < 20
     host.close()
 
 
@@ -293,6 +317,95 @@ def test_a_transform_that_fails_only_there_costs_the_host(start: Any, warnings: 
     host.close()
 
 
+def test_a_link_slower_than_reading_here_is_told_and_not_used(
+    start: Any, warnings: list[str]
+) -> None:
+    """A batch costs its host nothing, and comes late."""
+    far, own = Source(), Source()
+    far.before = lambda: time.sleep(0.03)
+    host = Host(far, "cpu1")
+    reader = start(own)
+    reader.use([host.server])
+    wait_until(lambda: reader.helpers().number == 1)
+    reader.begin(0, passes(120))
+    assert take(reader, 120) == expected(0, 120)
+    assert len(warnings) == 1
+    assert "input host cpu1 is not used: batches come every" in warnings[0]
+    assert len(far.read) < 80
+    host.close()
+
+
+def test_a_host_as_slow_as_the_rank_alone_is_used(start: Any, warnings: list[str]) -> None:
+    far, own = Source(), Source()
+    far.before = own.before = lambda: time.sleep(0.01)
+    host = Host(far)
+    reader = start(own)
+    reader.use([host.server])
+    wait_until(lambda: reader.helpers().number == 1)
+    reader.begin(0, passes(200))
+    assert take(reader, 200) == expected(0, 200)
+    assert warnings == []
+    assert len(own.read) <= 2  # to see how long it takes
+    host.close()
+
+
+def test_what_only_the_rank_itself_can_read_is_told_once(start: Any, warnings: list[str]) -> None:
+    """A batch that cannot be pickled, say."""
+
+    class Locked(Source):
+        def pack(self, batch: Any) -> list[Any]:
+            raise TypeError("cannot pickle '_thread.lock' object")
+
+    reader = start(Locked(), processes=1)
+    reader.begin(0, passes(10))
+    assert take(reader, 10) == expected(0, 10)
+    assert len(warnings) == 1
+    assert "reads batches itself that a loader process cannot read" in warnings[0]
+    assert "cannot pickle '_thread.lock' object" in warnings[0]
+
+
+def test_compressed_batches_are_the_same(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Always:
+        compresses = True
+
+        def sent(self, size: int, made_s: float, sent_s: float) -> None:
+            pass
+
+    monkeypatch.setattr("hvd_elastic.training.input.server.LinkLimit", Always)
+    host, own = Host(Source()), Source()
+    reader = start(own)
+    reader.use([host.server])
+    wait_until(lambda: reader.helpers().number == 1)
+    reader.begin(1, passes(30))
+    assert take(reader, 30) == expected(1, 30)
+    assert own.read == []
+    host.close()
+
+
+def test_threads_with_nothing_to_ask_for_do_not_wake_each_other(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All passes of the epoch were asked for, and the rank, which evaluates, takes none."""
+    hosts = [Host(Source(), f"h{n}") for n in range(2)]
+    reader = start(Source())
+    reader.use([host.server for host in hosts])
+    wait_until(lambda: reader.helpers().number == 2)
+    looks: list[None] = []
+    take_one = Requests.take
+
+    def counted(self: Requests, *args: Any) -> Any:
+        looks.append(None)
+        return take_one(self, *args)
+
+    monkeypatch.setattr(Requests, "take", counted)
+    reader.begin(0, passes(2))
+    wait_until(lambda: sum(len(host.source.read) for host in hosts) == 2)
+    time.sleep(0.3)
+    assert len(looks) < 50
+    for host in hosts:
+        host.close()
+
+
 def test_an_error_of_the_script_reaches_the_rank(start: Any) -> None:
     def fail() -> None:
         raise ValueError("broken picture")
@@ -333,7 +446,7 @@ def test_a_frozen_host_is_not_waited_for_without_others(start: Any) -> None:
     own = Source()
     reader = start(own)
     reader.use([host.server])
-    wait_until(lambda: reader.helpers()[0] == 1)
+    wait_until(lambda: reader.helpers().number == 1)
     reader.begin(0, passes(200))
     found = take(reader, 8)
     stuck.before = go_on.wait  # type: ignore[assignment]
@@ -344,13 +457,16 @@ def test_a_frozen_host_is_not_waited_for_without_others(start: Any) -> None:
     host.close()
 
 
-def test_all_processes_of_a_frozen_host_are_given_up_at_once(start: Any) -> None:
+def test_all_processes_of_a_frozen_host_are_given_up_at_once(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_elastic.training.input.answer_times._FIRST_ANSWER_S", 1.0)
     stuck, go_on = Source(), threading.Event()
     stuck.before = go_on.wait  # type: ignore[assignment]
     hosts = [Host(stuck, "h") for _ in range(3)]
     reader = start(Source())
     reader.use([host.server for host in hosts])
-    wait_until(lambda: reader.helpers()[0] == 3)
+    wait_until(lambda: reader.helpers().number == 3)
     taken: list[Any] = []
     reader.begin(0, passes(12))
     reading = threading.Thread(target=lambda: taken.extend(take(reader, 12)), daemon=True)
@@ -368,7 +484,7 @@ def test_little_is_read_ahead_of_large_batches(start: Any, monkeypatch: pytest.M
     hosts = [Host(source, f"h{n}") for n, source in enumerate(sources)]
     reader = start(Source())
     reader.use([host.server for host in hosts])
-    wait_until(lambda: reader.helpers()[0] == 8)
+    wait_until(lambda: reader.helpers().number == 8)
     reader.begin(0, passes(100))
     found = take(reader, 20)  # by then the size of a batch is known
     before = sum(len(source.read) for source in sources)
