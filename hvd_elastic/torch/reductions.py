@@ -158,7 +158,7 @@ class Reductions:
         # The first bucket first: if ranks differ, its reduction fails and others may never end.
         communicator = self._worker.communicator
         wait = communicator.wait
-        sums: list[tuple[Bucket, list[Any]]] = []
+        gathers: list[tuple[Bucket, list[Any]]] = []
         for number, bucket in enumerate(self._buckets):
             handles, _ = self._begun[bucket]
             packed = self._packed.get(bucket)
@@ -169,11 +169,10 @@ class Reductions:
                     look(bucket)
                 continue
             name = f"{self._prefix}{number}.sums."
-            # Horovod fuses gathers that are ready together, so all would arrive with the last.
-            parts = enumerate(packed.sum(wait(handle)) for handle in handles)
-            begun = [communicator.exchange_async(rows, f"{name}{piece}") for piece, rows in parts]
-            sums.append((bucket, begun))
-        for bucket, handles in sums:
+            sums = enumerate(packed.sum(wait(handle)) for handle in handles)
+            begun = [communicator.gather_async(part, f"{name}{piece}") for piece, part in sums]
+            gathers.append((bucket, begun))
+        for bucket, handles in gathers:
             self._packed[bucket].unpack(map(wait, handles), self._begun[bucket][1])
             bucket.receive()
             if look is not None:
