@@ -149,10 +149,11 @@ class LARS(keras.optimizers.SGD):
 
     def update_step(self, gradient, variable, learning_rate):
         if len(variable.shape) > 1:
-            size = tf.norm(variable.value)
+            weights = tf.convert_to_tensor(variable)
+            size = tf.norm(weights)
             ratio = self.trust * size / (tf.norm(gradient) + self.decay * size)
             ratio = tf.where(tf.math.is_finite(ratio) & (size > 0), ratio, 1.0)
-            gradient = ratio * (gradient + self.decay * variable.value)
+            gradient = ratio * (gradient + self.decay * weights)
         super().update_step(gradient, variable, learning_rate)
 
     def get_config(self):
