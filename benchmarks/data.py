@@ -2,7 +2,8 @@
 
 Run it: ``python benchmarks/data.py --out benchmarks/results/data.json``. In every round each way
 runs once, in another order, in the same number of processes. A figure is the median over the
-rounds of ours / the other way, both in pictures per second, with its 95 % interval.
+rounds of ours / the other way, both in pictures per second, with its 95 % interval; and of the
+processor time of the other way / ours, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import random
 import shutil
@@ -24,36 +26,33 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from PIL import Image
 
+from benchmarks.peers.pictures import BATCH, QUALITY, write_ours
 from benchmarks.step_time import interval
 from benchmarks.testbed.command import Say, at_least_one, run_benchmark
+from benchmarks.testbed.environments import PeerEnvironment, PeerMissingError
 from benchmarks.testbed.figures import Result, conditions
-from datasets_prep import frame, pictures
-from datasets_prep.processes import in_processes
-from hvd_elastic.data import RandomCrop, ShardDataset, load_index
+from hvd_elastic.data import ShardDataset, load_index
+from hvd_elastic.errors import RunError
 from hvd_elastic.model.sharding import block_order, blocks_from
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZE = (500, 375)
-SHORT_SIDE, QUALITY, CROP = 256, 92, 224
-PER_SHARD = 125
+SHORT_SIDE = 256
 UNIQUE = 20
-BATCH = 50
 WINDOW = 4
 DELAY_S, LINK_BYTES_PER_S = 0.02, 50e6
 MANY = (20_000, 200_000)
-NEEDS = {"webdataset": "webdataset", "litdata": "litdata"}
-CONVERT = pictures.ToJpeg(SHORT_SIDE, QUALITY)
 
 
-def write_pictures(folder: Path, count: int) -> list[Path]:
-    """Write JPEG files of noise of several scales, of about the size of ImageNet's."""
+def write_pictures(folder: Path, count: int) -> None:
+    """Write JPEG files of noise of several scales."""
     rng = np.random.default_rng(0)
     width, height = SIZE
     kinds = []
@@ -68,129 +67,82 @@ def write_pictures(folder: Path, count: int) -> list[Path]:
         Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=QUALITY)
         kinds.append(out.getvalue())
     folder.mkdir()
-    paths = [folder / f"{number:06d}.jpg" for number in range(count)]
-    for number, path in enumerate(paths):
-        path.write_bytes(kinds[number % UNIQUE])
-    return paths
+    for number in range(count):
+        (folder / f"{number:06d}.jpg").write_bytes(kinds[number % UNIQUE])
 
 
-# -- preparing -------------------------------------------------------------------------------
+# -- libraries, each in a process of its own ---------------------------------------------------
 
-
-def _settings(processes: int, convert: Any) -> frame.Settings:
-    return frame.Settings("tar", ("jpg",), PER_SHARD, convert, processes=processes)
-
-
-def prepare_ours(paths: Sequence[Path], out: Path, processes: int, convert: Any = CONVERT) -> None:
-    """Write shards with an index, read back."""
-    sources = [frame.Source(str(path), path.name, 0) for path in paths]
-    frame.prepare(out, sources, ("one",), _settings(processes, convert))
-
-
-def _pieces(paths: Sequence[Path]) -> list[list[Path]]:
-    return [list(paths[at : at + PER_SHARD]) for at in range(0, len(paths), PER_SHARD)]
-
-
-def _convert_all(paths: Sequence[Path]) -> int:
-    for path in paths:
-        CONVERT(path.read_bytes())
-    return len(paths)
-
-
-def prepare_bare(paths: Sequence[Path], _: Path, processes: int) -> None:
-    """Decode, resize and encode in the same processes, and write nothing."""
-    list(in_processes(_convert_all, _pieces(paths), processes))
-
-
-def _write_webdataset(out: Path, piece: tuple[int, list[Path]]) -> int:
-    import webdataset
-
-    number, paths = piece
-    with webdataset.TarWriter(str(out / f"{number:06d}.tar")) as writer:
-        for path in paths:
-            ((jpeg,),) = CONVERT(path.read_bytes())
-            writer.write({"__key__": path.stem, "jpg": jpeg, "cls": 0})
-    return len(paths)
-
-
-def prepare_webdataset(paths: Sequence[Path], out: Path, processes: int) -> None:
-    """Write shards with WebDataset's writer, one in each of our processes."""
-    out.mkdir()
-    pieces = list(enumerate(_pieces(paths)))
-    list(in_processes(partial(_write_webdataset, out), pieces, processes))
-
-
-def _litdata_sample(path: str) -> dict[str, Any]:
-    ((jpeg,),) = CONVERT(Path(path).read_bytes())
-    return {"jpg": jpeg, "cls": 0}
-
-
-def prepare_litdata(paths: Sequence[Path], out: Path, processes: int) -> None:
-    """Write chunks with ``litdata.optimize``."""
-    import litdata
-
-    litdata.optimize(
-        fn=_litdata_sample,
-        inputs=[str(path) for path in paths],
-        output_dir=str(out),
-        num_workers=processes,
-        chunk_bytes="16MB",
-    )
-
-
-PREPARING: dict[str, Callable[..., None]] = {
-    "ours": prepare_ours,
-    "bare loop": prepare_bare,
-    "webdataset": prepare_webdataset,
-    "litdata": prepare_litdata,
+ENVIRONMENTS = {
+    # Its torchvision does not load with PyTorch for CPUs, and it does without.
+    "litdata": PeerEnvironment("litdata", ("litdata",), "litdata", without=("torchvision",)),
+    # It does not, and brings a PyTorch of its own.
+    "mosaicml-streaming": PeerEnvironment("streaming", ("mosaicml-streaming",), "streaming"),
 }
+CALLS = {
+    "ours": "ours",
+    "bare loop": "nothing",
+    "full decode of files": "files",
+    "webdataset": "webdataset",
+    "litdata": "litdata",
+    "mosaicml-streaming": "streaming",
+}
+"""How the ways are called in peers/pictures.py."""
+PREPARING = ("ours", "bare loop", "webdataset", "litdata")
+READING = ("ours", "full decode of files", "webdataset", "litdata", "mosaicml-streaming")
+OPTIONAL = tuple(name for name in CALLS if name not in ("ours", "full decode of files"))
 
 
-# -- reading ---------------------------------------------------------------------------------
+class Library:
+    """A process that writes and reads by one library.
 
+    Raises:
+        PeerMissingError: the library cannot be installed.
+    """
 
-class Files:
-    """PyTorch's usual data set: files, decoded whole by Pillow."""
+    def __init__(self, name: str) -> None:
+        self._name, self._call = name, CALLS[name]
+        python = sys.executable
+        if name in ENVIRONMENTS:
+            ENVIRONMENTS[name].make()
+            python = str(ENVIRONMENTS[name].python)
+        elif name == "webdataset" and importlib.util.find_spec(name) is None:
+            raise PeerMissingError("webdataset is not installed; use: pip install webdataset")
+        self._process = subprocess.Popen(
+            [python, "-m", "benchmarks.peers.pictures"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=ROOT,
+        )
 
-    def __init__(self, paths: Sequence[Path], crop: Callable[[bytes], Any]) -> None:
-        self._paths, self._crop = paths, crop
+    def write(self, *arguments: object) -> float:
+        """Write pictures of a folder to another one; return the processor time [s]."""
+        return self._do("write", *arguments)
 
-    def __len__(self) -> int:
-        return len(self._paths)
+    def read(self, *arguments: object) -> float:
+        """Read an epoch; return the processor time [s]."""
+        return self._do("read", *arguments)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return np.array(self._crop(self._paths[index].read_bytes())), 0
+    def _do(self, verb: str, *arguments: object) -> float:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        call = [f"{verb}_{self._call}", *arguments]
+        process.stdin.write(json.dumps(call, default=str) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        answer = json.loads(line) if line else "its process ended"
+        if isinstance(answer, str):
+            raise RunError(f"{self._name} cannot {verb}: {answer}")
+        return float(answer)
 
-
-def _epoch(dataset: Any, processes: int, *, shuffle: bool = True) -> None:
-    from torch.utils.data import DataLoader
-
-    loader: Any = DataLoader(dataset, BATCH, num_workers=processes, shuffle=shuffle or None)
-    for _ in loader:
-        pass
-
-
-def read_ours(_: Sequence[Path], shards: Path, processes: int) -> None:
-    """Read our shards with a scaled decode."""
-    _epoch(ShardDataset(shards, np.array, decode=RandomCrop(CROP)), processes)
-
-
-def read_files(paths: Sequence[Path], _: Path, processes: int) -> None:
-    """Read files with a full decode."""
-    _epoch(Files(paths, RandomCrop(CROP, scaled=False)), processes)
-
-
-def _webdataset_sample(sample: tuple[bytes, bytes]) -> tuple[np.ndarray, int]:
-    return np.array(RandomCrop(CROP, scaled=False)(sample[0])), int(sample[1])
-
-
-def read_webdataset(_: Sequence[Path], shards: Path, processes: int) -> None:
-    """Read the same shards with WebDataset and a full decode."""
-    import webdataset
-
-    urls = [str(path) for path in sorted(shards.glob("*.tar"))]
-    read = webdataset.WebDataset(urls, shardshuffle=len(urls), empty_check=False).shuffle(1000)
-    _epoch(read.to_tuple("jpg", "cls").map(_webdataset_sample), processes, shuffle=False)
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 # -- shards behind a URL -----------------------------------------------------------------------
@@ -251,7 +203,7 @@ def read_url(url: str, cache: Path) -> None:
 
 def _from_url(
     options: argparse.Namespace, folder: Path, shards: Path, say: Say
-) -> Iterator[tuple[str, dict[str, list[float]]]]:
+) -> Iterator[tuple[str, Rates]]:
     cache, count = folder / "cache", options.pictures
     with serving(shards) as url:
         ways = {
@@ -317,97 +269,142 @@ def preparing_many(options: argparse.Namespace, folder: Path, say: Say) -> Itera
 # -- the measurement -------------------------------------------------------------------------
 
 
+class Rates(NamedTuple):
+    """What the rounds of some ways gave, by their names.
+
+    Attributes:
+        per_s: pictures per second in every round.
+        cpu_ms: processor time of a picture in every round [ms], of ways that tell it.
+    """
+
+    per_s: dict[str, list[float]]
+    cpu_ms: dict[str, list[float]]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield a row for each way: its median rate, and how ours compares with it."""
+        for name, samples in self.per_s.items():
+            row = {
+                "way": name,
+                "per_s": round(median(samples), 1),
+                **_relative("ours_relative", self.per_s["ours"], samples),
+                "samples": [round(sample, 1) for sample in samples],
+            }
+            if costs := self.cpu_ms[name]:
+                row["cpu_ms"] = round(median(costs), 3)
+                row |= _relative("cpu_relative_to_ours", costs, self.cpu_ms["ours"])
+            yield row
+
+
+def _relative(name: str, ours: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
+    ratios = [one / two for one, two in zip(ours, other, strict=True)]
+    return {name: round(median(ratios), 3), f"{name}_95": [round(x, 3) for x in interval(ratios)]}
+
+
 def rounds(
-    ways: Mapping[str, Callable[[], object]], count: int, items: int, say: Say
-) -> dict[str, list[float]]:
-    """Return the rate of each way in every round [1/s]."""
-    rates: dict[str, list[float]] = {name: [] for name in ways}
+    ways: Mapping[str, Callable[[], float | None]], count: int, items: int, say: Say
+) -> Rates:
+    """Call each way in every round, in another order."""
+    found = Rates({name: [] for name in ways}, {name: [] for name in ways})
     rng = random.Random(0)
     for number in range(count):
         for name in rng.sample(list(ways), len(ways)):
             began = time.monotonic()
-            ways[name]()
-            rates[name].append(items / (time.monotonic() - began))
-            say(f"round {number + 1}: {name} {rates[name][-1]:.0f}/s")
-    return rates
-
-
-def rows(rates: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each way: its median rate, and ours relative to it."""
-    for name, samples in rates.items():
-        ratios = [ours / other for ours, other in zip(rates["ours"], samples, strict=True)]
-        low, high = interval(ratios)
-        yield {
-            "way": name,
-            "per_s": round(median(samples), 1),
-            "ours_relative": round(median(ratios), 3),
-            "interval": [round(low, 3), round(high, 3)],
-            "samples": [round(sample, 1) for sample in samples],
-        }
+            cpu_s = ways[name]()
+            found.per_s[name].append(items / (time.monotonic() - began))
+            if cpu_s is not None:
+                found.cpu_ms[name].append(1e3 * cpu_s / items)
+            say(f"round {number + 1}: {name} {found.per_s[name][-1]:.0f}/s")
+    return found
 
 
 def measure(options: argparse.Namespace, say: Say) -> Result:
     """Measure all parts."""
     load_before = os.getloadavg()
-    body: dict[str, Any] = {
-        "missing": [{"way": name} for name, module in NEEDS.items() if not _installed(module)]
-    }
+    body: dict[str, Any] = {}
     folder = Path(tempfile.mkdtemp(prefix="hvd-elastic-data-", dir=options.folder))
     try:
-        paths = write_pictures(folder / "files", options.pictures)
-        if "prepare" in options.parts:
-            body["prepare"] = list(rows(_preparing(options, paths, folder, say)))
-        for part, convert in (("read", pictures.ToJpeg(0, QUALITY)), ("read_small", CONVERT)):
-            if part in options.parts:
-                shards = folder / part
-                prepare_ours(paths, shards, options.processes, convert)
-                body[part] = list(rows(_reading(options, paths, shards, say)))
+        source = folder / "files"
+        write_pictures(source, options.pictures)
+        libraries, missing = _libraries(options)
+        with contextlib.ExitStack() as ending:
+            for library in libraries.values():
+                ending.callback(library.close)
+            if "prepare" in options.parts:
+                body["prepare"] = list(_preparing(options, libraries, source, say).rows())
+            for part, resize in (("read", 0), ("read_small", SHORT_SIDE)):
+                if part in options.parts:
+                    out = folder / part
+                    out.mkdir()
+                    found, failed = _reading(options, libraries, source, out, resize, say)
+                    body[part] = list(found.rows())
+                    missing += failed
+        body["missing"] = missing
         if "url" in options.parts:
             shards = folder / "url"
-            prepare_ours(paths, shards, options.processes, pictures.ToJpeg(0, QUALITY))
+            write_ours(str(source), str(shards), 0, options.processes)
             for part, rates in _from_url(options, folder, shards, say):
-                body[part] = list(rows(rates))
+                body[part] = list(rates.rows())
         if "memory" in options.parts:
             body["memory"] = list(preparing_many(options, folder, say))
     finally:
         shutil.rmtree(folder)
-    return Result("data", conditions("no hosts", _note(options), load_before), body)
+    versions = {name: each.version(name) for name, each in ENVIRONMENTS.items()}
+    return Result("data", conditions("no hosts", _note(options), load_before, versions), body)
+
+
+def _libraries(
+    options: argparse.Namespace,
+) -> tuple[dict[str, Library], list[dict[str, str]]]:
+    """Return the libraries that are measured, and those that cannot be, with the reason."""
+    ways = {
+        *(PREPARING if "prepare" in options.parts else ()),
+        *(READING if {"read", "read_small"} & {*options.parts} else ()),
+    }
+    found, missing = {}, []
+    for name in CALLS:
+        if name in ways and (name not in OPTIONAL or name in options.peers):
+            try:
+                found[name] = Library(name)
+            except PeerMissingError as error:
+                missing.append({"way": name, "why": str(error)})
+    return found, missing
 
 
 def _preparing(
-    options: argparse.Namespace, paths: Sequence[Path], folder: Path, say: Say
-) -> dict[str, list[float]]:
-    def run(way: Callable[..., None]) -> None:
-        out = folder / "out"
-        way(paths, out, options.processes)
-        shutil.rmtree(out, ignore_errors=True)
+    options: argparse.Namespace, libraries: Mapping[str, Library], source: Path, say: Say
+) -> Rates:
+    out = source.with_name("out")
 
-    ways = {name: partial(run, way) for name, way in PREPARING.items() if _wanted(options, name)}
-    return rounds(ways, options.rounds, len(paths), say)
+    def write(library: Library) -> float:
+        cpu_s = library.write(source, out, SHORT_SIDE, options.processes)
+        shutil.rmtree(out, ignore_errors=True)
+        return cpu_s
+
+    ways = {name: partial(write, libraries[name]) for name in PREPARING if name in libraries}
+    return rounds(ways, options.rounds, options.pictures, say)
 
 
 def _reading(
-    options: argparse.Namespace, paths: Sequence[Path], shards: Path, say: Say
-) -> dict[str, list[float]]:
-    ways = {"ours": read_ours, "full decode of files": read_files}
-    if _wanted(options, "webdataset"):
-        ways["webdataset"] = read_webdataset
-    return rounds(
-        {name: partial(way, paths, shards, options.processes) for name, way in ways.items()},
-        options.rounds,
-        len(paths),
-        say,
-    )
-
-
-def _wanted(options: argparse.Namespace, name: str) -> bool:
-    if name in NEEDS:
-        return name in options.peers and _installed(NEEDS[name])
-    return name != "bare loop" or name in options.peers
-
-
-def _installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    options: argparse.Namespace,
+    libraries: Mapping[str, Library],
+    source: Path,
+    out: Path,
+    resize: int,
+    say: Say,
+) -> tuple[Rates, list[dict[str, str]]]:
+    ways, failed = {}, []
+    for name in READING:
+        if name in libraries:
+            folder = source if name == "full decode of files" else out / CALLS[name]
+            try:
+                if folder != source:
+                    libraries[name].write(source, folder, resize, options.processes)
+                libraries[name].read(folder, options.processes)  # imports what it needs
+            except RunError as error:
+                failed.append({"way": name, "why": str(error)})
+            else:
+                ways[name] = partial(libraries[name].read, folder, options.processes)
+    return rounds(ways, options.rounds, options.pictures, say), failed
 
 
 def _note(options: argparse.Namespace) -> str:
@@ -425,9 +422,8 @@ def main() -> int:
     usual = [part for part in parts if part != "read_small"]
     told = f"what to measure (default: {' '.join(usual)})"
     parser.add_argument("--parts", nargs="+", choices=parts, default=usual, help=told)
-    peers = ("bare loop", *NEEDS)
     told = "beside what preparing and reading are measured (default: all)"
-    parser.add_argument("--peers", nargs="+", choices=peers, default=peers, help=told)
+    parser.add_argument("--peers", nargs="+", choices=OPTIONAL, default=OPTIONAL, help=told)
     parser.add_argument("--pictures", type=at_least_one, default=2000, help="(default: 2000)")
     parser.add_argument("--rounds", type=at_least_one, default=12, help="(default: 12)")
     parser.add_argument("--processes", type=at_least_one, default=2, help="(default: 2)")

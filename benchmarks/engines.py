@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
+import json
 import os
 import shlex
 import sys
@@ -18,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -44,8 +46,10 @@ from benchmarks.testbed.launchers import (
     Order,
 )
 from benchmarks.testbed.marks import first_step
+from benchmarks.testbed.ray import VirtualRay
 from benchmarks.testbed.slurm import SlurmCluster, missing_programs
 from benchmarks.testbed.spark import SparkCluster
+from hvd_elastic.errors import UsageError
 
 _HOSTS = 3
 _LIMIT_S = 120.0
@@ -102,36 +106,75 @@ class Row:
         return ", ".join(filter(None, (times, self.failed)))
 
 
-# -- Slurm -------------------------------------------------------------------------------------
+# -- jobs --------------------------------------------------------------------------------------
+
+_Daemons = TypeVar("_Daemons", SlurmCluster, SparkCluster, VirtualRay)
 
 
-class _SlurmJob(DriverJob):
-    """A job on a Slurm of its own."""
+class _EngineJob(DriverJob):
+    """A job on daemons of its own, which end with it.
+
+    Args:
+        daemons: the engine, started.
+        environment: variables of the command beside the common ones.
+    """
 
     def __init__(
         self,
-        launcher: _OnSlurm,
+        launcher: Launcher,
         bed: Testbed,
         folder: Path,
         order: Order,
-        slurm: SlurmCluster,
+        daemons: SlurmCluster | SparkCluster | VirtualRay,
+        command: Sequence[str],
+        environment: Mapping[str, str],
     ) -> None:
-        self.slurm = slurm
-        command = launcher.command(bed, folder, order)
-        environment = {
-            **slurm.environment,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "HVD_ELASTIC_HOME": str(folder / "home"),
-            "GLOO_SOCKET_IFNAME": "eth0",
-            # Without this setting an agent of torchrun that joins hangs for 60 s.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
+        self.daemons = daemons
         super().__init__(launcher.name, bed, folder, order, command, environment)
+
+    def begin_when_told(self, never: str) -> None:
+        """Wait until the program has its session; the job's time begins there."""
+        told = self.folder / "asked"
+        try:
+            self.wait(told.exists, _LIMIT_S, never)
+        except BaseException:
+            self.end()
+            raise
+        self.asked = float(told.read_text(encoding="utf-8"))
 
     def end(self) -> None:
         super().end()
-        self.slurm.stop()
+        self.daemons.stop()
+
+
+def _daemons(job: Job, kind: type[_Daemons]) -> _Daemons:
+    assert isinstance(job, _EngineJob)
+    assert isinstance(job.daemons, kind)
+    return job.daemons
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    """Return the variables of training processes and of their launcher."""
+    return {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "HVD_ELASTIC_HOME": str(folder / "home"),
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+
+
+def _given_third(job: Job, never: str) -> float:
+    """Return when the run was given its third host [s, monotonic]; what came before is not ours."""
+    return job.wait(
+        lambda: next(
+            (e["mono"] for e in job.events("hosts_changed") if len(e["hosts"]) == _HOSTS), None
+        ),
+        _LIMIT_S,
+        never,
+    )
+
+
+# -- Slurm -------------------------------------------------------------------------------------
 
 
 class _OnSlurm(Launcher):
@@ -145,11 +188,18 @@ class _OnSlurm(Launcher):
     def launch(self, bed: Testbed, folder: Path, order: Order) -> Job:
         slurm = SlurmCluster(bed.cluster, folder / "slurm")
         slurm.start()
+        environment = {
+            **slurm.environment,
+            **_variables(folder),
+            # Without this setting an agent of torchrun that joins hangs for 60 s.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
         try:
             # Nodes that the job does not begin with come when Slurm gets them.
             for host in bed.hosts[self.needs_nodes :]:
                 slurm.call("scontrol", "update", f"nodename={host}", "state=drain", "reason=later")
-            return _SlurmJob(self, bed, folder, order, slurm)
+            command = self.command(bed, folder, order)
+            return _EngineJob(self, bed, folder, order, slurm, command, environment)
         except BaseException:
             slurm.stop()
             raise
@@ -213,71 +263,58 @@ class _Torchrun(_OnSlurm):
 
 def _more_room(job: Job) -> float:
     """Have Slurm get the third node; return when the run is given it [s, monotonic]."""
-    assert isinstance(job, _SlurmJob)
     host = job.bed.hosts[-1]
-    job.slurm.call("scontrol", "update", f"nodename={host}", "state=resume")
-    # The time in the queue is not the run's.
+    _daemons(job, SlurmCluster).call("scontrol", "update", f"nodename={host}", "state=resume")
     return _given_third(job, "Slurm did not grant the node")
 
 
-# -- Spark -------------------------------------------------------------------------------------
+# -- Spark and Ray: programs of users ----------------------------------------------------------
 
 
-class _SparkJob(DriverJob):
-    """A job on a Spark of its own; it begins when its session has its executors."""
+class _Program(Launcher):
+    """A program of a user, ours or with the engine's own class.
 
-    def __init__(
-        self,
-        launcher: _OnSpark,
-        bed: Testbed,
-        folder: Path,
-        order: Order,
-        spark: SparkCluster,
-    ) -> None:
-        self.spark = spark
-        program = [sys.executable, "-m", "benchmarks.testbed.spark_program", launcher.whose]
-        marking = str(ROOT / "benchmarks" / "testbed" / "marking.py")
-        training = [str(folder / "marks"), *order.training, *launcher.more(folder)]
-        command = [*program, str(folder), str(order.workers), str(order.most), marking, *training]
-        environment = {
-            **spark.driver_environment,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "HVD_ELASTIC_HOME": str(folder / "home"),
-            "GLOO_SOCKET_IFNAME": "eth0",
-        }
-        super().__init__(launcher.name, bed, folder, order, command, environment)
-        began = folder / "asked"
-        self.wait(began.exists, _LIMIT_S, "Spark gave no executors")
-        self.asked = float(began.read_text(encoding="utf-8"))
+    Attributes:
+        package: what has to be installed for it, which is also the name of our extra.
+    """
 
-    def end(self) -> None:
-        super().end()
-        self.spark.stop()
-
-
-class _OnSpark(Launcher):
-    whose: ClassVar[str]
+    package: ClassVar[str]
 
     def prepare(self) -> list[Path]:
-        if importlib.util.find_spec("pyspark") is None:
-            raise PeerMissingError("Spark is not installed: pip install 'hvd-elastic[spark]'")
+        if importlib.util.find_spec(self.package) is None:
+            extra = self.package.removeprefix("py")
+            raise PeerMissingError(
+                f"{self.package} is not installed: pip install 'hvd-elastic[{extra}]'"
+            )
         return super().prepare()
+
+    def words(self, folder: Path, order: Order) -> list[str]:
+        """Return the words of the program's command line."""
+        whose = "ours" if self.is_ours else "theirs"
+        marking = str(ROOT / "benchmarks" / "testbed" / "marking.py")
+        words = [whose, str(folder), str(order.workers), str(order.most), marking]
+        words += [str(folder / "marks"), *order.training]
+        return words if self.is_ours else [*words, "--snapshot", str(folder / "snapshot")]
+
+
+class _OnSpark(_Program):
+    package = "pyspark"
 
     def launch(self, bed: Testbed, folder: Path, order: Order) -> Job:
         spark = SparkCluster(bed.cluster, folder / "spark")
+        environment = {**spark.driver_environment, **_variables(folder)}
+        program = [sys.executable, "-m", "benchmarks.testbed.spark_program"]
         try:
             spark.start()
             for host in order.slots:
                 spark.start_worker(host)
-            return _SparkJob(self, bed, folder, order, spark)
+            command = [*program, *self.words(folder, order)]
+            job = _EngineJob(self, bed, folder, order, spark, command, environment)
         except BaseException:
             spark.stop()
             raise
-
-    def more(self, folder: Path) -> list[str]:
-        """Return more words for the training script."""
-        return []
+        job.begin_when_told("Spark gave no executors")
+        return job
 
 
 class _OursOnSpark(_OnSpark):
@@ -285,43 +322,68 @@ class _OursOnSpark(_OnSpark):
     name = "hvd_elastic.spark"
     script = "train_ours.py"
     is_ours = True
-    whose = "ours"
 
 
 class _TheirsOnSpark(_OnSpark):
     key = "pyspark"
     name = "pyspark.ml.torch"
     script = "train_torchrun.py"
-    whose = "theirs"
-
-    def more(self, folder: Path) -> list[str]:
-        return ["--snapshot", str(folder / "snapshot")]
 
 
 def _kill_executor(job: Job) -> float:
     """Kill the executor on the third host; return when [s, monotonic]."""
-    assert isinstance(job, _SparkJob)
     asked = time.monotonic()
-    for executor in job.spark.executors(job.bed.hosts[2]):
+    for executor in _daemons(job, SparkCluster).executors(job.bed.hosts[2]):
         executor.kill()
     return asked
 
 
 def _one_more_worker(job: Job) -> float:
     """Start a Spark worker on the third host; return when the run is given it [s, monotonic]."""
-    assert isinstance(job, _SparkJob)
-    job.spark.start_worker(job.bed.hosts[-1])
+    _daemons(job, SparkCluster).start_worker(job.bed.hosts[-1])
     return _given_third(job, "Spark started no executor")
 
 
-def _given_third(job: Job, never: str) -> float:
-    return job.wait(
-        lambda: next(
-            (e["mono"] for e in job.events("hosts_changed") if len(e["hosts"]) == _HOSTS), None
-        ),
-        _LIMIT_S,
-        never,
-    )
+class _OnRay(_Program):
+    package = "ray"
+
+    def launch(self, bed: Testbed, folder: Path, order: Order) -> Job:
+        ray = VirtualRay(bed.cluster, folder / "ray")
+        ray.use([*order.slots])
+        ray.up()
+        setting = ["env", *(f"{name}={value}" for name, value in _variables(folder).items())]
+        program = [*setting, "python", "-m", "benchmarks.testbed.ray_program"]
+        command = ray.words("exec", "--cwd", str(ROOT), "--", *program, *self.words(folder, order))
+        environment = {**os.environ, "HVD_ELASTIC_HOME": str(ray.home)}
+        job = _EngineJob(self, bed, folder, order, ray, command, environment)
+        job.begin_when_told("the program was not connected to Ray")
+        return job
+
+
+class _OursOnRay(_OnRay):
+    key = "ours-ray"
+    name = "hvd_elastic.ray"
+    script = "train_ours.py"
+    is_ours = True
+
+
+class _TheirsOnRay(_OnRay):
+    key = "ray-train"
+    name = "Ray Train, elastic"
+    script = "train_torchrun.py"
+
+
+def _one_more_node(job: Job) -> float:
+    """Start a Ray node on the third host; return when the run is given it [s, monotonic].
+
+    For Ray Train, which tells nobody, that is when the node is up.
+    """
+    ray = _daemons(job, VirtualRay)
+    ray.use(job.bed.hosts)
+    ray.up()
+    if job.launcher == _OursOnRay.name:
+        return _given_third(job, "Ray placed no actor")
+    return time.monotonic()
 
 
 _OURS = _Ours()
@@ -342,6 +404,7 @@ ENGINES = {
         join=_one_more_worker,
         theirs_left=_HOSTS,  # the whole stage starts again, once there is another executor
     ),
+    "ray": Engine("Ray", dict.fromkeys(_CASES, _OursOnRay()), _TheirsOnRay(), join=_one_more_node),
 }
 """Engines by the name for ``--engines``."""
 
@@ -368,13 +431,14 @@ def _measure(stage: Stage, engine: Engine, launcher: Launcher, case: str) -> flo
 def measure_engines(options: argparse.Namespace, say: Say) -> Result:
     """Measure the cases of each engine, after one round that is not measured."""
     check_names("--engines", options.engines, ENGINES)
+    check_names("--cases", options.cases, _CASES)
     load_before = os.getloadavg()
-    samples: dict[tuple[str, str, str], list[float]] = {}
+    samples = _earlier(options.out) if options.add else {}
     failed: dict[tuple[str, str, str], str] = {}
     with Stage(_LIMIT_S, hosts=_HOSTS) as stage:
         for number in range(options.repetitions + 1):
             for key, case, launcher in _plays(options.engines):
-                if number == 0 and case != "first step":
+                if case not in options.cases or (number == 0 and case != "first step"):
                     continue
                 place = (key, case, launcher.name)
                 try:
@@ -401,10 +465,27 @@ def measure_engines(options: argparse.Namespace, say: Say) -> Result:
     shown = [(row.engine, row.case, row.launcher, row.text) for row in rows]
     return Result(
         "engines",
-        conditions(hosts, _NOTE, load_before),
+        conditions(hosts, _NOTE, load_before, _versions(options.engines)),
         {"rows": rows},
         [table("On the machines of an engine", headings, shown)],
     )
+
+
+def _earlier(out: Path | None) -> dict[tuple[str, str, str], list[float]]:
+    """Return the measurements of an earlier call, which are beside its result."""
+    raw = None if out is None else out.with_suffix(".raw.json")
+    if raw is None or not raw.is_file():
+        raise UsageError("--add adds to an earlier result with its measurements: name it by --out")
+    rows = json.loads(raw.read_text(encoding="utf-8"))["rows"]
+    return {
+        (row["engine"], row["case"], row["launcher"]): list(row["times"]["samples_s"])
+        for row in rows
+    }
+
+
+def _versions(keys: Sequence[str]) -> dict[str, str]:
+    packages = [package for key, package in (("spark", "pyspark"), ("ray", "ray")) if key in keys]
+    return {package: importlib.metadata.version(package) for package in packages}
 
 
 def _plays(keys: Sequence[str]) -> Iterator[tuple[str, str, Launcher]]:
@@ -425,6 +506,10 @@ def main() -> int:
     parser.add_argument("--repetitions", "-n", type=at_least_one, default=3, help=told)
     told = f"engines to measure ({','.join(ENGINES)})"
     parser.add_argument("--engines", type=names, default=[*ENGINES], help=told)
+    told = f"cases to measure ({','.join(_CASES)})"
+    parser.add_argument("--cases", type=names, default=[*_CASES], help=told)
+    told = "add to the measurements of the result that --out names, of the same engines"
+    parser.add_argument("--add", action="store_true", help=told)
     with contextlib.suppress(BrokenPipeError):
         return run_benchmark(parser, measure_engines)
     return 1

@@ -5,7 +5,8 @@ and form no ring (``many_hosts_worker.py``), so that hundreds fit on one machine
 
 A pause here takes as long as the cores of this machine need for all agents and workers. On hosts of
 their own these work at the same time, and the leader adds at most the processor time that it uses
-in the pause. This is its part of the pause.
+in the pause. This is its part of the pause; what it would have used at rest in the same time is
+subtracted, since a pause on hosts of their own is short.
 
 Run it: ``python benchmarks/many_hosts.py --out benchmarks/results/many_hosts.json``.
 """
@@ -64,7 +65,8 @@ class Row:
         rest_percent: share of a core that the leader uses at rest [%].
         memory_mb, threads: peak memory of the leader [MB], and its threads.
         join_part_s, kill_part_s: processor time of the leader in the pause of a join, and from a
-            ``kill -9`` of a worker until the others have met again [s].
+            ``kill -9`` of a worker until the others have met again, beyond that at rest [s].
+        join_cpu_s, kill_cpu_s: all of its processor time in these pauses [s].
         join_s, kill_s: length of these pauses on this machine [s].
         status_s: duration of ``hvd-elastic status`` [s].
     """
@@ -77,6 +79,8 @@ class Row:
     threads: int
     join_part_s: float
     kill_part_s: float
+    join_cpu_s: float
+    kill_cpu_s: float
     join_s: float
     kill_s: float
     status_s: float
@@ -232,6 +236,11 @@ def measure_row(hosts: int) -> Row:
         _, ranks = run.wait_for_world(hosts - 1, joined["generation"])
         kill_end = max(at for _, at in ranks.values())
         run.wait_for_world(hosts, joined["generation"])  # with the replacement
+        join_s, kill_s = join_end - joined["mono"], kill_end - killed
+        join_cpu_s, kill_cpu_s = (
+            used.between(joined["mono"], join_end),
+            used.between(killed, kill_end),
+        )
         return Row(
             hosts,
             start_s,
@@ -239,10 +248,12 @@ def measure_row(hosts: int) -> Row:
             100 * rest,
             _peak_memory(run.leader.pid) / MB,
             process.num_threads(),
-            used.between(joined["mono"], join_end),
-            used.between(killed, kill_end),
-            join_end - joined["mono"],
-            kill_end - killed,
+            join_cpu_s - rest * join_s,
+            kill_cpu_s - rest * kill_s,
+            join_cpu_s,
+            kill_cpu_s,
+            join_s,
+            kill_s,
             run.status(),
         )
 
@@ -268,7 +279,8 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
         row = rows[-1]
         say(
             f"{hosts} hosts: {row.rest_percent:.1f} % of a core at rest, {row.join_part_s:.3f} s "
-            f"of the join, {row.kill_part_s:.3f} s after the kill"
+            f"of the join ({row.join_cpu_s:.3f} s in {row.join_s:.1f} s), {row.kill_part_s:.3f} s "
+            f"after the kill ({row.kill_cpu_s:.3f} s in {row.kill_s:.1f} s)"
         )
     note = "The agents and workers share the cores with the leader, which real hosts do not."
     hosts = f"names of {SSHDS} sshds on the loopback interface"

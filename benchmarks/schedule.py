@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.testbed.command import Say, at_least_one, check_names, names, run_benchmark
-from benchmarks.testbed.figures import Result, conditions
+from benchmarks.testbed.figures import Result, conditions, kept_rows
 from hvd_elastic.errors import UsageError
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import HostSlots, Job
@@ -28,6 +28,7 @@ from hvd_elastic.sim.jobs.policies import POLICIES
 from hvd_elastic.sim.jobs.profiles import read_applications, read_workload
 from hvd_elastic.sim.jobs.run import simulate_jobs
 
+_BENCHMARK = "schedule"
 HOSTS = [HostSlots(f"host{number + 1}", 4) for number in range(16)]
 PUBLISHED = (60.0, 30.0)
 """Time between decisions and pause of a rescale in the artifact's simulator [s]."""
@@ -101,15 +102,19 @@ def decision_time_s(hosts: int, jobs: int) -> float:
 
 
 def measure(options: argparse.Namespace, say: Say) -> Result:
-    """Simulate all workloads under each policy, and time decisions."""
+    """Simulate all workloads under each policy, and time decisions.
+
+    Rows of other policies are kept in the file of ``--out``.
+    """
     check_names("--policies", options.policies, POLICIES)
+    kept = kept_rows(options.out, _BENCHMARK, ["workloads"])["workloads"]
     files = sorted(options.workloads.glob("workload-*.csv"))
     if not files:
         raise UsageError(f"{options.workloads} has no workload-N.csv")
     load_before = os.getloadavg()
     settings = [(policy, *PUBLISHED) for policy in options.policies]
-    settings += [("goodput", *OURS)]
-    rows = []
+    settings += [("goodput", *OURS)] if "goodput" in options.policies else []
+    rows = [row for row in kept if _setting(row) not in settings]
     with ProcessPoolExecutor(options.processes) as pool:
         for policy, interval_s, rescale_s in settings:
             tasks = [(options.profiles, file, policy, interval_s, rescale_s) for file in files]
@@ -123,7 +128,12 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
     ]
     note = "Virtual time; other work on the machine only lengthens decisions."
     taken = conditions("a simulated cluster", note, load_before)
-    return Result("schedule", taken, {"workloads": rows, "decisions": decisions})
+    rows.sort(key=lambda row: (row["interval_s"] != PUBLISHED[0], [*POLICIES].index(row["policy"])))
+    return Result(_BENCHMARK, taken, {"workloads": rows, "decisions": decisions})
+
+
+def _setting(row: Mapping[str, Any]) -> tuple[str, float, float]:
+    return row["policy"], row["interval_s"], row["rescale_s"]
 
 
 def main() -> int:

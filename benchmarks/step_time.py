@@ -4,7 +4,8 @@ Run it: ``python benchmarks/step_time.py --out benchmarks/results/step_time.json
 starts every launcher once for each row, so a disturbance of the machine meets all. A row's figure
 is the median over the rounds of ours / DDP, where each is the median step of its job. With
 ``--in-turn`` one job trains with ours and DDP in turn, in blocks of steps, and a round is a block
-of each: a disturbance of the machine meets both alike.
+of each: a disturbance of the machine meets both alike. With ``--trace`` one job of ours for each
+row tells what its steps consist of.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from benchmarks.testbed.command import Say, at_least_one, check_names, names, ru
 from benchmarks.testbed.figures import Result, conditions
 from benchmarks.testbed.hosts import Testbed, make_testbed
 from benchmarks.testbed.launchers import OURS, STATIC, TORCHRUN, Job, Launcher, Order
-from benchmarks.testbed.marks import Step
+from benchmarks.testbed.marks import Process, Step
+from benchmarks.testbed.tracing import PARTS
 from hvd_elastic.errors import UsageError
 
 if TYPE_CHECKING:
@@ -322,6 +324,37 @@ def in_blocks(ranks: Sequence[Sequence[Step]], blocks: int) -> list[Cost]:
     return [max(costs, key=lambda cost: cost.step_s) for costs in by_block]
 
 
+def parts_of_steps(bed: Testbed, name: str, variant: Variant) -> dict[str, float]:
+    """Start a job of ours and return the parts of its steps [s], of the rank that waits least.
+
+    They are means over the half of the steps that is nearest to the median, so they add up to about
+    a median step.
+
+    Raises:
+        FailedPlayError: the job ended, or took too long.
+    """
+    order = Order(
+        slots=dict.fromkeys(bed.hosts[:RANKS], 1),
+        training=[__file__, "--train", "--launcher", "ours", "--model", name, *variant.arguments],
+        min_np=RANKS,
+        options=variant.options,
+        environment={"HVD_ELASTIC_BENCH_TRACE": "steps"},
+    )
+    wanted = WARM_STEPS + MODELS[name].steps
+
+    def ranks_are_done(job: Job) -> bool:
+        return len([each for each in job.marks.processes if len(each.parts) >= wanted]) == RANKS
+
+    def middle(process: Process) -> dict[str, float]:
+        ordered = sorted(process.parts[WARM_STEPS:wanted], key=lambda parts: sum(parts.values()))
+        kept = ordered[len(ordered) // 4 : -(len(ordered) // 4)]
+        return {part: statistics.mean(each.get(part, 0.0) for each in kept) for part in PARTS}
+
+    with bed.job(OURS, order) as job:
+        job.wait(lambda: ranks_are_done(job), START_LIMIT_S)
+        return min(map(middle, job.marks.processes), key=lambda parts: parts["waiting"])
+
+
 def interval(samples: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % confidence interval of the median, from the order statistics.
 
@@ -348,10 +381,13 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
     load_before = os.getloadavg()
     jobs = [(peer, "plain") for peer in options.peers]
     jobs += [("ours", variant) for variant in options.variants]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for rate in options.rates:
         with make_testbed(RANKS, rate=None if rate == "none" else rate) as bed:
             for name in options.models:
+                if options.trace:
+                    rows += _traced(bed, name, rate, options.variants, say)
+                    continue
                 for variant in options.variants if options.in_turn else ():
                     turns = costs_in_turn(bed, name, VARIANTS[variant], options.rounds)
                     pair = dict(zip([("ours", variant), ("ddp", "plain")], turns, strict=True))
@@ -373,8 +409,27 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
     note = "Two ranks with one thread each; every job's figure is the slower rank's median step."
     if options.in_turn:
         note += f" Ours and DDP in turn in one job, {BLOCK} steps each."
+    if options.trace:
+        note = "Means of the middle half of the steps [ms], of the rank that waits least."
     hosts = f"{RANKS} virtual hosts (namespaces)"
-    return Result("step_time", conditions(hosts, note, load_before), {"steps": rows})
+    body = {"parts" if options.trace else "steps": rows}
+    return Result("step_time", conditions(hosts, note, load_before), body)
+
+
+def _traced(
+    bed: Testbed, name: str, rate: str, variants: Sequence[str], say: Say
+) -> list[dict[str, Any]]:
+    """Return a row for each part of a step, with a column for each variant."""
+    columns = {each: parts_of_steps(bed, name, VARIANTS[each]) for each in variants}
+    totals = {each: sum(parts.values()) for each, parts in columns.items()}
+    say(f"{name}, rate {rate} [ms]: {', '.join(f'{1e3 * s:.1f}' for s in totals.values())}")
+    rows = [
+        {"model": name, "rate": rate, "part": meaning}
+        | {each: round(1e3 * columns[each][part], 2) for each in variants}
+        for part, meaning in PARTS.items()
+    ]
+    whole = {each: round(1e3 * total, 2) for each, total in totals.items()}
+    return [*rows, {"model": name, "rate": rate, "part": "the whole step", **whole}]
 
 
 def _rows(name: str, rate: str, found: dict[tuple[str, str], list[Cost]]) -> list[dict[str, Any]]:
@@ -418,6 +473,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=at_least_one, default=12, help=told)
     told = "train with ours and DDP in turn in one job; --peers does not matter"
     parser.add_argument("--in-turn", action="store_true", help=told)
+    told = "print the parts of a median step of ours, from one job for each variant"
+    parser.add_argument("--trace", action="store_true", help=told)
     return run_benchmark(parser, measure)
 
 

@@ -55,10 +55,9 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
         download(given.download, given.archive, PUBLISHED_MD5)
     if given.checksum:
         require_md5(given.archive, PUBLISHED_MD5)
-    given.out.mkdir(parents=True, exist_ok=True)
     found = []
-    # Of this call alone: with --hostfile a host calls this script again for the same folder.
-    with tempfile.TemporaryDirectory(prefix=".raw-", dir=given.out) as folder:
+    # Not in --out, where a call that was killed would leave it.
+    with tempfile.TemporaryDirectory(prefix="cifar10-") as folder:
         raw = Path(folder)
         classes = unpack(given.archive, raw)
         for name, files in SPLITS.items():
@@ -102,7 +101,7 @@ def list_batch(path: Path, classes: int) -> list[Source]:
 
 def main() -> int:
     """Command line."""
-    parser = frame.options((__doc__ or "").split("\n")[0])
+    parser = frame.options(__doc__ or "")
     parser.add_argument("--archive", type=Path, required=True, help="cifar-10-binary.tar.gz")
     parser.add_argument(
         "--download",

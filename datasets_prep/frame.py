@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,9 +30,9 @@ from hvd_elastic.data.index import (
     Index,
     Shard,
     load_index,
+    require_size,
     save_table,
     sha256_of,
-    table_path,
     write_whole,
 )
 from hvd_elastic.data.writer import ShardWriter
@@ -108,7 +108,7 @@ class Settings:
 class _Task(NamedTuple):
     path: Path
     number: int
-    sources: list[Source]
+    sources: Sequence[Source]
 
 
 class _Done(NamedTuple):
@@ -172,32 +172,28 @@ def prepare(
         with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
             if journal.tell() == 0:
                 _note(journal, made_from)
-            missing = [number for number in range(len(paths)) if number not in done]
-            work = partial(_write_shard, settings, fields)
-            writes_listed = on_host is not None and bool(on_host.names)
-            if on_host is not None and writes_listed:
+            write = partial(_write_shard, settings, fields)
+            if on_host is not None and on_host.names:
                 listed = {*Path(on_host.names).read_text(encoding="utf-8").split("\n")}
-                missing = [n for n, path in enumerate(paths) if path.name in listed]
-                paths = [Path(on_host.out) / path.name for path in paths]
-            elif on_host is not None:
-                work = partial(_read_shard, settings)
+                wanted = [n for n, path in enumerate(paths) if path.name in listed]
+                tasks = _tasks(paths, sources, settings, wanted)
+                lacking = (task for task in tasks if not task.path.exists())
+                for _ in in_processes(write, lacking, settings.processes):
+                    pass
+                # Not one by one, so that a call that is killed leaves all it has done for the next.
+                for number in wanted:
+                    paths[number].replace(Path(on_host.out) / paths[number].name)
+                return {}
+            work = write if on_host is None else partial(_read_shard, settings)
+            missing = [number for number in range(len(paths)) if number not in done]
             size = settings.sources_per_shard
-            tasks = (
-                _Task(paths[number], number, sources[number * size : (number + 1) * size])
-                for number in missing
-            )
             left = sum(min(size, len(sources) - number * size) for number in missing)
+            tasks = _tasks(paths, sources, settings, missing)
             with progress_bar(f"{folder.name}: preparing", max(1, left)) as advance:
                 for number, result in in_processes(work, tasks, settings.processes):
-                    if writes_listed:
-                        # Only the shards themselves are exchanged.
-                        table_path(paths[number]).unlink(missing_ok=True)
-                        continue
                     _note(journal, {"number": number, **result._asdict()})
                     done[number] = result
                     advance(result.sources)
-        if writes_listed:
-            return {}
         shards = [Shard(**done[number].shard) for number in range(len(paths))]
         skipped = [line for number in range(len(paths)) for line in done[number].skipped]
         if not any(shard.examples for shard in shards):
@@ -207,7 +203,8 @@ def prepare(
             write_whole(folder / SKIPPED, "".join(f"{line}\n" for line in skipped).encode())
         index = Index(settings.layout, fields, tuple(shards), tuple(classes), made_from)
         index.save(folder)
-        (folder / JOURNAL).unlink()
+        for path in (folder / JOURNAL, *folder.glob(".*.part")):  # the latter of calls before
+            path.unlink()
     return _found(folder, index, there, skipped)
 
 
@@ -250,7 +247,10 @@ def _done_before(
         DataError: the folder holds something else.
     """
     if (folder / INDEX).exists():
-        _require_same(folder, load_index(folder).made_from, made_from)
+        index = load_index(folder)
+        _require_same(folder, index.made_from, made_from)
+        for shard in index.shards:
+            require_size(folder / shard.name, shard)
         return None
     try:
         lines = (folder / JOURNAL).read_bytes().split(b"\n")
@@ -328,6 +328,14 @@ def _paths(folder: Path, sources: int, settings: Settings) -> list[Path]:
     return [folder / (name % number) for number in range(count)]
 
 
+def _tasks(
+    paths: Sequence[Path], sources: Sequence[Source], settings: Settings, numbers: Iterable[int]
+) -> Iterator[_Task]:
+    size = settings.sources_per_shard
+    for number in numbers:
+        yield _Task(paths[number], number, sources[number * size : (number + 1) * size])
+
+
 def _read_shard(settings: Settings, task: _Task) -> tuple[int, _Done]:
     """Make the table of a shard that a host has written, and its entry in the index."""
     if not task.path.exists():
@@ -390,7 +398,8 @@ def options(description: str, *, per_shard: int = 1000) -> argparse.ArgumentPars
     parser = argparse.ArgumentParser(
         allow_abbrev=False,  # the hosts get the options as they are written, less --hostfile
         description=description,
-        epilog="Exit status: 0 all well, 1 something is wrong and was named, 2 wrong usage, 130 "
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 all well, 1 something is wrong and was named, 2 wrong usage, 130\n"
         "interrupted. The same call goes on where an interrupted or killed one stopped.",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")

@@ -39,6 +39,13 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
         classes = pictures.classes_in(source / splits[0])
     listed = {name: pictures.list_folder(source / name, classes) for name in splits}
     for name, sources in listed.items():
+        stray = pictures.files_in(source / name) if classes else []
+        if stray:
+            print(
+                f"{source / name}: {len(stray)} pictures are left out, since they lie in no folder "
+                f"of a class: {', '.join(stray[:5])}",
+                file=sys.stderr,
+            )
         if not sources:
             raise DataError(
                 f"{source / name} holds no pictures ({', '.join(pictures.SUFFIXES)}); name a "
@@ -52,7 +59,7 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Command line."""
-    parser = frame.options((__doc__ or "").split("\n")[0])
+    parser = frame.options(__doc__ or "")
     parser.add_argument("--source", type=Path, required=True, help="folder of pictures")
     parser.add_argument("--classes", type=Path, help="file with a class in each line")
     frame.picture_options(parser)

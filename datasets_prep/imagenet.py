@@ -162,7 +162,7 @@ def _members(file: tarfile.TarFile, archive: Path) -> list[tarfile.TarInfo]:
 
 def main() -> int:
     """Command line."""
-    parser = frame.options((__doc__ or "").split("\n")[0])
+    parser = frame.options(__doc__ or "")
     parser.add_argument("--source", type=Path, required=True, help="folder of archives or classes")
     parser.add_argument(
         "--checksum", action="store_true", help="compare the archives with the published MD5 first"

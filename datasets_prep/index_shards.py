@@ -21,7 +21,9 @@ from hvd_elastic.errors import DataError
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="with shards")
     parser.add_argument("--classes", type=Path, help="file with a class in each line")
     parser.add_argument("--verify", action="store_true", help="compare the shards with the index")

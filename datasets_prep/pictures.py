@@ -96,6 +96,15 @@ def classes_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
 
 
+def files_in(folder: Path) -> list[str]:
+    """Return the names of the pictures that lie in a folder itself."""
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.suffix.lower() in SUFFIXES and path.name[0] != "." and not path.is_dir()
+    )
+
+
 def list_folder(folder: Path, classes: Sequence[str]) -> Files:
     """Return the pictures in a folder, in the order of their names.
 

@@ -140,7 +140,7 @@ def train_tokenizer(files: list[Path], vocabulary: int, path: Path) -> None:
 
 def main() -> int:
     """Command line."""
-    parser = frame.options((__doc__ or "").split("\n")[0], per_shard=16)
+    parser = frame.options(__doc__ or "", per_shard=16)
     parser.add_argument("--source", type=Path, required=True, help="text file, or folder of them")
     parser.add_argument("--length", type=whole_number(1), default=1024, help="tokens (1024)")
     which = parser.add_mutually_exclusive_group()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -15,7 +14,7 @@ from benchmarks.controller.simulated import measure_simulated
 from benchmarks.controller.workloads import CHANGES, FORECASTS, MOST_HOSTS, WORKLOADS
 from benchmarks.elasticity.stage import Stage
 from benchmarks.testbed.command import Say, check_names, names, run_benchmark
-from benchmarks.testbed.figures import Result, conditions, rows_of, text_table
+from benchmarks.testbed.figures import Result, conditions, kept_rows, text_table
 from benchmarks.testbed.launchers import FailedPlayError
 from hvd_elastic.errors import UsageError
 
@@ -77,7 +76,7 @@ def measure_virtual(options: argparse.Namespace, say: Say) -> Result:
             "namespaces). Run it as root; without --virtual it works without"
         )
     out: Path | None = options.out
-    kept = _kept(out)
+    kept = kept_rows(out, _BENCHMARK, _PARTS)
     load_before = os.getloadavg()
     found: dict[str, Any] = {part: [] for part in _PARTS}
 
@@ -119,18 +118,3 @@ def merged(kept: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
         measured = {row[name] for row in new}
         result[part] = [row for row in kept.get(part, []) if row[name] not in measured] + new
     return result
-
-
-def _kept(out: Path | None) -> Mapping[str, Any]:
-    if out is None or not out.exists():
-        return {}
-    try:
-        content = json.loads(out.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--out {out} is there and cannot be read: {error}") from error
-    if not isinstance(content, dict) or content.get("benchmark") != _BENCHMARK:
-        raise UsageError(
-            f"--out {out} holds something else than figures of this benchmark on virtual hosts. "
-            "Name another file"
-        )
-    return {part: rows_of(content.get(part, [])) for part in _PARTS}

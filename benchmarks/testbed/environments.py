@@ -34,10 +34,14 @@ class PeerEnvironment:
         name: name of the environment.
         requirements: requirements for pip.
         module: module that must be importable afterwards.
+        without: packages to remove again, which come along and do not work with this PyTorch.
     """
 
-    def __init__(self, name: str, requirements: Sequence[str], module: str) -> None:
+    def __init__(
+        self, name: str, requirements: Sequence[str], module: str, without: Sequence[str] = ()
+    ) -> None:
         self.name = name
+        self._without = tuple(without)
         self._requirements = tuple(requirements)
         self._module = module
 
@@ -66,12 +70,10 @@ class PeerEnvironment:
         shutil.rmtree(self.folder, ignore_errors=True)
         self._run([sys.executable, "-m", "venv", "--without-pip", str(self.folder)])
         self._link()
-        self._run(
-            [
-                *(sys.executable, "-m", "pip", "--python", str(self.python), "install"),
-                *("--quiet", "--no-input", *self._requirements),
-            ]
-        )
+        pip = (sys.executable, "-m", "pip", "--python", str(self.python))
+        self._run([*pip, "install", "--quiet", "--no-input", *self._requirements])
+        if self._without:
+            self._run([*pip, "uninstall", "--quiet", "--yes", *self._without])
         if not self._importable():
             raise PeerMissingError(f"{self._module} was installed and cannot be imported")
         return self.folder

@@ -16,6 +16,8 @@ from typing import Any
 
 from rich.table import Table
 
+from hvd_elastic.errors import UsageError
+
 SINGLE_MEASUREMENTS = frozenset(
     ("samples", "samples_s", "trainings", "curve", "batches", "blocks", "first_blocks")
 ) | {"observations", "statics", "failures"}
@@ -283,6 +285,28 @@ def rows_of(summarised: Any) -> list[dict[str, Any]]:
         fields = summarised["fields"]
         return [dict(zip(fields, row, strict=True)) for row in summarised["rows"]]
     return list(summarised)
+
+
+def kept_rows(
+    out: Path | None, benchmark: str, parts: Iterable[str]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of earlier calls in a summary, by part; none if the file is not there.
+
+    Raises:
+        UsageError: the file cannot be read, or has the figures of another benchmark.
+    """
+    if out is None or not out.exists():
+        return {part: [] for part in parts}
+    try:
+        content = json.loads(out.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--out {out} is there and cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.get("benchmark") != benchmark:
+        raise UsageError(
+            f"--out {out} holds something else than figures of this benchmark ({benchmark}). "
+            "Name another file"
+        )
+    return {part: rows_of(content.get(part, [])) for part in parts}
 
 
 def write_result(path: Path, content: Mapping[str, Any]) -> None:

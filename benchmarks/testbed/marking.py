@@ -8,8 +8,8 @@ one ``write``, about 10 microseconds.
 
 The script may append lines of its own to the file that ``HVD_ELASTIC_BENCH_MARKS`` names. Where
 Horovod does not know the number of ranks, ``optimizer.world_size()`` returns it. With
-``HVD_ELASTIC_BENCH_TRACE=1`` the parts of our own rescales are recorded too, see
-:mod:`benchmarks.testbed.tracing`.
+``HVD_ELASTIC_BENCH_TRACE=1`` the parts of our own rescales are recorded too, with ``=steps`` those
+of our own steps, see :mod:`benchmarks.testbed.tracing`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,13 @@ class LineWriter:
         os.write(self._out, json.dumps(record, separators=(",", ":")).encode() + b"\n")
 
 
+def tell_time(path: Path) -> None:
+    """Write the time to a file, whole at once [s, monotonic]."""
+    partial = path.with_suffix(".new")
+    partial.write_text(str(time.monotonic()), encoding="utf-8")
+    partial.replace(path)
+
+
 def main() -> None:
     """Run the training script that the command line names, and record its steps."""
     began = time.monotonic()
@@ -64,10 +71,10 @@ def main() -> None:
     write({"mark": "process", **process, "mono": began})
     if not own_steps:
         _mark_steps(write)
-    if os.environ.get("HVD_ELASTIC_BENCH_TRACE") == "1":
-        from benchmarks.testbed.tracing import install
+    if traced := os.environ.get("HVD_ELASTIC_BENCH_TRACE"):
+        from benchmarks.testbed.tracing import install, install_steps
 
-        install(write)
+        (install_steps if traced == "steps" else install)(write)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)  # as for a script that is run directly
     runpy.run_path(script, run_name="__main__")

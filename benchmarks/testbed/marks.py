@@ -54,6 +54,7 @@ class Process:
         slot: slot on the host.
         ready: when it was ready to meet the other ranks [s, monotonic]; None before.
         spans: traced parts of rescales.
+        parts: traced parts of each finished step, by name [s].
         notes: (number of steps finished before, text) of the script's notes.
     """
 
@@ -65,6 +66,7 @@ class Process:
     slot: int = 0
     ready: float | None = None
     spans: list[Span] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)
     notes: list[tuple[int, str]] = field(default_factory=list)
 
     @property
@@ -229,6 +231,8 @@ class MarkFolder:
                     process.ready = record["mono"]
                 case "span":
                     process.spans.append(Span(record["name"], record["begin"], record["end"]))
+                case "parts":
+                    process.parts.append(record["s"])
                 case "note":
                     process.notes.append((len(process.steps), record["text"]))
                 case "step":

@@ -41,7 +41,8 @@ def time_raw_tcp(cluster: VirtualCluster, places: Sequence[str | None], size: in
 
     Args:
         cluster: virtual hosts.
-        places: names of hosts, each at most once; None is this machine, and can only be the first.
+        places: names of hosts, each at most once, but the first can be the last too, which closes
+            a ring; None is this machine, and can only be the first.
         size: amount that each place sends [bytes].
 
     Returns:

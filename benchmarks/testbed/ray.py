@@ -69,6 +69,9 @@ class VirtualRay:
         found = [json.loads(line) for line in lines if line.startswith("{")]
         return [each for each in found if each["kind"] == "host"]
 
+    def stop(self) -> None:
+        """Do nothing: all of it ends with the processes of the hosts."""
+
     @property
     def recorded(self) -> RayCluster:
         """Return the record of the cluster."""

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.testbed.marking import tell_time
 from benchmarks.testbed.spark_session import make_session
 
 _SETTINGS = {
@@ -40,9 +41,7 @@ def main() -> None:
         from pyspark.ml.torch.distributor import TorchDistributor as Theirs
 
         distributor = Theirs(int(ranks), local_mode=False, use_gpu=False)
-    asked = Path(folder, "asked")
-    asked.with_suffix(".new").write_text(str(time.monotonic()), encoding="utf-8")
-    asked.with_suffix(".new").replace(asked)
+    tell_time(Path(folder, "asked"))
     distributor.run(script, *arguments)
 
 

@@ -69,11 +69,16 @@ class Settings:
                 "called with the batch size and returns a model and a function of its loss"
             )
 
-    def command(self, seconds: float) -> list[str]:
-        """Return the command of a worker that measures each size for some seconds."""
+    def command(self, seconds: float, ranks: int) -> list[str]:
+        """Return the command of a worker.
+
+        Args:
+            seconds: time to measure each size for [s].
+            ranks: most ranks on a host.
+        """
         worker = f"hvd_elastic.bench.synthetic_{self.framework}"
         words = ["--model", self.model, "--batch-size", str(self.batch_size)]
-        words += ["--precision", self.precision, "--seconds", str(seconds)]
+        words += ["--precision", self.precision, "--seconds", str(seconds), "--ranks", str(ranks)]
         if self.emulated is not None:
             constant, each = self.emulated
             words += ["--emulate", str(constant + each * self.batch_size)]
@@ -111,7 +116,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predicted figures of a number of slots that was not measured; see :class:`Size`."""
+    """Predicted figures of a number of slots that was not measured; see :class:`Size`.
+
+    The interval ends at the throughput of the smallest size times the slots.
+    """
 
     slots: int
     hosts: int
@@ -256,8 +264,10 @@ def _predict(
     step_s, spread = float(times.step_s), float(times.uncertainty)
     rate = slots * settings.batch_size / step_s
     factor = (1 + spread) ** _NORMAL
+    ideal = slots * settings.batch_size / alone
+    high = max(rate, min(rate * factor, ideal))
     price = _price(hosts, slots)
-    return Predicted(slots, used, rate, rate / factor, rate * factor, alone / step_s, price)
+    return Predicted(slots, used, rate, rate / factor, high, alone / step_s, price)
 
 
 def _check(settings: Settings, sizes: Sequence[Size]) -> tuple[int, float] | None:

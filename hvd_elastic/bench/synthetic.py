@@ -6,16 +6,29 @@ size. Rank 0 times its steps (:mod:`hvd_elastic.bench.step_timer`) and reports t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hvd_elastic.bench.scaling import Scaling, Settings, check_prices, scaling_of
 from hvd_elastic.bench.step_timer import PREFIX
-from hvd_elastic.bench.worker_run import PATIENCE_S, Say, WorkerRun
+from hvd_elastic.bench.worker_run import PATIENCE_S, WorkerRun
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host
+
+
+class Progress(Protocol):
+    """Is told how the measurement goes on."""
+
+    def say(self, text: str) -> None:
+        """Note what is being done."""
+
+    def measured(self, slots: int, per_s: float, noise: float | None) -> None:
+        """Note the throughput of a size [examples/s], and half of its 95 % interval, relative.
+
+        Without ``noise`` the size is still being measured.
+        """
 
 
 def measure_synthetic(
@@ -25,7 +38,7 @@ def measure_synthetic(
     settings: Settings,
     seconds: float,
     options: Sequence[str],
-    say: Say,
+    progress: Progress,
 ) -> Scaling:
     """Train on synthetic data at each size, and return the figures.
 
@@ -35,7 +48,7 @@ def measure_synthetic(
         settings: what to train.
         seconds: time to measure each size for [s].
         options: further options of ``hvd-elastic run``.
-        say: called with a line of progress.
+        progress: is told how it goes on.
 
     Raises:
         UsageError: a size is above the slots of the hostfile, or some hosts only have a price.
@@ -46,28 +59,45 @@ def measure_synthetic(
     if order[0] > slots:
         raise UsageError(f"--np {order[0]}: {hostfile} has {count(slots, 'slot')} in all")
     check_prices(hosts)
-    say(f"starting {count(order[0], 'process')}")
+    progress.say(f"starting {count(order[0], 'process')}")
     found: dict[int, tuple[int, Mapping[str, Any]]] = {}
-    with WorkerRun(hostfile, settings.command(seconds), order[0], options) as run:
+    command = settings.command(seconds, max(host.slots for host in hosts))
+    with WorkerRun(hostfile, command, order[0], options) as run:
         for size in order:
             if size != order[0]:
                 run.scale(size)
-            say(f"{count(size, 'slot')}: measuring for {seconds:g} s")
-            found[size] = _figures(run, size, PATIENCE_S + 10 * seconds)
-            rate = size * settings.batch_size / found[size][1]["step_s"]
-            say(f"{count(size, 'slot')}: {rate:.1f} examples/s")
+            progress.say(f"{count(size, 'slot')}: measuring for {seconds:g} s")
+            examples = size * settings.batch_size
+
+            def step_took(seconds: float, slots: int = size, examples: int = examples) -> None:
+                progress.measured(slots, examples / seconds, None)
+
+            found[size] = _figures(run, size, PATIENCE_S + 10 * seconds, step_took)
+            step_s, half_s = (found[size][1][name] for name in ("step_s", "half_s"))
+            progress.measured(size, examples / step_s, half_s / step_s)
     return scaling_of(settings, hosts, found)
 
 
-def _figures(run: WorkerRun, size: int, patience_s: float) -> tuple[int, Mapping[str, Any]]:
-    """Wait for the figures of a size; return the number of hosts, and the figures."""
+def _figures(
+    run: WorkerRun, size: int, patience_s: float, step_took: Callable[[float], None]
+) -> tuple[int, Mapping[str, Any]]:
+    """Wait for the figures of a size; return the number of hosts, and the figures.
+
+    ``step_took`` is called now and then with the mean time of a step so far [s].
+    """
     hosts = 1
+    began: tuple[float, int] | None = None
 
     def look(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        nonlocal hosts
+        nonlocal hosts, began
         if event["kind"] == "rescale_started":
             hosts = len(event["hosts"])
-        if event["kind"] != "metrics" or event.get(PREFIX + "size") != size:
+        if event["kind"] != "metrics" or event.get("size") != size:
+            return None
+        if event.get(PREFIX + "size") != size:
+            began = began or (event["mono"], event["step"])
+            if steps := event["step"] - began[1]:
+                step_took((event["mono"] - began[0]) / steps)
             return None
         return {
             name.removeprefix(PREFIX): value

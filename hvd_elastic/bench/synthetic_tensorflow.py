@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 from typing import Any
 
@@ -10,6 +11,7 @@ import keras
 import tensorflow as tf
 
 import hvd_elastic.tensorflow as hvd
+from hvd_elastic.bench.memory import refuse_too_large
 from hvd_elastic.bench.step_timer import StepTimer
 from hvd_elastic.errors import ScriptError
 
@@ -36,6 +38,24 @@ def made(name: str, batch_size: int) -> tuple[Any, Any]:
     return network, lambda: crossentropy(labels, network(images, training=True))
 
 
+def is_too_large(error: Exception) -> bool:
+    """Return whether an error means that memory was short."""
+    return isinstance(error, tf.errors.ResourceExhaustedError)
+
+
+def try_step(name: str, batch_size: int) -> None:
+    """Make a model, and run its passes."""
+    model, loss = made(name, batch_size)
+
+    @tf.function
+    def run_passes() -> Any:
+        with tf.GradientTape() as tape:
+            value = loss()
+        return tape.gradient(value, model.trainable_variables)
+
+    run_passes()
+
+
 def main() -> None:
     """Train until the run is ended, and report the times of each number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -43,11 +63,17 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--ranks", type=int, default=1, help="most ranks on a host")
     args = parser.parse_args()
     hvd.init()
     keras.utils.set_random_seed(0)
     if args.precision == "bf16":
         keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    on_gpu = bool(tf.config.list_physical_devices("GPU"))
+    ranks = None if on_gpu else args.ranks
+    refuse_too_large(
+        args.model, args.batch_size, functools.partial(try_step, args.model), is_too_large, ranks
+    )
     model, loss = made(args.model, args.batch_size)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1e-4, momentum=0.9))
     timer = StepTimer(args.seconds)

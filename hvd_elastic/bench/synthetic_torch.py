@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.bench.memory import refuse_too_large
 from hvd_elastic.bench.step_timer import StepTimer
 from hvd_elastic.errors import ScriptError
 
@@ -47,39 +47,66 @@ def make_gpt2(batch_size: int) -> tuple[nn.Module, Loss]:
 MODELS = {"resnet50": make_resnet50, "gpt2": make_gpt2}
 
 
+class Device:
+    """A device that computes beside the processor, emulated: its passes take time and no work.
+
+    A third of the time is the forward pass. In the rest the gradients are done one after the other,
+    those of the last layer first, at times that do not depend on what the processor does meanwhile:
+    a real device has its work queued too.
+
+    Args:
+        model: model with the parameters that get gradients, which are 0.
+        seconds: time of the passes of a step [s].
+    """
+
+    def __init__(self, model: nn.Module, seconds: float) -> None:
+        self._parameters = [each for each in model.parameters() if each.requires_grad]
+        self._forward_s = seconds / 3
+        self._each_s = (seconds - self._forward_s) / len(self._parameters)
+        self._done_at = 0.0
+
+    def loss(self) -> torch.Tensor:
+        """Return a loss whose backward pass has the device compute the gradients."""
+        self._done_at = time.perf_counter()
+        self._wait(self._forward_s)
+        carry = torch.zeros(())
+        for parameter in self._parameters:
+            carry = _Layer.apply(carry, parameter, self)  # type: ignore[no-untyped-call]
+        return carry
+
+    def compute_gradient(self) -> None:
+        """Wait until the next gradient is done."""
+        self._wait(self._each_s)
+
+    def _wait(self, seconds: float) -> None:
+        self._done_at += seconds
+        time.sleep(max(0.0, self._done_at - time.perf_counter()))
+
+
 class _Layer(torch.autograd.Function):
-    """Gives a parameter a gradient after some time of the backward pass."""
+    """Gives a parameter a gradient when the device has computed it."""
 
     @staticmethod
     def forward(
-        ctx: Any, carry: torch.Tensor, parameter: torch.Tensor, seconds: float
+        ctx: Any, carry: torch.Tensor, parameter: torch.Tensor, device: Device
     ) -> torch.Tensor:
-        ctx.like, ctx.seconds = parameter, seconds
+        ctx.like, ctx.device = parameter, device
         return carry.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        time.sleep(ctx.seconds)
+        ctx.device.compute_gradient()
         return gradients[0], torch.zeros_like(ctx.like), None
 
 
-def emulated(model: nn.Module, seconds: float) -> Loss:
-    """Return a loss whose passes take so long and compute nothing, as on a device.
+class UpdatedOnDevice(torch.optim.Optimizer):
+    """An optimizer whose update is part of the emulated time."""
 
-    A third of the time is the forward pass. In the rest the gradients come one after the other,
-    those of the last layer first.
-    """
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    each_s = 2 / 3 * seconds / len(parameters)
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.0})
 
-    def loss() -> torch.Tensor:
-        time.sleep(seconds / 3)
-        carry = torch.zeros(())
-        for parameter in parameters:
-            carry = _Layer.apply(carry, parameter, each_s)  # type: ignore[no-untyped-call]
-        return carry
-
-    return loss
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Leave the parameters as they are."""
 
 
 def made(name: str, batch_size: int) -> tuple[nn.Module, Loss]:
@@ -96,21 +123,9 @@ def made(name: str, batch_size: int) -> tuple[nn.Module, Loss]:
     return found
 
 
-def refuse_too_large(args: argparse.Namespace, error: Exception) -> None:
-    """Raise ScriptError with the largest batch, a power of two times smaller, that does fit."""
-    size = args.batch_size // 2
-    while size:
-        torch.cuda.empty_cache()
-        with contextlib.suppress(torch.OutOfMemoryError):
-            _, loss = made(args.model, size)
-            loss().backward()
-            break
-        size //= 2
-    fits = f"--batch-size {size} does" if size else "neither does a single example"
-    raise ScriptError(
-        f"{args.model} with {args.batch_size} examples does not fit into the memory of "
-        f"{torch.cuda.get_device_name()}; {fits}"
-    ) from error
+def is_too_large(error: Exception) -> bool:
+    """Return whether an error means that memory was short."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def main() -> None:
@@ -120,25 +135,34 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--ranks", type=int, default=1, help="most ranks on a host")
     parser.add_argument("--emulate", type=float, help="time of the passes of a step")
     args = parser.parse_args()
     hvd.init()
     torch.manual_seed(0)
     device = hvd.device()
     on_gpu = device.type == "cuda"
+    lower = torch.autocast(device.type, TYPES.get(args.precision), enabled=args.precision in TYPES)
+
+    def try_step(batch_size: int) -> None:
+        if on_gpu:
+            torch.cuda.empty_cache()
+        with device:
+            _, loss = made(args.model, batch_size)
+            with lower:
+                value = loss()
+            value.backward()
+
+    if args.emulate is None:
+        ranks = None if on_gpu else args.ranks
+        refuse_too_large(args.model, args.batch_size, try_step, is_too_large, ranks)
     with device:
         model, loss = made(args.model, args.batch_size)
-        if args.emulate is not None:
-            loss = emulated(model, args.emulate)
-        elif on_gpu:
-            try:
-                loss().backward()
-            except torch.OutOfMemoryError as error:
-                refuse_too_large(args, error)
-    sgd = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    sgd: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    if args.emulate is not None:
+        loss, sgd = Device(model, args.emulate).loss, UpdatedOnDevice(model)
     optimizer: Any = hvd.DistributedOptimizer(sgd, model)
     scaler = hvd.GradScaler(device.type, enabled=args.precision == "fp16")
-    lower = torch.autocast(device.type, TYPES.get(args.precision), enabled=args.precision in TYPES)
     timer = StepTimer(args.seconds, torch.cuda.synchronize if on_gpu else None)
     parameters = sum(each.numel() for each in model.parameters())
 

@@ -83,6 +83,7 @@ class Content(ABC):
             :func:`~hvd_elastic.checkpoint.header.encode_values`; they refer to tensors by name.
         stream: tensors that are the same on all ranks, in the order of the stream.
         own: tensors that only rank 0 writes.
+        tensors: live tensors of the stream, in its order.
         pinned: whether :meth:`make_buffer` returns pinned memory, for faster copies from a GPU.
     """
 
@@ -93,7 +94,35 @@ class Content(ABC):
         self.values: Any = None
         self.stream: list[TensorInfo] = []
         self.own: list[TensorInfo] = []
+        self.tensors: list[Any] = []
         self._taken = set(RESERVED)
+        self._names: dict[object, str] = {}
+
+    def name_tensor(
+        self, key: object, path: tuple[Any, ...], tensor: Any, dtype: str, *, shared: bool
+    ) -> tuple[str, bool]:
+        """Name a tensor, and add it to the stream or to :attr:`own`.
+
+        Args:
+            key: equal for the same tensor, which is stored once; None: it may be stored again.
+            path: keys to it in the state.
+            tensor: live tensor.
+            dtype: name of its type.
+            shared: whether it is the same on all ranks.
+
+        Returns:
+            Its name, and whether it is new in :attr:`own`.
+        """
+        if key in self._names:
+            return self._names[key], False
+        name = self.unused_name(path)
+        if key is not None:
+            self._names[key] = name
+        info = TensorInfo(name, dtype, tuple(tensor.shape), tensor.nbytes)
+        (self.stream if shared else self.own).append(info)
+        if shared:
+            self.tensors.append(tensor)
+        return name, not shared
 
     def unused_name(self, path: tuple[Any, ...]) -> str:
         """Return a name for a tensor: its keys without the first, which is the kind of value."""

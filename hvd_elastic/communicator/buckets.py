@@ -12,6 +12,9 @@ from typing import Any
 BUCKET_BYTES = 16 << 20
 """Large enough for the full bandwidth of a link, and small enough that copying one bucket overlaps
 with sending the next."""
+LAST_BYTES = 1 << 20
+"""Most that the last bucket of gradients holds. A smaller one would take hardly less time, since
+each sum over the ranks takes some whatever its size."""
 
 
 def cut_into_buckets(arrays: Sequence[Any]) -> Iterator[list[Any]]:
@@ -59,25 +62,35 @@ def scatter(message: Any, bucket: Sequence[Any]) -> None:
 def divide(kinds: Sequence[Hashable], sizes: Sequence[int], most: int) -> list[list[int]]:
     """Divide things into buckets of one kind each, in order; return the indices in each.
 
+    The last bucket of a kind is complete when the backward pass ends, so nothing hides its
+    reduction, and that of the one before has the time in which the last one fills. So buckets
+    double in size from the last one on, and the first one of a kind holds what is left over.
+
     Args:
         kinds: kind of each thing.
-        sizes: size of each thing.
+        sizes: size of each thing [bytes].
         most: most that a bucket holds; a thing of at least this size has a bucket to itself.
 
     >>> divide("aabaa", [1, 2, 5, 9, 2], 4)
-    [[0, 1], [4], [2], [3]]
+    [[0], [1, 4], [2], [3]]
+    >>> divide("a" * 16, [1 << 19] * 16, 4 << 20)
+    [[0, 1], [2, 3, 4, 5, 6, 7, 8, 9], [10, 11, 12, 13], [14, 15]]
     """
     found: list[list[int]] = []
     large: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
     room: dict[Hashable, int] = {}
-    for index, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
+    limit: dict[Hashable, int] = {}
+    for index in reversed(range(len(sizes))):
+        kind, size = kinds[index], sizes[index]
         if size >= most:
             large.append([index])
             continue
         if kind not in filling or room[kind] < size:
-            filling[kind], room[kind] = [], most
+            limit[kind] = min(most, 2 * limit[kind] if kind in limit else LAST_BYTES)
+            room[kind] = max(size, limit[kind])
+            filling[kind] = []
             found.append(filling[kind])
         filling[kind].append(index)
         room[kind] -= size
-    return [*found, *large]
+    return [bucket[::-1] for bucket in reversed(found)] + large[::-1]

@@ -306,7 +306,8 @@ class Fleet:
         host, cause = event.host, event.cause
         if event.fatal or cause != self._agent(host).cause:
             again = "" if event.fatal else "; trying again"
-            self._out.emit("warning", message=f"{cause}{again}", unusable_host=host)
+            said = f"{cause}{again}"
+            self._out.emit("warning", message=said, unusable_host=host, fatal=event.fatal)
         agent = self._note_failure(host, cause, event.brief, now)
         agent.fatal = event.fatal
         agent.unknown = event.unknown
@@ -403,6 +404,7 @@ class Fleet:
             history.incarnations += 1
             name = f"{slot[0]}:{slot[1]}.{history.incarnations}"
             self._add(name, slot, started_at=now)
+            self._out.emit("worker_started", host=slot[0], local_rank=slot[1])
             self._out.send(StartWorker(name, *slot))
 
     def stop_idle_agents(self, desired: Sequence[SlotId]) -> None:

@@ -125,9 +125,10 @@ class RunMachine:
         """
         if self._out.closed:
             return []
-        phase, sent = self._phase, self._out.sent
+        phase, ordered = self._phase, self._out.ordered
         self._take(event, now)
-        if (phase, sent) != (self._phase, self._out.sent) or not self._awaits_more_like(event):
+        changed = (phase, ordered) != (self._phase, self._out.ordered)
+        if changed or not self._awaits_more_like(event):
             self._advance(now)
         return self._out.take()
 

@@ -6,11 +6,18 @@ from hvd_elastic.control.commands import Command, Emit, Finish
 
 
 class Outbox:
-    """Holds commands in the order they were sent; commands after Finish are dropped."""
+    """Holds commands in the order they were sent; commands after Finish are dropped.
+
+    Attributes:
+        closed: whether Finish was sent.
+        sent: number of commands so far.
+        ordered: number of those that do not only record an event.
+        wake_at: when the machine next needs to be called [s]; None: not at all.
+    """
 
     def __init__(self) -> None:
         self.closed = False
-        self.sent = 0
+        self.sent = self.ordered = 0
         self.wake_at: float | None = None
         self._commands: list[Command] = []
 
@@ -20,6 +27,7 @@ class Outbox:
             return
         self._commands.append(command)
         self.sent += 1
+        self.ordered += not isinstance(command, Emit)
         self.closed = isinstance(command, Finish)
 
     def emit(self, kind: str, **fields: object) -> None:

@@ -91,6 +91,9 @@ class Activity:
     reading: Reading | None = None
 
 
+_NOT_HEARD = Activity()
+
+
 class ProgressWatch:
     """Finds workers that are silent, stuck or slow, from their heartbeats.
 
@@ -111,6 +114,11 @@ class ProgressWatch:
     def forget(self, worker: str) -> None:
         """Remove a worker that has ended."""
         self._activities.pop(worker, None)
+
+    def keep_only(self, workers: Collection[str]) -> None:
+        """Remove all workers but these, since the others have ended."""
+        for worker in self._activities.keys() - set(workers):
+            del self._activities[worker]
 
     def finished(self, worker: str) -> None:
         """Note that a worker's training function returned."""
@@ -167,7 +175,7 @@ class ProgressWatch:
         Returns:
             (worker, duration of its step so far [s], current line of the script) of each.
         """
-        seen = {worker: self._activities.get(worker, Activity()) for worker in members}
+        seen = {worker: self._activities.get(worker, _NOT_HEARD) for worker in members}
         if not any(a.waiting_s or a.generation > generation for a in seen.values()):
             return []
         limit = self._limit(seen.values(), _BUSY_FACTOR, _BUSY_AT_LEAST_S)

@@ -33,7 +33,8 @@ from hvd_elastic.data.remote import RemoteFolder
 from hvd_elastic.errors import DataError
 
 _CONNECTIONS = 4
-"""Shards that a rank fetches ahead at the same time: one connection seldom fills a fast link."""
+"""Shards that a rank fetches ahead at the same time: one connection seldom fills a fast link. As
+many threads more make the next ones ready and bring those before to the disk meanwhile."""
 _MOST_AHEAD = 256
 """Shards that are looked at for each call of ``prefetch``, which has to be quick."""
 _OWN = re.compile(r"(?P<part>\.?)[0-9a-f]{16}-.+")
@@ -110,19 +111,29 @@ class ShardCache:
             with contextlib.suppress(OSError):
                 os.utime(self.path(shard), ns=(now_ns + place, now_ns + place))
         coming = self._coming = deque(each for each in wanted if not self.path(each).exists())
-        for _ in range(min(_CONNECTIONS, len(coming))):
-            threading.Thread(target=self._fetch_ahead, args=(coming, now_ns), daemon=True).start()
+        work = (coming, now_ns, threading.Semaphore(_CONNECTIONS))
+        for _ in range(min(2 * _CONNECTIONS, len(coming))):
+            threading.Thread(target=self._fetch_ahead, args=work, daemon=True).start()
 
-    def _fetch_ahead(self, coming: deque[Shard], used_before_ns: int) -> None:
+    def _fetch_ahead(
+        self, coming: deque[Shard], used_before_ns: int, connection: threading.Semaphore
+    ) -> None:
         with contextlib.suppress(IndexError, DataError):
             while True:
-                self._fetch(coming.popleft(), used_before_ns=used_before_ns)
+                self._fetch(coming.popleft(), connection, used_before_ns=used_before_ns)
 
-    def _fetch(self, shard: Shard, *, used_before_ns: int | None = None) -> None:
+    def _fetch(
+        self,
+        shard: Shard,
+        connection: threading.Semaphore | None = None,
+        *,
+        used_before_ns: int | None = None,
+    ) -> None:
         """Fetch a shard unless it is there.
 
         Args:
             shard: what to fetch.
+            connection: taken while the shard is received; None: at once.
             used_before_ns: remove only shards that were used before this time to make room, and
                 fetch nothing if that is not enough or another process is fetching the shard; None:
                 the shard is needed now.
@@ -138,7 +149,8 @@ class ShardCache:
                     part.unlink()
                     return
                 self._fetch_table(shard)
-                self._source.receive(shard.name, partial(self._write, file, shard))
+                with connection or contextlib.nullcontext():
+                    self._source.receive(shard.name, partial(self._write, file, shard))
                 os.fsync(file)
                 part.replace(path)
             except BaseException:

@@ -278,16 +278,17 @@ class _OpenShard:
         remedy: str,
     ) -> None:
         self.path = path
-        self._file, self._table, self._remedy = file, table, remedy
+        self._file, self._remedy = file, remedy
         self._layout, self._fields = LAYOUTS[layout], fields
+        self._columns = {name: table[name] for name in table.dtype.names or ()}
 
     def key(self, row: int) -> str:
-        return self._table["key"][row].decode()
+        return self._columns["key"][row].decode()
 
     def read(self, row: int, fields: Sequence[int]) -> tuple[list[bytes], int]:
         """Return values of an example, and its label."""
-        entry = self._table[row]
-        start, length = int(entry["start"]), int(entry["length"])
+        columns = self._columns
+        start, length = int(columns["start"][row]), int(columns["length"][row])
         try:
             record = os.pread(self._file, length, start)
             if len(record) < length:
@@ -298,9 +299,9 @@ class _OpenShard:
                 f"{self.path} has changed since it was indexed: example {self.key(row)!r} cannot "
                 f"be read: {error}; {self._remedy}"
             ) from error
-        offsets, sizes = entry["offset"].tolist(), entry["size"].tolist()
+        offsets, sizes = columns["offset"][row].tolist(), columns["size"][row].tolist()
         values = [record[offsets[each] : offsets[each] + sizes[each]] for each in fields]
-        return values, int(entry["label"])
+        return values, int(columns["label"][row])
 
     def close(self) -> None:
         os.close(self._file)

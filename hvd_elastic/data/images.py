@@ -1,11 +1,22 @@
-"""Decodes pictures; JPEG at a fraction of its size where a crop allows that."""
+"""Decodes the part of a picture that a crop needs, as an array.
+
+JPEG files are decoded by simplejpeg where it is installed, others and damaged ones by Pillow. The
+part is resized by PyTorch in a process that has imported it, else by Pillow; both filters are the
+same and differ by the rounding of a pixel.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+import sys
+from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from typing import Any
+
+import numpy as np
 
 from hvd_elastic.errors import DataError
 
@@ -13,8 +24,19 @@ try:
     from PIL import Image
 except ModuleNotFoundError:  # pragma: no cover  # reading tokens needs no Pillow
     Image = None  # type: ignore[assignment]
+try:
+    import simplejpeg
+except ModuleNotFoundError:  # pragma: no cover  # an optional one
+    simplejpeg = None
 
 _TRIES = 10
+_JPEG = b"\xff\xd8"  # the first bytes of such a file
+_CMYK = ("CMYK", "YCCK")
+_FACTORS = (8, 4, 2, 1)
+"""By which a JPEG may be decoded smaller. At other sizes, such as 3/8, libjpeg takes longer."""
+
+Part = tuple[float, float, float, float]
+"""Left, top, width and height of a part of a picture [pixels]."""
 
 
 def decode(data: bytes) -> Any:
@@ -32,8 +54,8 @@ class RandomCrop:
     """Decodes a random part of a picture, resized: torchvision's ``RandomResizedCrop`` and flip.
 
     A JPEG is decoded at 1/2, 1/4 or 1/8 of its size if the part still has ``size`` pixels there,
-    which libjpeg does in the frequency domain, in a fraction of the time. Random numbers come from
-    :mod:`random`, which PyTorch's loader seeds in every worker process.
+    which libjpeg does in the frequency domain. Random numbers come from :mod:`random`, which
+    PyTorch's loader seeds in every worker process.
 
     Args:
         size: of both sides of the result [pixels], >= 1.
@@ -42,7 +64,7 @@ class RandomCrop:
         flip: probability that the result is mirrored.
         scaled: whether a JPEG may be decoded at a fraction of its size.
 
-    Returns when called with bytes: ``PIL.Image.Image``, RGB, ``size`` x ``size``.
+    Returns when called with bytes: array of uint8, ``size`` x ``size`` x 3, RGB.
     """
 
     def __init__(
@@ -62,24 +84,11 @@ class RandomCrop:
         self.size, self.scale, self.ratio, self.flip = size, scale, ratio, flip
         self.scaled = scaled
 
-    def __call__(self, data: bytes) -> Any:
-        picture = _opened(data)
-        left, top, width, height = self._part(*picture.size)
-        box = (left, top, left + width, top + height)
-        if self.scaled and picture.format == "JPEG":
-            # Pillow takes the smallest fraction at which both sides have at least this many pixels.
-            share = self.size / min(width, height)
-            whole = picture.size
-            wanted = tuple(math.ceil(side * share) for side in whole)
-            if share < 1 and picture.draft("RGB", wanted) is not None:
-                factors = [now / before for now, before in zip(picture.size, whole, strict=True)]
-                box = tuple(side * factors[place % 2] for place, side in enumerate(box))
-        picture = picture.convert("RGB").resize((self.size,) * 2, Image.Resampling.BILINEAR, box)
-        if random.random() < self.flip:
-            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return picture
+    def __call__(self, data: bytes) -> np.ndarray:
+        pixels = _decode_part(data, self.part, self.size, scaled=self.scaled)
+        return _resized(pixels, self.size, mirrored=random.random() < self.flip)
 
-    def _part(self, width: int, height: int) -> tuple[int, int, int, int]:
+    def part(self, width: int, height: int) -> tuple[int, int, int, int]:
         """Return left, top, width and height of a random part of a picture."""
         low, high = map(math.log, self.ratio)
         for _ in range(_TRIES):
@@ -100,18 +109,70 @@ class CentreCrop:
         size: of both sides of the result [pixels].
         resize: of the shorter side, before the middle is cut out [pixels]; None: size * 8 / 7.
         scaled: whether a JPEG may be decoded at a fraction of its size.
+
+    Returns when called with bytes: array of uint8, ``size`` x ``size`` x 3, RGB.
     """
 
     def __init__(self, size: int, *, resize: int | None = None, scaled: bool = True) -> None:
         self.size, self.resize, self.scaled = size, resize or size * 8 // 7, scaled
 
-    def __call__(self, data: bytes) -> Any:
-        picture = _opened(data)
-        if self.scaled and picture.format == "JPEG":
-            share = self.resize / min(picture.size)
-            picture.draft("RGB", tuple(math.ceil(side * share) for side in picture.size))
-        width, height = picture.size
+    def __call__(self, data: bytes) -> np.ndarray:
+        return _resized(_decode_part(data, self._part, self.size, scaled=self.scaled), self.size)
+
+    def _part(self, width: int, height: int) -> Part:
         side = min(width, height) * self.size / self.resize
-        left, top = (width - side) / 2, (height - side) / 2
-        box = (left, top, left + side, top + side)
-        return picture.convert("RGB").resize((self.size,) * 2, Image.Resampling.BILINEAR, box)
+        return (width - side) / 2, (height - side) / 2, side, side
+
+
+def _decode_part(
+    data: bytes, choose: Callable[[int, int], Part], size: int, *, scaled: bool
+) -> np.ndarray:
+    """Return the pixels of a part of a picture, smaller if both sides keep ``size`` of them."""
+    width, height, pixels_of = _measured(data)
+    left, top, across, down = choose(width, height)
+    most = max(1.0, min(across, down) / size) if scaled else 1.0
+    factor = next(each for each in _FACTORS if each <= most)
+    pixels = pixels_of(width // factor, height // factor)
+    x, y = pixels.shape[1] / width, pixels.shape[0] / height
+    rows = slice(round(top * y), max(round(top * y) + 1, round((top + down) * y)))
+    columns = slice(round(left * x), max(round(left * x) + 1, round((left + across) * x)))
+    return np.ascontiguousarray(pixels[rows, columns])
+
+
+def _measured(data: bytes) -> tuple[int, int, Callable[[int, int], np.ndarray]]:
+    """Return width and height of a picture, and what decodes it to at least such a size."""
+    if simplejpeg is not None and data[:2] == _JPEG:
+        with contextlib.suppress(ValueError):
+            height, width, space, _ = simplejpeg.decode_jpeg_header(data)
+            if space not in _CMYK:
+                return width, height, partial(_decode_jpeg, data)
+    picture = _opened(data)
+    return *picture.size, partial(_decode_by_pillow, picture)
+
+
+def _decode_jpeg(data: bytes, width: int, height: int) -> np.ndarray:
+    try:
+        found: np.ndarray = simplejpeg.decode_jpeg(data, "RGB", min_width=width, min_height=height)
+    except ValueError:  # Pillow overlooks some damage, and names the rest
+        return _decode_by_pillow(_opened(data), width, height)
+    return found
+
+
+def _decode_by_pillow(picture: Any, width: int, height: int) -> np.ndarray:
+    picture.draft("RGB", (width, height))  # other kinds than JPEG ignore it
+    return np.array(picture.convert("RGB"))
+
+
+def _resized(pixels: np.ndarray, size: int, *, mirrored: bool = False) -> np.ndarray:
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+        batch = torch.nn.functional.interpolate(batch, [size] * 2, mode="bilinear", antialias=True)
+        batch = batch.flip(3) if mirrored else batch
+        return np.ascontiguousarray(batch[0].permute(1, 2, 0).numpy())
+    if Image is None:
+        raise DataError("pictures need Pillow: pip install pillow")
+    picture = Image.fromarray(pixels).resize((size, size), Image.Resampling.BILINEAR)
+    if mirrored:
+        picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return np.array(picture)

@@ -177,7 +177,8 @@ def load_table(shard: Path, fields: int, examples: int) -> np.ndarray:
     """
     path = table_path(shard)
     try:
-        table = np.load(path, mmap_mode="r", allow_pickle=False)
+        # As a plain array: each access to a memmap costs microseconds.
+        table = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
         if table.dtype.names != _dtype(1, fields).names or table["size"].shape[1:] != (fields,):
             raise ValueError("it has other columns")
         if len(table) != examples:

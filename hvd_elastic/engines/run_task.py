@@ -10,13 +10,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.engines.task import LENGTH, OUTCOME_FILE, TASK_FILE, Outcome, Task
+from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.interfaces import interface_of, own_address
 from hvd_elastic.hosts.programs.dial_back import FOLDER_VARIABLE
+
+_LOOK_S = 0.1
+"""Time between two looks whether there is a new process group [s]."""
 
 
 def main() -> None:
@@ -31,10 +37,18 @@ def main() -> None:
 def _run_elastic(folder: Path) -> None:
     from hvd_elastic.training import context
     from hvd_elastic.training.saving import save_file
+    from hvd_elastic.training.uncaught import tell_uncaught
 
+    tell_uncaught()  # as hvd.init() does, for what fails before it
     try:
         task = Task.unpack((folder / TASK_FILE).read_bytes())
         value = task.run(folder)
+        if not (context.is_initialized() and context.current().worker.has_ranks):
+            raise RunError(
+                f"{task.name} has ended without training. It was run elastically, which is for "
+                "what calls hvd.init() of hvd_elastic.torch, .keras or .tensorflow, and trains in "
+                "a function under @hvd.run"
+            )
     except Exception as error:  # noqa: BLE001  # as the interpreter handles it
         error = error.with_traceback(_of_the_task(error))
         sys.excepthook(type(error), error, error.__traceback__)
@@ -52,6 +66,7 @@ def _run_fixed(folder: Path) -> None:
     interface = interface_of(own_address("127.0.0.1"))
     if interface is not None:  # else Gloo looks for that of the host's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    threading.Thread(target=_keep_process_groups, name="process groups", daemon=True).start()
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     status = 0
@@ -74,6 +89,23 @@ def _run_fixed(folder: Path) -> None:
     with channel:
         channel.write(LENGTH.pack(len(data)) + data)
     sys.exit(status)
+
+
+def _keep_process_groups() -> None:
+    """Keep PyTorch's process groups until this process ends.
+
+    Where the last reference to one is dropped, as after ``destroy_process_group()``, PyTorch waits
+    with Python's lock for threads of Gloo that may want it, and so now and then for ever
+    (pytorch/pytorch#75097).
+    """
+    kept: list[Any] = []
+    while True:
+        distributed: Any = sys.modules.get("torch.distributed")  # incomplete while it is imported
+        if hasattr(distributed, "is_initialized") and distributed.is_initialized():
+            group = distributed.group.WORLD
+            if not any(group is each for each in kept):
+                kept.append(group)
+        time.sleep(_LOOK_S)
 
 
 def _of_the_task(error: BaseException) -> Any:

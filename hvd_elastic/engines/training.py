@@ -20,9 +20,10 @@ from hvd_elastic.engines.host_process import HostProcess
 from hvd_elastic.engines.task import COMMAND, OUTCOME_FILE, TASK_FILE, Outcome, Task
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
-from hvd_elastic.leader.leader import Leader
+from hvd_elastic.leader.leader import lead
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.tensorboard import check_tensorboard
 from hvd_elastic.views.terminal import LastingView
 
 _CALM_S = 10.0
@@ -107,7 +108,7 @@ def train(
         files: files that each host gets into its folder before it is used.
 
     Raises:
-        UsageError: an option is not known, or the task cannot be pickled.
+        UsageError: an option is not known or cannot be used, or the task cannot be pickled.
         RunError: it raised an exception, or the hosts do not suffice.
     """
     options = dict(options or {})
@@ -120,6 +121,8 @@ def train(
             f"{task.name} has fixed ranks, since it does not use hvd_elastic: options of a run "
             f"({', '.join(options)}) are for elastic ones"
         )
+    if options.get("tensorboard"):
+        check_tensorboard("the option tensorboard")
     with tempfile.TemporaryDirectory(prefix="hvd_elastic-") as name:
         packed = Path(name, TASK_FILE)
         packed.write_bytes(task.pack())
@@ -195,7 +198,7 @@ def _hosts(
 def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -> Any:
     """Lead an elastic run; return the function's value."""
     failure: list[Mapping[str, Any]] = []
-    with folder.take_lead(), _own_signals(), LastingView(sys.stderr, live=False) as view:
+    with _own_signals(), LastingView(sys.stderr, live=False) as view:
 
         def show(event: Mapping[str, Any]) -> None:
             if event["kind"] == "script_failed":
@@ -206,7 +209,7 @@ def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -
             _show_line(0, line)
 
         with _stopped_if_hopeless(folder, check):
-            finish = Leader(spec, folder, {}, show, show_output, engine=hosts).run()
+            finish, _ = lead(spec, folder, {}, show, show_output, engine=hosts)
     if finish.status == "stopped":
         raise KeyboardInterrupt(finish.message)
     if finish.status != "succeeded":

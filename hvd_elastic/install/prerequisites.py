@@ -27,7 +27,7 @@ class Purpose(Enum):
     CLUSTER = "run virtual clusters (make demo, make test)"
     NETWORKS = "give virtual hosts networks of their own"
     MPI = "run jobs through Open MPI (--mpi)"
-    BROWSER = "test the live pages in a browser"
+    BROWSER = "save charts as PNG files, test pages in a browser"
     ENGINES = "test runs on Slurm and Spark (make test-engines)"
 
 
@@ -115,16 +115,19 @@ ENGINE_PREREQUISITES: tuple[Prerequisite, ...] = tuple(
 )
 """What the tests of the engines need; a user's engine brings its own."""
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+"""Programs that draw pages without a window."""
+
 DEVELOPER_PREREQUISITES: tuple[Prerequisite, ...] = (
     Prerequisite(
         "chromium",
-        lambda: find_program("chromium", "chromium-browser"),
+        lambda: find_program(*BROWSERS),
         ("chromium",),
         Purpose.BROWSER,
         optional=True,
     ),
 )
-"""What only tests need."""
+"""What tests need, and of users few."""
 
 
 def missing(wanted: Iterable[Prerequisite] = PREREQUISITES) -> list[Prerequisite]:

@@ -33,6 +33,7 @@ from hvd_elastic.jobs.messages import (
     Submit,
 )
 from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.queue import JobQueue, ending_words, eta_moved, jobs_words
 from hvd_elastic.jobs.runs import BeginLeader, JobRuns
 from hvd_elastic.jobs.scheduling import Candidate, Plan, plan_slots
@@ -40,7 +41,9 @@ from hvd_elastic.jobs.server import RequestServer
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import HostSlots
+from hvd_elastic.policy.schedule.policies import Policy
 from hvd_elastic.records.json_lines import EventLog
 
 _LOOK_S = 0.2
@@ -49,6 +52,9 @@ _IDLE_LOOK_S = 1.0
 """The same while no job runs [s]."""
 _DECIDE_S = 10.0
 """Longest time between two decisions while jobs run [s]; most follow an event."""
+_CUT_OFF_S = 2.0
+"""How long other runs still hear from their hosts when one hears from none of its own [s], unless
+the network of this machine has failed."""
 _MOST_LEADER_LOSSES = 5
 """Leaders of a run that may die in a row without a step of training in between."""
 
@@ -69,6 +75,7 @@ class Daemon:
         hostfile: the cluster's hostfile; it is read again whenever it is saved.
         ssh_config: ssh configuration of the cluster; None: the user's own.
         begin_leader: starts the leader of a run in a process of its own.
+        policy: decides which job has how many slots.
 
     Raises:
         HostfileError: the hostfile cannot be used.
@@ -81,8 +88,10 @@ class Daemon:
         hostfile: Path,
         ssh_config: str | None,
         begin_leader: BeginLeader,
+        policy: Policy = decide,
     ) -> None:
         self._place = place
+        self._policy = policy
         watched = RunSpec(("true",), "/", hostfile=str(hostfile))
         self._hostfile = HostfileWatch(watched, self._warn)
         self._hostfile.read()
@@ -155,10 +164,11 @@ class Daemon:
         if self._hostfile.changed():
             self._tell_hosts()
             self._queue.changed = True
-        self._health.look(time.monotonic(), self._host_returned)
+        self._health.look(time.monotonic(), self._host_changed)
         now = time.time()
         for job in self._queue.with_status(JobStatus.RUNNING):
             self._look_at_run(job)
+        self._suspect_silent_hosts(now)
         if self._queue.changed or now >= self._decide_at:
             self._queue.changed = False
             self._decide_at = now + _DECIDE_S
@@ -174,13 +184,10 @@ class Daemon:
         progress = self._runs.progress(job)
         led = self._runs.is_led(job)  # before reading, so that its last events are read too
         self._queue.changed |= progress.poll()
-        for host, cause in progress.take_lost().items():
-            if host in self._hosts and host not in self._health.lost:
-                self._health.host_lost(host, cause, time.monotonic())
-                self._queue.changed = True
+        self._note_lost(job, progress)
         if progress.trained_at is not None:
-            for host in progress.occupied:
-                self._health.host_works(host)
+            for host in progress.hosts:
+                self._health.host_works(host, _python(job))
         self._runs.release(job)
         if led:
             if job.stop is not None:
@@ -190,13 +197,47 @@ class Daemon:
             return
         ending = progress.ending
         if ending is not None and ending.at >= (job.started_at or 0.0):
-            self._run_ended(job, ending.status, ending.message)
+            if all(map(self._health.is_judged, progress.unfit)):  # else in a moment
+                self._run_ended(job, ending.status, ending.message)
         elif self._runs.failed_to_begin(job):
             self._run_ended(job, "failed", self._runs.why_not_begun(job))
         else:
             self._lead_on(job)
 
-    def _host_returned(self, _host: str) -> None:
+    def _note_lost(self, job: Job, progress: RunProgress) -> None:
+        """Take out the hosts that a run has lost; where the job may be at fault, after a try."""
+        for host, cause in progress.take_lost().items():
+            if host in self._hosts and host not in self._health.lost:
+                suspicion = host in progress.unfit and progress.trained_at is None
+                now = time.monotonic()
+                self._health.host_lost(host, cause, now, _python(job), is_suspicion=suspicion)
+                self._queue.changed = True
+
+    def _suspect_silent_hosts(self, now: float) -> None:
+        """Have the hosts tried that a run does not hear from, while other runs hear from theirs.
+
+        Its leader waits, since it cannot tell whether its own network has failed. Others need not
+        be sent there meanwhile.
+        """
+        running = [
+            (job, self._runs.progress(job)) for job in self._queue.with_status(JobStatus.RUNNING)
+        ]
+        heard = {
+            host
+            for _, progress in running
+            if progress.cut_off_at is None and progress.trained_at is not None
+            for host in progress.hosts
+        }
+        for job, progress in running:
+            silent_since = progress.cut_off_at
+            if heard and silent_since is not None and now - silent_since >= _CUT_OFF_S:
+                progress.cut_off_at = None  # once is enough
+                for host in progress.hosts & self._hosts.keys() - heard:
+                    cause = f"no answer since {time.strftime('%X', time.localtime(silent_since))}"
+                    at = time.monotonic()
+                    self._health.host_lost(host, cause, at, _python(job), is_suspicion=True)
+
+    def _host_changed(self, _host: str) -> None:
         self._queue.changed = True
 
     def _run_ended(self, job: Job, status: str, message: str) -> None:
@@ -204,7 +245,7 @@ class Daemon:
         self._wanted.pop(job.number, None)
         if status == "succeeded":
             for host in job.held:
-                self._health.host_works(host)
+                self._health.host_works(host, _python(job))
             ended = self._queue.ended(job, JobStatus.SUCCEEDED, message)
         elif job.stop is StopReason.CANCEL:
             ended = self._queue.ended(job, JobStatus.CANCELLED, job.reason.partition(":")[0])
@@ -214,6 +255,10 @@ class Daemon:
             return
         elif status == "stopped":
             ended = self._queue.ended(job, JobStatus.CANCELLED, "its run was stopped by its user")
+        elif unfit := self._unfit_hosts(job):
+            self._queue.put_back(job, f"waits: {unfit}")
+            self._runs.release(job, ended=True)
+            return
         elif failures < retries:
             why = f"failed, and is tried again ({failures + 1} of {retries}): {message}"
             self._queue.put_back(job, why, failed=True)
@@ -224,6 +269,17 @@ class Daemon:
             ended = self._queue.ended(job, JobStatus.FAILED, f"{message}{tried}")
         self._runs.forget(ended)
         self._losses.pop(job.number, None)
+
+    def _unfit_hosts(self, job: Job) -> str:
+        """Return why the hosts of a job could not be used, if that was their fault; else nothing.
+
+        If no other host is left for the job, it fails with what is wrong.
+        """
+        progress, lost = self._runs.progress(job), self._health.lost
+        usable = sum(self._usable_hosts().values())
+        if progress.trained_at is not None or usable < job.request.min_np:
+            return ""
+        return "; ".join(cause for host, cause in progress.unfit.items() if host in lost)
 
     def _lead_on(self, job: Job) -> None:
         """Start another leader for a run whose leader has died."""
@@ -261,7 +317,8 @@ class Daemon:
             HostSlots(name, slots - reserved.get(name, 0))
             for name, slots in self._usable_hosts().items()
         ]
-        plan = plan_slots(candidates, [host for host in hosts if host.slots > 0], now)
+        usable = [host for host in hosts if host.slots > 0]
+        plan = plan_slots(candidates, usable, now, self._policy)
         self._adopt(plan, [each.job for each in candidates])
 
     def _adopt(self, plan: Plan, jobs: list[Job]) -> None:
@@ -340,6 +397,9 @@ class Daemon:
 
     def _write_hostfiles(self) -> None:
         """Write the hostfiles of jobs whose slots have changed, also if it failed before."""
+        if self._unwritten:
+            for running in self._queue.with_status(JobStatus.RUNNING):
+                self._runs.release(running)  # what one gives up, another may have
         for number in list(self._unwritten):
             job = self._queue.active.get(number)
             if job is not None and job.held:
@@ -357,7 +417,7 @@ class Daemon:
         queue = self._queue
         match request:
             case Submit(jobs, environment):
-                self._refuse_too_large(request)
+                self._refuse_impossible(request)
                 added = queue.add(jobs, environment)
                 return Answer(
                     f"submitted {jobs_words(added)}",
@@ -393,7 +453,7 @@ class Daemon:
             case Hosts():
                 return Answer("", data=self._host_rows())
 
-    def _refuse_too_large(self, request: Submit) -> None:
+    def _refuse_impossible(self, request: Submit) -> None:
         hosts = self._hosts
         slots = sum(host.slots for host in hosts.values())
         for job in request.jobs:
@@ -403,6 +463,13 @@ class Daemon:
                     f"{self._place.name} has {slots} on {count(len(hosts), 'host')}. "
                     "Lower --min-np or --np, or add hosts to its hostfile first."
                 )
+            for name in job.spec.get("input_hosts", ()):
+                if name in hosts:
+                    raise RunError(
+                        f"job {job.name} cannot have {name} read its data, since jobs train there. "
+                        f"Write slots=0 in its line of the hostfile of cluster {self._place.name}, "
+                        "or leave it out of --input-hosts."
+                    )
 
     def _host_rows(self) -> list[dict[str, Any]]:
         lost = self._health.lost
@@ -445,3 +512,8 @@ class Daemon:
             with contextlib.suppress(OSError):  # the log may be on the disk that is full
                 sys.stderr.write(f"{stamp} warning: {message}\n")
                 sys.stderr.flush()
+
+
+def _python(job: Job) -> str:
+    """Return the interpreter of the agents of a job's run."""
+    return str(job.request.spec.get("python") or sys.executable)

@@ -45,7 +45,9 @@ class Devices:
             if name != job
             for device in hosts.get(host.name, ())
         }
-        free = [each for each in host.devices or range(host.slots) if each not in {*own, *taken}]
+        others = [each for each in host.devices or range(host.slots) if each not in own]
+        # Those of another job come last: only if its process there is about to end.
+        free = sorted(others, key=taken.__contains__)
         kept = (*own, *free[: max(0, slots - len(own))])
         self._of[job][host.name] = kept
         return kept[:slots]

@@ -1,9 +1,15 @@
-"""Which hosts of a cluster can be used: runs tell which are lost, and those are tried again."""
+"""Which hosts of a cluster can be used: runs tell which are lost, and those are tried again.
+
+A run that can start no agent on a host may be at fault itself, if its interpreter was named
+wrongly. So hosts are tried with interpreters that should have this package: the daemon's, and those
+of runs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -12,25 +18,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from hvd_elastic import __version__
+
 _RETRY_S = (0.0, 2.0, 5.0, 10.0, 30.0)
 """Time to the next try of a lost host after 0, 1, 2, … tries [s]."""
 _LOST_AGAIN_S = (0.0, 10.0, 30.0, 60.0, 120.0)
 """Time to the first try of a host that came back 0, 1, 2, … times, and no job trained there [s]."""
 _LOGIN_S = 10.0
 """How long a try may take [s]."""
+_IMPORT = (
+    "import sys, hvd_elastic, hvd_elastic.agent.agent; "
+    f"sys.exit((*sys.version_info[:2], hvd_elastic.__version__) != "
+    f"({sys.version_info[0]}, {sys.version_info[1]}, {__version__!r}))"
+)
+"""Python program that tells by its exit status whether an agent of this version can start."""
 
 
 @dataclass
 class _Lost:
     cause: str
-    tries: int
+    python: str
+    is_suspicion: bool
+    """Whether the job may be at fault as well, so that the host is used until it was tried."""
     try_at: float
+    tries: int = 0
 
 
 class HostHealth:
-    """The lost hosts of a cluster; a command on each of them tells when it can be used again.
+    """The lost hosts of a cluster; a program on each of them tells when it can be used again.
 
-    A host that runs the command may still start no job, because it lacks Python or space. It is
+    A host that runs the program may still start no job, because it lacks space for example. It is
     tried less and less often, until a job has trained there.
 
     Args:
@@ -43,24 +60,46 @@ class HostHealth:
         self._options = [] if ssh_config is None else ["--ssh-config", ssh_config]
         self._lost: dict[str, _Lost] = {}
         self._returns: dict[str, int] = {}
+        self._working_python = sys.executable
+        """Interpreter with which a job has trained last."""
         self._trial: tuple[subprocess.Popen[bytes], IO[bytes], list[str]] | None = None
 
     @property
     def lost(self) -> Mapping[str, str]:
         """Lost hosts, with the cause."""
-        return {host: lost.cause for host, lost in self._lost.items()}
+        return {host: lost.cause for host, lost in self._lost.items() if self.is_judged(host)}
 
-    def host_lost(self, host: str, cause: str, now: float) -> None:
-        """Note that a run has lost a host."""
-        returns = min(self._returns.get(host, 0), len(_LOST_AGAIN_S) - 1)
-        self._lost.setdefault(host, _Lost(cause, 0, now + _LOST_AGAIN_S[returns]))
+    def host_lost(
+        self, host: str, cause: str, now: float, python: str, *, is_suspicion: bool = False
+    ) -> None:
+        """Note that a run has lost a host.
 
-    def host_works(self, host: str) -> None:
-        """Note that a job has trained on a host, or has succeeded there."""
+        Args:
+            host: the host.
+            cause: why, in words.
+            now: time [s].
+            python: interpreter of the run.
+            is_suspicion: whether the job may be at fault as well; the host is tried at once, and
+                counts as lost if that fails.
+        """
+        known = self._lost.get(host)
+        if known is not None and (is_suspicion or not known.is_suspicion):
+            return
+        returns = 0 if is_suspicion else min(self._returns.get(host, 0), len(_LOST_AGAIN_S) - 1)
+        self._lost[host] = _Lost(cause, python, is_suspicion, now + _LOST_AGAIN_S[returns])
+
+    def is_judged(self, host: str) -> bool:
+        """Return whether it is known if a host that was suspected is at fault."""
+        lost = self._lost.get(host)
+        return lost is None or not lost.is_suspicion or lost.tries > 0
+
+    def host_works(self, host: str, python: str) -> None:
+        """Note that a job has trained on a host with an interpreter, or has succeeded there."""
         self._returns.pop(host, None)
+        self._working_python = python
 
-    def look(self, now: float, returned: Callable[[str], None]) -> None:
-        """Try lost hosts again when it is time; call ``returned`` with each that answers."""
+    def look(self, now: float, changed: Callable[[str], None]) -> None:
+        """Try lost hosts when it is time; call ``changed`` with each that returns or is lost."""
         if self._trial is not None:
             process, output, tried = self._trial
             if process.poll() is None:
@@ -74,10 +113,14 @@ class HostHealth:
                 if lost is None:
                     continue
                 if host in answers:
+                    judged = self.is_judged(host)
                     del self._lost[host]
-                    self._returns[host] = self._returns.get(host, 0) + 1
-                    returned(host)
+                    if judged:
+                        self._returns[host] = self._returns.get(host, 0) + 1
+                    changed(host)
                 else:
+                    if not self.is_judged(host):
+                        changed(host)
                     lost.tries += 1
                     lost.try_at = now + _RETRY_S[min(lost.tries, len(_RETRY_S) - 1)]
         due = [host for host, lost in self._lost.items() if now >= lost.try_at]
@@ -95,11 +138,14 @@ class HostHealth:
     def _try(self, hosts: list[str]) -> None:
         output = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the result)
         limit = f"{_LOGIN_S:g}"
+        named = (self._lost[host].python for host in hosts)
+        pythons = dict.fromkeys([self._working_python, sys.executable, *named])
+        tried = " || ".join(shlex.join([python, "-c", _IMPORT]) for python in pythons)
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "hvd_elastic.cli.app", "cluster", "run"),
                 *(str(self._hostfile), "--hosts", ",".join(hosts), "--no-stdin", "--json"),
-                *("--connect-timeout", limit, "--total-timeout", limit, *self._options, "true"),
+                *("--connect-timeout", limit, "--total-timeout", limit, *self._options, tried),
             ],
             stdin=subprocess.DEVNULL,
             stdout=output,

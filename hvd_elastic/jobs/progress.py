@@ -41,9 +41,12 @@ class RunProgress:
         folder: the run folder.
         ending: how the run ended; None: it goes on, as far as its events say.
         waiting: what the run waits for; empty: nothing.
+        unfit: hosts on which its present leader can start no agent as they are, with the cause: the
+            fault may be the host's or the job's.
         attained_slot_s: slots times seconds of training.
         rescales: number of changes of its slots while it trained.
         began_at: when its present or last leader began [Unix s]; None: none has.
+        cut_off_at: since when its leader hears from none of its hosts [Unix s]; None: it does.
         trained_at: when the run finished its last rescale, so that it has trained [Unix s].
     """
 
@@ -54,11 +57,14 @@ class RunProgress:
         self.attained_slot_s = 0.0
         self.rescales = 0
         self.began_at: float | None = None
+        self.cut_off_at: float | None = None
         self.trained_at: float | None = None
         self._follower = EventFollower(folder.events)
         self._replay = Replay()
+        self.unfit: dict[str, str] = {}
         self._lost: dict[str, str] = {}
         self._processes: set[tuple[str, int]] = set()
+        self._starting: set[tuple[str, int]] = set()
         self._size, self._size_since = 0, 0.0
         self._part = 0.0
         """Part of the training that is done, as the script reports it."""
@@ -81,11 +87,16 @@ class RunProgress:
 
     @property
     def occupied(self) -> dict[str, int]:
-        """Number of live processes of the run on each host, by its events."""
+        """Number of slots of each host in which processes of the run live or start."""
         found: dict[str, int] = {}
-        for host, slot in self._processes:
+        for host, slot in self._processes | self._starting:
             found[host] = max(found.get(host, 0), slot + 1)
         return found
+
+    @property
+    def hosts(self) -> set[str]:
+        """Hosts on which processes of the run have started."""
+        return {host for host, _ in self._processes}
 
     @property
     def measured_slots(self) -> int:
@@ -152,8 +163,14 @@ class RunProgress:
             self.ending = None
             self.began_at = at
             self._processes.clear()
+            self._starting.clear()
             self._lost.clear()
+            self.unfit.clear()
+            self.cut_off_at = None
+        elif kind == "leader_cut_off":
+            self.cut_off_at = at
         elif kind == "taken_over":
+            self.cut_off_at = None
             self._resized(int(event.get("size") or 0), at)
         elif kind == "rescale_started":
             self._occupy(event)
@@ -161,19 +178,28 @@ class RunProgress:
             self.trained_at = at
             self.waiting = ""
             self._resized(int(event.get("size") or 0), at)
+        elif kind == "worker_started":
+            self._starting.add(_slot(event))
         elif kind == "worker_standby":
-            self._processes.add((str(event.get("host")), int(event.get("local_rank") or 0)))
+            self._starting.discard(_slot(event))
+            self._processes.add(_slot(event))
             self._lost.pop(str(event.get("host")), None)
         elif kind == "worker_left":
-            self._processes.discard((str(event.get("host")), int(event.get("local_rank") or 0)))
+            self._starting.discard(_slot(event))
+            self._processes.discard(_slot(event))
         elif kind == "host_lost":
             host = str(event.get("host"))
             self._lost[host] = str(event.get("cause") or "lost")
             self._processes = {slot for slot in self._processes if slot[0] != host}
+            self._starting = {slot for slot in self._starting if slot[0] != host}
         elif kind == "warning" and "unusable_host" in event:
-            self._lost[str(event["unusable_host"])] = str(event.get("message"))
+            host, cause = str(event["unusable_host"]), str(event.get("message"))
+            self._lost[host] = cause
+            if event.get("fatal"):
+                self.unfit[host] = cause
         elif kind == "agent_started":
             self._lost.pop(str(event.get("host")), None)
+            self.unfit.pop(str(event.get("host")), None)
         elif kind == "waiting":
             self.waiting = str(event.get("reason") or "")
         elif kind == "metrics":
@@ -181,6 +207,7 @@ class RunProgress:
         elif kind == "run_finished":
             self._resized(0, at)
             self._processes.clear()
+            self._starting.clear()
             self.ending = Ending(at, str(event.get("status")), str(event.get("message") or ""))
 
     def _resized(self, size: int, at: float) -> None:
@@ -202,6 +229,10 @@ class RunProgress:
         part = event.get("done")
         if isinstance(part, (int, float)) and 0 < part <= 1:
             self._part = float(part)
+
+
+def _slot(event: Record) -> tuple[str, int]:
+    return str(event.get("host")), int(event.get("local_rank") or 0)
 
 
 def _sizes(most: int) -> np.ndarray:

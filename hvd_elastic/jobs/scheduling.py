@@ -11,6 +11,7 @@ from hvd_elastic.jobs.job import Job, JobKind, JobStatus
 from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.policy.schedule import jobs as policy
 from hvd_elastic.policy.schedule.decide import decide
+from hvd_elastic.policy.schedule.policies import Policy
 
 _LEAST_TURN_S = 60.0
 """How long a job keeps its minimum after its start [s], so that jobs do not often take turns."""
@@ -56,7 +57,10 @@ class Plan:
 
 
 def plan_slots(
-    candidates: Sequence[Candidate], hosts: Sequence[policy.HostSlots], now: float
+    candidates: Sequence[Candidate],
+    hosts: Sequence[policy.HostSlots],
+    now: float,
+    choose: Policy = decide,
 ) -> Plan:
     """Return which candidate should hold which slots.
 
@@ -64,6 +68,7 @@ def plan_slots(
         candidates: jobs that run, and jobs that wait for nothing but slots.
         hosts: hosts that can be used.
         now: current time [Unix s].
+        choose: policy that decides.
     """
     per_host = sorted((host.slots for host in hosts), reverse=True)
     capacity = sum(per_host)
@@ -77,7 +82,7 @@ def plan_slots(
     jobs = {
         str(each.job.number): _as_policy_job(each, per_host, capacity, now) for each in considered
     }
-    decided = decide(list(jobs.values()), hosts, now)
+    decided = choose(list(jobs.values()), hosts, now)
     plan = Plan({}, {}, {})
     for each in candidates:
         number = each.job.number

@@ -175,6 +175,8 @@ def ask_daemon(place: ClusterFolder, request: Request, *, timeout_s: float = 60.
             connection.sendall(msgspec.json.encode(request))
             connection.shutdown(socket.SHUT_WR)
             received = b"".join(iter(lambda: connection.recv(1 << 20), b""))
+        except ConnectionResetError:
+            received = b""  # it was killed
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise RunError(f"cluster {place.name} has no daemon. {ask}") from error
         except PermissionError as error:

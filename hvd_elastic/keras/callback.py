@@ -24,7 +24,7 @@ from hvd_elastic.tensorflow.elastic import check_optimizer, rehearse
 from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.tensorflow.variables import (
-    LiveVariable,
+    KeptValues,
     check_built,
     check_no_loss_scaling,
     variable_of,
@@ -101,7 +101,7 @@ class ElasticCallback(keras.callbacks.Callback):
         self._head: Any = None
         """Snapshot after all callbacks have ended an epoch and begun the next one."""
         self._examples = 0
-        self._kept: tuple[int, list[tuple[Any, Any]]] | None = None
+        self._kept: tuple[int, KeptValues] | None = None
         self._steps: int | None = None
         self._train: Any = None
         self._batches: Batches | None = None
@@ -269,16 +269,14 @@ class ElasticCallback(keras.callbacks.Callback):
 
     def _keep_metrics(self) -> None:
         """Keep the metrics from before a step, which may fail after some of its passes."""
-        found = [variable_of(variable) for variable in self.model.metrics_variables]
-        values = [(variable, LiveVariable(variable).view()) for variable in found]
-        self._kept = (self._examples, values)
+        found = map(variable_of, self.model.metrics_variables)
+        self._kept = (self._examples, KeptValues(found))
 
     def _restore_metrics(self) -> None:
         """Set the metrics back if the step that was begun last was not taken."""
         if self._kept is not None:
             self._examples, values = self._kept
-            for variable, value in values:
-                variable.assign(value)
+            values.restore()
 
     def _callbacks_ended(self) -> None:
         """Note that all callbacks have ended an epoch and begun the next one, on this rank."""

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.errors import HostfileError
@@ -50,6 +51,12 @@ class HostfileWatch:
     def slots(self) -> tuple[HostSlots, ...]:
         """Return the number of slots of each host, in the order of the hostfile."""
         return tuple(HostSlots(host.name, host.slots) for host in self.hosts.values())
+
+    def event_fields(self) -> dict[str, Any]:
+        """Return the fields of the event ``hosts_changed``."""
+        prices = {host.name: host.price for host in self.hosts.values() if host.price}
+        fields = {"hosts": [[host.name, host.slots] for host in self.slots]}
+        return {**fields, **({"prices": prices} if prices else {})}
 
     def read(self) -> None:
         """Read the hostfile into ``hosts``.

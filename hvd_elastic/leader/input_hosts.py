@@ -18,8 +18,8 @@ from hvd_elastic.control.fleet import backoff
 from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.hosts.engine import Engine
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.leader.agents import Agents
-from hvd_elastic.leader.remote_agent import AgentConnection, FromAgent
+from hvd_elastic.leader.agents.agents import Agents
+from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.workers import Workers
 from hvd_elastic.policy.input import InputFinding, InputWatch, choose_readers

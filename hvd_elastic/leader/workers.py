@@ -43,9 +43,10 @@ class Workers:
         """Return the name of a worker as users see it: host and slot."""
         return worker_name(*self.places[worker])
 
-    def of_host(self, host: str) -> list[str]:
-        """Return the names of the workers on a host."""
-        return [worker for worker, (place, _) in self.places.items() if place == host]
+    def forget_host(self, host: str) -> None:
+        """Forget the workers on a host, which is lost or has left."""
+        for worker in [name for name, (place, _) in self.places.items() if place == host]:
+            del self.places[worker]
 
     def log(self, worker: str, text: str) -> list[str]:
         """Append text to a worker's log; return the lines that are complete now."""

@@ -146,7 +146,8 @@ class Evidence:
         window = self._windows.add(report, self._planned_passes)
         if window is not None:
             self._note_window(window, fields, now)
-            self.done += window.examples * self._efficiency()
+        # Steps outside of windows count too, such as the first ones after a rescale.
+        self.done += self._windows.examples_since(examples) * self._efficiency()
 
     def _note_window(self, window: _Window, fields: Mapping[str, Any], now: float) -> None:
         batch = window.examples / window.steps
@@ -282,7 +283,13 @@ class _ProgressWindows:
         self.count = 0
         self.measured_at = -math.inf
         self._last: _Progress | None = None
+        self._examples = 0.0
         self._settling = _SETTLING
+
+    def examples_since(self, examples: float) -> float:
+        """Return how many examples more than at the last call were trained."""
+        before, self._examples = self._examples, examples
+        return max(0.0, examples - before)
 
     def interrupt(self) -> None:
         """Begin with the next report."""

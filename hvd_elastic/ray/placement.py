@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvd_elastic.engines.failures import last_error, missing_package
 from hvd_elastic.errors import DataError, RunError
 from hvd_elastic.formatting import count
 from hvd_elastic.ray.host import HostActor
 
 log = logging.getLogger(__name__)
 
-_ERROR = re.compile(r"[\w.]*(Error|Exception)\b.*:")
 _LOOK_S = 0.5
 """Time between two looks whether actors have ended [s]; agents notice a lost host by themselves."""
 _PAUSE_S = 5.0
@@ -64,9 +63,9 @@ def check_room(nodes: Sequence[Mapping[str, float]], each: Mapping[str, float], 
     if room < least:
         asked = ", ".join(f"{amount:g} {name}" for name, amount in each.items())
         raise RunError(
-            f"scaling asks for {count(least, 'worker')} at least, of {asked} each, and the "
-            f"cluster's {count(len(nodes), 'node')} have room for {room}. Add nodes, or ask for "
-            "less by scaling or resources_per_worker"
+            f"scaling asks for {count(least, 'worker')} at least, of {asked} each, and the cluster "
+            f"of {count(len(nodes), 'node')} has room for {room}. Add nodes, or ask for less by "
+            "scaling or resources_per_worker"
         )
 
 
@@ -202,27 +201,11 @@ def wait_for_rows(stored: Mapping[str, Any]) -> None:
             raise DataError(f"data set {name!r} cannot be prepared: {why}") from error
 
 
-def last_error(said: str) -> str:
-    r"""Return the last line that names an error, after which Ray may have advice; else the last.
-
-    >>> last_error("ray::map()\n  File …\nValueError: no such column x\nTo retry, configure …")
-    'ValueError: no such column x'
-    """
-    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["Ray does not say why"]
-    return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1])
-
-
 def why_not_started(said: str) -> str:
-    r"""Return why an actor could not start, for the user.
-
-    >>> why_not_started("ray::HostActor.serve()\n  File …\nRunError: the link is lost\n")
-    'a worker cannot start: RunError: the link is lost'
-    """
-    missing = [line for line in said.splitlines() if "ModuleNotFoundError" in line]
-    if missing:
-        what = missing[-1].rpartition("ModuleNotFoundError: ")[2]
+    """Return why an actor could not start, for the user, from what Ray says of it."""
+    if package := missing_package(said):
         return (
-            f"a node of the Ray cluster lacks a package: {what}. Install the same version as here "
-            "for the Python that runs Ray there"
+            f"a node of the Ray cluster has no package {package!r}. Install the same version as "
+            "here for the Python that runs Ray there"
         )
     return f"a worker cannot start: {last_error(said)}"

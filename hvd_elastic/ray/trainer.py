@@ -101,7 +101,17 @@ class ElasticTrainer:
         from hvd_elastic.engines.task import Task
         from hvd_elastic.engines.training import Sizes
 
-        least, most = (scaling, scaling) if isinstance(scaling, int) else scaling
+        both = (scaling, scaling) if isinstance(scaling, int) else tuple(scaling)
+        if len(both) != 2:
+            raise UsageError(f"scaling takes the least and largest number, not {scaling!r}")
+        if isinstance(train_fn_args, (str, Mapping)):
+            raise UsageError(
+                f"train_fn_args takes a sequence of arguments: write ({train_fn_args!r},) where "
+                "that is the only one"
+            )
+        if not isinstance(datasets or {}, Mapping):
+            raise UsageError("datasets takes data sets by name, such as {'train': dataset}")
+        least, most = both
         Sizes(least, least, most)  # checks them
         self._least, self._most = least, most
         self._task = Task.of(train_fn, tuple(train_fn_args), train_fn_kwargs or {})

@@ -131,6 +131,10 @@ class Waiting(_Event, tag="waiting"):
     need: int
 
 
+class WorkerStarted(_WorkerEvent, tag="worker_started"):
+    """A worker process is started; ``worker_left`` tells its end."""
+
+
 class WorkerStandby(_WorkerEvent, tag="worker_standby"):
     """A standby worker is warm."""
 
@@ -304,10 +308,14 @@ class TrainingGoesOn(_Event, tag="training_goes_on"):
 
 
 class Warned(_Event, tag="warning"):
-    """A problem that does not stop the run; ``unusable_host``: no agent can be started there."""
+    """A problem that does not stop the run.
+
+    ``unusable_host``: no agent can be started there; ``fatal``: another try is useless.
+    """
 
     message: str
     unusable_host: str | UnsetType = UNSET
+    fatal: bool | UnsetType = UNSET
 
 
 class RunFinished(_Event, tag="run_finished"):
@@ -347,6 +355,7 @@ _ALL = (
     HostDrained,
     HostReturned,
     Waiting,
+    WorkerStarted,
     WorkerStandby,
     WorkerJoined,
     WorkerLeft,

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import UsageError
-from hvd_elastic.records.json_lines import Record
 
 # Tags of the library's metrics; all others get the group "train".
 _TAGS = {
@@ -89,7 +88,7 @@ class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):
         self._retry_at = 0.0
         self._numbers = itertools.count()
 
-    def note(self, record: Record) -> None:
+    def note(self, record: Mapping[str, Any]) -> None:
         """Write the metrics of a record; records of other kinds are ignored."""
         if record["kind"] != "metrics" or record["t"] < self._retry_at:
             return
@@ -118,7 +117,7 @@ class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):
             with contextlib.suppress(OSError):  # every record was flushed already
                 records.close()
 
-    def _events(self, record: Record) -> Iterator[bytes]:
+    def _events(self, record: Mapping[str, Any]) -> Iterator[bytes]:
         """Yield the serialized TensorBoard events for a record, in order."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.slurm.batch import parse_left
 from hvd_elastic.slurm.commands import call, require_commands
 
 _COUNTS = re.compile(r"(?P<count>\d+)(\(x(?P<times>\d+)\))?")
@@ -21,10 +22,12 @@ class Allocation:
     Attributes:
         job_id: number of the job.
         hosts: its nodes with their slots, in Slurm's order.
+        left_s: time until its limit, when it was looked at [s].
     """
 
     job_id: str
     hosts: tuple[Host, ...]
+    left_s: float = math.inf
 
 
 def is_inside(environment: Mapping[str, str]) -> bool:
@@ -63,8 +66,7 @@ def own_allocation(environment: Mapping[str, str], slots_per_node: int | None = 
     else:
         slots = [slots_per_node] * len(names)
     hosts = tuple(Host(name, slots=number) for name, number in zip(names, slots, strict=True))
-    require_running(job_id)
-    return Allocation(job_id, hosts)
+    return Allocation(job_id, hosts, time_left(job_id))
 
 
 def expand_nodes(nodelist: str) -> list[str]:
@@ -76,17 +78,23 @@ def expand_nodes(nodelist: str) -> list[str]:
     return call("scontrol", "show", "hostnames", nodelist).split() if nodelist else []
 
 
-def require_running(job_id: str) -> None:
-    """Raise RunError if the job does not run (any more)."""
+def time_left(job_id: str) -> float:
+    """Return the time until the limit of a job that runs [s].
+
+    Raises:
+        RunError: it does not run (any more).
+    """
     try:
-        state = call("squeue", "--noheader", f"--jobs={job_id}", "--format=%T").strip()
+        printed = call("squeue", "--noheader", f"--jobs={job_id}", "--format=%T %L").strip()
     except RunError as error:
-        state = str(error)
-    if state != "RUNNING":
-        raise RunError(
-            f"the Slurm job {job_id} of SLURM_JOB_ID does not run ({state or 'it has ended'}). "
-            "Start the run inside a new allocation, or unset SLURM_JOB_ID"
-        )
+        printed = str(error)
+    state, _, left = printed.partition(" ")
+    if state == "RUNNING":
+        return parse_left(left)
+    raise RunError(
+        f"the Slurm job {job_id} of SLURM_JOB_ID does not run ({printed or 'it has ended'}). "
+        "Start the run inside a new allocation, or unset SLURM_JOB_ID"
+    )
 
 
 def slots_of_nodes(environment: Mapping[str, str], nodes: int) -> list[int]:
@@ -125,8 +133,3 @@ def slots_of_nodes(environment: Mapping[str, str], nodes: int) -> list[int]:
             f"the allocation. Name the hosts with --hostfile"
         )
     return [max(1, number // per_task) for number in found]
-
-
-def here() -> Allocation:
-    """Return the allocation that this process runs in."""
-    return own_allocation(os.environ)

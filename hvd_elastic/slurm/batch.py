@@ -69,6 +69,16 @@ def parse_time(text: str) -> float | None:
     return float(seconds + 86400 * int(match["days"] or 0))
 
 
+def parse_left(text: str) -> float:
+    """Return the time that squeue prints as left until a job's limit [s]; infinite if it has none.
+
+    >>> parse_left("59:30"), parse_left("UNLIMITED")
+    (3570.0, inf)
+    """
+    left_s = parse_time(text) if ":" in text else None
+    return math.inf if left_s is None else left_s
+
+
 @dataclass(frozen=True)
 class Submission:
     """How a run is submitted to Slurm.
@@ -154,6 +164,19 @@ class Submission:
                 f"about {START_S:g} s to start. Give at least {math.ceil(least_s / 60)} minutes"
             )
 
+    def check_left(self, left_s: float) -> None:
+        """Check that an allocation lasts long enough for anything to be trained in it.
+
+        Raises:
+            RunError: it does not, as where the limit of the partition is short; says what to give.
+        """
+        if left_s <= self.leave_before_s:
+            raise RunError(
+                f"this job ends in {left_s:.0f} s, and the run leaves its nodes "
+                f"{self.leave_before_s:g} s before that. Give more time, or a smaller "
+                f"--leave-before: hvd-elastic slurm submit --resume {self.run_id} --time TIME"
+            )
+
     @property
     def first_script(self) -> Path:
         """Path of the script of the allocation in which the run is led."""
@@ -191,6 +214,7 @@ class Submission:
                 "--no-kill",
             ],
             f"# Leads run {self.run_id}: begins it, or goes on with it.",
+            "trap '' USR1  # which may come before the leader can take it\n"
             f"export HVD_ELASTIC_HOME={shlex.quote(self.home)}\nexec {shlex.join(leads)}\n",
         )
 

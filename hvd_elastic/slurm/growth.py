@@ -17,7 +17,7 @@ from hvd_elastic.records.json_lines import EventFollower
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import RunSummary, take_event
 from hvd_elastic.slurm.allocation import Allocation
-from hvd_elastic.slurm.batch import Submission, parse_time
+from hvd_elastic.slurm.batch import Submission, parse_left
 from hvd_elastic.slurm.commands import call
 from hvd_elastic.slurm.engine import SlurmEngine
 
@@ -65,8 +65,7 @@ def parse_queue(text: str) -> list[Job]:
     jobs = []
     for line in text.splitlines():
         job_id, state, node, left = line.split("|")
-        left_s = parse_time(left) if ":" in left else None
-        jobs.append(Job(job_id, state, node, math.inf if left_s is None else left_s))
+        jobs.append(Job(job_id, state, node, parse_left(left)))
     return jobs
 
 

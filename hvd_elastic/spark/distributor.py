@@ -13,14 +13,16 @@ from hvd_elastic.engines.task import Task
 from hvd_elastic.engines.training import Acquire, Sizes, on_this_machine, train
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.ssh import own_address_towards
 from hvd_elastic.spark.dataframe import ROWS_FILE, write_rows
-from hvd_elastic.spark.executors import Executors, Request, gpus_here
+from hvd_elastic.spark.executors import Executors, Request, gpus_here, is_remote
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 ADDRESS_VARIABLE = "HVD_ELASTIC_DRIVER_ADDRESS"
-"""Variable with the address of this machine for executors, if not that of spark.driver.host."""
+"""Variable with the address of this machine for executors, where the one that is found is not."""
 _GPUS_OF_TASK = "spark.task.resource.gpu.amount"
 
 
@@ -153,7 +155,11 @@ class TorchDistributor:
     def _address(self) -> str:
         if self._spark is None:
             return "127.0.0.1"
-        return os.environ.get(ADDRESS_VARIABLE) or str(self._spark.conf.get("spark.driver.host"))
+        if named := os.environ.get(ADDRESS_VARIABLE):
+            return named
+        if is_remote(self._spark):
+            return own_address_towards(Host(self._spark.client.host))
+        return str(self._spark.conf.get("spark.driver.host"))
 
     def _acquire(self, task: Task) -> Acquire:
         if self._spark is None:

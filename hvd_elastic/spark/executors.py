@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_elastic.engines.dialled_hosts import DialledHosts
+from hvd_elastic.engines.failures import last_error, missing_package
 from hvd_elastic.engines.host_process import HostProcess
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count
@@ -32,9 +33,6 @@ _REGISTER_S = 15.0
 """How long executors get to register before those that are there are counted [s]."""
 _END_S = 5.0
 """How long jobs get to end after their hosts have been told to [s]; then they are cancelled."""
-_SPARK_ERROR = re.compile(
-    r"^(?:[\w.]+\.)?(?P<kind>\w+(?:Error|Exception)): (?P<text>\S.*)", re.MULTILINE
-)
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class Executors:
 
     def _room(self) -> int | None:
         """Return how many tasks Spark can run at a time; None: that is not known, or may grow."""
-        if _is_remote(self._spark):
+        if is_remote(self._spark):
             return None
         if self._spark.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
             return None
@@ -151,7 +149,7 @@ class Executors:
                     )
 
     def _run_job(self, be_host: Callable[..., Any]) -> None:
-        if not _is_remote(self._spark):
+        if not is_remote(self._spark):
             context = self._spark.sparkContext
             context.setJobGroup(self._tag, "hosts of hvd_elastic", interruptOnCancel=True)
         else:
@@ -161,7 +159,7 @@ class Executors:
 
     def _cancel(self) -> None:
         with contextlib.suppress(Exception):  # of py4j or Spark Connect: the session has ended
-            if not _is_remote(self._spark):
+            if not is_remote(self._spark):
                 self._spark.sparkContext.cancelJobGroup(self._tag)
             else:
                 self._spark.interruptTag(self._tag)
@@ -210,16 +208,14 @@ def explain(text: str) -> str:
             f"the executors have another Python than the driver, which has {own}: point "
             "PYSPARK_PYTHON (or spark.pyspark.python) to the same minor version on all machines"
         )
-    found = [*_SPARK_ERROR.finditer(text)]
-    missing = re.search(r"No module named '([\w.]+)'", text)
-    if missing:
+    if package := missing_package(text):
         return (
-            f"the executors have no package {missing[1].partition('.')[0]!r}: install it for the "
-            "Python that PYSPARK_PYTHON names, on all of them"
+            f"the executors have no package {package!r}: install it for the Python that "
+            "PYSPARK_PYTHON names, on all of them"
         )
-    said = found[-1]["text"] if found else text.strip().splitlines()[0]
-    return f"Spark cannot run a task: {said}"
+    return f"Spark cannot run a task: {last_error(text)}"
 
 
-def _is_remote(spark: Any) -> bool:
+def is_remote(spark: Any) -> bool:
+    """Return whether a session is one of Spark Connect, whose driver is elsewhere."""
     return type(spark).__module__.startswith("pyspark.sql.connect")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_elastic.communicator.interface import FLAGS_NAME
+from hvd_elastic.communicator.interface import FLAGS_NAME, Collectives
 from hvd_elastic.communicator.ring import load_horovod
 from hvd_elastic.tensorflow.variables import LiveVariable
 
@@ -53,8 +53,8 @@ def reduce_in_graph(tensor: tf.Tensor, name: str, *, average: bool = False) -> t
     )
 
 
-class TensorFlowCollectives:
-    """Implements :class:`hvd_elastic.communicator.interface.Collectives` for TensorFlow tensors.
+class TensorFlowCollectives(Collectives):
+    """Horovod's collectives on TensorFlow tensors, outside of graphs.
 
     Horovod knows an operation by the name of its node, and outside of graphs TensorFlow names all
     nodes of a kind alike. So each collective is a small graph of its own, traced once for each name
@@ -84,11 +84,9 @@ class TensorFlowCollectives:
             self._graph(kind, name, dtype, 0)
 
     def from_numpy(self, array: np.ndarray) -> tf.Tensor:
-        """Return a tensor with the content of the array."""
         return tf.convert_to_tensor(array)
 
     def to_numpy(self, tensor: tf.Tensor) -> np.ndarray:
-        """Return an array with the content of the tensor."""
         array: np.ndarray = tensor.numpy()
         return array
 
@@ -105,38 +103,30 @@ class TensorFlowCollectives:
                 tensor.set(values)
 
     def join(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
-        """Return a new array of flat arrays, concatenated."""
         return np.concatenate(list(pieces))
 
     def average_async(self, tensor: tf.Tensor, name: str) -> Future[Any]:
-        """Begin to average a tensor over all ranks."""
         return self._begin("allreduce", name, tensor, self.horovod.Average)
 
     def sum_async(self, tensor: tf.Tensor, name: str) -> Future[Any]:
-        """Begin to add a tensor up over all ranks."""
         return self._begin("allreduce", name, tensor, self.horovod.Sum)
 
     def allgather_async(self, tensor: tf.Tensor, name: str) -> Future[Any]:
-        """Begin to concatenate the tensors of all ranks."""
         return self._begin("allgather", name, tensor)
 
     def broadcast_async(self, tensor: tf.Tensor, name: str, root_rank: int) -> Future[Any]:
-        """Begin to send the root's tensor to all ranks."""
         return self._begin("broadcast", name, tensor, root_rank)
 
     def alltoall_async(self, tensor: Any, name: str, splits: Sequence[int]) -> Future[Any]:
-        """Begin to send ``splits[rank]`` rows to each rank."""
         return self._begin("alltoall", name, tensor, 0, tf.constant(splits, tf.int32))
 
     def synchronize(self, handle: Future[Any]) -> Any:
-        """Wait for a collective and return its result."""
         try:
             return handle.result()
         except tf.errors.OpError as error:
             raise self._failure(reason_of(error)) from error
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
         self.synchronize(self._begin("allreduce", "hvd_elastic.barrier", tf.zeros(1), 1))
 
     def _begin(

@@ -27,9 +27,6 @@ class TensorFlowContent(Content):
         shared: ``id()`` of the variables that are the same on every rank.
         copy_own: keep the values of the other tensors; for the rank that writes them.
 
-    Attributes:
-        tensors: live variables, and arrays, of the stream, in its order.
-
     Raises:
         ScriptError: a value cannot be put into a checkpoint; names its place and its type.
     """
@@ -38,42 +35,31 @@ class TensorFlowContent(Content):
 
     def __init__(self, nested: Any, shared: Container[int], *, copy_own: bool = True) -> None:
         super().__init__()
-        self.tensors: list[LiveVariable | np.ndarray] = []
         self._shared = shared
         self._copy_own = copy_own
         self._own: list[np.ndarray] = []
-        self._known: dict[int, str] = {}
         self.values = encode_values(nested, self._encode_leaf)
 
     def _encode_leaf(self, value: Any, path: tuple[Any, ...]) -> Any:
         if not isinstance(value, (tf.Variable, np.ndarray)) or value.dtype == object:
             return NotImplemented
-        if id(value) in self._known:
-            return {"$tensor": self._known[id(value)]}
-        live = LiveVariable(value) if isinstance(value, tf.Variable) else value
-        name = self._known[id(value)] = self.unused_name(path)
-        info = TensorInfo(name, np.dtype(live.dtype).name, tuple(live.shape), live.nbytes)
-        if id(value) in self._shared:
-            self.stream.append(info)
-            self.tensors.append(live)
-        else:
-            self.own.append(info)
-            if self._copy_own:
-                self._own.append(_view(live) if isinstance(live, LiveVariable) else live.copy())
+        key, live = id(value), LiveVariable(value) if isinstance(value, tf.Variable) else value
+        dtype, shared = np.dtype(live.dtype).name, key in self._shared
+        name, is_own = self.name_tensor(key, path, live, dtype, shared=shared)
+        if is_own and self._copy_own:
+            self._own.append(_view(live) if isinstance(live, LiveVariable) else live.copy())
         return {"$tensor": name}
 
     def own_data(self) -> Iterator[Any]:
-        """See the base class."""
         return map(_bytes_of, self._own)
 
     def encode_opaque(self) -> bytes:
-        """Return nothing: there are no such values."""
         return b""
 
     def begin_copy(
         self, begin: int, end: int, target: np.ndarray[Any, Any], lasting: set[int]
     ) -> Callable[[], str | None]:
-        """See the base class; views of variables keep their values, so all is copied later."""
+        # Views of variables keep their values, so all is copied later.
         views = [
             (_bytes_of(_view(self.tensors[number])), first, last)
             for number, first, last in self.parts(begin, end)

@@ -19,8 +19,8 @@ from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDatase
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.input_source import DatasetSource
 from hvd_elastic.training import context as training
-from hvd_elastic.training.context import Context
 from hvd_elastic.training.data_order import DataOrder, Place
+from hvd_elastic.training.input.loader import OrderedLoader
 from hvd_elastic.training.input.shared import SharedReading
 from hvd_elastic.training.planning.choice import order_for
 from hvd_elastic.training.uncaught import show_instead
@@ -96,18 +96,17 @@ def dataset(
     return ElasticDataset(made.prefetch(1), shares)
 
 
-class _Shares:
+class _Shares(OrderedLoader):
     """The batches of this rank, as the source of a pipeline.
 
     Args:
-        order: order of the examples.
+        order, shared: as for :class:`OrderedLoader`.
         source: reads the batch of the examples at some indices.
-        shared: reads them too, where input hosts help or each example is seeded.
     """
 
     def __init__(self, order: DataOrder, source: DatasetSource, shared: SharedReading) -> None:
-        self.order = order
-        self._source, self._shared = source, shared
+        super().__init__(order, shared)
+        self._source = source
         self._is_shared = False
         self._example = source.read([0])
         self.signature = tf.nest.map_structure(_spec, self._example)
@@ -118,18 +117,6 @@ class _Shares:
         self._turn_lock = threading.Lock()
         self._pipeline: Iterator[Any] | None = None
         self._next_place: Place | None = None
-        self._registered: Context | None = None
-        if training.is_initialized():
-            self.register()
-
-    def register(self) -> Context:
-        """Register the order with the training context once; return the context."""
-        context = training.current()
-        if self._registered is not context:
-            self._registered = context
-            self.order.register(context)
-            self._shared.offer(context)
-        return context
 
     def batches(self) -> Iterator[Any]:
         """Yield this rank's batches from the present place on; called by the pipeline."""
@@ -165,11 +152,11 @@ class _Shares:
             begin: begins the pipeline that the script has made of this source.
             enough: go on with further epochs until it returns true; None: end with this epoch.
         """
-        context = self.register()
+        context = self._context()
         averagers = context.worker.averagers
 
         def read(step: Place, following: Place, *, is_first: bool) -> tuple[Any, Any]:
-            self.order.prefetch(step)
+            self._order.prefetch(step)
             if is_first:
                 self._go_to(context.worker, step, begin)
             if self._is_shared:
@@ -182,7 +169,7 @@ class _Shares:
             return batch, indices if context.worker.audit else None
 
         try:
-            for batch in self.order.loop(context, read, enough):
+            for batch in self._order.loop(context, read, enough):
                 averagers.prepare()
                 yield batch
                 averagers.collect()
@@ -200,7 +187,7 @@ class _Shares:
             return
         self._pipeline = None
         self._is_shared = is_shared
-        self._indices = self.order.indices(step, worker.progress)
+        self._indices = self._order.indices(step, worker.progress)
         with self._turn_lock:
             self._turn += 1
             self._read_indices = []
@@ -243,7 +230,7 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
         """Yield a batch of the first examples, and one of half of them; then refuse to go on."""
         shares = self._shares
         shares._is_shared = False
-        most = min(shares.order.batch_size, shares.order.examples)
+        most = min(shares._order.batch_size, shares._order.examples)
         for count in (most, max(1, most // 2)):
             shares._indices = iter([list(range(count))])
             yield next(super().__iter__())
@@ -255,26 +242,20 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
         )
 
     def __len__(self) -> int:
-        """Return the number of steps of a whole epoch at the present world size."""
-        return self._steps_from(0)
+        return len(self._shares)
 
     def steps_left(self) -> int:
-        """Return the number of steps left in the current epoch at the present world size."""
-        return self._steps_from(self._shares.register().reading.position)
+        """See :meth:`OrderedLoader.steps_left`."""
+        return self._shares.steps_left()
 
     def cardinality(self) -> tf.Tensor:
         """Return the number of steps of a whole epoch; if the batch adapts, the most passes.
 
         Keras never goes on after so many, nor, if that is unknown, after those of its first epoch.
         """
-        order = self._shares.order
+        order = self._shares._order
         most = order.examples if order.planner.adapts else order.steps_from(0, 1)
         return tf.constant(most, tf.int64)
-
-    def _steps_from(self, position: int) -> int:
-        worker = self._shares.register().worker
-        worker.check_has_ranks("the number of steps")
-        return self._shares.order.steps_from(position, worker.communicator.size)
 
     def map(self, *args: Any, **options: Any) -> ElasticDataset:
         """See :meth:`tf.data.Dataset.map`."""

@@ -1,54 +1,25 @@
-"""The decorator ``run``, which makes a training function elastic."""
+"""Prepares training: which optimizer trains, and steps that are taken before it to be traced."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.optimizer import averager_of, tape_averager
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.tensorflow.variables import is_optimizer
 from hvd_elastic.training import context
-from hvd_elastic.training.elastic import run_training
-
-Result = TypeVar("Result")
-TrainFunction = Callable[..., Result]
 
 
-def run(
-    function: TrainFunction[Result], *, warmup: Callable[[], object] | None = None
-) -> TrainFunction[Result]:
-    """Make a training function elastic; use it as a decorator.
-
-    The function takes the :class:`State` as its first argument. It is called again after a failure,
-    and ``epochs()`` and the dataset continue from the progress of the state. A planned change of
-    the world happens where the dataset is iterated, between two steps, without leaving the
-    function.
-
-    Args:
-        function: training function, called as ``function(state, ...)``.
-        warmup: called once before this worker reports ready, while the other workers train, to
-            have the step traced: ``lambda: train_step(*next(iter(dataset)))``. The steps that it
-            takes are on this rank alone, and undone.
-    """
-
-    @functools.wraps(function)
-    def wrapper(state: State, *args: Any, **kwargs: Any) -> Result:
-        if not isinstance(state, State):
-            raise ScriptError(
-                f"{function.__name__}() must be called with a hvd_elastic.tensorflow.State first, "
-                f"not with a {type(state).__name__}"
-            )
-        check_optimizer(state)
-        if warmup is not None and not context.current().worker.reads:
-            rehearse(state, warmup)
-        call = functools.partial(function, state, *args, **kwargs)
-        return run_training(context.current(), call, function.__name__)
-
-    return wrapper
+@contextlib.contextmanager
+def training(state: State, warmup: Callable[[], object] | None) -> Iterator[None]:
+    """See :meth:`Frontend.training`."""
+    check_optimizer(state)
+    if warmup is not None:
+        rehearse(state, warmup)
+    yield
 
 
 def rehearse(state: State, steps: Callable[[], object]) -> None:

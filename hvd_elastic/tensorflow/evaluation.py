@@ -9,7 +9,13 @@ import tensorflow as tf
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.input_source import DatasetSource
-from hvd_elastic.tensorflow.variables import LiveVariable, is_model, trainable_of, variables_of
+from hvd_elastic.tensorflow.variables import (
+    KeptValues,
+    LiveVariable,
+    is_model,
+    trainable_of,
+    variables_of,
+)
 from hvd_elastic.training.evaluation import evaluate_on_ranks
 
 Metric = Callable[[Any, Any], Any]
@@ -64,23 +70,13 @@ def evaluate(
             yield {name: metric(targets, outputs) for name, metric in metrics.items()}
 
     trained = {id(each) for each in trainable_of(model)}
-    others = [
-        LiveVariable(each) for each in variables_of(model).values() if id(each) not in trained
-    ]
-    kept: list[Any] = []
-
-    def share_model(communicator: Any) -> None:
-        kept.extend(each.copy() for each in others)
-        values = [each.copy() for each in others]
-        communicator.broadcast(values, 0)
-        for variable, value in zip(others, values, strict=True):
-            variable.set(value)
-
+    others = [each for each in variables_of(model).values() if id(each) not in trained]
+    kept = KeptValues(others)
     try:
-        return evaluate_on_ranks(here.examples, batch_size, metrics, compute, share_model)
+        differing = [LiveVariable(each) for each in others]
+        return evaluate_on_ranks(here.examples, batch_size, metrics, compute, differing)
     finally:
-        for variable, before in zip(others, kept, strict=False):
-            variable.set(before)
+        kept.restore()
 
 
 def outputs_of(model: Any, inputs: Any) -> Any:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
+from hvd_elastic.checkpoint.whole_files import HashingWriter
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.collectives import TensorFlowCollectives, reason_of
 from hvd_elastic.tensorflow.content import load_checkpoint
+from hvd_elastic.tensorflow.elastic import training
+from hvd_elastic.tensorflow.export import exported
+from hvd_elastic.tensorflow.saving import write_object
 from hvd_elastic.training import context
+from hvd_elastic.training.frontend import Frontend
 
 
-class TensorFlowFrontend:
-    """Implements :class:`hvd_elastic.training.frontend.Frontend` for TensorFlow."""
+class TensorFlowFrontend(Frontend):
+    """The part of TensorFlow that the training context needs."""
 
     module = "hvd_elastic.tensorflow"
     horovod = "tensorflow"
@@ -20,19 +29,15 @@ class TensorFlowFrontend:
     other_loader = "a tf.data.Dataset of your own"
 
     def collectives(self) -> TensorFlowCollectives:
-        """Return Horovod's collectives on tensors."""
         return TensorFlowCollectives()
 
     def plain(self, value: Any) -> Any:
-        """Return a number; reading a tensor waits for its device."""
         return value.numpy().item() if hasattr(value, "numpy") else value
 
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """See :func:`~hvd_elastic.tensorflow.content.load_checkpoint`."""
         return load_checkpoint(path)
 
     def failed_collective(self, error: BaseException) -> BaseException | None:
-        """Return what to raise for a reduction that failed in a ``tf.function``."""
         if not isinstance(error, tf.errors.OpError):
             return None
         worker = context.current().worker
@@ -46,8 +51,27 @@ class TensorFlowFrontend:
         return worker.communicator.translated(reason_of(error))
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return False: a pass that did not fit is not called off with TensorFlow."""
-        return False
+        return False  # a pass that did not fit is not called off with TensorFlow
 
     def free_memory(self) -> None:
         """Do nothing: TensorFlow's allocator keeps its memory."""
+
+    def training(
+        self, state: Any, warmup: Callable[[], object] | None
+    ) -> AbstractContextManager[None]:
+        return training(state, warmup)
+
+    def script_tensor(self, kind: str, tensor: Any, name: str) -> tf.Tensor:
+        if not tf.executing_eagerly():
+            raise ScriptError(
+                f"hvd.{kind}(..., {name!r}) is called in a tf.function. If it failed there, "
+                "variables could be left between two steps: return the tensor from the function, "
+                f"and call hvd.{kind} on what it returns"
+            )
+        return tf.convert_to_tensor(tensor)
+
+    def write_object(self, name: str, obj: Any, file: HashingWriter) -> None:
+        write_object(name, obj, file)
+
+    def exported(self, model: Any, example: Any, name: str) -> Callable[[Path], Any]:
+        return exported(model, example, name)

@@ -23,6 +23,7 @@ from hvd_elastic.tensorflow.adaptation import Adaptation
 from hvd_elastic.tensorflow.collectives import reduce_in_graph
 from hvd_elastic.tensorflow.controls import Control, Controls
 from hvd_elastic.training import context
+from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.launch import Mode
 
 BUCKET_BYTES = 4 << 20
@@ -31,7 +32,7 @@ _REDUCED_AS = {tf.bfloat16: tf.float32}
 """Types that Horovod's TensorFlow binding lacks, with those that they are reduced as."""
 
 
-class GradientAverager:
+class GradientAverager(Averager):
     """Averages the gradients of the script's optimizer; a script has one.
 
     Args:
@@ -40,8 +41,6 @@ class GradientAverager:
 
     Attributes:
         rate: returns the optimizer's learning rate.
-        steps: number of steps that have ended on this rank.
-        several_steps: False: a loop body has one step.
         raised: error of this library in the step's graph; None: there was none.
         controls: what the graph of the step depends on.
     """
@@ -55,7 +54,7 @@ class GradientAverager:
         self._told: tuple[Any, ...] | None = None
         self._names: list[str] = []
         self._retired = ""
-        self._waits = self._rehearses = False
+        self._begun = self._waits = self._rehearses = False
         self.steps = 0
         self.several_steps = False
         self.raised: BaseException | None = None
@@ -78,7 +77,7 @@ class GradientAverager:
         """
         control = self._begin_graph()
         packed = _Packed(gradients, variables, control.factor)
-        sums, told = self._exchanged(packed.flats, control.alone)
+        sums, told = self._exchanged(packed.first, packed.flats, control.alone)
         with tf.control_dependencies(sums):
             ended = tf.numpy_function(self._end, [told], tf.bool)
         with tf.control_dependencies([ended]):
@@ -113,7 +112,8 @@ class GradientAverager:
                 return tf.numpy_function(self._end_pass, [norm, seconds], tf.bool)
 
         def end_step() -> tf.Tensor:
-            sums, told = self._exchanged(adaptation.whole(packed.flats), control.alone)
+            flats = adaptation.whole(packed.flats)
+            sums, told = self._exchanged(packed.first, flats, control.alone)
             with tf.control_dependencies(sums):
                 averaged = packed.unpacked([tf.identity(flat) for flat in sums])
             dense = {number: averaged[number] for number in packed.dense}
@@ -136,17 +136,29 @@ class GradientAverager:
         return self.controls.read()
 
     def _exchanged(
-        self, flats: Sequence[tf.Tensor], alone: tf.Tensor
+        self, first: tf.Tensor | None, flats: Sequence[tf.Tensor], alone: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Return the sums of flat gradients over the ranks, and the average of their flags."""
+        """Return the sums of flat gradients over the ranks, and the average of their flags.
+
+        The flags are exchanged while gradients are computed.
+
+        Args:
+            first: the gradient that is computed first, or about so.
+            flats: flat gradients.
+            alone: whether there is one rank.
+        """
+        with tf.control_dependencies([] if first is None else [first]):
+            flags = tf.numpy_function(self._begin, [], tf.float32)
+        told = self._reduced(flags, FLAGS_NAME, alone, average=True)
         prefix = gradient_prefix(0)
         self._names = [f"{prefix}{number}" for number in range(len(flats))]
+        with tf.control_dependencies(flats):
+            computed = tf.numpy_function(self._computed, [], tf.bool)
         sums = [
             self._reduced(flat, name, alone) for flat, name in zip(flats, self._names, strict=True)
         ]
-        with tf.control_dependencies(flats):
-            flags = tf.numpy_function(self._begin, [], tf.float32)
-        return sums, self._reduced(flags, FLAGS_NAME, alone, average=True)
+        with tf.control_dependencies([computed]):
+            return sums, tf.identity(told)
 
     def _check_graph(self) -> None:
         if self._retired:
@@ -174,25 +186,31 @@ class GradientAverager:
 
     @tf.autograph.experimental.do_not_convert
     def _begin(self) -> np.ndarray:
-        """Return this rank's flags; all gradients of the step are computed."""
+        """Return this rank's flags."""
         if self._rehearses:
             return np.zeros(1, np.float32)
         try:
-            if self._waits or self._told is not None:
+            if self._begun or self._told is not None:
                 raise ScriptError(
                     "optimizer.apply, or tape.gradient of DistributedGradientTape, is called twice "
                     "in one step. A step applies the gradients of all variables at once: add the "
                     "losses up. In a loop that does not iterate over hvd.dataset, each step ends "
                     "with state.commit()"
                 )
-            flags = self._context.own_flags()
+            self._begun = True
+            return self._context.own_flags()
         except BaseException as error:
             self.raised = error
             raise
-        self._context.planner.work_ends()
-        self._waits = True
-        self._context.worker.communicator.graph_waits(self._names)
-        return flags
+
+    @tf.autograph.experimental.do_not_convert
+    def _computed(self) -> bool:
+        """Note that all gradients of the step are computed: what follows is waiting for others."""
+        if not self._rehearses:
+            self._context.planner.work_ends()
+            self._waits = True
+            self._context.worker.communicator.graph_waits(self._names)
+        return True
 
     @tf.autograph.experimental.do_not_convert
     def _end_pass(self, norm: Any, seconds: Any) -> bool:
@@ -230,7 +248,7 @@ class GradientAverager:
             self._rehearses = False
 
     def prepare(self) -> None:
-        """Set what the pass depends on: this rank's weight, the number of ranks, the rates."""
+        self._begun = False
         size = self._context.worker.communicator.size
         now = Control(self._context.step.weight / size, size == 1)
         if self._adaptation is not None and self._adaptation.active:
@@ -238,12 +256,7 @@ class GradientAverager:
         self.controls.set(now)
 
     def collect(self, *, collectives: bool = True) -> None:
-        """Count the step that the graph has taken, if it has.
-
-        Args:
-            collectives: whether the other ranks do so too, at the same place.
-        """
-        ended, self._told = self._told, None
+        ended, self._told, self._begun = self._told, None, False
         if ended is None:
             return
         told, *measured = ended
@@ -262,11 +275,10 @@ class GradientAverager:
         return tf.cast(self.controls.read().progress + 1e-6, tf.int64)
 
     def learning_rate(self) -> float:
-        """Return the learning rate of the optimizer."""
         return float(self.rate())
 
     def adapt(self) -> None:
-        """Begin to add up passes, sample gradients, and scale the learning rate.
+        """See :meth:`Averager.adapt`.
 
         Raises:
             ScriptError: the optimizer takes its steps itself, or was traced already.
@@ -286,15 +298,12 @@ class GradientAverager:
         self._adaptation.begin()
 
     def shared_with(self, other: Any) -> str:
-        """Return a text: a script has one optimizer, so a later one replaces this one."""
-        return "of the model"
+        return "of the model"  # a script has one optimizer, so a later one replaces this one
 
     def engage(self, number: int) -> None:
-        """Average gradients from now on."""
         self._retired = ""
 
     def retire(self, reason: str) -> None:
-        """Stop averaging; a later step is refused for this reason."""
         self._retired = reason
 
     def nothing(self) -> None:
@@ -303,23 +312,20 @@ class GradientAverager:
     restore = drop_copy = absorb = give_up = nothing
 
     def forget(self) -> None:
-        """Drop the passes of a step that was left out after some of them."""
         if self._adaptation is not None:
             self._adaptation.drop()
 
     def leave_out(self, *, over: bool) -> None:
-        """Check that all ranks leave out the step; another one fails by the different shape."""
         communicator = self._context.worker.communicator
         if communicator.size > 1:
             try:
-                number = np.zeros((1, 1, 1), np.float32)
+                number = np.zeros((1, 1, 1), np.float32)  # the others' gradients have another shape
                 communicator.wait(communicator.sum_async(number, f"{gradient_prefix(0)}0"))
             except ScriptError:
                 self._context.step.refuse_left_out(self._context.worker)
                 raise
 
     def reset(self) -> None:
-        """Drop a step that failed, and follow the world."""
         self._told = self.raised = None
         self._waits = False
         self.forget()
@@ -344,6 +350,7 @@ class _Packed:
 
     Attributes:
         dense: the gradients that are there, dense, by the number of their variable.
+        first: that of the last variable, which is computed first in most models.
         flats: a flat tensor for each bucket.
     """
 
@@ -356,6 +363,7 @@ class _Packed:
             if gradient is not None
         }
         order = [*reversed(self.dense)]
+        self.first = self.dense[order[0]] if order else None
         kinds = [_reduced_type(self.dense[number]) for number in order]
         sizes = [_bytes(self.dense[number]) for number in order]
         self._buckets = [[order[at] for at in each] for each in divide(kinds, sizes, BUCKET_BYTES)]

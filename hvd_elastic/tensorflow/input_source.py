@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -11,13 +10,11 @@ from tensorflow.python import pywrap_tfe
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.input.forked import WorkerStart
 from hvd_elastic.training.input.indexed import Arrays, IndexedSource, collated
-from hvd_elastic.training.input.link import Buffers
-from hvd_elastic.training.input.server import undisturbed
 from hvd_elastic.training.planning.choice import examples_of
 
 
 class DatasetSource(IndexedSource):
-    """Implements :class:`hvd_elastic.training.input.server.Source` for a source of examples.
+    """Reads a source of examples, arrays or an object, for ``hvd.dataset``.
 
     Args:
         source: what the script has given to ``hvd.dataset``.
@@ -45,28 +42,11 @@ class DatasetSource(IndexedSource):
         return self._dataset[index]
 
     def start(self, number: int, count: int) -> None:
-        """See :class:`Source`."""
         self._started(number)
         # The threads of TensorFlow do not exist in a forked process: an operation would wait for
         # ever. These two are what all operations on tensors go through.
         pywrap_tfe.TFE_Py_FastPathExecute = _no_operations
         pywrap_tfe.TFE_Py_Execute = _no_operations
-
-    def make_here(self, epoch: int, indices: Any) -> Any:
-        """See :class:`Source`."""
-        with undisturbed():
-            return self.make(epoch, indices)
-
-    def pack(self, batch: Any) -> Buffers:
-        """See :class:`Source`."""
-        buffers: list[pickle.PickleBuffer] = []
-        described = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
-        return [described, *(buffer.raw() for buffer in buffers)]
-
-    def unpack(self, buffers: Buffers) -> Any:
-        """See :class:`Source`."""
-        # They come from a process that has shown the run's certificate.
-        return pickle.loads(buffers[0], buffers=buffers[1:])  # noqa: S301
 
 
 def _no_operations(*_: Any) -> NoReturn:

@@ -9,13 +9,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_elastic.tensorflow.data import dataset as shares_of
-from hvd_elastic.tensorflow.elastic import run
 from hvd_elastic.tensorflow.evaluation import outputs_of
 from hvd_elastic.tensorflow.input_source import DatasetSource
 from hvd_elastic.tensorflow.saving import load_model
 from hvd_elastic.tensorflow.state import State
-from hvd_elastic.training import context, prediction
-from hvd_elastic.training.elastic import epochs
+from hvd_elastic.training import prediction
+from hvd_elastic.training.elastic import run
 
 
 def predict(
@@ -49,19 +48,17 @@ def predict(
     source = DatasetSource(prediction.data_of(data, asked))
     missing = prediction.Missing(source, source.examples, asked.done)
     batches = shares_of(missing, batch_size)
-    ctx = context.current()
+
+    def load(path: str) -> None:
+        load_model(path, model, share=True)
 
     def compute(batch: Any) -> Any:
-        return outputs_of(model, batch[0] if isinstance(batch, (tuple, list)) else batch)
+        return outputs_of(model, prediction.inputs_of(batch))
 
     def go(_: State) -> None:
-        if asked.checkpoint and not ctx.worker.progress.step:  # later workers get the state
-            load_model(asked.checkpoint, model, share=True)
-        prediction.save_total(ctx, missing)
-        for _epoch in epochs(1):
-            for batch in batches:
-                arrays = prediction.named_outputs((forward or compute)(batch), _array)
-                prediction.save_batch(ctx, arrays, missing, batch_size)
+        prediction.predict_missing(
+            asked, missing, batches, batch_size, load, forward or compute, _array
+        )
 
     run(go)(State(model=model))
 

@@ -20,6 +20,7 @@ from hvd_elastic.tensorflow.content import TensorFlowContent, pieces_of, type_na
 from hvd_elastic.tensorflow.schedule import counting_schedule
 from hvd_elastic.tensorflow.trained_sums import trained_sums
 from hvd_elastic.tensorflow.variables import (
+    KeptValues,
     LiveVariable,
     assign,
     check_built,
@@ -27,7 +28,7 @@ from hvd_elastic.tensorflow.variables import (
     is_model,
     is_optimizer,
     rates_of,
-    single_variable,
+    set_by_script,
     trainable_of,
     variable_of,
     variables_of,
@@ -56,12 +57,6 @@ class State(ScriptState):
     plain_kinds = "numbers, strings, lists, dicts, arrays"
     object_kinds = "variables, or with state_dict() and load_state_dict()"
 
-    def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
-        super().__init__(model, optimizer, values)
-        self._build()
-        self._saved = self.take_snapshot()
-        self._context.register_state(self)
-
     def _is_object(self, name: str, value: Any) -> bool:
         if isinstance(value, tf.GradientTape):
             raise ScriptError(f"State({name}=...): a tape is of one step and has no state")
@@ -71,7 +66,6 @@ class State(ScriptState):
         encode_values(value, _encode_array)
 
     def _build(self) -> None:
-        """Build optimizers, so that all ranks have the same variables from the beginning."""
         models = {n: i for n, i in self._objects.items() if isinstance(i, keras.Layer)}
         for name, model in models.items():
             check_built(model, f"State({name}=...)")
@@ -88,41 +82,24 @@ class State(ScriptState):
             every += variables_of(item).values()
             more = [*item.variables, *item.metrics_variables] if is_model(item) else []
             every += [variable_of(variable) for variable in more]
-        before = [(variable, LiveVariable(variable).view()) for variable in every]
+        before = KeptValues(every)
         snapshot = self.take_snapshot()
         try:
             yield
         finally:
             snapshot.restore(self._plain, self._objects)
-            for variable, value in before:
-                variable.assign(value)
+            before.restore()
 
     # -- for the library -------------------------------------------------------------------
 
     def schedules(self) -> dict[str, Schedule]:
-        """Return the schedule that follows the optimizer's count of steps, if there is one."""
         optimizers = filter(is_optimizer, self._objects.values())
         return {key: each for item in optimizers for key, each in counting_schedule(item).items()}
 
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
-        """Return a copy that :meth:`roll_back` can restore."""
-        variables = self._untrained() if tensors else self._own_variables()
-        return Snapshot(self._plain, self._objects, variables)
-
-    def save_values(self, snapshot: Snapshot | None = None, *, tensors: bool = False) -> None:
-        """Set the snapshot that :meth:`roll_back` restores; None takes one now."""
-        self._saved = snapshot or self.take_snapshot(tensors=tensors)
-
-    def roll_back(self) -> None:
-        """Restore the snapshot of the last :meth:`save_values`."""
-        self._saved.restore(self._plain, self._objects)
-
-    def module_versions(self) -> int:
-        """Return 0: TensorFlow does not count changes."""
-        return 0
+        return Snapshot(self._plain, self._objects, self._untrained(own=not tensors))
 
     def trained_sums(self, signs: np.ndarray, number: int | None) -> TrainedSums:
-        """See :class:`hvd_elastic.training.frontend.State`."""
         lasting = self.lasting()
         named = {
             f"{name}.{key}": variable
@@ -134,11 +111,9 @@ class State(ScriptState):
         return trained_sums(named, signs, number)
 
     def content(self, *, copy_own: bool = True) -> TensorFlowContent:
-        """Return the present state for a checkpoint; ``copy_own``: keep what differs by rank."""
         return TensorFlowContent(self._values(), self.lasting(), copy_own=copy_own)
 
     def lasting(self) -> set[int]:
-        """Return ``id()`` of the variables that only an optimizer's step changes."""
         found: set[int] = set()
         for item in self._with_variables().values():
             if is_optimizer(item):
@@ -149,28 +124,23 @@ class State(ScriptState):
         return found
 
     def waits_before_step(self) -> bool:
-        """Return True: the values that a checkpoint copies stay when variables change."""
-        return True
+        return True  # the values that a checkpoint copies stay when variables change
 
     def _with_variables(self) -> dict[str, Any]:
         return {n: i for n, i in self._objects.items() if has_variables(i)}
 
-    def _own_variables(self) -> list[tf.Variable]:
-        """Return what the script itself sets: learning rates, and variables it gave the State."""
-        lasting = self.lasting()
-        return [
-            variable
-            for item in self._with_variables().values()
-            for variable in (rates_of(item) if is_optimizer(item) else single_variable(item))
-            if id(variable) not in lasting
-        ]
+    def _untrained(self, *, own: bool) -> list[tf.Variable]:
+        """Return the variables that no optimizer changes.
 
-    def _untrained(self) -> list[tf.Variable]:
+        Args:
+            own: only those that the script itself sets: learning rates, and variables that it has
+                given to the State.
+        """
         lasting = self.lasting()
         return [
             variable
             for item in self._with_variables().values()
-            for variable in variables_of(item).values()
+            for variable in (set_by_script(item) if own else variables_of(item).values())
             if id(variable) not in lasting
         ]
 
@@ -191,9 +161,6 @@ class State(ScriptState):
             for tensor in content.tensors
         ]
 
-    def _device(self, tensor: Any) -> str:
-        return ""
-
     def _pieces(self, tensor: Any) -> Any:
         return pieces_of(tensor)
 
@@ -204,9 +171,6 @@ class State(ScriptState):
         if own is not None and (np.dtype(own.dtype), tuple(own.shape)) == (kind, shape):
             return own
         return np.empty(shape, kind)
-
-    def _decode_opaque(self, data: bytes) -> Any:
-        return ()
 
     def _tensors_of(self, item: Any) -> dict[str, tf.Variable] | None:
         return variables_of(item) if has_variables(item) else None
@@ -232,15 +196,14 @@ class Snapshot(ValueCopies):
         for name, item in objects.items():
             if not (name.startswith("_") or has_variables(item)):
                 self.dumped[name] = dump_value(name, item.state_dict())
-        self._values = [(variable, LiveVariable(variable).view()) for variable in variables]
+        self._variables = KeptValues(variables)
 
     def restore(self, plain: dict[str, Any], objects: dict[str, Any]) -> None:
         """Restore everything in place, and remove plain values that were added since."""
         self.restore_values(plain, objects, _copy_array)
         for name, dumped in self.dumped.items():
             objects[name].load_state_dict(load_value(dumped))
-        for variable, value in self._values:
-            variable.assign(value)
+        self._variables.restore()
 
 
 def _copy_array(present: Any, saved: Any) -> bool:

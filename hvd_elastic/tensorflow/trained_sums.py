@@ -9,9 +9,7 @@ import tensorflow as tf
 
 from hvd_elastic.tensorflow.variables import LiveVariable
 from hvd_elastic.training.frontend import TrainedSums
-
-_VARIABLES = 16
-"""Number of variables in one check: bounds its time."""
+from hvd_elastic.training.replica_check import parameters_of_check
 
 
 def trained_sums(
@@ -19,10 +17,7 @@ def trained_sums(
 ) -> TrainedSums:
     """See :meth:`~hvd_elastic.training.frontend.State.trained_sums`."""
     variables = [each for each in named.items() if each[1].dtype.is_floating]
-    chosen = variables
-    if number is not None and variables:
-        places = range(number * _VARIABLES, number * _VARIABLES + min(_VARIABLES, len(variables)))
-        chosen = [variables[place % len(variables)] for place in places]
+    chosen = parameters_of_check(variables, number)
     sums = [_sums(LiveVariable(each).view().reshape(-1), signs, number) for _, each in chosen]
     epsilons = [float(np.array(tf.experimental.numpy.finfo(v.dtype).eps)) for _, v in chosen]
     names = [name for name, _ in chosen]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -62,8 +62,10 @@ def rates_of(optimizer: Any) -> list[tf.Variable]:
     return [variable_of(rate)] if isinstance(rate, keras.Variable) else []
 
 
-def single_variable(item: Any) -> list[tf.Variable]:
-    """Return an object that is itself a variable; none for any other."""
+def set_by_script(item: Any) -> list[tf.Variable]:
+    """Return what a script itself sets of an object: the rate of an optimizer, a variable."""
+    if is_optimizer(item):
+        return rates_of(item)
     return [variable_of(item)] if isinstance(item, (tf.Variable, keras.Variable)) else []
 
 
@@ -121,6 +123,22 @@ class LiveVariable:
     def set(self, values: np.ndarray) -> None:
         """Overwrite the variable."""
         self.variable.assign(values)
+
+
+class KeptValues:
+    """The present values of some variables, to which they can be set back.
+
+    Args:
+        variables: variables of TensorFlow.
+    """
+
+    def __init__(self, variables: Iterable[tf.Variable]) -> None:
+        self._values = [(variable, LiveVariable(variable).view()) for variable in variables]
+
+    def restore(self) -> None:
+        """Set the variables back."""
+        for variable, value in self._values:
+            variable.assign(value)
 
 
 def assign(variables: Mapping[str, tf.Variable], values: Mapping[str, Any]) -> None:

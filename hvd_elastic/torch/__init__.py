@@ -26,19 +26,19 @@ import torch
 from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.data import DataLoader
-from hvd_elastic.torch.elastic import run
 from hvd_elastic.torch.evaluation import evaluate
-from hvd_elastic.torch.export import export
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 from hvd_elastic.torch.prediction import predict
-from hvd_elastic.torch.saving import load_model, save
+from hvd_elastic.torch.saving import load_model
 from hvd_elastic.torch.schedule import follow_progress
 from hvd_elastic.torch.state import State
 from hvd_elastic.training import context as _context
-from hvd_elastic.training.elastic import epochs, steps, stop
-from hvd_elastic.training.script_collectives import script_collective
+from hvd_elastic.training.elastic import epochs, run, steps, stop
+from hvd_elastic.training.export import export
+from hvd_elastic.training.saving import save
+from hvd_elastic.training.script_collectives import allgather, allreduce
 from hvd_elastic.training.script_ranks import local_rank, rank, report, size
 
 __all__ = [
@@ -82,18 +82,3 @@ def device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
-
-
-def allreduce(tensor: torch.Tensor, name: str, *, average: bool = True) -> torch.Tensor:
-    """Return the mean (or sum) of ``tensor`` over all ranks; all ranks must call it."""
-    with script_collective("allreduce", name) as communicator:
-        handle = communicator.reduce_async(tensor.detach().clone(), f"user.{name}")
-        result: torch.Tensor = communicator.wait(handle)
-        return result if average else result * communicator.size
-
-
-def allgather(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the tensors of all ranks, concatenated along the first dimension in rank order."""
-    with script_collective("allgather", name) as communicator:
-        result: torch.Tensor = communicator.gather(tensor.detach(), f"user.{name}")
-        return result

@@ -57,7 +57,7 @@ class Accumulator(Mapping[str, float]):
                 f"Accumulator {name!r} is made in the training function, which is called again "
                 "after a failure, and a worker that joins would not have its sums; make it before"
             )
-        if kept in ctx.kept:
+        if kept in ctx.state_parts:
             raise ScriptError(
                 f"there is an Accumulator {name!r} already; make it once, outside of the training "
                 'function, and give others names of their own: Accumulator("hits")'

@@ -39,9 +39,6 @@ class TorchContent(Content):
         shared: ``data_ptr()`` of the tensors that are the same on every rank.
         copy_own: copy the other tensors; for the rank that writes them.
 
-    Attributes:
-        tensors: live tensors of the stream, in its order.
-
     Raises:
         ScriptError: a value cannot be put into a checkpoint; names its place and its type.
     """
@@ -50,12 +47,10 @@ class TorchContent(Content):
 
     def __init__(self, nested: Any, shared: Container[int], *, copy_own: bool = True) -> None:
         super().__init__()
-        self.tensors: list[torch.Tensor] = []
         self._shared = shared
         self._copy_own = copy_own
         self._own: list[torch.Tensor] = []
         self._opaque: list[Any] = []
-        self._known: dict[Any, str] = {}
         self.values = encode_values(nested, self._encode_leaf)
         self.pinned = any(tensor.is_cuda for tensor in self.tensors)
 
@@ -73,18 +68,10 @@ class TorchContent(Content):
     def _add_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
         address = tensor.data_ptr()
         place = (tensor.device, address, tensor.dtype, tensor.shape, tensor.stride())
-        if address and place in self._known:
-            return self._known[place]
-        name = self.unused_name(path)
-        info = TensorInfo(name, _dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
-        if address in self._shared:
-            self.stream.append(info)
-            self.tensors.append(tensor)
-        else:
-            self.own.append(info)
-            if self._copy_own:
-                self._own.append(tensor.to("cpu", copy=True))
-        self._known[place] = name
+        key, dtype = place if address else None, _dtype_name(tensor.dtype)
+        name, is_own = self.name_tensor(key, path, tensor, dtype, shared=address in self._shared)
+        if is_own and self._copy_own:
+            self._own.append(tensor.to("cpu", copy=True))
         return name
 
     def own_data(self) -> Iterator[Any]:

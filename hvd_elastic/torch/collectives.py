@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_elastic.communicator.interface import Collectives
 from hvd_elastic.communicator.ring import load_horovod
 
 
-class TorchCollectives:
-    """Implements :class:`hvd_elastic.communicator.interface.Collectives` for PyTorch tensors."""
+class TorchCollectives(Collectives):
+    """Horovod's collectives on PyTorch tensors, which change them in place."""
 
     framework = "PyTorch"
 
@@ -27,11 +28,9 @@ class TorchCollectives:
             torch.cuda.nccl.all_reduce([alone], [torch.empty_like(alone)])
 
     def from_numpy(self, array: np.ndarray) -> torch.Tensor:
-        """Return a tensor that shares the memory of the array."""
         return torch.from_numpy(array)
 
     def to_numpy(self, tensor: torch.Tensor) -> np.ndarray:
-        """Return an array that shares the memory of the tensor."""
         return tensor.numpy()
 
     @contextlib.contextmanager
@@ -50,41 +49,33 @@ class TorchCollectives:
                     tensor.copy_(ordered)
 
     def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a new tensor of flat tensors, concatenated."""
         return torch.cat(list(pieces))
 
     def average_async(self, tensor: torch.Tensor, name: str) -> int:
-        """Begin to average ``tensor`` over all ranks, in place."""
         handle: int = self.horovod.allreduce_async_(tensor, name=name, op=self.horovod.Average)
         return handle
 
     def sum_async(self, tensor: torch.Tensor, name: str) -> int:
-        """Begin to add ``tensor`` up over all ranks, in place."""
         handle: int = self.horovod.allreduce_async_(tensor, name=name, op=self.horovod.Sum)
         return handle
 
     def allgather_async(self, tensor: torch.Tensor, name: str) -> int:
-        """Begin to concatenate the tensors of all ranks."""
         handle: int = self.horovod.allgather_async(tensor, name=name)
         return handle
 
     def broadcast_async(self, tensor: torch.Tensor, name: str, root_rank: int) -> int:
-        """Begin to overwrite ``tensor`` with the root's."""
         handle: int = self.horovod.broadcast_async_(tensor, root_rank, name=name)
         return handle
 
     def alltoall_async(self, tensor: torch.Tensor, name: str, splits: Sequence[int]) -> int:
-        """Begin to send ``splits[rank]`` rows to each rank."""
         counts = torch.tensor(splits, dtype=torch.int32)
         handle: int = self.horovod.alltoall_async(tensor, counts, name=name)
         return handle
 
     def synchronize(self, handle: int) -> Any:
-        """Wait for a collective and return its result."""
         result = self.horovod.synchronize(handle)
         # Horovod's all-to-all returns the received tensor together with the received sizes.
         return result[0] if isinstance(result, tuple) else result
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
         self.horovod.barrier()

@@ -59,14 +59,14 @@ class Packed:
             yield copy.view(torch.float16)
 
     def sum(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the rows that this rank has received of a piece."""
+        """Return the sum of the rows that this rank has received of a piece, once for each rank."""
         first, *others = rows.view(self._kind)
         total = first.float()
         for row in others:  # rows.sum(0) takes eight times as long for two ranks
             total += row
-        return total.to(self._kind).view(torch.float16)
+        return total.to(self._kind).view(torch.float16).repeat(self._ranks, 1)
 
     def unpack(self, sums: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
         """Copy the sums of all ranks, joined for each piece, to the flat tensor."""
         for found, piece in zip(sums, flat.split(_PIECE), strict=True):
-            piece.copy_(found.view(self._kind)[: len(piece)])
+            piece.copy_(found.view(self._kind).view(-1)[: len(piece)])

@@ -16,10 +16,10 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.torch.input_source import LoaderSource
 from hvd_elastic.torch.plain_reading import PlainReading
-from hvd_elastic.training import context as training
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.data_order import Place
 from hvd_elastic.training.input.forked import WorkerStart
+from hvd_elastic.training.input.loader import OrderedLoader
 from hvd_elastic.training.input.shared import SharedReading
 from hvd_elastic.training.planning.choice import examples_of, order_for
 from hvd_elastic.training.worker import Worker
@@ -27,7 +27,7 @@ from hvd_elastic.training.worker import Worker
 _Batch = TypeVar("_Batch")
 
 
-class DataLoader(Generic[_Batch]):
+class DataLoader(OrderedLoader, Generic[_Batch]):
     """Gives each rank its share of every global batch; each example is read once an epoch.
 
     It takes the arguments of :class:`torch.utils.data.DataLoader` and reads through one, with the
@@ -114,7 +114,7 @@ class DataLoader(Generic[_Batch]):
             isinstance(dataset, IterableDataset),
             "hvd_elastic.torch.DataLoader a map-style dataset (__getitem__ and __len__)",
         )
-        self._order = order_for(
+        order = order_for(
             "DataLoader",
             dataset,
             batch_size,
@@ -129,7 +129,7 @@ class DataLoader(Generic[_Batch]):
             new_event=cuda_event,
         )
         assert batch_size is not None
-        self.planner = self._order.planner
+        self.planner = order.planner
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -150,29 +150,10 @@ class DataLoader(Generic[_Batch]):
         source = LoaderSource(
             dataset, examples, collate_fn, seed, self._worker_start, pins=pin_memory
         )
-        self._shared = SharedReading(
-            source, num_workers, always=seed_examples, new_event=cuda_event
-        )
+        shared = SharedReading(source, num_workers, always=seed_examples, new_event=cuda_event)
         self._is_shared = False
         self._plain = PlainReading(dataset, collate_fn, seed, options, self._worker_start)
-        self._given_context = context
-        self._registered: Context | None = None
-        # A loader created before hvd.init() is registered when it is first used.
-        if context is not None or training.is_initialized():
-            self._context()
-
-    def __len__(self) -> int:
-        """Return the number of steps of a whole epoch at the present world size."""
-        return self._steps_from(0)
-
-    def steps_left(self) -> int:
-        """Return the number of steps left in the current epoch at the present world size."""
-        return self._steps_from(self._context().reading.position)
-
-    def _steps_from(self, position: int) -> int:
-        worker = self._context().worker
-        worker.check_has_ranks("the number of steps")
-        return self._order.steps_from(position, worker.communicator.size)
+        super().__init__(order, shared, context)
 
     def close(self) -> None:
         """End the loader's worker processes; iterating starts new ones."""
@@ -196,14 +177,6 @@ class DataLoader(Generic[_Batch]):
         finally:
             # Runs too if the loop is left early or by an exception.
             self._plain.stop()
-
-    def _context(self) -> Context:
-        context = self._given_context or training.current()
-        if self._registered is not context:
-            self._registered = context
-            self._order.register(context)
-            self._shared.offer(context)
-        return context
 
     def _read(
         self, worker: Worker, place: Place, following: Place, *, is_first: bool

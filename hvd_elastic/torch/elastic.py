@@ -1,10 +1,10 @@
-"""The decorator ``run``, which makes a training function elastic."""
+"""Prepares training: which optimizers train, and a watch for others that take steps."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -14,51 +14,23 @@ from hvd_elastic.formatting import count
 from hvd_elastic.torch.optimizer import GradientAverager, averager_of
 from hvd_elastic.torch.state import State
 from hvd_elastic.training import context
-from hvd_elastic.training.elastic import run_training
 from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.training.worker import Worker
 
-Result = TypeVar("Result")
-TrainFunction = Callable[..., Result]
 
-
-def run(
-    function: TrainFunction[Result], *, warmup: Callable[[], object] | None = None
-) -> TrainFunction[Result]:
-    """Make a training function elastic; use it as a decorator.
-
-    The function takes the :class:`State` as its first argument. It is called again after a failure,
-    and ``epochs()`` and the ``DataLoader`` continue from the progress of the state. A planned
-    change of the world happens inside the data loader, between two steps, without leaving the
-    function.
-
-    Args:
-        function: training function, called as ``function(state, ...)``.
-        warmup: called once before this worker reports ready, while the other workers train; for
-            work that is slow the first time (compilation, a dummy step). It must not change the
-            state.
-    """
-
-    @functools.wraps(function)
-    def wrapper(state: State, *args: Any, **kwargs: Any) -> Result:
-        if not isinstance(state, State):
-            raise ScriptError(
-                f"{function.__name__}() must be called with a hvd_elastic.torch.State first, "
-                f"not with a {type(state).__name__}"
-            )
-        ctx = context.current()
-        ctx.choose_averagers(_averagers_of(ctx.worker, state))
-        if warmup is not None and not ctx.worker.reads:
-            warmup()
-        watched = register_optimizer_step_post_hook(_OptimizerWatch(ctx.worker))
-        try:
-            call = functools.partial(function, state, *args, **kwargs)
-            return run_training(ctx, call, function.__name__)
-        finally:
-            watched.remove()
-
-    return wrapper
+@contextlib.contextmanager
+def training(state: State, warmup: Callable[[], object] | None) -> Iterator[None]:
+    """See :meth:`Frontend.training`."""
+    ctx = context.current()
+    ctx.choose_averagers(_averagers_of(ctx.worker, state))
+    if warmup is not None:
+        warmup()
+    watched = register_optimizer_step_post_hook(_OptimizerWatch(ctx.worker))
+    try:
+        yield
+    finally:
+        watched.remove()
 
 
 def _averagers_of(worker: Worker, state: State) -> list[Averager]:

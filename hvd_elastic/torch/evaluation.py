@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.torch.copies import TensorCopies
 from hvd_elastic.training.evaluation import evaluate_on_ranks
 from hvd_elastic.training.input.forked import WorkerStart
 from hvd_elastic.training.planning.choice import examples_of
@@ -87,19 +88,14 @@ def evaluate(
             yield values
 
     buffers = list(model.buffers())
-    kept: list[torch.Tensor] = []
-
-    def share_model(communicator: Any) -> None:
-        kept.extend(buffer.detach().clone() for buffer in buffers)
-        communicator.broadcast([buffer.detach() for buffer in buffers], 0)
-
+    kept = TensorCopies()
+    kept.take(buffers)
     try:
         with in_evaluation_mode(model):
-            return evaluate_on_ranks(examples, batch_size, metrics, compute, share_model)
+            differing = [buffer.detach() for buffer in buffers]
+            return evaluate_on_ranks(examples, batch_size, metrics, compute, differing)
     finally:
-        with torch.no_grad():
-            for buffer, before in zip(buffers, kept, strict=False):
-                buffer.copy_(before)
+        kept.restore()
 
 
 @contextlib.contextmanager

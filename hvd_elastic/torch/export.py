@@ -4,45 +4,23 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.evaluation import in_evaluation_mode, on_device
-from hvd_elastic.training import context
-from hvd_elastic.training.saving import save_file
+from hvd_elastic.training.export import compare_outputs, tried
 
-_RELATIVE, _ABSOLUTE = 1e-3, 1e-4
-"""How far outputs may differ from those of the live model, relative to the largest of them, and
-absolutely: other kernels add in another order, in float32."""
 Run = Callable[[tuple[Any, ...]], Any]
 
 
-def export(model: torch.nn.Module, example: Any, name: str) -> None:
-    """Save a model with its code in the folder of the run, checked against the live model.
-
-    Rank 0 exports, as :func:`hvd_elastic.torch.save` saves; on other ranks the call does nothing.
-    The file is read back, and its outputs for ``example`` are compared with those of the model,
-    before it counts as saved.
-
-    Args:
-        model: model; it is exported on the CPU and in evaluation mode, and stays as it is.
-        example: inputs of the model: a tensor, or a tuple of tensors. With two rows or more, the
-            first dimension of all inputs may have any size in the exported model.
-        name: name of the file: ``….pt2`` for ``torch.export`` (read by ``torch.export.load``), or
-            ``….onnx`` for ONNX, which needs onnx, onnxscript and onnxruntime.
-
-    Raises:
-        ScriptError: the name has another ending; the format cannot hold the model; a package is
-            missing; or the outputs of the exported model differ.
-        CheckpointError: the file cannot be written on this host.
-    """
+def exported(model: torch.nn.Module, example: Any, name: str) -> Callable[[Path], bytes]:
+    """See :meth:`Frontend.exported`."""
     kinds = {".pt2": _write_pt2, ".onnx": _write_onnx}
     write = kinds.get(Path(name).suffix)
     if write is None:
@@ -50,45 +28,34 @@ def export(model: torch.nn.Module, example: Any, name: str) -> None:
             f"hvd.export(..., {name!r}): the name ends in .pt2 (torch.export) or .onnx (ONNX); "
             "for weights alone use hvd.save"
         )
-    worker = context.current().worker
-    worker.check_has_ranks(f"whether this rank writes {name!r}")
-    if worker.communicator.rank:
-        return
     inputs = on_device(example if isinstance(example, tuple) else (example,), torch.device("cpu"))
-    with in_evaluation_mode(model), torch.no_grad():
-        alone = copy.deepcopy(model).cpu()
-        expected = alone(*inputs)
+
+    @torch.no_grad()
+    def make(folder: Path) -> bytes:
+        path = folder / name
+        with in_evaluation_mode(model):
+            alone = copy.deepcopy(model).cpu()
         several = all(isinstance(each, torch.Tensor) and len(each) > 1 for each in inputs)
         shapes = tuple({0: torch.export.Dim.AUTO} for _ in inputs) if several else None
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, name)
-            run = _tried(name, lambda: write(alone, inputs, shapes, path))
-            _compare(name, expected, _tried(name, lambda: run(inputs)))
-            if several:
-                fewer = tuple(each[:1] for each in inputs)
-                _compare(name, alone(*fewer), _tried(name, lambda: run(fewer)))
-            content = path.read_bytes()
-    save_file(worker, name, lambda file: _put(content, file))
+        run = _tried(name, lambda: write(alone, inputs, shapes, path))
+        fewer = [tuple(each[:1] for each in inputs)] if several else []
+        for given in (inputs, *fewer):
+            found = _tried(name, partial(run, given))
+            compare_outputs(name, _arrays(alone(*given)), _arrays(found))
+        return path.read_bytes()
 
-
-def _put(content: bytes, file: HashingWriter) -> None:
-    file.write(content)
+    return make
 
 
 def _tried(name: str, call: Callable[[], Any]) -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return call()
-    except ScriptError:
-        raise
-    except Exception as error:  # PyTorch and ONNX raise many kinds
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ScriptError(
-            f"hvd.export: {name} cannot hold this model: {said}. Control flow that depends on "
-            "values of tensors, and classes of Python in inputs or outputs, cannot be exported: "
-            "leave them out of forward(), or save the weights with hvd.save"
-        ) from error
+    advice = (
+        ". Control flow that depends on values of tensors, and classes of Python in inputs or "
+        "outputs, cannot be exported: leave them out of forward(), or save the weights with "
+        "hvd.save"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tried(name, call, advice)
 
 
 def _write_pt2(model: torch.nn.Module, inputs: tuple[Any, ...], shapes: Any, path: Path) -> Run:
@@ -126,30 +93,9 @@ def _write_onnx(model: torch.nn.Module, inputs: tuple[Any, ...], shapes: Any, pa
     return run
 
 
-def _compare(name: str, expected: Any, found: Any) -> None:
-    """Raise ScriptError if outputs are not those of the live model."""
-    ours, theirs = _tensors(expected), _tensors(found)
-    if [each.shape for each in ours] != [each.shape for each in theirs]:
-        raise ScriptError(
-            f"hvd.export: {name} gives outputs of the shapes {[tuple(t.shape) for t in theirs]}, "
-            f"and the model {[tuple(t.shape) for t in ours]}; it was not saved"
-        )
-    for own, other in zip(ours, theirs, strict=True):
-        if not own.numel():
-            continue
-        apart = (own.double() - other.double()).abs().max().item()
-        limit = _ABSOLUTE + _RELATIVE * own.double().abs().max().item()
-        if not apart <= limit:
-            raise ScriptError(
-                f"hvd.export: outputs of {name} differ from those of the model by {apart:.3g}, "
-                f"more than {limit:.3g}; it was not saved. Layers that draw random numbers in "
-                "evaluation mode do that"
-            )
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _arrays(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor):
-        return [value]
+        return [value.double().numpy()]
     if isinstance(value, Mapping):
         value = list(value.values())
-    return [tensor for each in value for tensor in _tensors(each)]
+    return [array for each in value for array in _arrays(each)]

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.collectives import TorchCollectives
+from hvd_elastic.torch.elastic import training
+from hvd_elastic.torch.export import exported
+from hvd_elastic.torch.saving import write_object
+from hvd_elastic.training.frontend import Frontend
 
 
-class TorchFrontend:
-    """Implements :class:`hvd_elastic.training.frontend.Frontend` for PyTorch."""
+class TorchFrontend(Frontend):
+    """The part of PyTorch that the training context needs."""
 
     module = "hvd_elastic.torch"
     horovod = "torch"
@@ -19,15 +27,12 @@ class TorchFrontend:
     other_loader = "torch.utils.data.DataLoader"
 
     def collectives(self) -> TorchCollectives:
-        """Return Horovod's collectives on tensors."""
         return TorchCollectives()
 
     def plain(self, value: Any) -> Any:
-        """Return a number; reading a tensor waits for its device."""
         return value.item() if isinstance(value, torch.Tensor) else value
 
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """See :func:`~hvd_elastic.torch.checkpoint.load_checkpoint`."""
         return load_checkpoint(path)
 
     def failed_collective(self, error: BaseException) -> None:
@@ -40,6 +45,20 @@ class TorchFrontend:
         )
 
     def free_memory(self) -> None:
-        """Empty PyTorch's cache of GPU memory."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def training(
+        self, state: Any, warmup: Callable[[], object] | None
+    ) -> AbstractContextManager[None]:
+        return training(state, warmup)
+
+    def script_tensor(self, kind: str, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        value = tensor.detach()
+        return value.clone() if kind == "allreduce" else value
+
+    def write_object(self, name: str, obj: Any, file: HashingWriter) -> None:
+        write_object(name, obj, file)
+
+    def exported(self, model: Any, example: Any, name: str) -> Callable[[Path], Any]:
+        return exported(model, example, name)

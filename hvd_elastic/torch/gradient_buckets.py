@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -15,6 +15,9 @@ takes less time for each byte."""
 _TINY = 1 << 14
 """Mean number of elements below which gradients are copied in one call and then scaled together;
 larger ones are scaled while they are copied."""
+_IN_CACHE = 1 << 17
+"""Elements of a large gradient that are scaled and looked at together: they fit into the cache of a
+core, so that the look reads no memory."""
 _PADDINGS = 1024
 """Number of different paddings of the first bucket, and the most elements of one."""
 _REDUCED_AS = {torch.bfloat16: torch.float32}
@@ -46,16 +49,18 @@ class Bucket:
         self._views: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._sent: torch.Tensor | None = None
+        self._padding = padding
         self._in_place = any(map(is_large, parameters))
         sizes = [parameter.numel() for parameter in parameters]
         elements = 0 if self._in_place else sum(sizes) + padding
         self._flat = torch.zeros(elements, dtype=_gradient_type(like), device=like.device)
+        self._pieces: Sequence[torch.Tensor] = ()
         if not self._in_place:
-            pieces = self._flat.split([*sizes, padding])
+            self._pieces = self._flat.split([*sizes, padding])
             # `data`, since a view has the version counter of the whole bucket.
             self._views = [
                 piece.as_strided(parameter.shape, _strides(parameter)).data
-                for piece, parameter in zip(pieces, parameters, strict=False)
+                for piece, parameter in zip(self._pieces, parameters, strict=False)
             ]
         self._at_once = bool(self._views) and (
             self._flat.is_cuda or elements < _TINY * len(parameters)
@@ -75,32 +80,56 @@ class Bucket:
         return any(self._held)
 
     @torch.no_grad()
-    def add(self, factor: float) -> None:
-        """Move the parameters' gradients here, times a factor; add them to those of before."""
+    def add(self, factor: float, look: Callable[[torch.Tensor], None] | None = None) -> None:
+        """Move the parameters' gradients here, times a factor; add them to those of before.
+
+        Args:
+            factor: factor on them.
+            look: called with all that was moved, in flat pieces, each soon after it was written,
+                while the processor has it in its cache; not allowed if gradients of before are
+                here.
+        """
         found = [each.grad for each in self.parameters if each.grad is not None]
-        whole = len(found) == len(self.parameters) and all(map(_is_dense, found))
-        if self._at_once and whole and not self.holds:
+        whole = len(found) == len(self.parameters)
+        if self._at_once and whole and all(map(_is_dense, found)) and not self.holds:
             torch._foreach_copy_(self._views, found)
             _multiply(self._flat, factor, out=self._flat)
             self._held = [True] * len(found)
         else:
             for number, parameter in enumerate(self.parameters):
                 if parameter.grad is not None:
-                    self._add(number, parameter.grad, factor)
+                    self._add(number, parameter.grad, factor, look)
+        if look is not None and not self._in_place:
+            pieces = zip(self._pieces, self._held, strict=False)
+            for piece in [self.flat] if whole else [each for each, held in pieces if held]:
+                look(piece)
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _add(self, number: int, gradient: torch.Tensor, factor: float) -> None:
+    def _add(
+        self,
+        number: int,
+        gradient: torch.Tensor,
+        factor: float,
+        look: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
         if not _is_dense(gradient):
             gradient = gradient.to_dense()
         if self._held[number]:
             if factor:
                 self._views[number].add_(gradient, alpha=factor)
             return
-        if self._in_place:
-            self._adopt(gradient.detach())
-        _multiply(gradient, factor, out=self._views[number])
         self._held[number] = True
+        if not self._in_place:
+            _multiply(gradient, factor, out=self._views[number])
+            return
+        self._adopt(gradient.detach())
+        if look is None:
+            _multiply(self._flat, factor, out=self._flat)
+            return
+        for piece in self._flat.split(_IN_CACHE):
+            _multiply(piece, factor, out=piece)
+            look(piece)
 
     def _adopt(self, gradient: torch.Tensor) -> None:
         """Use a gradient's memory as this bucket's; all ranks have to order it alike."""
@@ -128,6 +157,11 @@ class Bucket:
             if parameter.grad is not view or view._version != version:
                 return parameter
         return None
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The gradients of the step in flat memory, without the padding."""
+        return self._flat[: len(self._flat) - self._padding]
 
     def to_send(self) -> torch.Tensor:
         """Return the flat tensor to be reduced in place."""

@@ -14,8 +14,10 @@ import torch
 from hvd_elastic.training.planning.samples import MOMENT_STEPS, Samples
 
 _CHUNK_ELEMENTS = 4 << 20
-"""Numbers of gradients handled at a time: for Adam they are divided in a copy, whose memory this
-bounds."""
+"""Numbers of gradients handled at a time on a GPU: for Adam they are divided in a copy, whose
+memory this bounds."""
+_IN_CACHE = 1 << 16
+"""The same on a CPU, where the copy fits into the cache of a core."""
 
 
 class GradientStatistics:
@@ -44,6 +46,7 @@ class GradientStatistics:
         self._passes: list[list[torch.Tensor]] = []
         self._samples = Samples(_read)
         self._ready = not self._preconditioned
+        self._mean: list[list[torch.Tensor]] = []
         self._part_of = (0, 0)
         self._part: list[torch.Tensor] = []
 
@@ -67,6 +70,11 @@ class GradientStatistics:
             )
         return self._ready
 
+    def takes(self, gradient: torch.Tensor) -> bool:
+        """Return whether gradients of this kind can be sampled together in flat memory."""
+        on_cpu = gradient.device.type == "cpu"
+        return on_cpu and not self._preconditioned and gradient.dtype in _EXACT
+
     def together(self, parameter: torch.Tensor) -> bool:
         """Return whether a gradient should be sampled with others, in one GPU kernel for many."""
         return parameter.is_cuda
@@ -77,16 +85,35 @@ class GradientStatistics:
             self._part_of, self._part = (rank, ranks), parts_by_size(parameters, ranks)[rank]
         return self._part
 
+    def forget_parts(self) -> None:
+        """Divide other parameters among the ranks from now on."""
+        self._part_of = (0, 0)
+
     def see(self, parameters: Iterable[torch.Tensor]) -> None:
         """Sample gradients of this pass, before they are weighted or averaged."""
+        self._append_norms(parameters, self._pass())
+
+    def see_flat(self, group: int, flat: torch.Tensor, factor: float) -> None:
+        """Sample gradients of this pass in flat memory; ``factor``: that was applied to them."""
+        self._pass()[group].append(_flat_squared_norm(flat).div_(factor * factor))
+
+    def see_mean(self, group: int, flat: torch.Tensor, rank: int, ranks: int) -> None:
+        """Sample the part of ``rank`` of averaged gradients in flat memory."""
+        if not self._mean:
+            self._mean = [[] for _ in range(self.groups)]
+        part = flat[rank * len(flat) // ranks : (rank + 1) * len(flat) // ranks]
+        self._mean[group].append(_flat_squared_norm(part))
+
+    def _pass(self) -> list[list[torch.Tensor]]:
+        """Return the squared norms in the pass so far, by group."""
         if not self._passes:
             self._passes = [[] for _ in range(self.groups)]
-        self._append_norms(parameters, self._passes)
+        return self._passes
 
     def end_pass(self, share: float) -> None:
         """End a pass; ``share``: its fraction of the step's examples, 0 for padding."""
         if share > 0:
-            self._samples.end_pass(share, self._sums(self._passes))
+            self._samples.end_pass(share, self._sums(self._pass()))
         self._passes = []
 
     def end_step(
@@ -101,10 +128,13 @@ class GradientStatistics:
         Args:
             step: number of optimizer steps taken before it.
             examples: examples of the step over all ranks together.
-            parameters: parameters of this rank's part, see :func:`parts_by_size`.
+            parameters: parameters of this rank's part, see :func:`parts_by_size`; of a step of
+                which :meth:`see_mean` has sampled flat memory, only those elsewhere count.
             loss_scale: factor of all gradients of the step; None: 1.
         """
-        found: list[list[torch.Tensor]] = [[] for _ in range(self.groups)]
+        found = self._mean or [[] for _ in range(self.groups)]
+        if self._mean:
+            parameters = [p for p in parameters if p.grad is not None and not self.takes(p.grad)]
         self._append_norms(parameters, found)
         total = self._sums(found)
         factor = None
@@ -115,7 +145,7 @@ class GradientStatistics:
 
     def drop_step(self) -> None:
         """Drop what was sampled of the step in flight."""
-        self._passes = []
+        self._passes, self._mean = [], []
         self._samples.drop_step()
 
     def forget_step(self, step: int) -> None:
@@ -185,14 +215,33 @@ class GradientStatistics:
             else:
                 gradient = gradient.coalesce().values()
         if self._preconditioned:
+            found = self._divided_squared_norm(parameter, gradient)
+            if found is not None:
+                return found
             divisor = self._divisor(parameter)
             if divisor is not None:
                 gradient = gradient / divisor
-        if gradient.is_contiguous() and gradient.dtype in (torch.float32, torch.float64):
-            flat = gradient.view(-1)
-            return torch.dot(flat, flat).double()
+        if gradient.is_contiguous() and gradient.dtype in _EXACT:
+            return _flat_squared_norm(gradient.view(-1))
         wide = torch.promote_types(gradient.dtype, torch.float32)
         return torch.linalg.vector_norm(gradient, dtype=wide).double().square()
+
+    def _divided_squared_norm(
+        self, parameter: torch.Tensor, gradient: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the squared norm of a divided gradient; None if it has to be divided at once."""
+        state: dict[str, Any] = self._optimizer.state.get(parameter, {})
+        moment = state.get("exp_avg_sq")
+        if moment is None or moment.is_cuda or not (_is_flat(moment) and _is_flat(gradient)):
+            return None
+        group = self._optimizer.param_groups[self.group_of[parameter]]
+        correction = 1 - group["betas"][1] ** float(state["step"])
+        norms = []
+        moments = moment.view(-1).split(_IN_CACHE)
+        for piece, square in zip(gradient.view(-1).split(_IN_CACHE), moments, strict=True):
+            divided = square.sqrt().mul_(correction**-0.5).add_(group["eps"])
+            norms.append(_flat_squared_norm(torch.div(piece, divided, out=divided)))
+        return torch.stack(norms).sum()
 
     def _divisor(self, parameter: torch.Tensor) -> torch.Tensor | None:
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
@@ -201,6 +250,18 @@ class GradientStatistics:
         group = self._optimizer.param_groups[self.group_of[parameter]]
         correction = 1 - group["betas"][1] ** state["step"]
         return (state["exp_avg_sq"] / correction).sqrt_().add_(group["eps"])
+
+
+_EXACT = (torch.float32, torch.float64)
+"""Types in which squares are added up as they are."""
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.dtype in _EXACT and tensor.numel() > 0
+
+
+def _flat_squared_norm(flat: torch.Tensor) -> torch.Tensor:
+    return torch.dot(flat, flat).double()
 
 
 def _read(norms: list[torch.Tensor]) -> np.ndarray:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from io import BytesIO
 from typing import Any
 
 import torch
 from torch.utils.data._utils import worker
 
 from hvd_elastic.training.input.indexed import IndexedSource
-from hvd_elastic.training.input.server import undisturbed
+from hvd_elastic.training.input.link import Buffers
 
 _PLAIN = frozenset(
     (
@@ -20,72 +19,6 @@ _PLAIN = frozenset(
     )
 )
 """Types of tensors that are sent as their bytes."""
-
-
-class LoaderSource(IndexedSource):
-    """Implements :class:`hvd_elastic.training.input.server.Source` for a loader.
-
-    Args:
-        dataset: the script's data set.
-        examples: number of its examples.
-        collate: the script's collate function.
-        seed: seed of the data order.
-        started: called in a process that was forked to read, with its number.
-        pins: whether batches are put into pinned memory.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        examples: int,
-        collate: Callable[[list[Any]], Any],
-        seed: int,
-        started: Callable[[int], None],
-        *,
-        pins: bool,
-    ) -> None:
-        super().__init__(dataset, examples, collate, seed)
-        self._started = started
-        self._pins = pins
-
-    def start(self, number: int, count: int) -> None:
-        """See :class:`Source`."""
-        torch.set_num_threads(1)  # as in PyTorch's loader: each core has a process of its own
-        # For get_worker_info(), by which a worker_init_fn finds the data set.
-        worker._worker_info = worker.WorkerInfo(
-            id=number, num_workers=count, seed=torch.initial_seed(), dataset=self._dataset
-        )
-        self._started(number)
-
-    def seed_for(self, epoch: int, index: int) -> int:
-        """Seed the random numbers of Python, NumPy and PyTorch for an example."""
-        seed = super().seed_for(epoch, index)
-        torch.default_generator.manual_seed(seed)
-        return seed
-
-    def make_here(self, epoch: int, indices: Sequence[int]) -> Any:
-        """See :class:`Source`."""
-        with undisturbed(), torch.random.fork_rng(devices=[]):
-            return self._pinned(self.make(epoch, indices))
-
-    def pack(self, batch: Any) -> list[Any]:
-        """See :class:`Source`."""
-        buffers: list[Any] = []
-        described = BytesIO()
-        _Pickler(described, protocol=5, buffer_callback=buffers.append).dump(batch)
-        return [described.getbuffer(), *(buffer.raw() for buffer in buffers)]
-
-    def unpack(self, buffers: list[Any]) -> Any:
-        """See :class:`Source`."""
-        # They come from a process of this rank, or from one that has shown the run's certificate.
-        return self._pinned(pickle.loads(buffers[0], buffers=buffers[1:]))  # noqa: S301
-
-    def _pinned(self, batch: Any) -> Any:
-        if not (self._pins and torch.cuda.is_available()):
-            return batch
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        return pin_memory(batch)
 
 
 class _Pickler(pickle.Pickler):
@@ -110,6 +43,63 @@ class _Pickler(pickle.Pickler):
             told = (value.dtype, tuple(stored.shape), order)
             return _tensor, (pickle.PickleBuffer(content), *told)
         return NotImplemented
+
+
+class LoaderSource(IndexedSource):
+    """Reads a data set for a loader.
+
+    Args:
+        dataset: the script's data set.
+        examples: number of its examples.
+        collate: the script's collate function.
+        seed: seed of the data order.
+        started: called in a process that was forked to read, with its number.
+        pins: whether batches are put into pinned memory.
+    """
+
+    pickler = _Pickler
+
+    def __init__(
+        self,
+        dataset: Any,
+        examples: int,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        started: Callable[[int], None],
+        *,
+        pins: bool,
+    ) -> None:
+        super().__init__(dataset, examples, collate, seed)
+        self._started = started
+        self._pins = pins
+
+    def start(self, number: int, count: int) -> None:
+        torch.set_num_threads(1)  # as in PyTorch's loader: each core has a process of its own
+        # For get_worker_info(), by which a worker_init_fn finds the data set.
+        worker._worker_info = worker.WorkerInfo(
+            id=number, num_workers=count, seed=torch.initial_seed(), dataset=self._dataset
+        )
+        self._started(number)
+
+    def seed_for(self, epoch: int, index: int) -> int:
+        """Seed the random numbers of Python, NumPy and PyTorch for an example."""
+        seed = super().seed_for(epoch, index)
+        torch.default_generator.manual_seed(seed)
+        return seed
+
+    def make_here(self, epoch: int, indices: Sequence[int]) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return self._pinned(super().make_here(epoch, indices))
+
+    def unpack(self, buffers: Buffers) -> Any:
+        return self._pinned(super().unpack(buffers))
+
+    def _pinned(self, batch: Any) -> Any:
+        if not (self._pins and torch.cuda.is_available()):
+            return batch
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return pin_memory(batch)
 
 
 def _tensor(

@@ -9,8 +9,7 @@ before. With several optimizers the reductions begin in ``step()``; see
 
 from __future__ import annotations
 
-import cmath
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -25,16 +24,14 @@ from hvd_elastic.torch.batch_norm import synchronize_batch_norm
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy
 from hvd_elastic.torch.gradient_buckets import Bucket
-from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.torch.left_gradients import LeftGradients
-from hvd_elastic.torch.rate_scaling import rates_scaled
+from hvd_elastic.torch.rate_scaling import AdaptiveRates, checked_parameters
 from hvd_elastic.torch.reductions import Reductions
 from hvd_elastic.torch.schedule import forgotten_schedulers
+from hvd_elastic.torch.step_sampling import StepSampling
 from hvd_elastic.torch.trained_parameters import TrainedParameters
 from hvd_elastic.training import context
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.planning.canaries import canaries
-from hvd_elastic.training.planning.rules import chosen_rule
 from hvd_elastic.training.rollback import StepVoidedError
 from hvd_elastic.training.step import Stage
 
@@ -64,22 +61,16 @@ class GradientAverager:
         self.several_steps = several_steps
         self._context = context.current()
         self._optimizer = optimizer
-        has_betas = all("betas" in group for group in optimizer.param_groups)
-        self._rule = chosen_rule(rule, has_betas=has_betas)
-        self._statistics = GradientStatistics(optimizer)
+        self._rates = AdaptiveRates(optimizer, rule)
+        self._sampling = StepSampling(self._context, optimizer)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         every = {p: names.get(id(p), f"parameter.{number}") for number, p in enumerate(parameters)}
         self._trained = TrainedParameters(optimizer, every)
-        self._names = self._trained.names
         self._reductions = Reductions(
-            self._context.worker, self._names, self._statistics.group_of, compression
+            self._context.worker, self._names, self._sampling.statistics.group_of, compression
         )
-        self._averaged = False
         self._absorbed = -1
-        self._adapts = False
-        self._sampling = False
-        self._gain = 1.0
-        self._scaling: tuple[Callable[[], None], torch.Tensor] | None = None
+        self._forget_scaling: Callable[[], None] = lambda: None
         self._copy = OptimizerCopy(optimizer)
         self._left = LeftGradients()
         self._retired = ""
@@ -94,6 +85,11 @@ class GradientAverager:
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self._context.register_averager(self)
+
+    @property
+    def _names(self) -> dict[torch.Tensor, str]:
+        """The trained parameters, with their names."""
+        return self._trained.names
 
     @property
     def _communicator(self) -> Communicator:
@@ -146,13 +142,13 @@ class GradientAverager:
             forget: called when the step is called off.
             loss_scale: factor of the loss.
         """
-        self._scaling = forget, loss_scale
+        self._forget_scaling, self._sampling.loss_scale = forget, loss_scale
         self._context.planner.expect_overflows()
 
     def skip(self) -> None:
         """Count a step that is not taken because the averaged gradients are not finite."""
         step = self._context.worker.progress.step
-        self._statistics.forget_step(step)
+        self._sampling.statistics.forget_step(step)
         self._context.planner.skip(step)
         self._after_step(gain=0.0)
 
@@ -169,11 +165,10 @@ class GradientAverager:
             )
         planner = self._context.planner
         assert isinstance(planner, AdaptivePlanner)
-        planner.attach(self._statistics, self._rule)
-        if self._adapts:
+        planner.attach(self._sampling.statistics, self._rates.rule)
+        if self._rates.adapts:
             return
-        self._adapts = True
-        checked = self._canaries()
+        self._rates.adapt(self._names)
         take_step = self._optimizer.step
 
         # Schedulers expect ``step`` to be a bound method, and set an attribute on its function.
@@ -190,16 +185,10 @@ class GradientAverager:
                 raise StepVoidedError
             adaptive = self._context.planner
             assert isinstance(adaptive, AdaptivePlanner)
-            gradients = [p.grad for p in checked if p.grad is not None]
-            # Gradients on a GPU are not checked, since reading a number would wait for it.
-            if gradients and not any(gradient.is_cuda for gradient in gradients):
-                if not all(map(_is_finite, gradients)):
-                    self.skip()
-                    return None
-                adaptive.skipped.note(finite=True)
-            *groups, whole = adaptive.adjustments()
-            self._gain = whole.gain
-            with rates_scaled(self._optimizer, groups):
+            if not self._rates.are_finite(adaptive):
+                self.skip()
+                return None
+            with self._rates.scaled(adaptive):
                 return take_step(*args, **options)
 
         if hasattr(take_step, "_wrapped_by_lr_sched"):
@@ -240,7 +229,7 @@ class GradientAverager:
                 "passes of a step itself; leave no_sync() out and call optimizer.step() after each "
                 "backward(), which takes a step after the last pass"
             )
-        if self._reductions.are_begun or self._averaged:
+        if self._reductions.are_begun or self._reductions.are_done:
             raise ScriptError(
                 "optimizer.no_sync() after a backward pass outside of it: its gradients are being "
                 "averaged over the ranks already. Put all passes before optimizer.step() but the "
@@ -275,28 +264,27 @@ class GradientAverager:
         if self._context.step.accumulating:
             self.absorb()
             return
-        if not self._averaged:
+        if not self._reductions.are_done:
             self._refuse_left(self._left.held())
         self._synchronize()
 
     def _synchronize(self) -> None:
-        if self._averaged:
+        if self._reductions.are_done:
             self._context.exchange()
             return
         if self._communicator.size == 1:
             self._end_alone()
             self._context.planner.work_ends()
-            self._averaged = True
+            self._reductions.are_done = True
             self._context.exchange()
             return
         self._open()
         if self._context.step.is_too_large:
-            self._sampling = False
+            self._sampling.leave_out()
         for bucket in self._reductions.waiting:
             self._begin(bucket)
         self._trained.drop_late()
-        if self._sampling:
-            self._statistics.end_pass(self._factor)
+        self._sampling.end_pass(self._factor)
         self._context.begin_exchange()
         self._context.planner.work_ends()
         self._reductions.refuse_changed()
@@ -304,14 +292,14 @@ class GradientAverager:
             # A rank that leaves the body out is found before gradients are awaited.
             self._context.exchange()
         try:
-            self._reductions.wait()
+            self._reductions.wait(self._sampling.see_mean)
         except ScriptError:
             self._refuse_left_out()
             self._reductions.refuse_differences()
             raise
-        self._averaged = True
+        self._reductions.are_done = True
         self._context.exchange()
-        self._end_statistics()
+        self._sampling.end_step(self._names)
 
     def leave_out(self, *, over: bool) -> None:
         """Check that all ranks leave out the optimizer step for the batch in flight.
@@ -331,11 +319,11 @@ class GradientAverager:
             return
         if self._communicator.size == 1:
             return
-        if self._averaged or self._reductions.are_begun:
+        if self._reductions.are_done or self._reductions.are_begun:
             if not over:
                 return
             self._synchronize()  # the other ranks take the step, or get here in the same way
-            self._averaged = False
+            self._reductions.are_done = False
         self._check_no_gradient()
 
     def _check_no_gradient(self, *, unaveraged: bool = False) -> None:
@@ -359,9 +347,8 @@ class GradientAverager:
             return
         self._absorbed = len(step.passes)
         self._open()
-        if self._sampling:
-            self._see(self._names)
-            self._statistics.end_pass(self._factor)
+        self._sampling.see(self._names)
+        self._sampling.end_pass(self._factor)
         self._add()
 
     def give_up(self) -> None:
@@ -381,7 +368,8 @@ class GradientAverager:
         differs = self._trained.follow()
         if differs:
             self._add_hooks()
-        self._begin_statistics()
+            self._sampling.statistics.forget_parts()
+        self._sampling.begin_step()
         self._reductions.open(anew=differs)
 
     def _add(self) -> None:
@@ -390,9 +378,7 @@ class GradientAverager:
 
     def _begin(self, bucket: Bucket) -> None:
         """Sample, add and reduce the gradients of a bucket in the last pass."""
-        if self._sampling:
-            self._see(bucket.parameters)
-        bucket.add(self._factor)
+        self._sampling.move(bucket, self._factor)
         self._reductions.begin(bucket)
 
     def _add_hooks(self) -> None:
@@ -403,25 +389,12 @@ class GradientAverager:
                 hook = parameter.register_post_accumulate_grad_hook(on_ready)
                 self._hooks[parameter] = hook
 
-    def _begin_statistics(self) -> None:
-        """Decide whether the step is sampled, before its first gradient is used."""
-        step = self._context.step
-        if len(step.passes) != 1:
-            return
-        alone = self._communicator.size == 1 and not step.accumulating
-        useful = not (alone or step.is_too_large)
-        planner = self._context.planner
-        self._sampling = useful and planner.sampled(self._context.worker.progress.step)
-        if self._sampling:
-            planner.sampling_cost.step_begins()
-
     def _end_alone(self) -> None:
         """Sample the gradients of the last pass of a single rank, and add those of earlier ones."""
         step = self._context.step
         if len(step.passes) == 1:
-            self._sampling = False
-        if self._sampling:
-            self._see(self._names)
+            self._sampling.leave_out()
+        self._sampling.see(self._names)
         if self._reductions.is_open or step.weight != 1:
             self._open()
             self._add()
@@ -429,34 +402,16 @@ class GradientAverager:
                 bucket.give(absent=False)
             self._trained.drop_late()
             self._reductions.clear()
-        if self._sampling:
-            self._statistics.end_pass(step.weight)
-            self._end_statistics()
-
-    def _see(self, parameters: Iterable[torch.Tensor]) -> None:
-        with self._context.planner.sampling_cost:
-            self._statistics.see(parameters)
-
-    def _end_statistics(self) -> None:
-        """Sample this rank's part of the averaged gradients, if the step is sampled."""
-        if self._sampling:
-            communicator, cost = self._communicator, self._context.planner.sampling_cost
-            step, examples = self._context.worker.progress.step, self._context.step.examples
-            with cost:
-                part = self._statistics.part(self._names, communicator.rank, communicator.size)
-                loss_scale = None if self._scaling is None else self._scaling[1]
-                self._statistics.end_step(step, examples, part, loss_scale)
-            cost.step_ends()
-            self._sampling = False
+        self._sampling.end_pass(step.weight)
+        self._sampling.end_step(self._names)
 
     def reset(self) -> None:
         """Drop a step that failed half way, with its gradients."""
         self._reductions.clear()
         self._forget_step()
-        self.stepping = self._sampling = False
-        self._statistics.drop_step()
-        if self._scaling is not None:
-            self._scaling[0]()
+        self.stepping = False
+        self._sampling.drop_step()
+        self._forget_scaling()
         self._optimizer.zero_grad(set_to_none=True)
 
     def forget(self) -> None:
@@ -464,40 +419,42 @@ class GradientAverager:
         self._forget_step()
         # Where the batch adapts, a step that is left out leaves averages.
         if self._left.begin(self.steps) and not self._context.planner.adapts:
-            self._left.note(self._canaries())
+            self._left.note(checked_parameters(self._names))
         if self._context.worker.elastic and not self.steps & (self.steps - 1):
             self._trained.watch()
 
-    def _canaries(self) -> list[torch.Tensor]:
-        parameters = list(self._names)
-        return [parameters[index] for index in canaries([each.numel() for each in parameters])]
-
     def _forget_step(self) -> None:
-        self._averaged = False
+        self._reductions.are_done = False
         self._absorbed = -1
 
     def _ready(self, parameter: torch.Tensor) -> None:
         if self._left.added(parameter):
             self._refuse_left(parameter)
-        if self._context.step.in_no_sync:
+        step = self._context.step
+        if step.in_no_sync:
             return
-        self._context.step.continues = False
-        if self._communicator.size == 1 or self._context.step.accumulating:
+        step.continues = False
+        if self._communicator.size == 1 or step.accumulating:
             return
-        if self._averaged:
+        if self._reductions.are_done:
             self._reductions.refuse_twice(parameter)
-        # Where the batch adapts, it is known only at the step's end whether it is called off.
-        if not self._context.planner.adapts:
+        # Where the batch adapts, the step may be called off for lack of memory: on a CPU until all
+        # gradients are there, and on a GPU until its end.
+        adapts = self._context.planner.adapts
+        if not (adapts or step.has_told):
             self._context.begin_exchange()
         self._open()
         bucket = self._reductions.arrived(parameter)
-        if bucket is not None:
-            self._begin(bucket)
+        if bucket is None:
+            return
+        if adapts and not parameter.is_cuda and self._reductions.is_last(bucket):
+            self._context.begin_exchange()  # while the last bucket is filled
+        self._begin(bucket)
 
     def _refuse_second_pass(self, parameter: torch.Tensor) -> None:
         """Raise ScriptError if a backward pass adds to a gradient that is averaged already."""
         self._left.added(parameter)
-        if self._averaged and parameter in self._names:
+        if self._reductions.are_done and parameter in self._names:
             raise ScriptError(
                 f"the gradient of {self._names[parameter]!r} was averaged by synchronize(), and "
                 "another backward pass adds to it before its optimizer's step(), so the ranks "
@@ -547,7 +504,7 @@ class GradientAverager:
         if self.steps == 1:
             self.forgotten = forgotten_schedulers(self._context.worker, self._optimizer)
         self._forget_step()
-        gain = self._gain if gain is None else gain
+        gain = self._rates.gain if gain is None else gain
         self._context.planner.advance(gain, self._context.step.examples)
         self._context.optimizer_stepped()
 
@@ -556,14 +513,6 @@ def averager_of(optimizer: torch.optim.Optimizer) -> GradientAverager | None:
     """Return the averager of an optimizer that was given to :func:`DistributedOptimizer`."""
     owner = getattr(getattr(optimizer, "synchronize", None), "__self__", None)
     return owner if isinstance(owner, GradientAverager) else None
-
-
-def _is_finite(gradient: torch.Tensor) -> bool:
-    # A finite sum has finite terms only; an infinite one may also come from an overflow.
-    if cmath.isfinite(gradient.sum().item()):
-        return True
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return bool(torch.isfinite(values).all())
 
 
 def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)

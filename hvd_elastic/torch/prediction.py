@@ -10,12 +10,11 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hvd_elastic.torch.data import DataLoader
-from hvd_elastic.torch.elastic import run
 from hvd_elastic.torch.evaluation import in_evaluation_mode, on_device
 from hvd_elastic.torch.saving import load_model
 from hvd_elastic.torch.state import State
-from hvd_elastic.training import context, prediction
-from hvd_elastic.training.elastic import epochs
+from hvd_elastic.training import prediction
+from hvd_elastic.training.elastic import run
 from hvd_elastic.training.planning.choice import examples_of
 
 
@@ -59,21 +58,17 @@ def predict(
     )
     first = next(iter(model.parameters()), None)
     device = torch.device("cpu") if first is None else first.device
-    ctx = context.current()
+
+    def load(path: str) -> None:
+        load_model(path, model, share=True)
 
     def compute(batch: Any) -> Any:
-        return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+        given = on_device(batch, device)
+        return model(prediction.inputs_of(given)) if forward is None else forward(given)
 
     def go(_: State) -> None:
-        if asked.checkpoint and not ctx.worker.progress.step:  # later workers get the state
-            load_model(asked.checkpoint, model, share=True)
-        prediction.save_total(ctx, missing)
         with in_evaluation_mode(model), torch.no_grad():
-            for _epoch in epochs(1):
-                for batch in loader:
-                    outputs = (forward or compute)(on_device(batch, device))
-                    arrays = prediction.named_outputs(outputs, _array)
-                    prediction.save_batch(ctx, arrays, missing, batch_size)
+            prediction.predict_missing(asked, missing, loader, batch_size, load, compute, _array)
 
     run(go)(State(model=model))
 

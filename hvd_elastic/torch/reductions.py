@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ class Reductions:
 
     Attributes:
         is_open: whether gradients of a step are in the buckets, or on their way.
+        are_done: whether the gradients of the step hold their averages.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Reductions:
         self._bucket_of: dict[torch.Tensor, Bucket] = {}
         self._packed: dict[Bucket, Packed] = {}
         self._begun: dict[Bucket, tuple[list[Any], torch.Tensor]] = {}
-        self.is_open = False
+        self.is_open = self.are_done = False
 
     def number(self, number: int) -> None:
         """Set the optimizer's number among those that train, from 0."""
@@ -91,6 +92,10 @@ class Reductions:
     def waiting(self) -> list[Bucket]:
         """Buckets that are not being reduced yet."""
         return [bucket for bucket in self._buckets if bucket not in self._begun]
+
+    def is_last(self, bucket: Bucket) -> bool:
+        """Return whether gradients are missing in no other bucket."""
+        return not any(each.missing for each in self._buckets if each is not bucket)
 
     @property
     def are_begun(self) -> bool:
@@ -141,8 +146,11 @@ class Reductions:
                     "gradients in another way"
                 )
 
-    def wait(self) -> None:
+    def wait(self, look: Callable[[Bucket], None] | None = None) -> None:
         """Wait until all gradients hold the sums over the ranks.
+
+        Args:
+            look: called with each bucket as soon as it holds them, while others are awaited.
 
         Raises:
             ScriptError: the ranks have reduced tensors of different shapes.
@@ -150,21 +158,26 @@ class Reductions:
         # The first bucket first: if ranks differ, its reduction fails and others may never end.
         communicator = self._worker.communicator
         wait = communicator.wait
-        gathers: list[tuple[Bucket, list[Any]]] = []
+        sums: list[tuple[Bucket, list[Any]]] = []
         for number, bucket in enumerate(self._buckets):
             handles, _ = self._begun[bucket]
             packed = self._packed.get(bucket)
             if packed is None:
                 wait(*handles)
                 bucket.receive()
+                if look is not None:
+                    look(bucket)
                 continue
             name = f"{self._prefix}{number}.sums."
-            sums = enumerate(packed.sum(wait(handle)) for handle in handles)
-            begun = [communicator.gather_async(part, f"{name}{piece}") for piece, part in sums]
-            gathers.append((bucket, begun))
-        for bucket, handles in gathers:
+            # Horovod fuses gathers that are ready together, so all would arrive with the last.
+            parts = enumerate(packed.sum(wait(handle)) for handle in handles)
+            begun = [communicator.exchange_async(rows, f"{name}{piece}") for piece, rows in parts]
+            sums.append((bucket, begun))
+        for bucket, handles in sums:
             self._packed[bucket].unpack(map(wait, handles), self._begun[bucket][1])
             bucket.receive()
+            if look is not None:
+                look(bucket)
         self.clear()
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Saves files from training, and loads what was saved into a model for inference."""
+"""Writes the files that a script saves, and loads them into a model for inference."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ import re
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch.checkpoint import load_object
-from hvd_elastic.training import context
-from hvd_elastic.training.model_source import another_model, find_source, mismatches
-from hvd_elastic.training.saving import save_file
-from hvd_elastic.training.shared_weights import load_on_ranks
+from hvd_elastic.training.model_loading import ModelLoader
+from hvd_elastic.training.model_source import another_model, mismatches
 
-Model = TypeVar("Model", bound=torch.nn.Module)
 _NAMED = 5
 """Most keys that an error lists."""
 _COMPILED = "_orig_mod."
@@ -33,82 +30,37 @@ _STATE_KEYS = ("state_dict", "model_state_dict")
 """Where files of other programs have it."""
 
 
-def save(name: str, obj: Any) -> None:
-    """Save an object in the folder of the run, as ``torch.save`` does, whichever host rank 0 is on.
-
-    Rank 0's object is saved; on other ranks the call does nothing, so it may be made on all ranks
-    or on rank 0 alone. When it returns, the file is complete on the disk of rank 0's host; it is
-    then brought to the leader while training continues. A later file of the same name replaces it;
-    until the new one is complete, the earlier one stays.
-
-    Args:
-        name: name of the file, such as ``best.pt``: up to 100 letters, digits and ``. _ -``.
-        obj: anything that ``torch.save`` can save. :func:`load_model` reads a ``state_dict()``, or
-            a dict that has one under ``"model"``.
-
-    Raises:
-        ScriptError: the name is not valid, or the object cannot be pickled.
-        CheckpointError: the file cannot be written on this host, because the disk is full, for
-            example; an earlier one is untouched.
-    """
-
-    def write(file: HashingWriter) -> None:
-        try:
-            torch.save(obj, file)  # type: ignore[arg-type]  # write() and flush() are enough
-        except RuntimeError as error:
-            # PyTorch fails once more while it handles an error of the file.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
-        except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
-            raise ScriptError(
-                f"hvd.save({name!r}): the {type(obj).__name__} cannot be saved: {error}. Save "
-                "tensors and plain values, such as model.state_dict()"
-            ) from error
-
-    save_file(context.current().worker, name, write)
+def write_object(name: str, obj: Any, file: HashingWriter) -> None:
+    """See :meth:`Frontend.write_object`."""
+    try:
+        torch.save(obj, file)  # type: ignore[arg-type]  # write() and flush() are enough
+    except RuntimeError as error:
+        # PyTorch fails once more while it handles an error of the file.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise ScriptError(
+            f"hvd.save({name!r}): the {type(obj).__name__} cannot be saved: {error}. Save "
+            "tensors and plain values, such as model.state_dict()"
+        ) from error
 
 
-def load_model(
-    source: str | Path, model: Model, *, name: str = _MODEL, share: bool = False
-) -> Model:
-    """Load trained weights into a model for inference; works in any process, without ``init()``.
+class _Loader(ModelLoader):
+    """Replaces parameters and buffers of modules."""
 
-    Args:
-        source: where the weights are:
+    def tensors(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        return [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
 
-            - a run, by its id or the path of its folder: its newest valid checkpoint;
-            - a folder of checkpoints (``--checkpoint-dir``): the newest valid one;
-            - the manifest of a checkpoint, ``step-….json``;
-            - a file of :func:`save` or ``torch.save``: a ``state_dict()``, or a dict with one
-              under ``name``; for ``"model"`` also ``"state_dict"`` or ``"model_state_dict"``.
+    def fill(self, model: torch.nn.Module, path: Path, name: str) -> None:
+        state = load_object(path, name) if path.suffix == ".json" else load_state(path, name)
+        _fill(model, state, path)
 
-            Prefixes that DDP (``module.``) or ``torch.compile`` add to keys do not matter.
-        model: module whose parameters and buffers are replaced, on the devices where they are.
-            Its own hooks of ``load_state_dict`` may rename keys.
-        name: name of the model in the ``State`` of the training script, or in the saved dict.
-        share: all ranks call it, in the function under ``hvd.run``; one whose host has the weights
-            sends them to the others.
+    def ready(self, model: torch.nn.Module) -> None:
+        model.eval()
 
-    Returns:
-        ``model``, in evaluation mode (``model.eval()``).
 
-    Raises:
-        CheckpointError: there is nothing to load, it is damaged, it is of another model, or
-            ``model`` is on the meta device; then ``model`` is unchanged.
-    """
-    if share:
-
-        def send(communicator: Any, root: int) -> None:
-            tensors = [*model.parameters(), *model.buffers()]
-            communicator.broadcast([tensor.detach() for tensor in tensors], root)
-
-        load_on_ranks(source, lambda path: load_model(path, model, name=name), send)
-        return model.eval()
-    path = find_source(source)
-    state = load_object(path, name) if path.suffix == ".json" else load_state(path, name)
-    _fill(model, state, path)
-    return model.eval()
+load_model = _Loader().load_model
 
 
 def load_state(path: Path, name: str) -> Mapping[str, Any]:

@@ -43,10 +43,8 @@ class State(ScriptState):
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
-        super().__init__(model, optimizer, values)
-        self._saved = self.take_snapshot()
         self._tensors = TensorCopies()
-        self._context.register_state(self)
+        super().__init__(model, optimizer, **values)
 
     def _is_object(self, name: str, value: Any) -> bool:
         if isinstance(value, torch.amp.GradScaler) and not isinstance(value, GradScaler):
@@ -70,30 +68,20 @@ class State(ScriptState):
         return counting_schedules({**self._objects, **outside})
 
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
-        """Return a copy that :meth:`roll_back` can restore; see :class:`Snapshot`."""
         several = self._context.worker.averagers.several
         return Snapshot(self._plain, self._objects, self._large, tensors=tensors, parts=several)
 
     def save_values(self, snapshot: Snapshot | None = None, *, tensors: bool = False) -> None:
-        """Set the snapshot that :meth:`roll_back` restores; None takes one now.
-
-        Args:
-            snapshot: an earlier one.
-            tensors: without ``snapshot``, copy also buffers and parameters that no optimizer
-                trains.
-        """
-        self._saved = snapshot or self.take_snapshot()
+        super().save_values(snapshot)
         self._tensors.drop()
         if tensors and snapshot is None:
             self._tensors.take(untrained_tensors(self._objects, parts=True))
 
     def roll_back(self) -> None:
-        """Restore the snapshot of the last :meth:`save_values`."""
-        self._saved.restore(self._plain, self._objects)
+        super().roll_back()
         self._tensors.restore()
 
     def module_versions(self) -> int:
-        """Return a number that grows whenever a tensor of a module is changed in place."""
         return sum(
             0 if tensor.is_inference() else tensor._version
             for item in self.named_modules().values()
@@ -105,7 +93,6 @@ class State(ScriptState):
         return {n: i for n, i in self._objects.items() if isinstance(i, torch.nn.Module)}
 
     def trained_sums(self, signs: np.ndarray, number: int | None) -> TrainedSums:
-        """See :class:`hvd_elastic.training.frontend.State`."""
         return trained_sums(self.named_modules(), signs, number)
 
     def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -152,7 +139,6 @@ class State(ScriptState):
         return {"objects": objects, "plain": self._plain, "frozen": frozen}
 
     def content(self, *, copy_own: bool = True) -> TorchContent:
-        """Return the present state for a checkpoint; ``copy_own``: copy what differs by rank."""
         shared = self.lasting()
         for item in self.named_modules().values():
             shared |= {parameter.data_ptr() for parameter in item.parameters()}
@@ -173,7 +159,6 @@ class State(ScriptState):
         return found
 
     def waits_before_step(self) -> bool:
-        """Return whether every optimizer calls :meth:`Checkpointing.settle` before its step."""
         optimizers = self.named_optimizers().values()
         return bool(optimizers) and all(hasattr(item, "synchronize") for item in optimizers)
 

@@ -8,22 +8,21 @@ import numpy as np
 import torch
 
 from hvd_elastic.training.frontend import TrainedSums
+from hvd_elastic.training.replica_check import parameters_of_check
 
-_TENSORS = 16
-"""Number of tensors in one check, and of pieces of a tensor summed at once: bounds time and
-memory."""
+_PIECES = 16
+"""Number of pieces of a tensor summed at once: bounds memory."""
 
 
 def trained_sums(
     modules: Mapping[str, torch.nn.Module], signs: np.ndarray, number: int | None
 ) -> TrainedSums:
     """See :meth:`~hvd_elastic.training.frontend.State.trained_sums`."""
-    chosen = parameters = _parameters(modules)
+    parameters = _parameters(modules)
+    chosen = parameters_of_check(parameters, number)
     if number is None:
         sums = np.array([_sums_of_all(each, signs) for _, each in chosen]).reshape(-1, 2)
     else:
-        places = range(number * _TENSORS, number * _TENSORS + min(_TENSORS, len(parameters)))
-        chosen = [parameters[place % len(parameters)] for place in places]
         sums = _sums([_some(each, number, len(signs)) for _, each in chosen], signs)
     epsilons = np.array([torch.finfo(each.dtype).eps for _, each in chosen])
     return TrainedSums([name for name, _ in chosen], sums, epsilons, len(parameters))
@@ -61,5 +60,5 @@ def _sums(pieces: Sequence[torch.Tensor], signs: np.ndarray) -> np.ndarray:
 
 def _sums_of_all(tensor: torch.Tensor, signs: np.ndarray) -> np.ndarray:
     pieces = tensor.reshape(-1).split(len(signs))
-    parts = (pieces[at : at + _TENSORS] for at in range(0, len(pieces), _TENSORS))
+    parts = (pieces[at : at + _PIECES] for at in range(0, len(pieces), _PIECES))
     return np.sum([_sums(part, signs).sum(axis=0) for part in parts], axis=0)

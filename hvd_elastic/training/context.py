@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +14,15 @@ from hvd_elastic.training.agent_link import installed_modules
 from hvd_elastic.training.audit import Audit
 from hvd_elastic.training.checkpointing import Checkpointing
 from hvd_elastic.training.frontend import Averager, Frontend, State
-from hvd_elastic.training.input.server import Source
 from hvd_elastic.training.launch import Mode, detect_mode
+from hvd_elastic.training.membership import Membership
 from hvd_elastic.training.metrics import Metrics
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Phase, Progress
 from hvd_elastic.training.replica_check import check_replicas
 from hvd_elastic.training.rollback import Rollback
+from hvd_elastic.training.script_data import ScriptData
+from hvd_elastic.training.state_parts import StateParts
 from hvd_elastic.training.step import Pass, Stage, Step
 from hvd_elastic.training.stopping import agree_on_stop, wants_stop
 from hvd_elastic.training.uncaught import tell_uncaught
@@ -40,15 +40,13 @@ class Context:
         rollback: undoes what the script changed when a step fails.
         checkpoints: takes this process's checkpoints.
         metrics: collects and sends the run's metrics.
+        state_parts: objects of the library that are part of the script's state.
+        data: what the script has told of its data.
+        membership: takes this process to the next generation.
         nothing_to_do: why the last loop over ``steps()`` had no step to take; empty: it had.
         has_trained: whether the script has called its training function.
         check_host_updates: called between steps; under Horovod's own elastic driver it raises
             when the ranks are about to change.
-        kept: the library's own objects that are part of the script's state, by name.
-        loaders: number of loaders that the script has made.
-        input_source: what the first of them reads; None: there is no loader that others can read.
-        last_reader: (epoch, generation) and the data order that was read last. One for the whole
-            process, as is progress: two loaders in one epoch are an error.
     """
 
     def __init__(self, mode: Mode, frontend: Frontend) -> None:
@@ -58,21 +56,20 @@ class Context:
         self.rollback = Rollback(self.worker)
         self.checkpoints = Checkpointing(self.worker)
         self.metrics = Metrics(self.worker)
+        self.state_parts = StateParts()
+        self.data = ScriptData()
+        self.membership = Membership(
+            self.worker,
+            self.step,
+            self.rollback,
+            self.checkpoints,
+            self.metrics,
+            self.state_parts,
+        )
         self.nothing_to_do = ""
         self.has_trained = False
         self.check_host_updates: Callable[[], None] = lambda: None
-        self.loaders = 0
-        self.input_source: Source | None = None
-        self.last_reader: tuple[tuple[int, int], object] | None = None
         self._audit = Audit(self.worker)
-        self._has_loader = False
-        self._examples = 0
-        self._aim: tuple[int, str] = (0, "")
-        self.kept: dict[str, Any] = {}
-        self._before_change: dict[str, Callable[[], None]] = {}
-        self._change_agreed = False
-        self._is_whole = False
-        """Whether all of the state belongs to one step; False while it is being received."""
         self._started = time.monotonic()
         if mode is Mode.STATIC or mode is Mode.HOROVOD_ELASTIC:
             self.worker.communicator.start({})
@@ -82,8 +79,7 @@ class Context:
     def register_state(self, state: State) -> None:
         """Set the state to synchronise; a script has one."""
         self.worker.state = state
-        for name, item in self.kept.items():
-            state.keep(name, item)
+        self.state_parts.join(state)
 
     def keep(self, name: str, item: Any, before_change: Callable[[], None] | None = None) -> None:
         """Make an object of the library part of the script's state.
@@ -93,11 +89,7 @@ class Context:
             item: object with ``state_dict()`` and ``load_state_dict()`` of plain values.
             before_change: called on all ranks before a planned change of the world.
         """
-        self.kept[name] = item
-        if before_change is not None:
-            self._before_change[name] = before_change
-        if self.worker.state is not None:
-            self.worker.state.keep(name, item)
+        self.state_parts.add(name, item, before_change)
 
     def register_averager(self, averager: Averager) -> None:
         """Add the averager of an optimizer; see :meth:`Averagers.add`."""
@@ -141,8 +133,7 @@ class Context:
             dropped: number of examples that an epoch leaves out.
             planner: divides its steps.
         """
-        self._has_loader = True
-        self._examples = examples
+        self.data.register(examples)
         worker = self.worker
         if worker.audit:
             worker.sink.send(msg.Dataset(examples, dropped))
@@ -155,19 +146,12 @@ class Context:
 
     def aim(self, count: int, unit: str) -> None:
         """Note that the script trains until it has made ``count`` of ``unit``, step or epoch."""
-        self._aim = (count, unit)
+        self.data.aim = (count, unit)
 
     def _planned(self) -> dict[str, Any]:
         """Return the planner's metrics, and what part of the training is done if that is known."""
-        count, unit = self._aim
-        progress = self.worker.progress
-        made = self.planner.progress_in(unit)
-        if made is None:
-            made = progress.step if unit == "step" else progress.epoch
-            if unit == "epoch" and self._examples:
-                made += progress.position / self._examples
-        done = {"done": round(min(1.0, made / count), 6)} if count > 0 else {}
-        return {**self.planner.metrics(), **done}
+        done = self.data.part_done(self.worker.progress, self.planner)
+        return {**self.planner.metrics(), **({} if done is None else {"done": round(done, 6)})}
 
     # -- a step ----------------------------------------------------------------------------
 
@@ -239,14 +223,14 @@ class Context:
         """Note what the ranks wish at the next step boundary; return whether training is to end."""
         told = self.step.finish_exchange(self.worker, self._exchange_checks_steps)
         change, stop, *checkpoint = told
-        self._change_agreed |= change
+        self.membership.change_agreed |= change
         self.checkpoints.agree(checkpoint)
         return stop
 
     def own_flags(self) -> np.ndarray:
         """Return what this rank tells the others in a step whose graph reduces it.
 
-        Called while the graph runs, in a thread of the framework, when all gradients are computed.
+        Called while the graph runs, in a thread of the framework.
         """
         worker, step = self.worker, self.step
         if worker.communicator.size == 1:
@@ -277,7 +261,7 @@ class Context:
 
     def optimizer_stepped(self) -> None:
         """Count the step that an optimizer has taken; with several, the body's end counts it."""
-        if self._has_loader or self.rollback.commits:
+        if self.data.has_loader or self.rollback.commits:
             self.rollback.optimizer_stepped()
         if not self.step.passes and self.worker.in_train:
             self._step_without_loader()
@@ -371,7 +355,7 @@ class Context:
         if step.ahead is not None:  # the loop was left within such a step
             self.step_failed()
         self.mark_consumed()
-        if self._has_loader and not worker.progress.stopped:
+        if self.data.has_loader and not worker.progress.stopped:
             self._exchange_at_turn()
         if worker.progress.phase is not Phase.PAUSE:
             self.rollback.epoch_turns(epoch)
@@ -403,7 +387,7 @@ class Context:
         self.metrics.update(metrics)
         step = self.step
         several = self.worker.averagers.several
-        if self._has_loader and step.stage is not Stage.UNCOMMITTED:
+        if self.data.has_loader and step.stage is not Stage.UNCOMMITTED:
             if not (step.accumulating or several):
                 self._leave_out(over=False)
             return
@@ -435,7 +419,7 @@ class Context:
             Whether training can go on, with smaller passes.
         """
         averagers, step = self.worker.averagers, self.step
-        if not averagers or step.stage is not Stage.BEGUN:
+        if not averagers or step.stage is not Stage.BEGUN or step.has_told:
             return False
         if not self.planner.out_of_memory(step.passes[-1].examples):
             return False
@@ -452,7 +436,7 @@ class Context:
         if self.step.stage is Stage.UNCOMMITTED and not self.worker.averagers.several:
             self.worker.progress.advance(0)  # it was taken, so newcomers must count it too
         self.step.forget()
-        self._change_agreed = False
+        self.membership.change_agreed = False
         self.worker.averagers.reset()
 
     # -- generations -----------------------------------------------------------------------
@@ -462,101 +446,10 @@ class Context:
         worker = self.worker
         if worker.mode is Mode.HOROVOD_ELASTIC and worker.in_train:
             self.check_host_updates()
-        if self._change_agreed and worker.in_train:
-            self.rescale()
+        if self.membership.change_agreed and worker.in_train:
+            self.membership.rescale()
         self.checkpoints.step_boundary()
         self.planner.review_if_due(worker)
-
-    def rescale(self) -> None:
-        """Leave the current generation and join the next one, in this process.
-
-        Raises:
-            GenerationBrokenError: the next generation could not be formed.
-            SystemExit: this worker is not part of the next generation; ends the script.
-        """
-        self._change_agreed = False
-        self.prepare_change()
-        self.checkpoints.settle()
-        self.worker.communicator.stop()
-        self.follow()
-
-    def prepare_change(self) -> None:
-        """Save, before a planned change of the world, what only a leaving rank may hold."""
-        for _, prepare in sorted(self._before_change.items()):
-            prepare()
-        self.rollback.save()
-
-    def follow(self) -> None:
-        """Carry out the leader's instructions until this worker has joined a generation."""
-        worker = self.worker
-        assert worker.link is not None
-        worker.step_began = None
-        while True:
-            instruction = worker.link.wait(worker.generation)
-            if instruction is None:
-                worker.link.take_checkpoint_request()
-                if self._is_whole:
-                    self.checkpoints.take(wait=True, alone=True)
-                self.checkpoints.answer()
-                continue
-            match instruction:
-                case msg.Leave():
-                    self.checkpoints.close()
-                    raise SystemExit(0)
-                case msg.Hold():
-                    newness, step = self.rollback.newness, self._whole_step
-                    worker.sink.send(
-                        msg.Held(generation=worker.generation, step=step, state=newness)
-                    )
-                case msg.Join(announcement=announcement, env=env):
-                    self._join(announcement, env)
-                    return
-
-    def _join(self, announcement: msg.Announcement, env: Mapping[str, str]) -> None:
-        worker = self.worker
-        first = worker.generation == 0
-        worker.generation, worker.life = announcement.generation, announcement.life
-        self._change_agreed = False
-        self.step.forget()
-        worker.refuse_aborted()
-        worker.communicator.start(env)
-        worker.refuse_aborted()
-        is_root = worker.communicator.rank == announcement.root_rank
-        if is_root and announcement.restore:
-            self.restore_checkpoint(announcement.restore, announcement.checkpoint)
-        self.synchronize_state(announcement.root_rank)
-        self._is_whole = True
-        self.metrics.world_begins(first=first, announces_pause=is_root)
-        self.checkpoints.schedule()
-        step, stopped = self._whole_step, worker.progress.stopped
-        worker.sink.send(msg.Joined(generation=worker.generation, step=step, stopped=stopped))
-
-    def synchronize_state(self, root_rank: int) -> None:
-        """Copy the root's state and progress to every rank."""
-        worker = self.worker
-        assert worker.state is not None
-        worker.averagers.reset()  # a newcomer has no gradients, which show what is trained
-        worker.progress = worker.state.sync(
-            worker.communicator, root_rank, worker.progress, self._has_state
-        )
-        self.rollback.synchronized()
-
-    def _has_state(self, theirs: Progress) -> bool:
-        # While it is being received the state belongs to no one step, unless both are the same.
-        same = theirs == self.worker.progress and not self.rollback.partial
-        self._is_whole = self._is_whole and same
-        return self._is_whole
-
-    def start_alone(self) -> None:
-        """Begin a generation without a leader."""
-        self.worker.generation += 1
-        self.checkpoints.schedule()
-
-    def ranks_changed(self) -> None:
-        """Use the new communicator that Horovod's own elastic driver has created."""
-        self.checkpoints.settle()
-        self.worker.communicator.refresh()
-        self.start_alone()
 
     def broken(self, error: BaseException) -> None:
         """Leave the generation after a failed collective, and report this rank's progress."""
@@ -568,29 +461,7 @@ class Context:
         self.rollback.fail()
         self._audit.send_again()
         self.checkpoints.broken()
-        worker.sink.send(
-            msg.Broken(
-                generation=worker.generation,
-                step=self._whole_step,
-                state=self.rollback.newness,
-                error=str(error),
-                progress=worker.position if self._is_whole else None,
-            )
-        )
-
-    @property
-    def _whole_step(self) -> int:
-        """Number of steps that the state has taken; -1 where it is not whole."""
-        return self.worker.progress.step if self._is_whole else -1
-
-    def restore_checkpoint(self, path: str, copy_of: str | None = None) -> None:
-        """Load the state from a checkpoint and report it; ``copy_of``: the path users know."""
-        worker = self.worker
-        assert worker.state is not None
-        worker.progress = worker.state.load(worker.frontend.load_checkpoint(path), copy_of or path)
-        if worker.mode is Mode.AGENT:  # the agent put a copy into the spool for this load only
-            shutil.rmtree(Path(path).parent, ignore_errors=True)
-        worker.sink.send(msg.Restored(worker.position, path))
+        self.membership.report_broken(error)
 
     # -- life ------------------------------------------------------------------------------
 

@@ -387,14 +387,14 @@ class DataOrder:
                 f"the epoch; evaluate with {other}"
             )
         now = (progress.epoch, worker.generation)
-        last = context.last_reader
+        last = context.data.last_reader
         if last is not None and last[0] == now and last[1] is not self and progress.position > 0:
             raise ScriptError(
                 f"two loaders are iterated in epoch {progress.epoch}, and progress is that of one; "
                 "make the training loader once, and read other data (evaluation) with "
                 f"{other}"
             )
-        context.last_reader = (now, self)
+        context.data.last_reader = (now, self)
         if progress.position == 0:
             progress.order_hash = self._hash
         elif progress.order_hash not in (0, self._hash):

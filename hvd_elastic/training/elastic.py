@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,9 +21,11 @@ from hvd_elastic.training.input.worker import serve_ranks
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import Phase
 from hvd_elastic.training.rollback import StepVoidedError
+from hvd_elastic.training.script_state import ScriptState
 from hvd_elastic.wire import messages as msg
 
 Result = TypeVar("Result")
+TrainFunction = Callable[..., Result]
 Batch = TypeVar("Batch")
 _Batch_co = TypeVar("_Batch_co", covariant=True)
 _AFTER_A_FAILURE = (
@@ -30,6 +33,38 @@ _AFTER_A_FAILURE = (
     "where no batch of the epoch is left, the loop over the loader runs zero times; a variable "
     "that is used after the loop has to be set before it"
 )
+
+
+def run(
+    function: TrainFunction[Result], *, warmup: Callable[[], object] | None = None
+) -> TrainFunction[Result]:
+    """Make a training function elastic; use it as a decorator.
+
+    The function takes the ``State`` as its first argument. It is called again after a failure, and
+    ``epochs()`` and the loader continue from the progress of the state. A planned change of the
+    world happens where the loader is iterated, between two steps, without leaving the function.
+
+    Args:
+        function: training function, called as ``function(state, ...)``.
+        warmup: called once before this worker reports ready, while the other workers train; for
+            work that is slow the first time. With PyTorch it must not change the state. With
+            TensorFlow it has the step traced, ``lambda: train_step(*next(iter(dataset)))``: the
+            steps that it takes are on this rank alone, and undone.
+    """
+
+    @functools.wraps(function)
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Result:
+        ctx, name = context.current(), function.__name__
+        frontend = ctx.worker.frontend
+        if not isinstance(state, ScriptState):
+            raise ScriptError(
+                f"{name}() must be called with a {frontend.module}.State first, "
+                f"not with a {type(state).__name__}"
+            )
+        with frontend.training(state, None if ctx.worker.reads else warmup):
+            return run_training(ctx, functools.partial(function, state, *args, **kwargs), name)
+
+    return wrapper
 
 
 def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Result:
@@ -235,7 +270,7 @@ def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
     while True:
         try:
             if pending:
-                ctx.follow()
+                ctx.membership.follow()
                 pending = False
             if not all_returned(ctx, bool(returned)):
                 returned = [train()]
@@ -278,8 +313,8 @@ def end_training(ctx: Context) -> None:
 def start_static(ctx: Context) -> None:
     """Begin training on ranks that stay the same, from the newest checkpoint if there is one."""
     _restore_newest(ctx)
-    ctx.synchronize_state(0)
-    ctx.start_alone()
+    ctx.membership.synchronize_state(0)
+    ctx.membership.start_alone()
 
 
 def _run_static(ctx: Context, train: Callable[[], Result]) -> Result:
@@ -318,13 +353,13 @@ def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Resu
             ctx.rollback.fail()
 
         def sync(self) -> None:
-            ctx.ranks_changed()
+            ctx.membership.ranks_changed()
             if ctx.worker.generation == 1:
                 _restore_newest(ctx)
-            ctx.synchronize_state(0)
+            ctx.membership.synchronize_state(0)
 
         def reset(self) -> None:
-            ctx.ranks_changed()
+            ctx.membership.ranks_changed()
 
     adapter = Adapter(bcast_object=horovod.broadcast_object, get_rank=horovod.rank)
 
@@ -332,7 +367,7 @@ def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Resu
         try:
             adapter.check_host_updates()
         except HostsUpdatedInterrupt:  # raised on all ranks: rank 0 broadcasts it
-            ctx.prepare_change()
+            ctx.membership.prepare_change()
             raise
 
     ctx.check_host_updates = check_host_updates
@@ -355,4 +390,4 @@ def _restore_newest(ctx: Context) -> None:
             folder, on_skip=lambda path, why: warnings.warn(f"skipped {path}: {why}", stacklevel=2)
         )
         if newest is not None:
-            ctx.restore_checkpoint(str(newest.path))
+            ctx.membership.restore_checkpoint(str(newest.path))

@@ -30,7 +30,7 @@ def evaluate_on_ranks(
     batch_size: int,
     metrics: Mapping[str, Any],
     compute: Callable[[Sequence[range]], Iterable[Mapping[str, Any]]],
-    share_model: Callable[[Any], None],
+    differing: Sequence[Any],
 ) -> dict[str, float]:
     """Return the mean of each metric over all examples, the same on all ranks.
 
@@ -40,8 +40,8 @@ def evaluate_on_ranks(
         metrics: functions by name; here only the names count.
         compute: yields for each batch, given as its indices, the values of each metric: arrays of
             shape (examples of the batch,).
-        share_model: given the communicator, overwrites what differs between ranks in the model
-            with rank 0's; called only with several ranks.
+        differing: what may differ between the ranks in the model, which is overwritten with rank
+            0's; the caller sets it back.
 
     Raises:
         ScriptError: an argument is not valid, a metric has another shape, or the ranks have data
@@ -55,7 +55,7 @@ def evaluate_on_ranks(
     with script_collective("evaluate", _NAME) as communicator:
         _check_same(communicator, examples, batch_size)
         if communicator.size > 1:
-            share_model(communicator)
+            communicator.broadcast(differing, 0)
         mine = batches_of(examples, batch_size, communicator.rank, communicator.size)
         values = iter(compute(mine))
         # Exchanged after every few batches, while the next one is computed: so a lost rank is

@@ -12,11 +12,14 @@ Beside those of this module a frontend implements:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from hvd_elastic.checkpoint.stream import Content
+from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.communicator.interface import Collectives, Communicator
 from hvd_elastic.training.progress import Progress
 
@@ -53,6 +56,35 @@ class Frontend(Protocol):
 
     def free_memory(self) -> None:
         """Free cached memory after a pass that did not fit."""
+
+    def training(
+        self, state: Any, warmup: Callable[[], object] | None
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the training function runs.
+
+        Args:
+            state: the script's State; its optimizers are chosen to train.
+            warmup: see :func:`hvd_elastic.training.elastic.run`.
+
+        Raises:
+            ScriptError: the State does not fit the optimizers that the script has made.
+        """
+
+    def script_tensor(self, kind: str, tensor: Any, name: str) -> Any:
+        """Return what the collective ``hvd.<kind>(tensor, name)`` takes; it may overwrite it."""
+
+    def write_object(self, name: str, obj: Any, file: HashingWriter) -> None:
+        """Write an object that the script saves under a name; see ``hvd.save``."""
+
+    def exported(self, model: Any, example: Any, name: str) -> Callable[[Path], Any]:
+        """Return a function for :func:`hvd_elastic.training.export.export`.
+
+        It exports the model in a folder, compares its outputs with those of the model
+        (:func:`~hvd_elastic.training.export.compare_outputs`), and returns the file's content.
+
+        Raises:
+            ScriptError: the name has another ending than those of the framework.
+        """
 
 
 class Averager(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -23,7 +23,9 @@ import numpy as np
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.records.outputs import TOTAL_FILE, output_name
+from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.elastic import epochs
 from hvd_elastic.training.saving import save_file
 from hvd_elastic.training.script_collectives import script_collective
 
@@ -121,7 +123,7 @@ class Missing:
             begin += count
 
 
-def named_outputs(outputs: Any, to_array: Callable[[Any], np.ndarray]) -> dict[str, np.ndarray]:
+def _named_outputs(outputs: Any, to_array: Callable[[Any], np.ndarray]) -> dict[str, np.ndarray]:
     """Return a model's outputs for a batch as arrays by name.
 
     Raises:
@@ -137,13 +139,47 @@ def named_outputs(outputs: Any, to_array: Callable[[Any], np.ndarray]) -> dict[s
         ) from error
 
 
-def save_total(ctx: Context, missing: Missing) -> None:
+def predict_missing(
+    asked: Prediction,
+    missing: Missing,
+    batches: Iterable[Any],
+    batch_size: int,
+    load: Callable[[str], object],
+    compute: Callable[[Any], Any],
+    to_array: Callable[[Any], np.ndarray],
+) -> None:
+    """Save the outputs of all missing examples; called in the training function.
+
+    Args:
+        asked: what to predict.
+        missing: its examples.
+        batches: their batches, of our loader.
+        batch_size: examples of a batch over all ranks.
+        load: loads the weights of a file on all ranks.
+        compute: returns the outputs of a batch.
+        to_array: returns an output as an array.
+    """
+    ctx = context.current()
+    if asked.checkpoint and not ctx.worker.progress.step:  # later workers get the state
+        load(asked.checkpoint)
+    _save_total(ctx, missing)
+    for _ in epochs(1):
+        for batch in batches:
+            _save_batch(ctx, _named_outputs(compute(batch), to_array), missing, batch_size)
+
+
+def inputs_of(batch: Any) -> Any:
+    """Return the inputs of a model: the batch, or its first part (inputs and label)."""
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+def _save_total(ctx: Context, missing: Missing) -> None:
     """Save the number of examples of the whole data set."""
     text = msgspec.json.encode({"examples": missing.examples})
     save_file(ctx.worker, TOTAL_FILE, lambda file: file.write(text))
 
 
-def save_batch(
+def _save_batch(
     ctx: Context, outputs: Mapping[str, np.ndarray], missing: Missing, batch_size: int
 ) -> None:
     """Gather the outputs of the batch in flight from all ranks, and save them on rank 0.

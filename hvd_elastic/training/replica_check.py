@@ -7,7 +7,9 @@ kinds round differently.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,10 +17,13 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.frontend import TrainedSums
 from hvd_elastic.training.worker import Worker
 
+Parameter = TypeVar("Parameter")
 _PERIOD_STEPS = 1024
 """A check takes 1 to 2 ms, so less than 0.1 % of the time where a step takes 2 ms or more."""
 _NUMBERS = 4096
 """Numbers of each tensor that one check compares: 32 KiB of float64."""
+_PARAMETERS = 16
+"""Number of parameters in one check: bounds its time."""
 _LEAST_TOLERANCE = 1e-10
 """Least squared relative difference: below it, rounding of the float64 sums matters."""
 _NAMES_SHOWN = 3  # the others are counted, to keep the message short
@@ -56,6 +61,14 @@ def _number_of_check(step: int) -> int | None:
     if step >= _PERIOD_STEPS:
         return None if step % _PERIOD_STEPS else step // _PERIOD_STEPS + 9
     return step.bit_length() - 1 if step and not step & (step - 1) else None
+
+
+def parameters_of_check(parameters: Sequence[Parameter], number: int | None) -> Sequence[Parameter]:
+    """Return the parameters that a check compares, different ones each time; None: all."""
+    if number is None or not parameters:
+        return parameters
+    first, count = number * _PARAMETERS, min(_PARAMETERS, len(parameters))
+    return [parameters[place % len(parameters)] for place in range(first, first + count)]
 
 
 def _refuse_difference(worker: Worker) -> None:

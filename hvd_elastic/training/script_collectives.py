@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TypeVar
 
 from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training import context
+
+Tensor = TypeVar("Tensor")
 
 
 @contextlib.contextmanager
@@ -27,3 +30,20 @@ def script_collective(kind: str, name: str) -> Iterator[Communicator]:
             f"without it ({why}). Ranks may end at any time once the training function has "
             "returned: call it on all ranks, best at the end of that function"
         ) from None
+
+
+def allreduce(tensor: Tensor, name: str, *, average: bool = True) -> Tensor:
+    """Return the mean (or sum) of ``tensor`` over all ranks; all ranks must call it."""
+    value = context.current().worker.frontend.script_tensor("allreduce", tensor, name)
+    with script_collective("allreduce", name) as communicator:
+        begin = communicator.reduce_async if average else communicator.sum_async
+        result: Tensor = communicator.wait(begin(value, f"user.{name}"))
+        return result
+
+
+def allgather(tensor: Tensor, name: str) -> Tensor:
+    """Return the tensors of all ranks, concatenated along the first dimension in rank order."""
+    value = context.current().worker.frontend.script_tensor("allgather", tensor, name)
+    with script_collective("allgather", name) as communicator:
+        result: Tensor = communicator.gather(value, f"user.{name}")
+        return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,6 +12,7 @@ from hvd_elastic.checkpoint.header import decode_values
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.training import context
+from hvd_elastic.training.frontend import State
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.spread import Content as Pieces
 from hvd_elastic.training.spread import spread
@@ -33,7 +34,7 @@ class Everything(Container[int]):
         return True
 
 
-class ScriptState(ABC):
+class ScriptState(State):
     """Base class of each frontend's ``State``: objects kept by reference, and plain values.
 
     Args:
@@ -51,7 +52,7 @@ class ScriptState(ABC):
     plain_kinds = "numbers, strings, lists, dicts, tensors"
     object_kinds = "state_dict() and load_state_dict()"
 
-    def __init__(self, model: Any, optimizer: Any, values: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
         self._objects: dict[str, Any] = {}
         self._plain: dict[str, Any] = {}
         for name, value in {"model": model, "optimizer": optimizer, **values}.items():
@@ -74,6 +75,9 @@ class ScriptState(ABC):
                 ) from error
         self._large: set[str] = set()
         self._context = context.current()
+        self._build()
+        self._saved = self.take_snapshot()
+        self._context.register_state(self)
 
     def __getattr__(self, name: str) -> Any:
         for values in ("_objects", "_plain"):
@@ -104,12 +108,20 @@ class ScriptState(ABC):
     # -- for the library -------------------------------------------------------------------
 
     def keep(self, name: str, item: Any) -> None:
-        """Add an object of the library to the values; the name starts with ``_``."""
         self._objects[name] = item
 
     def named_objects(self) -> dict[str, Any]:
         """Return the objects that are kept by reference, by name."""
         return dict(self._objects)
+
+    def save_values(self, snapshot: Any = None, *, tensors: bool = False) -> None:
+        self._saved = snapshot or self.take_snapshot(tensors=tensors)
+
+    def roll_back(self) -> None:
+        self._saved.restore(self._plain, self._objects)
+
+    def module_versions(self) -> int:
+        return 0  # not every framework counts changes
 
     def sync(
         self,
@@ -118,18 +130,8 @@ class ScriptState(ABC):
         progress: Progress,
         has_state: Callable[[Progress], bool] = lambda _: False,
     ) -> Progress:
-        """Copy the root's state to every rank; return the root's progress.
-
-        The structure is sent as plain data. Tensors are sent in a few large messages from the live
-        tensors and, where shapes agree, into live tensors (:mod:`hvd_elastic.training.spread`).
-
-        Args:
-            communicator: communicator of all ranks.
-            root_rank: rank whose state is copied.
-            progress: progress of this rank.
-            has_state: called with the root's progress before live tensors are overwritten; returns
-                whether this rank already holds the whole state at that progress.
-        """
+        # The structure is sent as plain data. Tensors are sent in a few large messages, from live
+        # tensors and, where shapes agree, into live tensors.
         own = self._live_content()
         if communicator.rank == root_rank:
             known = self._known(own)
@@ -161,11 +163,6 @@ class ScriptState(ABC):
         return theirs
 
     def load(self, payload: dict[str, Any], path: str) -> Progress:
-        """Load the content of a checkpoint and return its progress; ``path`` is for messages.
-
-        Raises:
-            CheckpointError: it does not fit this script's model, optimizer or values.
-        """
         if set(payload["objects"]) != set(self._objects):
             raise CheckpointError(
                 f"checkpoint {path} holds {sorted(payload['objects'])}, this script's State has "
@@ -198,6 +195,9 @@ class ScriptState(ABC):
     def _try_plain(self, value: Any) -> None:
         """Raise an error of any kind if a value is not plain data."""
 
+    def _build(self) -> None:
+        """Create what objects create late, so that all ranks have the same from the beginning."""
+
     @abstractmethod
     def _live_content(self) -> Any:
         """Return the Content of all of the state, with ``tensors``: those of its stream."""
@@ -206,9 +206,9 @@ class ScriptState(ABC):
     def _known(self, content: Any) -> list[bool]:
         """Return for each tensor whether it is the same on every rank that holds the state."""
 
-    @abstractmethod
     def _device(self, tensor: Any) -> str:
-        """Return the kind of device that a tensor is on."""
+        """Return the kind of device that a tensor is on; "" where the framework decides it."""
+        return ""
 
     @abstractmethod
     def _pieces(self, tensor: Any) -> Pieces:
@@ -218,9 +218,9 @@ class ScriptState(ABC):
     def _fitting(self, own: Any, dtype: str, shape: tuple[int, ...], device: str) -> Any:
         """Return this rank's live tensor if it is like the root's, else a new one."""
 
-    @abstractmethod
     def _decode_opaque(self, data: bytes) -> Sequence[Any]:
-        """Return the values that only the framework can represent."""
+        """Return the values that only the framework can represent; by default there are none."""
+        return ()
 
     @abstractmethod
     def _set_object(self, item: Any, values: Any) -> None:

@@ -74,7 +74,7 @@ class Session:
             try:
                 if error is not None:
                     self._ctx.broken(error)
-                self._ctx.follow()
+                self._ctx.membership.follow()
                 return
             except GenerationBrokenError as again:
                 error = again

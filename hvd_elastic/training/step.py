@@ -113,6 +113,11 @@ class Step:
         return self.stage in (Stage.EXCHANGED, Stage.VOIDED, Stage.DONE)
 
     @property
+    def has_told(self) -> bool:
+        """Whether this rank has begun to tell the others its flags."""
+        return self._told is not None
+
+    @property
     def accumulating(self) -> bool:
         """Whether further passes of the step follow."""
         return self.is_open and (self.continues or self.passes[-1].accumulating)

@@ -23,7 +23,10 @@ _ENTRIES = tuple(str(_PACKAGE / room / "elastic.py") for room in (*_FRONTENDS, "
 _NOT_THE_SCRIPT = (
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     *(str(_PACKAGE / room) for room in _FRONTENDS),
-    *(str(_PACKAGE / room) for room in ("training", "communicator", "wire", "checkpoint")),
+    *(
+        str(_PACKAGE / room)
+        for room in ("engines", "training", "communicator", "wire", "checkpoint")
+    ),
     "<frozen ",
 )
 """Prefixes of file names whose code does not belong to the script."""

@@ -508,7 +508,7 @@ class LeaderHello(_ToAgent, tag="hello", forbid_unknown_fields=False):
         run: contents of run.json, for a later leader that has no run folder.
         interface: network interface of the ring; None: the one with this host's own address.
         local_address: address of this host for the other hosts.
-        heartbeat_s: time between heartbeats of the agent, and of the leader to it [s].
+        heartbeat_s: time between heartbeats of the agent [s]; those of the leader come less often.
         preemption: cloud whose metadata service tells whether the host will be preempted; None:
             none is asked.
         preemption_command: command that tells the same; None: there is none.

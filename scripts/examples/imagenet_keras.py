@@ -1,9 +1,13 @@
 """Train keras.applications.ResNet50 on shards of ImageNet by the published large-batch recipe.
 
-SGD with momentum, a rate of 0.1 for each 256 examples of the batch, five epochs of warm-up, and
-blocks that begin as the way round alone: Goyal et al., Accurate, large minibatch SGD, 2017; cosine
-decay and label smoothing: He et al., Bag of tricks for image classification, 2019. The shards are
-what datasets_prep/imagenet.py writes.
+- SGD with momentum, a rate of 0.1 for each 256 examples of the batch, five epochs of warm-up, and
+  blocks that begin as the way round alone: Goyal et al., Accurate, large minibatch SGD, 2017;
+  cosine decay and label smoothing: He et al., Bag of tricks for image classification, 2019.
+- LARS for batches of more than 8192: You et al., Large batch training of convolutional networks,
+  2017, with polynomial decay.
+- With --max-batch-size the batch and its rate follow the gradient noise.
+
+The shards are what datasets_prep/imagenet.py writes.
 """
 
 import argparse
@@ -24,10 +28,13 @@ def parse():
     parser.add_argument("--data", type=Path, required=True, help="folder with train/ and val/")
     parser.add_argument("--image-size", type=int, default=224, help="pixels it is trained on")
     parser.add_argument("--crop", type=float, default=0.25, help="least share of a picture to see")
-    parser.add_argument("--epochs", type=int, default=90)
+    parser.add_argument("--epochs", type=int, default=90, help="at the initial batch size")
     parser.add_argument("--batch-size", type=int, default=256, help="of all ranks together")
-    parser.add_argument("--lr", type=float, help="default: 0.1 x batch size / 256")
+    parser.add_argument("--max-batch-size", type=int, help="let the batch adapt, up to this size")
+    parser.add_argument("--optimizer", choices=("sgd", "lars"), default="sgd")
+    parser.add_argument("--lr", type=float, help="default of sgd: 0.1 x batch size / 256")
     parser.add_argument("--warmup", type=float, default=5, help="epochs until the full rate")
+    parser.add_argument("--weight-decay", type=float, default=1e-4)
     parser.add_argument("--label-smoothing", type=float, default=0.1)
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--evaluate", metavar="RUN|FILE", help="only evaluate these weights")
@@ -39,6 +46,13 @@ def parse():
         )
     if args.image_size < 32:
         parser.error(f"--image-size {args.image_size}: ResNet50 of Keras needs 32 or more")
+    most = args.max_batch_size or args.batch_size
+    if not 1 <= args.batch_size <= most:
+        parser.error(
+            f"--batch-size {args.batch_size}: it must be from 1 to --max-batch-size {most}"
+        )
+    if args.lr is None and args.optimizer == "lars":
+        parser.error("--optimizer lars: its rate does not follow from the batch size; give --lr")
     if args.lr is None:
         args.lr = 0.1 * args.batch_size / 256
     return args
@@ -105,17 +119,48 @@ if args.evaluate:
     sys.exit()
 
 
-class Recipe(keras.callbacks.Callback):
-    """Sets the rate of each step, and keeps the best model."""
+@keras.saving.register_keras_serializable()
+class Rate(keras.optimizers.schedules.LearningRateSchedule):
+    """The rate at a step: warm-up, then cosine (SGD) or polynomial (LARS)."""
 
-    def on_train_batch_begin(self, batch, logs=None):
-        step = int(self.model.optimizer.iterations)
-        if step < warm:
-            rate = (step + 1) / (warm + 1)
-        else:
-            gone = min(1, (step - warm) / max(1, last - warm))
-            rate = 0.5 * (1 + math.cos(math.pi * gone))
-        self.model.optimizer.learning_rate = args.lr * rate
+    def __init__(self, full, warm, last, polynomial):
+        self.full, self.warm, self.last, self.polynomial = full, warm, last, polynomial
+
+    def __call__(self, step):
+        step = tf.cast(step, tf.float32)
+        gone = tf.clip_by_value((step - self.warm) / max(1.0, self.last - self.warm), 0.0, 1.0)
+        left = (1 - gone) ** 2 if self.polynomial else 0.5 * (1 + tf.cos(math.pi * gone))
+        return self.full * tf.where(step < self.warm, (step + 1) / (self.warm + 1), left)
+
+    def get_config(self):
+        return vars(self)
+
+
+@keras.saving.register_keras_serializable()
+class LARS(keras.optimizers.SGD):
+    """SGD with momentum and a rate for each layer, by the norms of its weights and gradient.
+
+    You et al. 2017, algorithm 1. Vectors (biases, batch norm) take the rate as it is.
+    """
+
+    def __init__(self, learning_rate, momentum=0.9, decay=1e-4, trust=0.001, **options):
+        super().__init__(learning_rate, momentum, **options)
+        self.decay, self.trust = decay, trust
+
+    def update_step(self, gradient, variable, learning_rate):
+        if len(variable.shape) > 1:
+            size = tf.norm(variable.value)
+            ratio = self.trust * size / (tf.norm(gradient) + self.decay * size)
+            ratio = tf.where(tf.math.is_finite(ratio) & (size > 0), ratio, 1.0)
+            gradient = ratio * (gradient + self.decay * variable.value)
+        super().update_step(gradient, variable, learning_rate)
+
+    def get_config(self):
+        return {**super().get_config(), "decay": self.decay, "trust": self.trust}
+
+
+class Best(keras.callbacks.Callback):
+    """Keeps the best model."""
 
     def on_epoch_end(self, epoch, logs=None):
         if logs["val_top1"] > elastic.state.best:
@@ -136,11 +181,18 @@ def smoothed(labels, logits):
     return tf.nn.softmax_cross_entropy_with_logits(wanted, logits)
 
 
-optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(args.lr, momentum=0.9, weight_decay=1e-4))
-optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
-model.compile(optimizer, smoothed, jit_compile=False)
-dataset = hvd.dataset(examples, args.batch_size, shuffle=True)
-elastic = hvd.ElasticCallback(evaluate=evaluate, best=-1.0)
-model.fit(dataset, epochs=args.epochs, callbacks=[elastic, Recipe()], verbose=0)
+lars = args.optimizer == "lars"
+rate = hvd.follow_progress(Rate(args.lr, warm, last, lars))
+if lars:
+    optimizer = LARS(rate, decay=args.weight_decay)
+else:
+    optimizer = keras.optimizers.SGD(rate, momentum=0.9, weight_decay=args.weight_decay)
+    optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
+model.compile(hvd.DistributedOptimizer(optimizer), smoothed, jit_compile=False)
+dataset = hvd.dataset(examples, args.batch_size, shuffle=True, max_batch_size=args.max_batch_size)
+elastic = hvd.ElasticCallback(epochs=args.epochs, evaluate=evaluate, best=-1.0)
+# A step of a large batch counts for less than its examples: at most three times as many passes.
+passes = 3 * args.epochs if args.max_batch_size else args.epochs
+model.fit(dataset, epochs=passes, callbacks=[elastic, Best()], verbose=0)
 if hvd.rank() == 0:
     print(f"best top-1 accuracy {elastic.state.best:.4f} on {len(held_out)} pictures")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.dist.jobs import Job, hostfile_of
-from tests.paths import COSTLY, NEEDS_TENSORFLOW
+from hvd_elastic.virtual import VirtualCluster
+from tests.dist import jobs
+from tests.dist.jobs import Job, hostfile_of, write_script
+from tests.paths import COSTLY, NEEDS_TENSORFLOW, WORKER_PYTHONPATH
 
 pytestmark = [pytest.mark.dist, NEEDS_TENSORFLOW, pytest.mark.timeout(200)]
+
+hosts, shared = jobs.hosts, jobs.shared
 
 BEGIN = """
 import keras, numpy as np, tensorflow as tf
@@ -100,3 +105,43 @@ def test_it_is_refused_with_one_error(case: str, tmp_path: Path) -> None:
     assert said in job.text
     assert "Traceback" not in job.text
     assert job.text.count("error: ") <= 2, "that of the script on each rank, at most"
+
+
+@pytest.mark.parametrize(
+    ("package", "variables", "said"),
+    [
+        (
+            "tensorflow-2.15.1",
+            {},
+            "TensorFlow 2.15.1 is installed, and hvd_elastic needs TensorFlow 2.21",
+        ),
+        pytest.param("keras-2.15.0", {}, "Keras 2.15.0 does not fit TensorFlow", marks=COSTLY),
+        pytest.param(
+            "", {"TF_USE_LEGACY_KERAS": "1"}, "TF_USE_LEGACY_KERAS selects tf_keras", marks=COSTLY
+        ),
+    ],
+)
+def test_what_does_not_fit_on_a_host_is_told_with_what_fits(
+    tmp_path: Path,
+    hosts: VirtualCluster,
+    shared: Path,
+    package: str,
+    variables: dict[str, str],
+    said: str,
+) -> None:
+    """The ranks tell it, each of what is installed on its host."""
+    folder = shared / f"older-{package}"
+    name, _, version = package.partition("-")
+    installed = folder / f"{package}.dist-info"
+    installed.mkdir(parents=True)
+    if package:
+        (installed / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    path = f"{folder}{os.pathsep}{WORKER_PYTHONPATH}"
+    hostfile = hostfile_of(tmp_path / "hosts", hosts.hosts[:2])
+    command = ["-H", hostfile, "-F", hosts.ssh_config, "--", sys.executable]
+    script = write_script(folder, BEGIN)
+    with Job(*command, script, home=tmp_path, env={"PYTHONPATH": path, **variables}) as job:
+        assert job.wait(60) == 1, job.text
+    assert said in job.text
+    assert ("unset the variable" if variables else "pip install 'tensorflow-cpu>=2") in job.text
+    assert "Traceback" not in job.text

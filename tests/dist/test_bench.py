@@ -71,7 +71,7 @@ def test_each_size_is_measured_in_one_run(stage: Stage, framework: str) -> None:
         (["--np", "99"], "--np 99: hosts has 4 slots in all"),
         (["--np", "1,x"], "--np takes a whole number of 1 or more, not 'x'"),
         (["--emulate-device", "5"], "takes two times in ms"),
-        (["--out", "r.png"], "has to end in .json, .csv, .html"),
+        (["--out", "r.pdf"], "has to end in .json, .csv, .html, .png"),
         (["--model", "vgg"], "it is resnet50 or gpt2"),
     ],
 )
@@ -89,6 +89,15 @@ def test_a_model_that_fails_is_told(stage: Stage, tmp_path: Path) -> None:
     done = bench(stage, tmp_path, "synthetic", *words)
     assert done.returncode == 1
     assert "no_such_net" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_batch_that_fits_into_memory_is_named(stage: Stage, tmp_path: Path) -> None:
+    words = ["-H", "hosts", "--np", "1", "--model", "bench_models:greedy_net", "--batch-size", "8"]
+    done = bench(stage, tmp_path, "synthetic", *words)
+    assert done.returncode == 1
+    assert "greedy_net with 8 examples does not fit into the memory of host" in done.stderr
+    assert "--batch-size 2 does" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -139,12 +139,16 @@ def test_plain_commands_wait_for_slots_for_each_other_and_end_as_they_say(
     fails = local.submit(
         *("--plain", "--retries", 1, "--", "sh", "-c", f"echo failing >> {out}; exit 3")
     )
+    wrong = local.submit("--plain", "--python", "/no/such/python", "--", "true")
     after = local.submit("--plain", "--after", "ok:first", "--", "sh", "-c", f"echo after >> {out}")
     never = local.submit("--plain", "--after", f"ok:{fails}", "--", "touch", tmp_path / "never")
     waits = local.job(after)
     assert waits["status"] == "queued"
     assert waits["reason"].startswith(f"waits for job {first} to succeed")
     go.touch()
+    until(lambda: local.job(wrong)["status"] == "failed", "its python is wrong")
+    assert "no Python at /no/such/python" in local.job(wrong)["message"]
+    assert local.states() == ["up"], "that is no fault of the host"
     done = local.call("wait", first, fails, after, never, check=False)
     assert done.returncode == 1, "not all have succeeded"
     assert sorted(out.read_text().split()) == ["after", "failing", "failing", "s3cret-value"]

@@ -41,7 +41,7 @@ def data_parallel(steps: int) -> tuple[int, float]:
         optimizer.step()
     held = [torch.zeros(1, 2) for _ in range(dist.get_world_size())]
     dist.all_gather(held, model.module.weight.detach())
-    # Not destroy_process_group(): it may wait for Gloo's threads with Python's lock, for ever.
+    dist.destroy_process_group()
     return len(held), max(float((one - held[0]).abs().max()) for one in held)
 
 
@@ -156,6 +156,20 @@ def main() -> None:
         TorchDistributor(num_processes=1, local_mode=False, use_gpu=True)
     except HvdElasticError as error:
         found["no GPU"] = str(error)
+    # The executors of this session start another Python, or are told of another one.
+    base = getattr(sys, "_base_executable", sys.executable)
+    context = spark.sparkContext
+    for name, setting, value in (
+        ("another Python", "pythonVer", "3.7"),
+        ("no package", "pythonExec", base),
+    ):
+        kept = getattr(context, setting)
+        setattr(context, setting, value)
+        try:
+            found[name] = TorchDistributor(1, False, False).run(with_argument, 1, more="")
+        except HvdElasticError as error:
+            found[name] = str(error)
+        setattr(context, setting, kept)
     (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
     spark.stop()
 

@@ -15,13 +15,25 @@ POLL_S = 0.5
 
 
 class SubmittedJob(RunningJob):
-    """``hvd-elastic slurm submit`` with the probe script."""
+    """``hvd-elastic slurm submit`` with the probe script, which gets ``script_options``."""
 
-    def __init__(self, slurm: SlurmCluster, stage: Stage, *options: str) -> None:
-        super().__init__(stage, None, *options, verb=("slurm", "submit"))
+    def __init__(
+        self,
+        slurm: SlurmCluster,
+        stage: Stage,
+        *options: str,
+        script_options: tuple[str, ...] = (),
+    ) -> None:
+        verb = ("slurm", "submit")
+        super().__init__(stage, None, *options, script_options=script_options, verb=verb)
         self._slurm = slurm
         assert self.process.wait(START_S) == 0, self.output.read_text()
         self.process = _Jobs(slurm, f"hvd-{self.run_id}")  # type: ignore[assignment]
+
+    def output_of_jobs(self) -> str:
+        """Return what the batch scripts have printed."""
+        logs = (self._run_folder / "slurm").glob("*.log")
+        return "\n".join(log.read_text(encoding="utf-8") for log in logs)
 
     def first_job(self) -> str:
         """Return the number of the job in which the run is led."""
@@ -37,8 +49,7 @@ class SubmittedJob(RunningJob):
         return len(self.kinds("hosts_changed")[-1]["hosts"])
 
     def story(self) -> str:
-        logs = (self._run_folder / "slurm").glob("*.log")
-        return super().story() + "\n".join(log.read_text()[-3000:] for log in logs)
+        return super().story() + self.output_of_jobs()[-6000:]
 
     def check_equal_parameters(self) -> None:
         """All ranks hold the same; the batch script does not tell them which leader they have."""

@@ -148,6 +148,43 @@ def test_an_unused_node_is_given_back(stage, nodes, slurm) -> None:
         end_well(job)
 
 
+def test_a_policy_takes_a_node_that_it_uses(stage, nodes, slurm) -> None:
+    """A step is a sleep of 10 ms for each example of a rank, so more slots bring more."""
+    device = ("--step-time", "0.002", "--example-time", "0.01", "--batch-size", "24")
+    options = ("--nodes", "1-2", "--policy", "goodput")
+    with SubmittedJob(slurm, stage, *options, script_options=device) as job:
+        job.wait_size(1)
+        job.wait_size(2)
+        assert [each["action"] for each in job.kinds("decision")].count("grow") >= 1
+        assert len(job.further_jobs()) == 1
+        end_well(job)
+
+
+def test_an_allocation_of_one_node_trains(stage, nodes, slurm) -> None:
+    with slurm.allocation("--nodes=1", "--ntasks-per-node=2"), RunningJob(stage, None) as job:
+        job.wait_size(2)
+        job.finish()
+
+
+def test_a_limit_of_the_partition_that_leaves_no_time_is_said(stage, nodes, slurm) -> None:
+    """Slurm announces it as soon as the job starts, and before the leader could take a signal."""
+    slurm.call("scontrol", "update", "PartitionName=main", "MaxTime=1")
+    try:
+        with SubmittedJob(slurm, stage, "--nodes", "1") as job:
+            job.process.wait()
+            assert "and the run leaves its nodes 120 s before that" in job.output_of_jobs()
+    finally:
+        slurm.call("scontrol", "update", "PartitionName=main", "MaxTime=INFINITE")
+
+
+def test_gpus_that_no_node_has_are_refused(nodes, slurm) -> None:
+    submit = [sys.executable, "-m", "hvd_elastic.cli.app", "slurm", "submit", "--nodes", "1"]
+    done = slurm.call(*submit, "--sbatch=--gpus-per-node=1", "--", "true", check=False)
+    assert done.returncode == 1
+    assert "sbatch --parsable failed: " in done.stderr
+    assert "generic resource" in done.stderr
+
+
 def test_a_command_that_srun_starts_several_times_says_so(nodes, slurm) -> None:
     command = [sys.executable, "-m", "hvd_elastic.cli.app", "run", "--", "true"]
     done = slurm.call("srun", "--nodes=2", "--ntasks=2", *command, check=False)

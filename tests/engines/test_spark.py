@@ -20,7 +20,7 @@ from tests.dist.running import RunningJob, Stage
 from tests.paths import ALL, LITTLE_WORK, ROOT, WORKER_PYTHONPATH
 
 pytest.importorskip("pyspark", reason="Spark is not installed; see make test-engines")
-pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(1800 if ALL else 400)]
 
 DRIVER = str(ROOT / "tests" / "engines" / "spark_driver.py")
 
@@ -107,3 +107,6 @@ def test_what_users_of_sparks_own_class_write_runs_unchanged(
     assert found.get("keras", [3, 8]) == [3, 8]
     assert "9 processes wanted, and the executors of the cluster have room for" in found["too many"]
     assert "Spark assigns no GPUs to tasks" in found["no GPU"]
+    assert "the executors have another Python than the driver" in found["another Python"]
+    if sys.prefix != sys.base_prefix:  # else that Python has all packages
+        assert "the executors have no package" in found["no package"]

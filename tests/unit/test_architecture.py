@@ -76,7 +76,7 @@ def test_rooms_do_not_import_each_other_in_a_circle():
         raise AssertionError(f"a circle of rooms: {' -> '.join(error.args[1])}") from None
 
 
-@pytest.mark.parametrize("name", ["training", "torch", "tensorflow"])
+@pytest.mark.parametrize("name", ["training", "torch", "tensorflow", "leader"])
 def test_modules_of_a_room_do_not_import_each_other_in_a_circle(name: str) -> None:
     """Imports for type checkers count as well."""
     inside = {module: targets for module, targets in modules().items() if room(module) == name}

@@ -48,6 +48,8 @@ _GROUP_TRIES, _GROUP_PAUSE_S = 3, 0.15
 _REQUEST_BYTES = 1 << 16
 _THREADS_END_S = 1.0
 """Time for the kernel to remove threads that have ended."""
+_FORKED_WELL = frozenset({"jemalloc_bg_thd"})
+"""Threads that live with a fork: jemalloc, part of pyarrow, locks its own and starts it anew."""
 
 
 def main(modules: Sequence[str], program: Sequence[str]) -> None:
@@ -138,20 +140,20 @@ def _trouble() -> str:
         os._exit(0)
     os.waitpid(child, 0)
     until = time.monotonic() + _THREADS_END_S
-    while threads := _other_threads():
+    while threads := _other_threads() - _FORKED_WELL:
         if time.monotonic() > until:
             return f"the imports start threads ({', '.join(sorted(threads))})"
         time.sleep(0.01)
     return ""
 
 
-def _other_threads() -> list[str]:
+def _other_threads() -> set[str]:
     """Return the names of all threads of this process but the main one."""
-    names = []
+    names = set()
     for task in Path("/proc/self/task").iterdir():
         if int(task.name) != os.getpid():
             with contextlib.suppress(OSError):  # it has just ended
-                names.append(_read(f"task/{task.name}/comm").decode(errors="replace").strip())
+                names.add(_read(f"task/{task.name}/comm").decode(errors="replace").strip())
     return names
 
 

@@ -250,6 +250,7 @@ def lead_in_allocation(run_id: str) -> None:
         return
     spec = RunSpec.from_dict(folder.read_run(), run_id)
     allocation = own_allocation(os.environ, submission.slots_per_node)
+    submission.check_left(allocation.left_s)
     engine = SlurmEngine(folder, allocation)
     growth = Growth(engine, submission, spec, _tell)
     growth.adopt()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hvd_elastic.cli.shared_options import AsJson, SshConfigOption
-from hvd_elastic.errors import HostfileError, HvdElasticError, RunError
+from hvd_elastic.errors import HostfileError, HvdElasticError, RunError, UsageError
 
 if TYPE_CHECKING:
     from hvd_elastic.jobs.place import ClusterFolder
+    from hvd_elastic.policy.schedule.policies import Policy
 
 ClusterOption = Annotated[
     str | None,
@@ -37,6 +39,10 @@ def up(
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="run in the background; see down and hosts")
     ] = False,
+    policy: Annotated[
+        str,
+        typer.Option(help="who gets how many slots: goodput, equal (shares), or fifo"),
+    ] = "goodput",
     ssh_config: SshConfigOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -55,19 +61,27 @@ def up(
     from hvd_elastic.cli.runs.run_options import check_ssh_config, ssh_config_for
     from hvd_elastic.hosts.hostfile import parse_hostfile
     from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile
+    from hvd_elastic.policy.schedule.policies import POLICIES
 
     check_ssh_config(ssh_config)
+    if policy not in POLICIES:
+        raise UsageError(f"--policy {policy!r} is not known; valid: {', '.join(POLICIES)}")
     parse_hostfile(hostfile)  # an error is told before anything is made
     place = ClusterFolder.create(name or name_of_hostfile(hostfile))
     config = ssh_config_for(hostfile, ssh_config)
+    serve = functools.partial(_serve, place, hostfile.absolute(), config, POLICIES[policy])
     if detach:
-        _serve_in_background(place, hostfile.absolute(), config, as_json)
+        _serve_in_background(place, serve, as_json)
     else:
-        _serve(place, hostfile.absolute(), config, lambda: _tell_up(place, as_json))
+        serve(lambda: _tell_up(place, as_json))
 
 
 def _serve(
-    place: ClusterFolder, hostfile: Path, config: str | None, on_up: Callable[[], None]
+    place: ClusterFolder,
+    hostfile: Path,
+    config: str | None,
+    policy: Policy,
+    on_up: Callable[[], None],
 ) -> None:
     """Be the daemon until it is to end; ``on_up`` is called when it serves."""
     from hvd_elastic.cli.runs.leading import begin_leader
@@ -75,7 +89,7 @@ def _serve(
 
     with place.lock():
         _refuse_shared_hosts(place, hostfile)
-        daemon = Daemon(place, hostfile, config, begin_leader)
+        daemon = Daemon(place, hostfile, config, begin_leader, policy)
         place.describe_daemon(hostfile)
         on_up()
         daemon.run()
@@ -117,7 +131,7 @@ def _tell_up(place: ClusterFolder, as_json: bool) -> None:
 
 
 def _serve_in_background(
-    place: ClusterFolder, hostfile: Path, config: str | None, as_json: bool
+    place: ClusterFolder, serve: Callable[[Callable[[], None]], None], as_json: bool
 ) -> None:
     """Fork the daemon and wait until it serves, or print why it does not."""
     answer, to_terminal = os.pipe()
@@ -151,7 +165,7 @@ def _serve_in_background(
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
-        _serve(place, hostfile, config, lambda: tell("up"))
+        serve(lambda: tell("up"))
         status = 0
     except HvdElasticError as error:
         tell(str(error))

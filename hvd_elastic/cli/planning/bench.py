@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,17 +16,22 @@ from hvd_elastic.cli.numbers import (
     parse_whole_number,
     whole_number_option,
 )
+from hvd_elastic.cli.planning.scaling_tables import (
+    LiveTable,
+    check_out,
+    notes_of,
+    print_table,
+    progress_line,
+    rate_words,
+    tables_of,
+    write_scaling,
+)
 from hvd_elastic.cli.shared_options import SshConfigOption
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words, number_words, plural
 
-if TYPE_CHECKING:
-    from hvd_elastic.bench.scaling import Cost, Scaling
-    from hvd_elastic.bench.worker_run import Say
-
 _IMAGENET = 1_281_167
 """Number of training pictures of ImageNet (ILSVRC 2012)."""
-_SUFFIXES = (".json", ".csv", ".html")
 
 bench = typer.Typer(
     name="bench",
@@ -134,7 +136,7 @@ def synthetic(
     ] = None,
     out: Annotated[
         list[Path] | None,
-        typer.Option(help="write the result to this .json, .csv or .html file; may be repeated"),
+        typer.Option(help="write the result to this .json, .csv, .html or .png file; repeatable"),
     ] = None,
     ssh_config: SshConfigOption = None,
     json_output: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
@@ -147,7 +149,7 @@ def synthetic(
     Examples:
       hvd-elastic bench synthetic --hostfile hosts --np 1,2,4,8
 
-      hvd-elastic bench synthetic -H hosts --precision bf16 --out now.json --out now.html
+      hvd-elastic bench synthetic -H hosts --precision bf16 --out now.json --out now.png
 
       hvd-elastic bench synthetic -H hosts --epochs 90 --deadline 12h
     """
@@ -162,22 +164,21 @@ def synthetic(
     deadline_h = None if deadline is None else parse_duration("--deadline", deadline) / 3600
     if deadline_h and any(host.price is None for host in hosts):
         raise UsageError("--deadline chooses by cost: give every host of the hostfile a price=")
-    _check_out(out or [])
+    check_out(out or [])
     options = [] if ssh_config is None else ["--ssh-config", str(ssh_config)]
-    with _progress() as say:
-        found = measure_synthetic(
-            hostfile, hosts, _sizes(np, slots), settings, seconds, options, say
-        )
-    tables = _tables(found, examples, epochs)
-    notes = _notes(found, examples, epochs, deadline_h)
+    sizes = _sizes(np, slots)
+    with LiveTable(sizes).shown() as progress:
+        found = measure_synthetic(hostfile, hosts, sizes, settings, seconds, options, progress)
+    tables = tables_of(found, examples, epochs)
+    notes = notes_of(found, examples, epochs, deadline_h)
     for path in out or []:
-        _write(path, found, tables)
+        write_scaling(path, found, tables)
     if json_output:
         print(json.dumps(found.as_json(), indent=2))
         return
     for heading, rows in tables:
         print(f"{heading}:")
-        _print_table(rows)
+        print_table(rows)
         print()
     for note in notes:
         print(note)
@@ -201,119 +202,6 @@ def _sizes(text: str | None, slots: int) -> list[int]:
     if text is None:
         return sorted({*(1 << power for power in range(slots.bit_length())), slots})
     return [parse_whole_number("--np", word) for word in text.split(",")]
-
-
-def _check_out(paths: Sequence[Path]) -> None:
-    for path in paths:
-        if path.suffix not in _SUFFIXES:
-            raise UsageError(f"--out {path}: its name has to end in {', '.join(_SUFFIXES)}")
-        if not path.absolute().parent.is_dir():
-            raise UsageError(f"--out {path}: the folder {path.absolute().parent} does not exist")
-
-
-@contextmanager
-def _progress() -> Iterator[Say]:
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: print(text, file=sys.stderr, flush=True)
-        return
-    with console.status("starting") as status:
-        yield status.update
-
-
-def _tables(found: Scaling, examples: int, epochs: float) -> list[tuple[str, list[list[str]]]]:
-    from hvd_elastic.bench.scaling import costs
-
-    heads = ["slots", "hosts", "examples/s", "95 %", "each slot", "efficiency", "step", "compute"]
-    rows = [[*heads, "exposed comm.", "rest"]]
-    for size in found.sizes:
-        compute = "–" if size.compute_s is None else duration_words(size.compute_s)
-        rows.append(
-            [
-                *(str(size.slots), str(size.hosts), _rate(size.throughput)),
-                f"±{100 * size.half_s / size.step_s:.1f} %",
-                *(_rate(size.throughput / size.slots), f"{100 * size.efficiency:.0f} %"),
-                *(duration_words(size.step_s), compute, duration_words(size.exposed_s)),
-                duration_words(size.rest_s),
-            ]
-        )
-    tables = [("measured", rows)]
-    if found.predicted:
-        rows = [["slots", "hosts", "examples/s", "95 %", "efficiency"]]
-        for each in found.predicted:
-            between = f"{_rate(each.low)} to {_rate(each.high)}"
-            share = f"{100 * each.efficiency:.0f} %"
-            rows.append([str(each.slots), str(each.hosts), _rate(each.throughput), between, share])
-        tables.append(("predicted", rows))
-    if priced := costs(found, examples, epochs):
-        rows = [["slots", "an epoch", f"{epochs:g} epochs", "time"]]
-        rows += [
-            [
-                f"{cost.slots}{'' if cost.measured else ' (predicted)'}",
-                *(f"{cost.epoch_cost:.2f}", f"{cost.cost:.2f}", duration_words(3600 * cost.hours)),
-            ]
-            for cost in priced
-        ]
-        tables.append((f"cost of epochs of {examples:,} examples", rows))
-    return tables
-
-
-def _rate(per_s: float) -> str:
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
-
-
-def _notes(found: Scaling, examples: int, epochs: float, deadline_h: float | None) -> list[str]:
-    from hvd_elastic.bench.scaling import cheapest_by, costs, gradient_words, knee
-
-    settings = found.settings
-    emulated = ", device emulated" if settings.emulated else ""
-    what = f"{settings.model}, {settings.framework}, {settings.precision}{emulated}"
-    notes = [f"{what}; {gradient_words(found.parameters)}, {settings.batch_size} examples a slot"]
-    notes += [found.words] if found.words else []
-    if found.check is not None:
-        slots, ratio = found.check
-        off = abs(100 * (ratio - 1))
-        notes.append(f"From the smaller sizes alone, {slots} slots are predicted {off:.1f} % off.")
-    if priced := costs(found, examples, epochs):
-        bend = knee(priced)
-        notes.append(f"Up to {_cost_words(bend)} speed grows at least half as fast as the price.")
-        if deadline_h is not None:
-            best = cheapest_by(priced, deadline_h)
-            notes.append(
-                f"No size trains {epochs:g} epochs within {deadline_h:g} h."
-                if best is None
-                else f"The cheapest within {deadline_h:g} h: {_cost_words(best)}."
-            )
-    return notes
-
-
-def _cost_words(cost: Cost) -> str:
-    return f"{count(cost.slots, 'slot')} ({cost.cost:.2f}, {duration_words(3600 * cost.hours)})"
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
-
-
-def _write(path: Path, found: Scaling, tables: Sequence[tuple[str, list[list[str]]]]) -> None:
-    from hvd_elastic.views.page import write_page
-    from hvd_elastic.views.scaling_page import render_scaling
-
-    result = found.as_json()
-    if path.suffix == ".json":
-        write_page(path, json.dumps(result, indent=2) + "\n")
-    elif path.suffix == ".html":
-        write_page(path, render_scaling(found.settings.model, result, tables))
-    else:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            rows = csv.DictWriter(file, [*result["sizes"][0], "predicted"], restval="")
-            rows.writeheader()
-            rows.writerows({**size, "predicted": False} for size in result["sizes"])
-            rows.writerows({**size, "predicted": True} for size in result["predicted"])
 
 
 @bench.command()
@@ -348,7 +236,7 @@ def allreduce(
 
     options = [] if ssh_config is None else ["--ssh-config", str(ssh_config)]
     hosts = parse_hostfile(hostfile).hosts
-    with _progress() as say:
+    with progress_line() as say:
         found = measure_allreduce(hostfile, hosts, np, _bytes(most), options, say)
     if json_output:
         print(json.dumps(found.as_json(), indent=2))
@@ -360,7 +248,7 @@ def allreduce(
         share = [f"{100 * 8e-9 * each.bus_bandwidth / link:.0f} %"] if link else []
         size = bytes_words(each.size)
         rows.append([size, took, *(f"{rate}/s" for rate in rates), *share])
-    _print_table(rows)
+    print_table(rows)
     print(f"\n{count(found.slots, 'slot')} on {count(found.hosts, 'host')}, float32")
 
 
@@ -404,9 +292,9 @@ def compare(
             ends = (each.low, each.high)
             between = " to ".join(f"{100 * (end - 1):+.1f} %" for end in ends)
             change = f"{100 * (each.ratio - 1):+.1f} %"
-            rates = (_rate(each.first), _rate(each.second))
+            rates = (rate_words(each.first), rate_words(each.second))
             rows.append([str(each.slots), *rates, change, between, words])
-        _print_table(rows)
+        print_table(rows)
     if any(each.differs and each.ratio < 1 for each in found):
         raise typer.Exit(1)
 

@@ -37,7 +37,8 @@ def simulate(
         str,
         typer.Option(
             help="of a run: fixed (the trace's np), goodput, or adaptdl (AdaptDL's rule); of many "
-            "jobs: goodput, goodput-unknown, sia, pollux, equal, optimus, tiresias or fifo"
+            "jobs: goodput, goodput-unknown, sia, pollux, equal, optimus, tiresias or fifo; of "
+            "--history: goodput, equal or fifo"
         ),
     ] = "goodput",
     profiles: Annotated[
@@ -48,9 +49,13 @@ def simulate(
         str, typer.Option(metavar="HOSTSxSLOTS", help="hosts of a workload of many jobs")
     ] = "16x4",
     interval: Annotated[
-        float,
-        number_option("--interval", above=True, help="of many jobs: time between decisions [s]"),
-    ] = 10.0,
+        float | None,
+        number_option(
+            "--interval",
+            above=True,
+            help="of many jobs: time between decisions [s] (default: 10; a short --history: less)",
+        ),
+    ] = None,
     rescale: Annotated[
         float | None,
         number_option(
@@ -92,11 +97,9 @@ def simulate(
       hvd-elastic simulate --history gpus --add-hosts 2
     """
     if history:
-        if trace is not None or policy != "goodput":
-            raise UsageError(
-                "--history has the jobs of a cluster, and takes no --trace or --policy"
-            )
-        simulate_past(cluster_name, add_hosts, interval, rescale, out, as_json=json_output)
+        if trace is not None:
+            raise UsageError("--history has the jobs of a cluster, and takes no --trace")
+        simulate_past(cluster_name, policy, add_hosts, interval, rescale, out, as_json=json_output)
         return
     if trace is None or cluster_name is not None or add_hosts:
         raise UsageError(
@@ -113,8 +116,9 @@ def simulate(
         given = [name for name, value in of_a_run.items() if value is not None]
         if given:
             raise UsageError(f"{', '.join(given)}: only for the trace of a run, as JSON")
+        every_s = 10.0 if interval is None else interval
         pause_s = 1.0 if rescale is None else rescale
-        simulate_many(trace, policy, profiles, cluster, interval, pause_s, out, as_json=json_output)
+        simulate_many(trace, policy, profiles, cluster, every_s, pause_s, out, as_json=json_output)
         return
     if out is not None:
         raise UsageError("--out: only for many jobs, as CSV or with --history")

@@ -94,8 +94,9 @@ def simulate_many(
 
 def simulate_past(
     name: str | None,
+    policy: str,
     added_hosts: int,
-    interval_s: float,
+    interval_s: float | None,
     rescale_s: float | None,
     out: Path | None,
     *,
@@ -105,17 +106,24 @@ def simulate_past(
 
     Raises:
         RunError: the cluster has no history.
+        UsageError: the policy is not known.
     """
     from hvd_elastic.jobs.place import open_cluster
+    from hvd_elastic.policy.schedule.policies import POLICIES
     from hvd_elastic.records.cluster import summarize_cluster
     from hvd_elastic.records.json_lines import iter_events
     from hvd_elastic.sim.jobs.history import read_history, simulate_history
 
+    if policy not in POLICIES:
+        valid = ", ".join(POLICIES)
+        raise UsageError(f"--policy {policy!r} is not known for --history; valid: {valid}")
     folder = open_cluster(name)
     cluster = summarize_cluster(iter_events(folder.events), folder.name)
     history = read_history(cluster)
     hosts = [history.hosts_with(0), history.hosts_with(added_hosts)]
-    outcomes = [simulate_history(history, each, interval_s, rescale_s) for each in hosts]
+    outcomes = [
+        simulate_history(history, each, interval_s, rescale_s, POLICIES[policy]) for each in hosts
+    ]
     without, added = outcomes
     if out is not None:
         heading = f"its past jobs with {count(added_hosts, 'further host')}, simulated"
@@ -125,6 +133,7 @@ def simulate_past(
     guessed = sum(job.speed is None for job in history.jobs)
     found = {
         "cluster": cluster.name,
+        "policy": policy,
         "jobs": len(history.jobs),
         "jobs_left_out": history.left_out,
         "jobs_of_unknown_speed": guessed,
@@ -143,7 +152,8 @@ def simulate_past(
         "jobs": f"{len(history.jobs)} that succeeded"
         + (f"; {history.left_out} others are left out" if history.left_out else ""),
         "measured": f"{duration_words(measured_s)} from submission to end in the mean",
-        "simulated": f"{duration_words(without.mean_completion_s)} with the same hosts",
+        "simulated": f"{duration_words(without.mean_completion_s)} with the same hosts"
+        + (f" under {policy}" if policy != "goodput" else ""),
         f"+ {count(added_hosts, 'host')}": f"{duration_words(added.mean_completion_s)}, "
         f"{100 * (1 - ratio):.0f} % less; {_busy(added, hosts[1]):.0f} % of the slots in use "
         f"instead of {_busy(without, hosts[0]):.0f} %",

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,7 +17,6 @@ from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.hosts.engine import Engine
 from hvd_elastic.leader.spec import RunSpec, forwarded_environment
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.records.tensorboard import TensorBoardWriter
 
 STARTED = b"started"
 """What a leader in the background sends when the run has begun."""
@@ -45,11 +43,8 @@ def lead(
         on_start: called at each event; the first call means that the run has begun.
         engine: has the hosts of the run; None: they are found as its specification says.
     """
-    from hvd_elastic.leader.leader import Leader
+    from hvd_elastic.leader import leader
     from hvd_elastic.views.terminal import LastingView, unless_nobody_reads
-
-    def warn(message: str) -> None:
-        show_event({"t": time.time(), "kind": "warning", "message": message})
 
     environment = forwarded_environment(os.environ)
     if spec.engine == "slurm":
@@ -61,11 +56,7 @@ def lead(
         # Workers have the variables of their own node's step.
         environment = clean_environment(environment)
         spec = replace(spec, hostfile=str(folder.hosts))
-    with (
-        folder.take_lead(),
-        LastingView(live=False if json_output else None) as view,
-        TensorBoardWriter(folder.tensorboard, warn) as board,
-    ):
+    with LastingView(live=False if json_output else None) as view:
 
         def show_event(event: Any) -> None:
             on_start()
@@ -74,20 +65,17 @@ def lead(
                     print(json.dumps(event), flush=True)
             else:
                 view.show(event)
-            if spec.tensorboard:
-                board.note(event)
 
         def show_output(host: str, slot: int, line: str) -> None:
             if not json_output:
                 view.print(f"[{host}:{slot}] {line}")
 
-        leader = Leader(
+        finish, gave_way = leader.lead(
             spec, folder, environment, show_event, show_output, resumed=resumed, engine=engine
         )
-        finish = leader.run()
     if finish.status == "failed" and any(folder.logs.iterdir()):
         print(f"logs of the workers: {folder.logs}", file=sys.stderr)
-    if leader.gave_way and forget:
+    if gave_way and forget:
         shutil.rmtree(folder.path, ignore_errors=True)
     return {"succeeded": 0, "stopped": 130}.get(finish.status, 1)
 

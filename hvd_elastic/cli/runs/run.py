@@ -99,7 +99,7 @@ def _folder_to_resume(options: RunOptions) -> RunFolder:
                 f"hvd-elastic run --resume {run_id} --hostfile HOSTFILE"
             ) from error
     from hvd_elastic.hosts.ssh import SshOptions
-    from hvd_elastic.leader.recovery import WHAT_IS_TRUSTED, find_run
+    from hvd_elastic.leader.failover.recovery import WHAT_IS_TRUSTED, find_run
 
     config = ssh_config_for(hostfile, options.ssh_config)
     ssh = SshOptions(config_path=None if config is None else Path(config))

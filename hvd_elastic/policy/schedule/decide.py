@@ -224,8 +224,10 @@ def _reason(job: Job, placed: Allocation, cluster: _Cluster, holders: Sequence[i
     slowness = mean_slowness(placed, cluster.slowness)
     if job.goodput is None and job.fixed:
         return f"{now_has}, from start to end"
+    kept = "keeps" if dict(placed) == dict(job.held) else "moves to"
     if job.goodput is None:
-        return f"{now_has}: nothing is measured yet, so it starts small"
+        does = "starts with" if not job.slots else kept if slots == job.slots else "changes to"
+        return f"{does} {now_has}: nothing is measured yet"
     rate = float(speedups(job, np.asarray([slots]))[0]) / slowness
     speed = f"{rate:.1f} times the speed of one"
     alone_s = _alone_s(job)
@@ -233,7 +235,6 @@ def _reason(job: Job, placed: Allocation, cluster: _Cluster, holders: Sequence[i
     if alone_s is not None:
         left = f", about {duration_words(alone_s / max(rate, 1e-9))} left"
     if slots == job.slots:
-        kept = "keeps" if dict(placed) == dict(job.held) else "moves to"
         return f"{kept} {now_has}: {speed}{left}"
     verb = "grows" if slots > job.slots else "shrinks"
     if not job.slots:

@@ -19,12 +19,19 @@ from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import HostSlots
+from hvd_elastic.policy.schedule.policies import Policy
 from hvd_elastic.records.cluster import ClusterSummary, JobRecord
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.sim.jobs.job import JobInTime
 from hvd_elastic.sim.jobs.policies import as_jobs
 from hvd_elastic.sim.jobs.run import Outcome, run_jobs
+
+_DECISIONS = 20_000
+"""Decisions that are simulated, if they are not more than 10 s apart."""
+_MEASURING_S = 2.5
+"""Training with a number of slots until its step time is known [s]: two windows of a second, of
+which the first is not used, between reports that come every half a second or so."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,8 @@ class PastJob:
         priority: weight relative to other jobs.
         min_slots, max_slots: fewest and most slots; ``max_slots`` None: no limit.
         rescale_s: pause of a rescale, as measured [s].
-        start_s: time that its processes took to start, as measured [s].
+        start_s: time that it held slots before its first step and after its last [s].
+        warm_s: time from the start of a further process until it can train [s].
     """
 
     name: str
@@ -57,6 +65,7 @@ class PastJob:
     max_slots: int | None
     rescale_s: float
     start_s: float
+    warm_s: float
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,12 @@ class History:
     hosts: list[HostSlots]
     left_out: int
 
+    @property
+    def span_s(self) -> float:
+        """Return the time from the first submission to the last end [s]."""
+        ends = [job.submitted_s + job.took_s for job in self.jobs]
+        return max(ends) - min(job.submitted_s for job in self.jobs)
+
     def hosts_with(self, added: int) -> list[HostSlots]:
         """Return the hosts and some more, each like the commonest of them."""
         common = statistics.mode(host.slots for host in self.hosts)
@@ -87,7 +102,7 @@ def read_history(cluster: ClusterSummary) -> History:
         RunError: no job has succeeded yet.
     """
     past = [
-        _past_job(job)
+        _past_job(job, cluster.started or 0.0)
         for job in cluster.jobs.values()
         if job.status == "succeeded" and job.ended_s is not None and job.run_s > 0
     ]
@@ -103,26 +118,31 @@ def read_history(cluster: ClusterSummary) -> History:
 def simulate_history(
     history: History,
     hosts: Sequence[HostSlots],
-    interval_s: float,
+    interval_s: float | None = None,
     rescale_s: float | None = None,
+    policy: Policy = decide,
 ) -> Outcome:
     """Return what would have happened to the past jobs on some hosts.
 
     Args:
         history: the past of a cluster.
         hosts: the hosts.
-        interval_s: time between decisions [s].
+        interval_s: time between decisions [s]; None: 1 to 10 s, less for a shorter past. A real
+            queue decides when a job comes or ends.
         rescale_s: pause of a rescale [s]; None: the median of those measured.
+        policy: decides which job has how many slots.
 
     Raises:
         ValueError: some job never gets slots.
     """
     measured = [job.rescale_s for job in history.jobs if job.speed is not None]
     pause_s = rescale_s if rescale_s is not None else statistics.median(measured or [1.0])
+    if interval_s is None:
+        interval_s = min(max(1.0, history.span_s / _DECISIONS), 10.0)
     jobs = [_RepeatedJob(job, hosts) for job in history.jobs]
     return run_jobs(
         jobs,
-        lambda active, now: decide(as_jobs(active, pause_s, tells_length=True), hosts, now),
+        lambda active, now: policy(as_jobs(active, pause_s, tells_length=True), hosts, now),
         interval_s,
         pause_s,
     )
@@ -138,18 +158,26 @@ class _RepeatedJob(JobInTime):
 
     def __init__(self, past: PastJob, hosts: Sequence[HostSlots]) -> None:
         super().__init__(past.name, past.submitted_s)
-        self.priority, self._start_s = past.priority, past.start_s
+        self.priority, self._start_s, self._warm_s = past.priority, past.start_s, past.warm_s
         sizes = sorted((host.slots for host in hosts), reverse=True)
         capacity = sum(sizes)
         self.min_slots = min(past.min_slots, capacity)
         self._most = max(self.min_slots, min(past.max_slots or capacity, capacity))
         self._curve, self._left = _speeds(past, sizes)
-        self._largest = 0
+        self._trained_s: dict[int, float] = {}
+        """How long it has trained, by number of slots [s]."""
+        self._warming_s, self._ready_slots = 0.0, 0
+        """Time until further processes are ready [s], and slots that train meanwhile."""
 
     @property
     def max_slots(self) -> int:
         """Most slots of the job for now; see :class:`JobInTime`."""
-        return min(max(2 * self._largest, self.min_slots), self._most)
+        return min(max(2 * self._measured_slots, self.min_slots), self._most)
+
+    @property
+    def _measured_slots(self) -> int:
+        timed = (slots for slots, seconds in self._trained_s.items() if seconds >= _MEASURING_S)
+        return max(timed, default=0)
 
     @property
     def remaining_examples(self) -> float:
@@ -157,18 +185,34 @@ class _RepeatedJob(JobInTime):
         return self._left
 
     def hold(self, hosts: Mapping[str, int], pause_s: float) -> None:
-        """Change its slots; it trains on after a pause [s], or after its processes have started."""
-        super().hold(hosts, pause_s if self._largest else self._start_s)
+        """Change its slots; it trains on after a pause [s], or after its processes have started.
+
+        While further processes start, it trains with those that it has.
+        """
+        if dict(hosts) == self.held:
+            return
+        before, after = sum(self.held.values()), sum(hosts.values())
+        trains = self._ready_slots if self._warming_s else before
+        super().hold(hosts, pause_s if before else self._start_s)
+        self._ready_slots = trains
+        self._warming_s = self._warm_s if before and after > trains else 0.0
 
     def goodput(self) -> np.ndarray | None:
         """Return the useful examples per second by number of slots; None before the first."""
-        return self._curve if self._largest else None
+        return self._curve if self._measured_slots else None
 
     def _train(self, now: float, seconds: float) -> None:
         if seconds <= 0:
             return  # it still pauses
-        slots = sum(self.held.values())
-        self._largest = max(self._largest, slots)
+        warming = min(self._warming_s, seconds)
+        if warming:
+            self._warming_s -= warming
+            self._advance(now, warming, self._ready_slots)
+        if seconds > warming and self.finished_s is None:
+            self._advance(now + warming, seconds - warming, sum(self.held.values()))
+
+    def _advance(self, now: float, seconds: float, slots: int) -> None:
+        self._trained_s[slots] = self._trained_s.get(slots, 0.0) + seconds
         rate = float(self._curve[slots])
         spent = seconds
         if rate * seconds >= self._left:
@@ -178,9 +222,15 @@ class _RepeatedJob(JobInTime):
         self.attained_slot_s += spent * slots
 
 
-def _past_job(job: JobRecord) -> PastJob:
+def _past_job(job: JobRecord, cluster_began: float) -> PastJob:
+    """Return a job with what its runs have measured.
+
+    Args:
+        job: the job.
+        cluster_began: time from which those of the job count [Unix s].
+    """
     speed: Evidence | None = None
-    examples, batch, rescale_s, start_s = 0.0, 1.0, 1.0, 0.0
+    examples, batch, rescale_s, start_s, warm_s = 0.0, 1.0, 1.0, 0.0, 0.0
     for run_id in job.run_ids:
         try:
             folder = RunFolder.open(run_id)
@@ -190,7 +240,14 @@ def _past_job(job: JobRecord) -> PastJob:
         evidence, summary = replay(events), summarize(events)
         examples = evidence.done
         batch = summary.examples / max(summary.steps, 1)
-        start_s = start_s or summary.first_step_s or 0.0
+        began = cluster_began + (job.started_s or 0.0)
+        if not start_s and summary.started is not None and summary.first_step_s is not None:
+            start_s = max(0.0, summary.started + summary.first_step_s - began)
+        steps_at = [event["t"] for event in events if event["kind"] == "metrics"]
+        if steps_at and job.ended_s is not None:
+            start_s += max(0.0, cluster_began + job.ended_s - steps_at[-1])
+        warm = [event.get("warm_s", 0.0) for event in events if event["kind"] == "worker_standby"]
+        warm_s = statistics.median(warm or [0.0])
         rescale_s = evidence.pause_s
         known = evidence.model() is not None and not math.isnan(evidence.noise)
         if known and examples > 0 and batch > 0:
@@ -208,6 +265,7 @@ def _past_job(job: JobRecord) -> PastJob:
         job.max_np,
         rescale_s,
         start_s,
+        warm_s,
     )
 
 

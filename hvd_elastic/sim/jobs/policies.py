@@ -11,7 +11,11 @@ import numpy as np
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
 from hvd_elastic.policy.schedule.knapsack import choose_options
-from hvd_elastic.policy.schedule.placement import Wish, place_jobs
+from hvd_elastic.policy.schedule.policies import (
+    equal_shares,
+    first_come_first_served,
+    place,
+)
 from hvd_elastic.sim.jobs.job import JobInTime, SimulatedJob
 
 Policy = Callable[
@@ -65,18 +69,11 @@ def _goodput(tells_length: bool) -> Policy:
 
 
 def _fifo(
-    jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], _now: float, _rescale_s: float
+    jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], now: float, _rescale_s: float
 ) -> Mapping[str, Assignment]:
     """First come, first served, with the slots that were asked; the first that waits blocks."""
-    left = sum(host.slots for host in hosts)
-    wanted: dict[str, int] = {}
-    for job in sorted(jobs, key=lambda each: each.submitted_s):
-        asked = job.submitted.asked_slots
-        if asked > left:
-            break
-        wanted[job.name] = asked
-        left -= asked
-    return _placed(jobs, hosts, wanted, "first come, first served")
+    asking = [_sized(job, job.submitted.asked_slots, job.submitted.asked_slots) for job in jobs]
+    return first_come_first_served(asking, hosts, now)
 
 
 def _tiresias(
@@ -92,7 +89,7 @@ def _tiresias(
         if asked <= left:
             wanted[job.name] = asked
             left -= asked
-    return _placed(jobs, hosts, wanted, "least attained service")
+    return place({job.name: job.held for job in jobs}, hosts, wanted, "least attained service")
 
 
 _TIRESIAS_S = 3600.0 * 16
@@ -100,19 +97,15 @@ _TIRESIAS_S = 3600.0 * 16
 
 
 def _equal(
-    jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], _now: float, _rescale_s: float
+    jobs: Sequence[SimulatedJob], hosts: Sequence[HostSlots], now: float, _rescale_s: float
 ) -> Mapping[str, Assignment]:
     """Equal shares: slots one by one to the job with the fewest that can use another."""
-    left = sum(host.slots for host in hosts)
-    wanted = dict.fromkeys((job.name for job in jobs), 0)
-    shares = [(0, number) for number in range(len(jobs))]
-    while left and shares:
-        slots, number = heapq.heappop(shares)
-        if slots < jobs[number].max_slots:
-            wanted[jobs[number].name] = slots + 1
-            left -= 1
-            heapq.heappush(shares, (slots + 1, number))
-    return _placed(jobs, hosts, wanted, "equal shares")
+    return equal_shares([_sized(job, job.min_slots, job.max_slots) for job in jobs], hosts, now)
+
+
+def _sized(job: SimulatedJob, least: int, most: int) -> Job:
+    """Return what a policy sees that only looks at sizes."""
+    return Job(job.name, job.submitted_s, held=job.held, min_slots=least, max_slots=most)
 
 
 _SIA_POWER, _SIA_WAITING = -0.5, 1.1
@@ -179,7 +172,7 @@ def _most_valuable(
         job.name: int(options[index])
         for job, options, index in zip(jobs, sizes, chosen, strict=True)
     }
-    return _placed(jobs, hosts, wanted, reason)
+    return place({job.name: job.held for job in jobs}, hosts, wanted, reason)
 
 
 def _optimus(
@@ -210,18 +203,7 @@ def _optimus(
         wanted[order[number].name] += 1
         left -= 1
         heapq.heappush(gains, (-gain(order[number]), number))
-    return _placed(jobs, hosts, wanted, "largest marginal gain")
-
-
-def _placed(
-    jobs: Sequence[SimulatedJob],
-    hosts: Sequence[HostSlots],
-    wanted: Mapping[str, int],
-    reason: str,
-) -> Mapping[str, Assignment]:
-    wishes = {job.name: Wish(wanted.get(job.name, 0), job.held) for job in jobs}
-    placed = place_jobs(wishes, hosts)
-    return {name: Assignment(placed[name], reason) for name in wishes}
+    return place({job.name: job.held for job in jobs}, hosts, wanted, "largest marginal gain")
 
 
 POLICIES: dict[str, PolicyEntry] = {

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training.input.server import seed_example
+from hvd_elastic.training.input.link import Buffers
+from hvd_elastic.training.input.server import Source, seed_example, undisturbed
 
 
-class IndexedSource:
+class IndexedSource(Source):
     """Makes batches of a data set: the part of a :class:`Source` that all frontends share.
 
     Args:
@@ -20,7 +23,12 @@ class IndexedSource:
         examples: number of its examples.
         collate: makes a batch of what the data set returns.
         seed: seed of the data order, which the random numbers of each example are seeded by.
+
+    Attributes:
+        pickler: pickles batches; large buffers stay out of the stream.
     """
+
+    pickler: type[pickle.Pickler] = pickle.Pickler
 
     def __init__(
         self, dataset: Any, examples: int, collate: Callable[[Any], Any], seed: int
@@ -32,7 +40,6 @@ class IndexedSource:
         self._at_once = getattr(dataset, "__getitems__", None)
 
     def make(self, epoch: int, indices: Sequence[int]) -> Any:
-        """See :class:`Source`."""
         if self._at_once is not None:
             self.seed_for(epoch, indices[0])
             return self._collate(self._at_once(list(indices)))
@@ -41,6 +48,20 @@ class IndexedSource:
             self.seed_for(epoch, index)
             examples.append(self._dataset[index])
         return self._collate(examples)
+
+    def make_here(self, epoch: int, indices: Sequence[int]) -> Any:
+        with undisturbed():
+            return self.make(epoch, indices)
+
+    def pack(self, batch: Any) -> Buffers:
+        buffers: list[pickle.PickleBuffer] = []
+        described = BytesIO()
+        self.pickler(described, protocol=5, buffer_callback=buffers.append).dump(batch)
+        return [described.getbuffer(), *(buffer.raw() for buffer in buffers)]
+
+    def unpack(self, buffers: Buffers) -> Any:
+        # They come from a process of this rank, or from one that has shown the run's certificate.
+        return pickle.loads(buffers[0], buffers=buffers[1:])  # noqa: S301
 
     def read(self, indices: Sequence[int]) -> Any:
         """Return the batch of the examples at some indices, without seeding."""

@@ -42,9 +42,9 @@ class SharedReading:
 
     def offer(self, context: Context) -> None:
         """Register what is read; an input host serves the loader that its script makes first."""
-        context.loaders += 1
-        if context.loaders == 1:
-            context.input_source = self._source
+        context.data.loaders += 1
+        if context.data.loaders == 1:
+            context.data.input_source = self._source
             self._may_be_helped = True
 
     def is_used(self, worker: Worker) -> bool:

@@ -19,7 +19,7 @@ def serve_ranks(ctx: Context) -> NoReturn:
     Raises:
         ScriptError: the script has made no loader yet, or several.
     """
-    worker, source = ctx.worker, ctx.input_source
+    worker, source = ctx.worker, ctx.data.input_source
     assert worker.link is not None
     if source is None:
         raise ScriptError(
@@ -27,11 +27,12 @@ def serve_ranks(ctx: Context) -> NoReturn:
             "when it calls its training function. Make it before, at the top level of the script: "
             f"{worker.frontend.loader}"
         )
-    if ctx.loaders > 1:
+    if ctx.data.loaders > 1:
         raise ScriptError(
-            f"this host reads for the ranks (--input-hosts), and the script has made {ctx.loaders} "
-            "loaders before it calls its training function, so it is not known for which. Make one "
-            f"{worker.frontend.loader} there; evaluate with {worker.frontend.other_loader}"
+            "this host reads for the ranks (--input-hosts), and the script has made "
+            f"{ctx.data.loaders} loaders before it calls its training function, so it is not known "
+            f"for which. Make one {worker.frontend.loader} there; evaluate with "
+            f"{worker.frontend.other_loader}"
         )
     ctx.ready()
     task = worker.link.wait_for_task()

@@ -20,3 +20,18 @@ def tensorflow_net(batch_size: int) -> tuple[Any, Any]:
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(4)])
     inputs = tf.random.normal((batch_size, 16))
     return model, lambda: tf.reduce_mean(tf.square(model(inputs, training=True)))
+
+
+def greedy_net(batch_size: int) -> tuple[Any, Any]:
+    """Each example asks for 0.3 of the free memory, and does not write to it."""
+    import psutil
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    each = int(0.3 * psutil.virtual_memory().available)
+
+    def loss() -> Any:
+        scratch = torch.empty(batch_size * each, dtype=torch.uint8)
+        return model(torch.ones(1, 1)).sum() + 0 * len(scratch)
+
+    return model, loss

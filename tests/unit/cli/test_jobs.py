@@ -10,6 +10,7 @@ import pytest
 from hvd_elastic.cli.app import main
 from hvd_elastic.cli.jobs.queue import find_numbers, parse_after
 from hvd_elastic.jobs.job import After, JobKind, JobRequest, JobStatus
+from hvd_elastic.jobs.messages import Answer, Submit
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.store import JobStore
 
@@ -59,6 +60,38 @@ def test_command_that_is_missing_is_told_without_another_command(
     told = capsys.readouterr().err
     assert "'./nonexist'" in told
     assert "hvd-elastic run" not in told
+
+
+def test_submit_has_the_options_of_a_run_that_choose_no_hosts(
+    place: ClusterFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Submit] = []
+
+    def ask(_place: ClusterFolder, request: Submit) -> Answer:
+        asked.append(request)
+        return Answer("submitted job 5", jobs=[5], data=["true-5"])
+
+    monkeypatch.setattr("hvd_elastic.jobs.server.ask_daemon", ask)
+    words = ["--spares", "1", "--keep-checkpoints", "7", "--checkpoint-copies", "1"]
+    words += ["--preemption", "aws", "--input-hosts", "cpu[1-2]", "--network-interface", "eth1"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["submit", *words, "--target-examples", "5e6", "--deadline", "6h", "--", "true"])
+    (job,) = asked[0].jobs
+    assert job.target_examples == 5e6
+    assert job.deadline is not None
+    told = {key: job.spec[key] for key in ("spares", "keep_checkpoints", "checkpoint_copies")}
+    assert told == {"spares": 1, "keep_checkpoints": 7, "checkpoint_copies": 1}
+    assert job.spec["input_hosts"] == ("cpu1", "cpu2")
+    assert (job.spec["preemption"], job.spec["interface"]) == ("aws", "eth1")
+    assert (job.spec["policy"], job.spec["target_examples"]) == ("fixed", None)
+    for mistake, said in (
+        (["--plain", "--spares", "1"], "leave --spares out"),
+        (["--fixed"], "--fixed needs the number of slots"),
+        (["--preemption", "mars"], "no cloud that is known"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["submit", *mistake, "--", "true"])
+        assert said in capsys.readouterr().err
 
 
 def test_why_tells_what_hides_the_start_or_end_of_a_job(

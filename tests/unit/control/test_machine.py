@@ -1547,8 +1547,10 @@ def test_pinned_hosts_come_before_all_others():
 
 
 def test_reports_that_all_members_send_in_a_pause_are_compared_once(monkeypatch):
-    play = start(*(f"h{number}" for number in range(40)))
-    assert is_running(play)
+    hosts = [f"h{number}" for number in range(40)]
+    play = Play(*hosts)
+    play.tell(*map(ev.AgentReady, hosts))
+    newcomers = members(play.ready(*(f"{host}:0.1" for host in hosts)))
     compared = []
     compare = play.machine._compare
 
@@ -1557,6 +1559,11 @@ def test_reports_that_all_members_send_in_a_pause_are_compared_once(monkeypatch)
         compare(now)
 
     monkeypatch.setattr(play.machine, "_compare", note)
+    play.joined(*newcomers[:-1])
+    assert not compared, "that each has joined is recorded, and decides nothing"
+    play.joined(newcomers[-1])
+    assert compared
+    assert is_running(play)
     *survivors, lost = play.names
     play.killed(lost)
     compared.clear()

@@ -23,6 +23,7 @@ from hvd_elastic.data import (
     ShardDataset,
     ShardWriter,
     build_index,
+    images,
     load_index,
     tfrecord,
     verify,
@@ -36,6 +37,7 @@ from tests.unit.data.shards import npy, write_numbers
 pytest.importorskip("google_crc32c", reason="TFRecord needs its checksums")
 from PIL import Image
 
+RED = (200, 30, 20)
 LAYOUTS = pytest.mark.parametrize("layout", ["tar", "tfrecord"])
 
 
@@ -235,44 +237,103 @@ def jpeg(width: int, height: int) -> bytes:
     """The left half is dark, the right half is light, smoothly."""
     ramp = np.linspace(0, 255, width).astype(np.uint8)
     array = np.broadcast_to(ramp[None, :, None], (height, width, 3))
+    return encoded(Image.fromarray(np.ascontiguousarray(array)))
+
+
+def encoded(picture: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     out = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(array)).save(out, "JPEG", quality=95)
+    picture.save(out, kind, **{"quality": 95, **options})
     return out.getvalue()
 
 
+def use(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode JPEG files by simplejpeg or by Pillow."""
+    if decoder == "Pillow":
+        monkeypatch.setattr(images, "simplejpeg", None)
+    else:
+        pytest.importorskip("simplejpeg")
+
+
+@pytest.mark.parametrize("decoder", ["simplejpeg", "Pillow"])
 @pytest.mark.parametrize("size", [(500, 375), (1200, 900), (64, 300), (30, 20)])
-def test_a_scaled_decode_gives_nearly_the_pixels_of_a_full_one(size: tuple[int, int]) -> None:
+def test_a_scaled_decode_gives_nearly_the_pixels_of_a_full_one(
+    size: tuple[int, int], decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(decoder, monkeypatch)
     data = jpeg(*size)
     for make in (CentreCrop, RandomCrop):
         for seed in range(5):
             found = []
             for scaled in (True, False):
                 random.seed(seed)
-                found.append(np.asarray(make(56, scaled=scaled)(data)).astype(int))
+                found.append(make(56, scaled=scaled)(data).astype(int))
             assert found[0].shape == (56, 56, 3)
             assert np.abs(found[0] - found[1]).mean() < 1.5
 
 
-def test_a_scaled_decode_decodes_fewer_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[tuple[int, int]] = []
-    convert = Image.Image.convert
+@pytest.mark.parametrize("decoder", ["simplejpeg", "Pillow"])
+def test_a_scaled_decode_decodes_fewer_pixels(
+    decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(decoder, monkeypatch)
+    data = jpeg(800, 600)
+    for size, scaled, decoded in (
+        (56, True, (75, 100)),
+        (56, False, (600, 800)),
+        (700, True, (600, 800)),
+    ):
+        found = images._decode_part(data, lambda w, h: (0, 0, w, h), size, scaled=scaled)
+        assert found.shape == (*decoded, 3)
 
-    def telling(self: Any, mode: str) -> Any:
-        decoded.append(self.size)
-        return convert(self, mode)
 
-    monkeypatch.setattr(Image.Image, "convert", telling)
-    whole = {"scale": (1.0, 1.0), "ratio": (4 / 3, 4 / 3)}
-    RandomCrop(56, **whole)(jpeg(800, 600))  # type: ignore[arg-type]
-    RandomCrop(56, scaled=False, **whole)(jpeg(800, 600))  # type: ignore[arg-type]
-    RandomCrop(700, **whole)(jpeg(800, 600))  # type: ignore[arg-type]
-    assert decoded == [(100, 75), (800, 600), (800, 600)]
+def test_every_decoder_and_resizer_gives_the_same_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), np.uint8))
+    data = encoded(coarse.resize((500, 375), Image.Resampling.BICUBIC))
+    found = []
+    for decoder in ("simplejpeg", "Pillow"):
+        for without in ((), ("torch",)):
+            with monkeypatch.context() as patch:
+                use(decoder, patch)
+                for name in without:
+                    patch.delitem(sys.modules, name)
+                random.seed(1)
+                crops = RandomCrop(224, flip=1.0)(data), CentreCrop(224)(data)
+            assert all(crop.flags.c_contiguous and crop.flags.writeable for crop in crops)
+            found.append(np.stack(crops).astype(int))
+    for other in found[1:]:
+        assert np.abs(other - found[0]).max() <= 3
+        assert np.abs(other - found[0]).mean() < 0.6
+
+
+def test_odd_pictures_are_cropped_too() -> None:
+    """In every kind of file; damaged ones are refused as Pillow refuses them."""
+    red = Image.new("RGB", (40, 30), RED)
+    for name, data, colour in (
+        ("CMYK", encoded(red.convert("CMYK")), RED),
+        ("grey", encoded(red.convert("L")), (80, 80, 80)),
+        ("progressive", encoded(red, progressive=True), RED),
+        ("4:4:4", encoded(red, subsampling=0), RED),
+        ("more after it", encoded(red) + b"more", RED),
+        ("palette", encoded(red.convert("P", palette=Image.Palette.ADAPTIVE), "PNG"), RED),
+        ("16 bits", encoded(Image.fromarray(np.full((30, 40), 200, np.uint16)), "PNG"), None),
+    ):
+        for crop in (RandomCrop(16), CentreCrop(16)):
+            found = crop(data)
+            assert found.dtype == np.uint8
+            assert found.shape == (16, 16, 3), name
+            if colour is not None:
+                assert np.abs(found.astype(int) - colour).max() < 25, (name, found[0, 0])
+    for broken in (b"", b"no picture", encoded(red)[:200], encoded(red)[:-2]):
+        with pytest.raises((OSError, ValueError)):
+            RandomCrop(16)(broken)
 
 
 def test_crops_are_inside_and_as_asked() -> None:
     crop = RandomCrop(8, scale=(0.2, 0.5), ratio=(1.0, 1.0))
     for _ in range(200):
-        left, top, width, height = crop._part(300, 200)
+        left, top, width, height = crop.part(300, 200)
         assert 0 <= left <= 300 - width
         assert 0 <= top <= 200 - height
         assert width == height

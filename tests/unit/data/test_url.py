@@ -21,6 +21,7 @@ from benchmarks.testbed.file_server import CUT, FileServer
 from hvd_elastic.data import ShardDataset, load_index, remote
 from hvd_elastic.data.index import table_path
 from hvd_elastic.errors import DataError
+from tests.small_disk import mounted
 from tests.unit.data.shards import write_numbers
 
 SIZES = [4, 1, 5, 0, 3, 2]
@@ -252,3 +253,12 @@ def test_a_password_is_not_sent_on_to_another_server(monkeypatch: pytest.MonkeyP
     assert remote.RemoteFolder("http://me:secret@host/d").read("index.json") == b"x"
     assert [*asked[0].unredirected_hdrs] == ["Authorization"]
     assert not asked[0].headers, "these go to the server of a redirection"
+
+
+def test_a_cache_on_a_full_disk_is_explained(server: FileServer, tmp_path: Path) -> None:
+    write_numbers(server.folder, [200] * 4, width=64)
+    with mounted(tmp_path / "disk", "100k") as disk:
+        dataset = ShardDataset(server.url, cache=disk / "cache")
+        with pytest.raises(DataError, match=r"No space left on device; name another folder"):
+            numbers(dataset)
+        assert not [*(disk / "cache").glob(".*.part")]

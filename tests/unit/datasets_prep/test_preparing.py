@@ -481,6 +481,10 @@ def test_other_folders_settings_and_sources_are_refused(
     assert "made from resize 0 instead of 20" in refused(*same, "--resize", 20)
     assert "made from layout tar instead of tfrecord" in refused(*same, "--format", "tfrecord")
     assert "made from sources 12 instead of 3" in refused(*same, "--sample", 3)
+    (shard,) = out.glob("*.tar")
+    shard.rename(tmp_path / "away")
+    assert "a shard of the index, cannot be read: No such file" in refused(*same)
+    (tmp_path / "away").rename(shard)
     (birds / "owl" / "owl0.jpg").rename(birds / "owl" / "other.jpg")
     assert "made from files that have changed since" in refused(*same)
     index = out / "index.json"
@@ -516,10 +520,15 @@ def test_sources_and_classes_that_cannot_be_used_are_explained(
             names.write_text(str(text_of_names))
         assert call(monkeypatch, image_folder, "--source", source, *out, *words) == 1
         assert said in capsys.readouterr().err
+    (birds / "both.PNG").touch()
     assert call(monkeypatch, image_folder, "--source", birds, "--out", birds / "owl") == 1
     assert "is in the source" in capsys.readouterr().err
     names.write_text("tit x\nowl y\n")
+    (birds / "both.PNG").touch()
     assert call(monkeypatch, image_folder, "--source", birds, *out, "--classes", names) == 0
+    assert "1 pictures are left out, since they lie in no folder of a class: both.PNG" in (
+        capsys.readouterr().err
+    )
     assert load_index(tmp_path / "out").classes == ("tit", "owl")
 
 
@@ -568,6 +577,41 @@ def test_a_source_that_could_not_be_read_for_a_while_is_not_lost(
     owl.write_bytes(b"")
     assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 0
     assert (out / "skipped.txt").read_text() == "owl/owl0.jpg: it is empty (0 bytes)\n"
+
+
+def test_a_host_that_was_killed_keeps_the_shards_that_it_wrote(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole, sent = tmp_path / "out", tmp_path / "whole" / "out", tmp_path / "sent"
+    words = ("--source", birds, "--per-shard", 1)
+    assert call(monkeypatch, image_folder, *words, "--out", whole) == 0
+    index = load_index(whole)
+    names = tmp_path / "names"
+    names.write_text("".join(f"{shard.name}\n" for shard in index.shards))
+    last = birds / "tit" / "tit5.jpg"
+    kept = last.read_bytes()
+    last.unlink()
+    os.mkfifo(last)  # the host stands still in this picture
+    sent.mkdir()
+    given = ("--out", out, "--on-host", out, index.made_from["sources_sha256"], names, sent)
+    command = [sys.executable, image_folder.__file__, "--processes", 2, *words, *given]
+    process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE)
+    deadline = time.monotonic() + START_S
+    while len([*out.glob("*.tar")]) < 11:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.communicate(timeout=START_S)
+    last.unlink()
+    last.write_bytes(kept)
+    times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    assert call(monkeypatch, image_folder, *words, *given) == 0
+    assert times.items() <= {path.name: path.stat().st_mtime_ns for path in sent.iterdir()}.items()
+    assert not [*out.glob("*.tar")]
+    assert {path.name: path.read_bytes() for path in sent.iterdir()} == {
+        path.name: path.read_bytes() for path in whole.glob("*.tar")
+    }
 
 
 def test_options_cannot_be_abbreviated(

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from hvd_elastic.engines.task import Task
 from hvd_elastic.engines.training import Sizes, on_this_machine, train
 from hvd_elastic.errors import RunError, UsageError
 from tests.paths import LITTLE_WORK, WORKER_PYTHONPATH
+from tests.tensorboard_files import read_scalars
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -27,11 +28,12 @@ def run(
     *args: Any,
     size: int = 2,
     sizes: Sizes | None = None,
+    options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
     env = {**LITTLE_WORK, "PYTHONPATH": WORKER_PYTHONPATH}
     task, wanted = Task.of(what, args, kwargs), sizes or Sizes(size)
-    return train(task, wanted, "127.0.0.1", "test", on_this_machine(wanted.limit, env))
+    return train(task, wanted, "127.0.0.1", "test", on_this_machine(wanted.limit, env), options)
 
 
 def tell_ranks(*names: str) -> list[str]:
@@ -160,13 +162,21 @@ def test_an_elastic_function_returns_its_value_at_rank_0(
     pytest.importorskip("horovod.torch")
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
     before = signal.getsignal(signal.SIGINT)
-    assert run(elastic, 5) == (2, bytes(3 << 20))
+    options = {"run_id": "drawn", "tensorboard": True}
+    assert run(elastic, 5, options=options) == (2, bytes(3 << 20))
+    assert read_scalars(tmp_path / "runs/drawn/tensorboard")["size/world_size"][-1] == (5, 2.0)
     assert signal.getsignal(signal.SIGINT) is before
     assert capfd.readouterr().out == "trained with 2\n"
     with pytest.raises(RunError) as raised:
         run(elastic, 5, fail=True, sizes=Sizes(1, 1, 2))
     assert re.search(r"run \S+ failed: .*", str(raised.value))
     assert str(raised.value).endswith("ValueError: no such loss")
+
+
+def test_an_elastic_function_that_does_not_train_says_so(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    with pytest.raises(RunError, match=r"error: len has ended without training\. It was run"):
+        run(len, "no training", sizes=Sizes(1, 1, 1))
 
 
 def test_unknown_options_are_refused_with_the_valid_ones():

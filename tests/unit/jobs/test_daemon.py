@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.errors import RunError
+from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.jobs.daemon import Daemon
 from hvd_elastic.jobs.job import Job, JobKind, JobRequest, JobStatus
 from hvd_elastic.jobs.messages import Cancel, Down, Hosts, Submit
@@ -29,7 +30,11 @@ SPEC = {"command": ["train"], "cwd": "/"}
 
 
 def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resumed: bool) -> int:
-    """Fork a leader that trains until it is asked to stop; EXIT: it ends at once."""
+    """Fork a leader that trains until it is asked to stop.
+
+    EXIT: it ends at once. UNFIT: it cannot use host a. TRAINS: it says that it trains. CUT_OFF: and
+    that it hears from no host any more.
+    """
     child = os.fork()
     if child:
         return child
@@ -45,6 +50,18 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
         os.kill(os.getpid(), signal.SIGKILL)
     with folder.take_lead(), EventLog(folder.events) as log:
         log.append("run_started", {"resumed": resumed})
+        if "UNFIT" in environment and next(iter(parse_hostfile(spec.hostfile or ""))).name == "a":
+            told = {"message": "host a has no Python", "unusable_host": "a", "fatal": True}
+            log.append("warning", told)
+            log.append("run_finished", {"status": "failed", "message": told["message"]})
+            os._exit(1)
+        if "TRAINS" in environment:
+            (host,) = parse_hostfile(spec.hostfile or "").names
+            begun = {"generation": 1, "from_size": 0, "to_size": 1, "hosts": [host], "slots": [1]}
+            log.append("rescale_started", begun)
+            log.append("rescale_finished", {"generation": 1, "size": 1, "pause_s": None})
+        if "CUT_OFF" in environment:
+            log.append("leader_cut_off", {"silent_s": 5.0, "grace_s": 60.0})
         while not folder.take_requests():
             time.sleep(0.01)
         log.append("run_finished", {"status": "stopped", "message": "asked to"})
@@ -169,6 +186,38 @@ def test_leader_that_is_killed_before_it_begins_is_started_again(place: ClusterF
     number = submit(place, KILLED="1")
     daemon.until(lambda: leads("train-1") or not daemon.job(number).status.active)
     assert daemon.job(number).status is JobStatus.RUNNING
+    daemon.down(leave_jobs=False)
+
+
+def test_job_goes_to_another_host_if_one_lacks_python_and_fails_if_all_do(
+    place: ClusterFolder,
+) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place, UNFIT="1")
+    daemon.until(lambda: not daemon.job(number).status.active)
+    assert daemon.job(number).status is JobStatus.FAILED
+    assert daemon.job(number).message == "host a has no Python"
+    assert [row["state"] for row in ask_daemon(place, Hosts()).data] == ["lost"]
+    hosts(place).write_text("a slots=1\nb slots=1\n")
+    daemon.down(leave_jobs=True)
+    daemon = Running(place, hosts(place))  # to which both hosts are as good
+    number = submit(place, UNFIT="1")
+    daemon.until(lambda: leads(f"train-{number}") and daemon.job(number).held == {"b": 1})
+    daemon.down(leave_jobs=False)
+
+
+def test_silent_host_is_lost_if_other_runs_hear_from_theirs(place: ClusterFolder) -> None:
+    hosts(place).write_text("a slots=1\nb slots=1\n")
+    daemon = Running(place, hosts(place))
+    submit(place, TRAINS="1", CUT_OFF="1")
+    time.sleep(3.5)
+
+    def states() -> list[str]:
+        return [row["state"] for row in ask_daemon(place, Hosts()).data]
+
+    assert states() == ["up", "up"], "the network of this machine may have failed"
+    submit(place, TRAINS="1")
+    daemon.until(lambda: states() == ["lost", "up"])
     daemon.down(leave_jobs=False)
 
 

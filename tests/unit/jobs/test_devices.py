@@ -28,6 +28,12 @@ def test_a_device_is_free_only_when_the_process_on_it_is_gone():
     assert devices.assign("one", HOST, 3) == (0, 1, 2)
 
 
+def test_every_slot_has_a_device_even_if_another_job_is_still_leaving_it():
+    devices = Devices()
+    devices.assign("one", HOST, 2)
+    assert devices.assign("two", HOST, 4) == (2, 3, 0, 1)
+
+
 def test_devices_of_the_cluster_s_hostfile_are_used_and_survive_the_daemon():
     (host,) = parse_hosts("gpu1 slots=2 devices=6,4\n", "hosts")
     devices = Devices()

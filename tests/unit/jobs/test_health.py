@@ -15,35 +15,40 @@ class Tried:
 
     def __init__(self, path: Path) -> None:
         self.health = HostHealth(path / "hosts", None)
+        self.answers = path / "answers"
         self.tries = path / "tries"
         self.tries.touch()
-        self.returned: list[str] = []
+        self.changed: list[str] = []
 
     def lose(self, now: float) -> None:
-        self.health.host_lost("a", "there is no Python", now)
+        self.health.host_lost("a", "there is no space", now, "python")
+
+    def suspect(self, now: float) -> None:
+        cause = "there is no Python at /wrong"
+        self.health.host_lost("a", cause, now, "/wrong", is_suspicion=True)
 
     def comes_back(self, now: float) -> None:
-        self.returned.clear()
+        self.changed.clear()
         deadline = time.monotonic() + 20
-        while not self.returned:
+        while not self.changed:
             assert time.monotonic() < deadline
-            self.health.look(now, self.returned.append)
+            self.health.look(now, self.changed.append)
             time.sleep(0.01)
         assert self.health.lost == {}
 
     def stays_lost(self, now: float) -> None:
         before = self.tries.stat().st_size
         for _ in range(10):
-            self.health.look(now, self.returned.append)
+            self.health.look(now, self.changed.append)
             time.sleep(0.02)
-        assert self.health.lost == {"a": "there is no Python"}
+        assert self.health.lost == {"a": "there is no space"}
         assert self.tries.stat().st_size == before
 
 
 @pytest.fixture
 def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tried:
     made = Tried(tmp_path)
-    script = tmp_path / "answers"
+    script = made.answers
     answer = '{"kind": "host", "host": "a", "state": "ok"}'
     script.write_text(f"#!/bin/sh\necho try >> {made.tries}\necho '{answer}'\n")
     script.chmod(0o700)
@@ -66,6 +71,27 @@ def test_host_on_which_a_job_has_trained_is_tried_at_once(tried: Tried) -> None:
     for now in (0.0, 100.0):
         tried.lose(now)
         tried.comes_back(now + 50.0)
-    tried.health.host_works("a")
+    tried.health.host_works("a", "python")
     tried.lose(200.0)
     tried.comes_back(200.0)
+
+
+def test_host_stays_in_use_while_a_job_may_be_at_fault(tried: Tried) -> None:
+    for now in (0.0, 1.0, 2.0):
+        tried.suspect(now)
+        assert not tried.health.is_judged("a")
+        assert tried.health.lost == {}
+        tried.comes_back(now)
+        assert tried.health.is_judged("a")
+
+
+def test_suspected_host_on_which_python_cannot_start_is_lost(tried: Tried) -> None:
+    tried.answers.write_text("#!/bin/sh\nexit 1\n")
+    tried.suspect(0.0)
+    deadline = time.monotonic() + 20
+    while not tried.health.is_judged("a"):
+        assert time.monotonic() < deadline
+        tried.health.look(0.0, tried.changed.append)
+        time.sleep(0.01)
+    assert tried.health.lost == {"a": "there is no Python at /wrong"}
+    assert tried.changed == ["a"]

@@ -166,6 +166,26 @@ def test_without_a_daemon_it_is_said_how_to_start_one(place: ClusterFolder) -> N
         ask_daemon(place, Hosts())
 
 
+def test_daemon_that_is_killed_before_it_reads_leaves_open_whether_it_has_done_it(
+    place: ClusterFolder,
+) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        with place.socket_address() as address:
+            listener.bind(address)
+        listener.listen()
+
+        def die() -> None:
+            accepted, _ = listener.accept()
+            accepted.recv(1)  # what is left unread is answered by a reset
+            accepted.close()
+
+        thread = threading.Thread(target=die)
+        thread.start()
+        with pytest.raises(RunError, match=r"ended before it answered.*whether it has done"):
+            ask_daemon(place, Cancel([1], "me"))
+        thread.join()
+
+
 def test_which_cluster_is_meant(place: ClusterFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_cluster(None).name == "test"
     other = ClusterFolder.create("other")

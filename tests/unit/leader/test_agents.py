@@ -11,8 +11,9 @@ import pytest
 
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import LocalConnection
-from hvd_elastic.leader.agents import Agents
-from hvd_elastic.leader.remote_agent import AgentConnection, Sender
+from hvd_elastic.leader.agents.agents import Agents
+from hvd_elastic.leader.agents.connection import AgentConnection
+from hvd_elastic.leader.agents.sending import Sender
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.wire.framing import encode
 from tests.unit.wire.wire_samples import leader_hello
@@ -114,14 +115,14 @@ def open_agent() -> Iterator[Open]:
 
 def test_lines_keep_their_order_whether_they_had_to_wait_or_not(open_agent: Open) -> None:
     agent, pipe = open_agent()
-    agent.pass_on(b"1\n")
-    agent.pass_on(b"2\n")
+    agent._outgoing.pass_on(b"1\n")
+    agent._outgoing.pass_on(b"2\n")
     assert pipe.lines == [], "the hello is not written yet"
     pipe.gate.set()
     pipe.wait_for(HELLO, b"1\n", b"2\n")
     long = b"3" * 5000
     for line in (long, b"4\n"):
-        agent.pass_on(line)
+        agent._outgoing.pass_on(line)
     pipe.wait_for(HELLO, b"1\n", b"2\n", long, b"4\n")
 
 
@@ -129,9 +130,9 @@ def test_a_line_for_which_there_is_room_is_written_at_once(open_agent: Open) -> 
     agent, pipe = open_agent()
     pipe.gate.set()
     pipe.wait_for(HELLO)
-    while agent._input.waiting:
+    while agent._outgoing.waiting:
         time.sleep(0.001)
-    agent.pass_on(b"1\n")
+    agent._outgoing.pass_on(b"1\n")
     assert pipe.written[-1] == (b"1\n", threading.current_thread())
 
 
@@ -188,3 +189,22 @@ def test_many_hosts_send_heartbeats_less_often_but_three_in_each_timeout() -> No
     assert [interval(hosts) for hosts in (1, 100, 256, 5000)] == [1.0, 1.0, 2.56, 3.0]
     assert interval(2, 3.0) == pytest.approx(0.3)
     assert interval(256, 3.0) == pytest.approx(1.0)
+
+
+def test_the_leader_sends_two_heartbeats_in_each_timeout() -> None:
+    agents = Agents(RunSpec(("true",), "/", failure_timeout_s=6.0), {}, lambda *_: None)
+    hosts = 1000
+    sent: list[float] = []
+    now = 0.0
+
+    class Up:
+        def beat(self, _: int | None) -> None:
+            sent.append(now)
+
+    up: Any = Up()
+    agents.by_host.update({f"h{number}": up for number in range(hosts)})
+    while now < 12.5:
+        agents.beat(now, None)
+        now += 0.25
+    assert sorted(set(sent)) == [0.0, 3.0, 6.0, 9.0, 12.0]
+    assert len(sent) == 5 * hosts

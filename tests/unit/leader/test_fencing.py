@@ -13,9 +13,10 @@ from hvd_elastic.checkpoint.lease import Lease
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.leader.leader import _TAKEOVER_S, Leader
+from hvd_elastic.leader.failover.failover import TAKEOVER_S
+from hvd_elastic.leader.failover.takeover import Takeover
+from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.leader.takeover import Takeover
 from hvd_elastic.records.run_folder import COMMAND_TIMEOUT_S, RunFolder
 from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.wire import messages as msg
@@ -58,15 +59,15 @@ def met(
     """How a leader that began to lead at 100 ends, if it does."""
     run = RunFolder.create("met", root=folder)
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
-    leader._fence.identity.led_since = 100.0
+    leader._failover.fence.identity.led_since = 100.0
     if not began:
-        leader._takeover = Takeover(["n1", "n2"], RunSummary(), None, deadline=0.0)
+        leader._failover._takeover = Takeover(["n1", "n2"], RunSummary(), None, deadline=0.0)
     agent: Any = AgentHeard("n2")
     first: Any = AgentHeard("n1", up=leads)
     leader._agents.by_host |= {"n1": first, "n2": agent}
-    by = leader._fence.identity.leader if by == "own" else by
+    by = leader._failover.fence.identity.leader if by == "own" else by
     leader._heard(agent, msg.Refused(leader_since(since, by, heard_s)))
-    return leader._finish
+    return leader._executor.finish
 
 
 @pytest.mark.parametrize("since", [50.0, 200.0])
@@ -118,13 +119,13 @@ def test_a_leader_ends_when_its_last_host_has_been_taken_over(
     leader._agents.by_host |= {"n1": first, "n2": last}
     message = msg.TakenOver(leader_since(50.0, heard_s=0.0))
     leader._heard(first, message)
-    assert leader._finish is None, "another host still follows it"
+    assert leader._executor.finish is None, "another host still follows it"
     first.up = not closed
     leader._heard(last, message)
-    assert leader._finish is not None
-    assert leader._finish.status == "failed"
-    assert "run met was taken over by process 7 on alpha (since " in leader._finish.message
-    assert "starts nothing again" in leader._finish.message
+    assert leader._executor.finish is not None
+    assert leader._executor.finish.status == "failed"
+    assert "run met was taken over by process 7 on alpha (since " in leader._executor.finish.message
+    assert "starts nothing again" in leader._executor.finish.message
 
 
 class Holder:
@@ -145,24 +146,24 @@ def contested(
     run = RunFolder.create("met", root=folder)
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
     holder: Any = Holder(100.0)
-    leader._fence._lease = holder
+    leader._failover.fence._lease = holder
     agent: Any = AgentHeard("n1", heard)
     leader._agents.by_host["n1"] = agent
     takeover = Takeover(["n1", "n2"], RunSummary(), None, deadline=math.inf)
     takeover.lease_open = True
     if trains and not adopts:
-        leader._workers.places["n1:0.1"] = ("n1", 0)
+        leader._executor._workers.places["n1:0.1"] = ("n1", 0)
     if adopts:
-        leader._takeover = takeover
-    leader._on_lease(Lease("met", "another", "process 7 on alpha", since, "", 7), 5.0)
+        leader._failover._takeover = takeover
+    leader._failover.met_lease(Lease("met", "another", "process 7 on alpha", since, "", 7), 5.0)
     if adopts:
-        assert leader._finish is None, "whom the hosts follow is asked first"
+        assert leader._executor.finish is None, "whom the hosts follow is asked first"
         takeover.answered(
             "n1", msg.HeldRun(1, (), (FoundWorker("n1:0.1", "n1", 0),)) if trains else None
         )
         takeover.failed("n2")
-        leader._take_over_when_complete()
-    return leader._finish, holder.insisted
+        leader._failover._lead_if_complete()
+    return leader._executor.finish, holder.insisted
 
 
 def test_a_leader_whose_hosts_follow_nobody_ends_where_another_keeps_checkpoints(
@@ -222,12 +223,12 @@ def test_a_leader_that_stood_still_counts_nobodys_silence_before_it_begins(tmp_p
     heard: Any = AgentHeard(last_heard=129.9, up=True)  # read while the leader was woken
     leader._agents.by_host |= {"n1": silent, "n2": heard}
     leader._agents._looked_at = 100.0
-    leader._look_for_silence(130.0)
+    leader._liveness.look(130.0)
     assert (silent.last_heard, heard.last_heard) == (128.0, 130.0)
 
 
 def test_who_asks_a_leader_that_looks_for_live_processes_waits_as_long_as_it_does() -> None:
-    assert COMMAND_TIMEOUT_S > _TAKEOVER_S + 2
+    assert COMMAND_TIMEOUT_S > TAKEOVER_S + 2
 
 
 @pytest.mark.parametrize("has_led", [False, True])
@@ -235,11 +236,11 @@ def test_only_one_that_never_led_counts_as_never_there(tmp_path: Path, has_led: 
     """One that was cut off has a run folder with all that it did."""
     run = RunFolder.create("met", root=tmp_path)
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
-    leader._fence.has_led = has_led
-    leader._takeover = Takeover(["n1"], RunSummary(), None, deadline=0.0)
+    leader._failover.fence.has_led = has_led
+    leader._failover._takeover = Takeover(["n1"], RunSummary(), None, deadline=0.0)
     agent: Any = AgentHeard("n1")
     leader._agents.by_host["n1"] = agent
     leader._heard(agent, msg.Refused(leader_since(50.0)))
-    assert leader._finish is not None
-    assert ("has started nothing" in leader._finish.message) is not has_led
+    assert leader._executor.finish is not None
+    assert ("has started nothing" in leader._executor.finish.message) is not has_led
     assert leader.gave_way is not has_led

@@ -25,7 +25,7 @@ CPU1 = Host("cpu1", slots=0, cpus=3, labels=("input",))
 
 
 class FakeAgents:
-    """Stands for :class:`hvd_elastic.leader.agents.Agents`."""
+    """Stands for :class:`hvd_elastic.leader.agents.agents.Agents`."""
 
     def __init__(
         self, spec: RunSpec, environment: Mapping[str, str], post: Any, _engine: Any

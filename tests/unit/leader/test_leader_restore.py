@@ -53,7 +53,7 @@ class Resumed:
         self.announced = self.announce()
 
     def announce(self) -> Announce:
-        machine = self.leader._machine
+        machine = self.leader._executor.machine
         machine.handle(ev.HostsChanged(tuple(ev.HostSlots(host, 1) for host in HOSTS)), 0.0)
         started = [c for host in HOSTS for c in machine.handle(ev.AgentReady(host), 0.0)]
         workers = [c.worker for c in started if isinstance(c, StartWorker)]
@@ -80,7 +80,7 @@ def test_the_host_that_took_it_is_the_root_and_the_record_comes_first(
     run: Resumed, tmp_path: Path
 ) -> None:
     info = complete_checkpoint(tmp_path / "c", [spooled(tmp_path / "c", 20, 0, 1)], keep=1)
-    run.leader._restore(run.announced, Brought(info, "b", "/spool/restore-1/step.json"))
+    run.leader._executor._restore(run.announced, Brought(info, "b", "/spool/restore-1/step.json"))
     (restored,) = run.audit()
     assert (restored["kind"], restored["step"], restored["epoch"]) == ("restored", 20, 2)
     for agent in run.agents.values():
@@ -89,13 +89,15 @@ def test_the_host_that_took_it_is_the_root_and_the_record_comes_first(
         assert (told.root_rank, told.restore) == (1, "/spool/restore-1/step.json")
         assert told.checkpoint == str(info.path), "what messages name is not the spool's copy"
     restored_by_root = msg.Restored(Position(20, 2, 0, 160), "/spool/restore-1/step.json")
-    run.leader._on_report("b:0.1", restored_by_root)
+    run.leader._reports.take_of_worker("b:0.1", restored_by_root)
     assert len(run.audit()) == 1, "steps may be on record by now, which stay valid"
 
 
 def test_what_cannot_be_brought_ends_the_run_and_is_not_begun_anew(run: Resumed) -> None:
-    run.leader._restore(run.announced, Brought(error="checkpoint X cannot be brought to any host"))
-    finish = run.leader._finish
+    run.leader._executor._restore(
+        run.announced, Brought(error="checkpoint X cannot be brought to any host")
+    )
+    finish = run.leader._executor.finish
     assert finish is not None
     assert finish.status == "failed"
     assert finish.message == (
@@ -109,11 +111,11 @@ def test_what_cannot_be_brought_ends_the_run_and_is_not_begun_anew(run: Resumed)
 def test_what_the_record_of_the_run_says_was_written_is_not_begun_anew(
     run: Resumed,
 ) -> None:
-    collector = run.leader._collector
-    run.leader._expect_checkpoint(summarize([]))
+    collector = run.leader._fetching.checkpoints
+    run.leader._fetching.expect_checkpoint(summarize([]))
     assert collector._try_to_bring(HOSTS, "restore-1", lambda _: None) == Brought()
     past = [{"kind": "checkpoint", "step": step, "path": "/data/c.json"} for step in (90, 120)]
-    run.leader._expect_checkpoint(summarize(past))
+    run.leader._fetching.expect_checkpoint(summarize(past))
     brought = collector._try_to_bring(HOSTS, "restore-1", lambda _: None)
     assert (
         f"is found in {run.folder.checkpoints}, though that of step 120 was written"
@@ -123,23 +125,23 @@ def test_what_the_record_of_the_run_says_was_written_is_not_begun_anew(
 
 def test_of_what_another_machine_led_nobody_here_knows_whether_it_had_one(run: Resumed) -> None:
     run.folder.write_run({**run.folder.read_run(), "began_elsewhere": True})
-    run.leader._expect_checkpoint(summarize([]))
-    brought = run.leader._collector._try_to_bring(HOSTS, "restore-1", lambda _: None)
+    run.leader._fetching.expect_checkpoint(summarize([]))
+    brought = run.leader._fetching.checkpoints._try_to_bring(HOSTS, "restore-1", lambda _: None)
     assert "though it was led by another machine, which may have written one" in brought.error
 
 
 def test_only_where_there_is_none_training_begins_anew(run: Resumed) -> None:
-    run.leader._restore(run.announced, Brought())
+    run.leader._executor._restore(run.announced, Brought())
     assert [record["step"] for record in run.audit()] == [0]
     assert run.warnings() == ["there is no complete checkpoint: training begins anew"]
     assert [agent.sent[0].announcement.restore for agent in run.agents.values()] == [None, None]
 
 
 def test_what_was_called_off_meanwhile_leaves_no_record(run: Resumed) -> None:
-    run.leader._machine.handle(ev.GenerationStuck(run.announced.generation, "a test"), 1.0)
-    run.leader._restore(run.announced, Brought())
-    run.leader._restore(run.announced, Brought(error="a full disk"))
-    assert run.leader._finish is None
+    run.leader._executor.machine.handle(ev.GenerationStuck(run.announced.generation, "a test"), 1.0)
+    run.leader._executor._restore(run.announced, Brought())
+    run.leader._executor._restore(run.announced, Brought(error="a full disk"))
+    assert run.leader._executor.finish is None
     assert run.audit() == []
     assert run.warnings() == []
     # Members that wait for the announcement learn from it that it is off.
@@ -152,7 +154,7 @@ def test_an_early_end_that_no_survivor_knows_of_is_taken_back(run: Resumed) -> N
 
     def hear(*messages: msg.WorkerReport) -> str:
         for message in messages:
-            leader._on_report("a:0.1", message)
+            leader._reports.take_of_worker("a:0.1", message)
         return leader._outcome(done)
 
     ended = "training was stopped by the script: enough"
@@ -171,9 +173,9 @@ def test_a_broken_generation_tells_how_far_training_is(run: Resumed) -> None:
 
     def broken(worker: str, step: int, progress: Position | None) -> None:
         said = msg.Broken(generation=1, step=step, error="a test", progress=progress)
-        run.leader._on_report(worker, said)
+        run.leader._reports.take_of_worker(worker, said)
 
     broken("a:0.1", 8, Position(8, 1, 20, 80))
     broken("b:0.1", -1, None)
     broken("b:0.1", 7, Position(7, 1, 20, 80))
-    assert run.leader._progress.reached == Position(8, 1, 20, 80)
+    assert run.leader._reports.progress.reached == Position(8, 1, 20, 80)

@@ -14,7 +14,7 @@ from hvd_elastic.checkpoint import saved_collector
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.control.progress import Activity
-from hvd_elastic.leader.leader import Leader, _with_missing
+from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
@@ -65,9 +65,9 @@ class Run:
         self.leader = Leader(spec, self.folder, {}, self.shown.append, lambda *_: None)
         self.agent = Agent(folder / "a")
         self.leader._agents.by_host["a"] = self.agent  # type: ignore[assignment]
-        self.leader._workers.places["a:0.1"] = ("a", 0)
+        self.leader._executor._workers.places["a:0.1"] = ("a", 0)
         saved = self.agent.save("best.pt", b"best", step=7)
-        self.leader._on_report("a:0.1", msg.FileSaved(saved, "/spool/best.pt", 0.25))
+        self.leader._reports.take_of_worker("a:0.1", msg.FileSaved(saved, "/spool/best.pt", 0.25))
 
     @property
     def stored(self) -> bool:
@@ -97,10 +97,10 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def test_a_run_ends_when_its_files_have_arrived(run: Run) -> None:
-    run.leader._do(DONE)
+    run.leader._executor.execute(DONE)
     loop = run.begin()
-    run.leader._finished_at -= 2
-    run.post(run.leader._end_when_fetched)
+    run.leader._fetching._ended_at -= 2
+    run.post(run.leader._fetching.end_loop_if_complete)
     assert loop.is_alive()
     assert not run.stored
     notes = [event["message"] for event in run.shown if event["kind"] == "log_note"]
@@ -110,20 +110,20 @@ def test_a_run_ends_when_its_files_have_arrived(run: Run) -> None:
     loop.join(10)
     assert not loop.is_alive()
     assert run.stored
-    assert run.leader._saved.missing() == ""
+    assert run.leader._fetching.saved.missing() == ""
     summary = summarize(run.shown)
     assert (summary.saved["best.pt"].step, summary.saved["best.pt"].size_bytes) == (7, 4)
 
 
 def test_a_second_request_to_stop_ends_the_wait(run: Run) -> None:
-    run.leader._do(DONE)
+    run.leader._executor.execute(DONE)
     loop = run.begin()
-    run.post(lambda: run.leader._ask_to_stop(StopCause.INTERRUPT))
+    run.post(lambda: run.leader._stopping.ask(StopCause.INTERRUPT))
     assert loop.is_alive()
-    run.leader._loop.post(lambda: run.leader._ask_to_stop(StopCause.INTERRUPT))
+    run.leader._loop.post(lambda: run.leader._stopping.ask(StopCause.INTERRUPT))
     loop.join(10)
     assert not loop.is_alive()
-    assert "it has not arrived" in run.leader._saved.missing()
+    assert "it has not arrived" in run.leader._fetching.saved.missing()
 
 
 def test_what_cannot_be_fetched_ends_the_wait_and_fails_the_run(
@@ -132,19 +132,19 @@ def test_what_cannot_be_fetched_ends_the_wait_and_fails_the_run(
     monkeypatch.setattr(saved_collector, "_LAST_TRIES_S", 0.0)
     run.agent.why_not = "no such file"
     run.agent.gate.set()
-    run.leader._do(DONE)
+    run.leader._executor.execute(DONE)
     loop = run.begin()
     loop.join(10)
     assert not loop.is_alive()
-    ended = _with_missing(DONE, run.leader._saved.missing())
+    ended = run.leader._fetching.with_missing(DONE)
     assert ended.status == "failed"
     assert ended.message.startswith("training has ended, and the file 'best.pt' that the script")
-    stopped = _with_missing(cmd.Finish("stopped", "Ctrl-C"), run.leader._saved.missing())
+    stopped = run.leader._fetching.with_missing(cmd.Finish("stopped", "Ctrl-C"))
     assert (stopped.status, stopped.message[:16]) == ("stopped", "Ctrl-C; the file")
 
 
 def test_a_host_that_leaves_keeps_its_agent_until_its_file_has_arrived(run: Run) -> None:
-    run.leader._stop_agent("a")
+    run.leader._executor._stop_agent("a")
     assert "a" not in run.leader._agents.by_host
     run.begin()
     run.leader._next_tick = 0.0
@@ -161,5 +161,5 @@ def test_a_host_that_leaves_keeps_its_agent_until_its_file_has_arrived(run: Run)
 def test_a_host_without_a_file_is_released_at_once(run: Run) -> None:
     other = Agent(run.folder.path.parent / "b")
     run.leader._agents.by_host["b"] = other  # type: ignore[assignment]
-    run.leader._stop_agent("b")
+    run.leader._executor._stop_agent("b")
     assert other.is_ending

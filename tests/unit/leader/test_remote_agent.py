@@ -16,8 +16,9 @@ import pytest
 from hvd_elastic.control.events import AgentFailed
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.leader.agents.connection import AgentConnection
+from hvd_elastic.leader.agents.sending import Sender
 from hvd_elastic.leader.leader import Leader
-from hvd_elastic.leader.remote_agent import AgentConnection, Sender
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.wire import messages as msg
@@ -171,4 +172,4 @@ def test_a_run_loses_the_host_of_such_an_agent_and_goes_on(
     leader._heard(agent, AgentFailed("localhost", cause))
     (lost,) = [event for event in shown if event["kind"] == "host_lost"]
     assert lost["cause"] == cause
-    assert leader._finish is None
+    assert leader._executor.finish is None

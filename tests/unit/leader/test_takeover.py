@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 
 from hvd_elastic.control.events import HostSlots
+from hvd_elastic.leader.failover.takeover import Takeover
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.leader.takeover import Takeover
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import Draining, RunSummary
 from hvd_elastic.wire.messages import HeldRun
@@ -39,12 +39,12 @@ def test_a_stop_is_heard_while_the_hosts_are_asked_and_all_else_waits(tmp_path: 
         lambda *_: None,
         resumed=True,
     )
-    takeover = leader._takeover = Takeover(["a"], RunSummary(), None, deadline=math.inf)
+    takeover = leader._failover._takeover = Takeover(["a"], RunSummary(), None, deadline=math.inf)
     folder.send_request("scale", {"np": 2})
     folder.send_request("stop")
     leader._next_tick = 0.0
     leader._tick()
     assert shown == ["stop_requested", "command_done"]
-    assert leader._finish is None, "workers that are found write a checkpoint first"
+    assert leader._executor.finish is None, "workers that are found write a checkpoint first"
     assert takeover.deadline < math.inf
     assert [request.op for request in folder.take_requests()] == ["scale"]

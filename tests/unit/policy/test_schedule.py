@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
 from hvd_elastic.policy.schedule.knapsack import choose_options
 from hvd_elastic.policy.schedule.placement import Wish, place_jobs
+from hvd_elastic.policy.schedule.policies import equal_shares, first_come_first_served
 
 HOSTS = [HostSlots(f"h{number}", 4) for number in range(4)]
 LINEAR = np.arange(17.0)
 
 
-def slots_of(decided: dict[str, Assignment]) -> dict[str, int]:
+def slots_of(decided: Mapping[str, Assignment]) -> dict[str, int]:
     return {name: sum(each.hosts.values()) for name, each in decided.items()}
 
 
@@ -265,3 +267,30 @@ def test_a_higher_priority_never_brings_fewer_slots(data: st.DataObject) -> None
 def test_a_job_with_invalid_limits_is_refused() -> None:
     with pytest.raises(ValueError, match="min_slots 3 and max_slots 2"):
         Job("a", 0.0, min_slots=3, max_slots=2)
+
+
+def test_first_come_first_served_lets_nobody_overtake_and_changes_nobody() -> None:
+    jobs = [
+        Job("late", 3.0, min_slots=1, max_slots=16),
+        Job("large", 2.0, min_slots=12, max_slots=12),
+        Job("first", 1.0, min_slots=6, max_slots=16),
+    ]
+    decided = slots_of(first_come_first_served(jobs, HOSTS, 10.0))
+    assert decided == {"first": 6, "large": 0, "late": 0}
+    runs = dataclasses.replace(jobs[0], held={"h0": 1})
+    decided = slots_of(first_come_first_served([runs, *jobs[1:]], HOSTS, 20.0))
+    assert decided == {"first": 6, "large": 0, "late": 1}, "what runs keeps its slots"
+
+
+def test_equal_shares_are_equal_as_far_as_jobs_can_use_them() -> None:
+    jobs = [
+        Job("any", 1.0, min_slots=1, max_slots=16),
+        Job("new", 2.0, min_slots=1, max_slots=2),
+        Job("fixed", 3.0, min_slots=6, max_slots=6, fixed=True),
+        Job("other", 4.0, min_slots=1, max_slots=16),
+    ]
+    decided = slots_of(equal_shares(jobs, HOSTS, 10.0))
+    assert decided == {"any": 4, "new": 2, "fixed": 6, "other": 4}
+    keeps = dataclasses.replace(jobs[2], preemptible=False)
+    few = slots_of(equal_shares([*jobs[:2], keeps, jobs[3]], HOSTS[:2], 10.0))
+    assert few == {"any": 1, "new": 1, "fixed": 6, "other": 0}, "it may not be preempted"

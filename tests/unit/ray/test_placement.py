@@ -31,7 +31,7 @@ def test_room_is_counted_by_node(each: dict[str, float], room: int) -> None:
 @pytest.mark.parametrize(
     ("each", "least", "words"),
     [
-        ({"CPU": 2}, 4, "4 workers at least, of 2 CPU each, and the cluster's 2 nodes have room"),
+        ({"CPU": 2}, 4, "4 workers at least, of 2 CPU each, and the cluster of 2 nodes has room"),
         ({"TPU": 1}, 1, "1 TPU, and no node of the cluster has any. The nodes have CPU, GPU"),
         ({"GPU": 3}, 1, "3 GPU, and no node has more than 2"),
     ],
@@ -53,4 +53,4 @@ def test_a_missing_package_is_named() -> None:
         "Traceback (most recent call last):\n  File …\n"
         "ModuleNotFoundError: No module named 'hvd_elastic'\n"
     )
-    assert "lacks a package: No module named 'hvd_elastic'. Install" in why_not_started(said)
+    assert "has no package 'hvd_elastic'. Install" in why_not_started(said)

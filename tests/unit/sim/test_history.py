@@ -19,10 +19,10 @@ BATCH, PASS_S, STEPS = 64, 1.28, 1000
 """Examples of a step, its time on one slot [s], and steps of a job."""
 
 
-def run_events() -> list[dict[str, Any]]:
+def run_events(begin: float = 0.0) -> list[dict[str, Any]]:
     """A run that was timed on one and on two hosts, and was twice as fast on two."""
-    events: list[dict[str, Any]] = [{"t": 0.0, "mono": 0.0, "kind": "run_started", "run_id": "x"}]
-    now, step = 0.0, 0
+    now, step = begin, 0
+    events: list[dict[str, Any]] = [{"t": now, "mono": now, "kind": "run_started", "run_id": "x"}]
     for generation, hosts in enumerate((["a"], ["a", "b"], ["a"]), 1):
         slots = [1] * len(hosts)
         begun = {"generation": generation, "hosts": hosts, "slots": slots, "reason": "r",
@@ -37,6 +37,10 @@ def run_events() -> list[dict[str, Any]]:
             made = {"step": step, "examples": BATCH * step, "size": len(hosts)}
             events.append({"t": now, "mono": now, "kind": "metrics", **made})
     return events
+
+
+RUN_S = run_events()[-1]["t"]
+"""Time of such a run [s]."""
 
 
 def queue_events(jobs: int, alone_s: float) -> list[dict[str, Any]]:
@@ -62,16 +66,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
     cluster = tmp_path / "clusters" / "gpus"
     cluster.mkdir(parents=True)
-    records = queue_events(2, STEPS * PASS_S)
+    records = queue_events(2, RUN_S)
     (cluster / "events.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
     for job in range(2):
         folder = RunFolder.create(f"j{job}-run")
-        folder.events.write_text("\n".join(map(json.dumps, run_events())) + "\n")
+        records = run_events(job * RUN_S)
+        folder.events.write_text("\n".join(map(json.dumps, records)) + "\n")
     return tmp_path
 
 
 def test_more_hosts_bring_what_the_measured_speeds_say(home: Path) -> None:
-    history = read_history(summarize_cluster(queue_events(2, STEPS * PASS_S)))
+    history = read_history(summarize_cluster(queue_events(2, RUN_S)))
     assert [job.speed is not None for job in history.jobs] == [True, True]
     alone_s = STEPS * PASS_S
     same = simulate_history(history, history.hosts_with(0), 10.0, 0.0)
@@ -84,11 +89,24 @@ def test_more_hosts_bring_what_the_measured_speeds_say(home: Path) -> None:
 
 def test_a_job_of_which_too_little_was_measured_takes_as_long_as_it_did(home: Path) -> None:
     RunFolder.open("j1-run").events.write_text("")
-    history = read_history(summarize_cluster(queue_events(2, STEPS * PASS_S)))
+    history = read_history(summarize_cluster(queue_events(2, RUN_S)))
     assert history.jobs[1].speed is None
     more = simulate_history(history, history.hosts_with(5), 10.0, 0.0)
-    assert more.completion_s["1 j1"] == pytest.approx(STEPS * PASS_S, rel=0.05)
+    assert more.completion_s["1 j1"] == pytest.approx(RUN_S, rel=0.05)
     assert more.completion_s["0 j0"] < STEPS * PASS_S / 2
+
+
+def test_a_job_that_grows_trains_on_until_its_further_processes_have_started(home: Path) -> None:
+    def alone_on_two_s() -> float:
+        history = read_history(summarize_cluster(queue_events(1, RUN_S)))
+        outcome = simulate_history(history, history.hosts_with(1), 10.0, 0.0)
+        return outcome.completion_s["0 j0"]
+
+    at_once_s = alone_on_two_s()
+    folder = RunFolder.open("j0-run")
+    warm = {"t": 0.0, "mono": 0.0, "kind": "worker_standby", "warm_s": 200.0}
+    folder.events.write_text(f"{json.dumps(warm)}\n{folder.events.read_text()}")
+    assert alone_on_two_s() == pytest.approx(at_once_s + 200 / 2, rel=0.02), "twice as fast then"
 
 
 def test_the_command_answers_and_draws(home: Path, tmp_path: Path) -> None:

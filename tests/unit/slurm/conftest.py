@@ -27,5 +27,5 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
     script("srun", "exit 1")
     script("scontrol", 'test "$*" = "show hostnames gpu[1-2]" && echo gpu1 && echo gpu2')
-    script("squeue", "echo RUNNING")
+    script("squeue", "echo RUNNING 1:00")
     return script

@@ -17,6 +17,7 @@ def test_the_nodes_are_hosts_in_slurms_order(write: Write) -> None:
     found = own_allocation(VARIABLES)
     assert found.job_id == "17"
     assert found.hosts == (Host("gpu1", slots=8), Host("gpu2", slots=8))
+    assert found.left_s == 60.0
     assert [host.slots for host in own_allocation(VARIABLES, slots_per_node=3).hosts] == [3, 3]
 
 
@@ -39,7 +40,7 @@ def test_missing_commands_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("squeue", "said"),
     [
-        ("echo COMPLETING", "does not run \\(COMPLETING\\)"),
+        ("echo COMPLETING 0:10", "does not run \\(COMPLETING 0:10\\)"),
         ("exit 0", "does not run \\(it has ended\\)"),
         ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", "Invalid job id"),
     ],

@@ -124,7 +124,7 @@ def torch_rows(
         averager = torch_averager_of(optimizer)
         assert averager is not None
         weights = np.append(model.weight.detach().numpy().ravel(), model.bias.detach().numpy())
-        return averager._statistics.drain(), weights
+        return averager._sampling.statistics.drain(), weights
 
 
 def noise_scale(rows: np.ndarray) -> float:
@@ -374,7 +374,7 @@ def test_the_samples_of_two_ranks_are_those_of_two_passes_of_one(
     for communicator.rank in (0, 1, 0):  # in the second turn it gets what the other one has sent
         unreviewed.step_failed()
         unreviewed.worker.progress = Progress()
-        unreviewed.last_reader = None
+        unreviewed.data.last_reader = None
         training = Training(keras.optimizers.SGD(0.1))
         training.averager._in_ring = True
         batch = next(iter(training.dataset))

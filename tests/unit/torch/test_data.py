@@ -35,6 +35,7 @@ from hvd_elastic.training.data_order import Place
 from hvd_elastic.training.input.times import InputTimes
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
+from hvd_elastic.training.script_data import ScriptData
 from hvd_elastic.training.step import Pass, Step
 from hvd_elastic.wire.messages import UseInput, WorkerOptions
 from tests.paths import WORKER_PYTHONPATH
@@ -96,12 +97,10 @@ class FakeContext:
     boundary: Any = None
     rollback: FakeLoopWatch = field(default_factory=FakeLoopWatch)
     step: Step = field(default_factory=Step)
-    last_reader: Any = None
+    data: ScriptData = field(default_factory=ScriptData)
     input_times: InputTimes = field(default_factory=InputTimes)
     options: WorkerOptions = field(default_factory=WorkerOptions)
     link: Any = None
-    loaders: int = 0
-    input_source: Any = None
     has_ranks = True
     frontend = TorchFrontend()
 

@@ -16,6 +16,8 @@ from hvd_elastic.torch import gradient_buckets
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.step import Pass
+from tests.paths import COSTLY
+from tests.unit.real_ranks import run_ranks, worlds
 
 
 class Alike(LocalCommunicator):
@@ -188,6 +190,30 @@ def test_a_tensor_larger_than_a_bucket_is_reduced_where_it_is(alone: Context, ra
     assert large.grad.data_ptr() == memory
 
 
+@COSTLY
+@pytest.mark.dist
+def test_real_ranks_average_a_tensor_of_4_gb(stores: Any) -> None:
+    """Each element of it; the ranks need 10 GB of memory together."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not built")
+    body = """
+from hvd_elastic.training import context
+from hvd_elastic.training.step import Pass
+import hvd_elastic.torch as hvd
+os.environ.update(generations[0])
+hvd.init()
+ctx = context.current()
+rank = ctx.worker.communicator.rank
+weights = torch.nn.Parameter(torch.zeros((1 << 30) + 3))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0))
+ctx.hand_out(Pass(step_examples=4, weight=[0.5, 1.5][rank]))
+((2 + rank) * weights.sum()).backward()
+optimizer.synchronize()
+said += [weights.grad.min().item(), weights.grad.max().item()]
+"""
+    mean = (0.5 * 2 + 1.5 * 3) / 2
+    assert run_ranks(body, worlds(stores, 2)) == [[mean, mean]] * 2
+
+
 def test_a_full_bucket_is_reduced_while_others_wait(
     alone: Context, ranks: Alike, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +226,17 @@ def test_a_full_bucket_is_reduced_while_others_wait(
     first.sum().backward()
     assert len(ranks.sent) == 2
     optimizer.step()
+
+
+def test_the_last_bucket_is_small(alone: Context, ranks: Alike) -> None:
+    """Nothing hides it: the first layers, whose gradients come last. Others double in size."""
+    quarter = gradient_buckets.BUCKET_BYTES // 4 // 4
+    parameters, optimizer = trained(alone, *[quarter] * 9)
+    optimizer.synchronize()
+    last, *others = sorted(ranks.sent, key=torch.Tensor.numel)
+    assert [sent.numel() // quarter for sent in (last, *others)] == [1, 2, 2, 4]
+    assert parameters[0].grad is not None
+    assert parameters[0].grad.data_ptr() == last.data_ptr()
 
 
 @pytest.mark.parametrize("at", ["gradient", "before", "after"])

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.model.noise_scale import NoiseTracker
-from hvd_elastic.torch import gradient_statistics
+from hvd_elastic.torch import gradient_buckets, gradient_statistics
 from hvd_elastic.torch.gradient_statistics import GradientStatistics, parts_by_size
+from hvd_elastic.torch.optimizer import DistributedOptimizer
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.planning.adaptive import AdaptivePlanner
+from hvd_elastic.training.step import Pass
+from tests.unit.torch.test_gradient_buckets import Alike, Images, Mixed, Tied, Words, groups, inputs
 
 
 def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
@@ -91,3 +98,45 @@ def test_the_first_steps_of_adam_do_not_spoil_what_is_known_of_its_noise() -> No
         ratios.append(tracker.noise_scale() / 25)
     assert min(ratios) > 0.9
     assert max(ratios) < 1.1
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 150, 1 << 20])
+@pytest.mark.parametrize("build", [Tied, Images, Words, Mixed])
+def test_norms_taken_in_buckets_are_those_of_the_gradients(
+    alone: Context,
+    monkeypatch: pytest.MonkeyPatch,
+    build: Callable[[], torch.nn.Module],
+    bucket_bytes: int,
+) -> None:
+    """Of large gradients alone, in several buckets, and of few that also hold an unused one."""
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(gradient_buckets, "_IN_CACHE", 7)
+
+    def built() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return build()
+
+    rows, model = [], built()
+    for rank in range(2):
+        alone.worker.communicator = ranks = Alike()
+        ranks.rank = rank
+        DistributedOptimizer(torch.optim.SGD(groups(model), lr=1.0), model)
+        planner = AdaptivePlanner(BatchLimits(8, 16), examples=64)
+        alone.register_data(64, 0, planner)
+        alone.hand_out(Pass(step_examples=8, weight=1.0, examples=4))
+        model(inputs(0)).square().mean().backward()
+        (averager,) = alone.worker.averagers
+        averager.synchronize()  # type: ignore[attr-defined]
+        assert planner._statistics is not None
+        rows.append(planner._statistics.drain()[0])
+        alone.worker.averagers.reset()
+        alone.step.forget()
+    plain = built()
+    plain(inputs(0)).square().mean().backward()
+    squares = [
+        sum(float(p.grad.double().square().sum()) for p in g["params"] if p.grad is not None)
+        for g in groups(plain)
+    ]
+    tolerance = 1e-2 if build is Mixed else 1e-5
+    assert [*rows[0][3:5] * 2] == pytest.approx(squares, rel=tolerance)
+    assert [*rows[0][5:] + rows[1][5:]] == pytest.approx(squares, rel=tolerance)

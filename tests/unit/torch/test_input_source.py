@@ -209,7 +209,7 @@ def test_seeded_examples_do_not_depend_on_the_number_of_processes(alone: Context
             loader.close()
             alone.worker.in_train = False
             alone.worker.progress = type(alone.worker.progress)()
-            alone.last_reader = None
+            alone.data.last_reader = None
         return found
 
     own = read(0)

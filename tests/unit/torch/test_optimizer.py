@@ -11,10 +11,11 @@ import torch
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
-from hvd_elastic.torch.elastic import run
-from hvd_elastic.torch.optimizer import DistributedOptimizer, _is_finite
+from hvd_elastic.torch.optimizer import DistributedOptimizer
+from hvd_elastic.torch.rate_scaling import _is_finite
 from hvd_elastic.torch.state import State
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.elastic import run
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.step import Pass, Stage
@@ -429,7 +430,7 @@ def test_ranks_reduce_the_same_whatever_they_have_trained_before(
     State(model=backbone, head=head, optimizer=optimizer)
     monkeypatch.setattr(State, "sync", lambda *_: alone.worker.progress)
     for learns in (True, False, True, True):
-        alone.synchronize_state(0)  # a generation begins
+        alone.membership.synchronize_state(0)  # a generation begins
         backbone.requires_grad_(learns)
         optimizer.zero_grad(set_to_none=to_none)
         hand_out(alone)

@@ -399,7 +399,7 @@ def reinforced(training: Adversaries) -> dict[str, Any]:
             state.commit()
 
     state = training.made_state()
-    training.context._has_loader = False
+    training.context.data.has_loader = False
     training.context.choose_averagers([*training.context.worker.averagers][1:])
     training.run(train, state)
     return training.end(state)
@@ -512,7 +512,7 @@ class Repeating(Training):
                     body(state, data[state.bodies :: 4])
 
         state = hvd.State(model=self.model, optimizer=self.optimizer, bodies=0)
-        self.context._has_loader = with_loader
+        self.context.data.has_loader = with_loader
         self.run(train, state)
         moments = [v.tolist() for values in self.optimizer.state.values() for v in values.values()]
         return [state.bodies, moments, *(p.tolist() for p in self.model.parameters())]

@@ -247,7 +247,7 @@ def test_a_checkpoint_that_was_asked_for_in_a_step_that_breaks_is_still_wanted(
 
     link = made.worker.link = Link()  # type: ignore[assignment]
     made.worker.sink = Recorder()
-    made.start_alone()
+    made.membership.start_alone()
     made.step_failed()  # the last one is over: another begins
     made.exchange()
     assert not link.wanted, "it was taken"

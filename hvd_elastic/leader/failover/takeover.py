@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hvd_elastic.checkpoint.lease import Lease
 from hvd_elastic.control import events as ev
 from hvd_elastic.errors import CheckpointError
-from hvd_elastic.leader.remote_agent import AgentConnection, FromAgent
+from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.wire.messages import HeldRun
 

@@ -13,8 +13,10 @@ from hvd_elastic.control.commands import Member
 from hvd_elastic.hosts.engine import Engine
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import SshOptions, connect, is_local, own_address_towards
-from hvd_elastic.leader.remote_agent import AgentConnection, Connect, Post, Sender
-from hvd_elastic.leader.rendezvous import EntryRelay
+from hvd_elastic.leader.agents.connection import AgentConnection, Post
+from hvd_elastic.leader.agents.process import Connect
+from hvd_elastic.leader.agents.rendezvous import EntryRelay
+from hvd_elastic.leader.agents.sending import Sender
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import encode
@@ -29,6 +31,9 @@ the time limit of a connection."""
 _BEATS_PER_S = 100
 """Number of hosts above which heartbeats come less than once a second, and so many in a second."""
 _MANY_HOSTS = 64
+_LEADER_BEATS = 1.5
+"""Multiple of the time between heartbeats of an agent after which the leader sends one: an agent
+needs them only to decide whether it has a leader, and waits for one more before it says no."""
 _LONG_TURN_S = 0.05
 """How long a thread may run while others wait, with many hosts [s]. Hundreds wake at once,
 and each looks again after this time whether it may run; with Python's 5 ms that takes long."""
@@ -125,7 +130,7 @@ class Agents:
         )
 
     def heartbeat_s(self, hosts: int) -> float:
-        """Return the time between heartbeats of an agent, and to it [s], for a number of hosts."""
+        """Return the time between heartbeats of an agent [s], for a number of hosts."""
         spec = self._spec
         slow = min(hosts / _BEATS_PER_S, spec.failure_timeout_s / 3, _LONGEST_BEAT_S)
         return max(spec.heartbeat_s, slow)
@@ -172,7 +177,7 @@ class Agents:
     def beat(self, now: float, recorded_step: int | None) -> None:
         """Send a heartbeat to all agents when the next one is due."""
         if now >= self._next_beat:
-            self._next_beat = now + self.heartbeat_s(len(self.by_host))
+            self._next_beat = now + _LEADER_BEATS * self.heartbeat_s(len(self.by_host))
             for agent in self.usable:
                 agent.beat(recorded_step)
 

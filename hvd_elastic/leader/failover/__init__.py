@@ -1,0 +1,1 @@
+"""A leader that takes a run over from an earlier one, or gives way to another one."""

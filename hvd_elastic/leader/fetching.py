@@ -1,0 +1,137 @@
+"""Fetches checkpoints and saved files from the hosts, and ends the run when none is awaited."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from hvd_elastic.checkpoint.collector import CheckpointCollector
+from hvd_elastic.checkpoint.place import CheckpointStore
+from hvd_elastic.checkpoint.saved_collector import SavedFileCollector
+from hvd_elastic.control.commands import Finish
+from hvd_elastic.control.loop import Loop
+from hvd_elastic.leader.agents.agents import Agents
+from hvd_elastic.leader.agents.connection import AgentConnection
+from hvd_elastic.leader.journal import Journal
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.summary import RunSummary
+from hvd_elastic.wire import messages as msg
+
+_PATIENCE_S = 60.0
+"""How long the end of a run waits for its last checkpoint to be fetched from the hosts [s]."""
+_LEAST_RESERVE_S = 10.0
+"""Part of a preempted host's remaining time kept for a last checkpoint and for leaving [s]."""
+
+
+class Fetching:
+    """Fetches what the hosts of a run have written.
+
+    Args:
+        spec: specification of the run.
+        folder: run folder.
+        store: keeps the checkpoints.
+        agents: connections to the hosts.
+        loop: loop of the leader, which this object ends.
+        journal: records events.
+        life: returns the id of this leader's term.
+        on_checkpoint: called when no more checkpoint is being fetched.
+        resumed: whether the run had a leader before.
+
+    Attributes:
+        checkpoints: fetches the shards of checkpoints.
+        saved: fetches the files that the script saves.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        folder: RunFolder,
+        store: CheckpointStore,
+        agents: Agents,
+        loop: Loop,
+        journal: Journal,
+        *,
+        life: Callable[[], str],
+        on_checkpoint: Callable[[], None],
+        resumed: bool,
+    ) -> None:
+        self._folder = folder
+        self._agents = agents
+        self._loop = loop
+        self._ended: Finish | None = None
+        """How training ended; None: it has not."""
+        self._ended_at = 0.0
+        self.checkpoints = CheckpointCollector(
+            store,
+            copies=spec.checkpoint_copies,
+            resumed=resumed,
+            agents=lambda: agents.by_host,
+            post=loop.post,
+            emit=journal.emit,
+            warn=journal.warn,
+            on_idle=on_checkpoint,
+        )
+        self.saved = SavedFileCollector(
+            folder.saved,
+            life=life,
+            agents=lambda: agents.usable,
+            post=loop.post,
+            emit=journal.emit,
+            warn=journal.warn,
+            on_idle=self.end_loop_if_complete,
+        )
+
+    @property
+    def reserve_s(self) -> float:
+        """Part of a preempted host's remaining time to keep for its last checkpoint [s]."""
+        return max(_LEAST_RESERVE_S, 2 * self.checkpoints.newest_s)
+
+    def expect_checkpoint(self, past: RunSummary) -> None:
+        """Prevent training from starting afresh if a checkpoint exists or may exist elsewhere."""
+        if past.checkpoints:
+            self.checkpoints.expect(f"that of step {past.checkpoints[-1].step} was written")
+        elif self._folder.began_elsewhere:
+            self.checkpoints.expect("it was led by another machine, which may have written one")
+
+    def offered(self, agent: AgentConnection, hello: msg.AgentHello) -> None:
+        """Handle the hello of an agent, which lists what is in its host's spool."""
+        self.checkpoints.offered(agent.host.name, agent, hello.spooled)
+        self.saved.offered(agent.host.name, agent, hello.saved)
+
+    def look(self) -> None:
+        """Let hosts go from which all is fetched, and the run end if all is; called often."""
+        self.saved.look()
+        self._agents.release(self.saved.holds)
+        self.end_loop_if_complete()
+
+    def training_ended(self, finish: Finish) -> None:
+        """End the loop as soon as all is fetched, since training has ended."""
+        self._ended, self._ended_at = finish, time.monotonic()
+        self.end_loop_if_complete()
+
+    def end_loop_if_complete(self) -> None:
+        """End the loop if training has ended and nothing is to be waited for."""
+        if self._ended is None:
+            return
+        late = time.monotonic() >= self._ended_at + _PATIENCE_S
+        awaits_checkpoint = self.checkpoints.busy and self._ended.status != "failed" and not late
+        if self.saved.is_awaited(self._ended_at):
+            self.saved.tell_awaited(self._ended_at)
+        elif not awaits_checkpoint:
+            self._loop.stop()
+
+    def with_missing(self, finish: Finish) -> Finish:
+        """Return how the run ends, given which saved files could not be fetched."""
+        missing = self.saved.missing()
+        if not missing:
+            return finish
+        if finish.status == "succeeded":
+            return Finish("failed", f"training has ended, and {missing}")
+        return replace(finish, message=f"{finish.message}; {missing}")
+
+    def end(self, *, succeeded: bool) -> None:
+        """Let all hosts delete their spools, except for what may be needed."""
+        self.checkpoints.end(succeeded=succeeded)
+        self.saved.end()

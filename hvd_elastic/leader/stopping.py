@@ -1,0 +1,149 @@
+"""Stops a run on request: at the first request after a last checkpoint, at the second at once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hvd_elastic.checkpoint.final import LastCheckpoint
+from hvd_elastic.control.endings import StopCause
+from hvd_elastic.control.events import StopRequested
+from hvd_elastic.control.loop import Loop
+from hvd_elastic.control.machine import Phase
+from hvd_elastic.leader.executor import Executor
+from hvd_elastic.leader.journal import Journal
+from hvd_elastic.leader.progress import TrainingProgress
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.wire.messages import SaveState
+
+_CHECKPOINT_S = 10.0
+"""How long a stop waits for the last checkpoint [s], beside the time to notice a frozen worker."""
+# Signals that stop a run, with the cause that is recorded.
+_SIGNALS = {
+    signal.SIGINT: StopCause.INTERRUPT,
+    signal.SIGTERM: StopCause.TERMINATE,
+    signal.SIGHUP: StopCause.HANGUP,
+}
+_SHUTDOWN = {StopCause.TERMINATE, StopCause.HANGUP}
+"""A machine that shuts down may send both signals in a row; together they are one request."""
+
+
+class Stopping:
+    """Stops a run when it is asked to.
+
+    Args:
+        spec: specification of the run.
+        executor: is told to stop.
+        loop: loop of the leader.
+        journal: records the request.
+        progress: progress of training.
+        leads: returns whether this leader already leads the run; a takeover is awaited first.
+
+    Attributes:
+        cause: why the run is to stop; None: it is not.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        executor: Executor,
+        loop: Loop,
+        journal: Journal,
+        progress: TrainingProgress,
+        leads: Callable[[], bool],
+    ) -> None:
+        self._spec = spec
+        self._executor = executor
+        self._loop = loop
+        self._journal = journal
+        self._progress = progress
+        self._leads = leads
+        self._last: LastCheckpoint | None = None
+        """The last checkpoint, while it is waited for."""
+        self.cause: StopCause | None = None
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Stop the run at signals; afterwards they are ignored."""
+
+        def ask(number: int, _: Any) -> None:
+            cause = _SIGNALS[signal.Signals(number)]
+            self._loop.post(functools.partial(self.ask, cause))
+
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python handles signals in the main thread, which is the caller's
+            return
+        for number in _SIGNALS:
+            signal.signal(number, ask)
+        try:
+            yield
+        finally:
+            # A second Ctrl-C must not interrupt the end of the agents, or processes would remain.
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+
+    def ask(self, cause: StopCause) -> None:
+        """Stop the run: at the first request after a last checkpoint, at the second immediately."""
+        if self.cause is not None:
+            if {self.cause, cause} != _SHUTDOWN:
+                self._stop_now()
+                if self._executor.finish is not None:
+                    self._loop.stop()  # without what is still to be fetched
+            return
+        self.cause = cause
+        self._journal.emit("stop_requested", {"reason": cause.value})
+        self.begin_if_asked()
+
+    def begin_if_asked(self) -> None:
+        """Begin to stop if that was asked for and this leader leads the run.
+
+        During a takeover workers may exist, and it is not yet known where and at which step.
+        """
+        if self.cause is None or self._executor.finish is not None or not self._leads():
+            return  # a run that has ended waits only for what is to be fetched
+        progress, now = self._progress, time.monotonic()
+        if self._spec.checkpoint_every_s and (progress.reached.step or not progress.is_known):
+            # The others cannot reach a step boundary until a frozen worker counts as lost.
+            patience_s = _CHECKPOINT_S + self._spec.failure_timeout_s
+            self._last = LastCheckpoint(now, patience_s, step=progress.reached.step)
+            self.look(now)
+        else:
+            self._stop_now()
+
+    def look(self, now: float) -> None:
+        """Ask for the last checkpoint, or give it up; called often while this leader leads."""
+        if self._last is None:
+            return
+        machine = self._executor.machine
+        holders = machine.state_holders
+        if not holders or now >= self._last.deadline:
+            self._stop_now()
+            return
+        if machine.phase in (Phase.REGROUPING, Phase.ASSEMBLING):
+            self._last.survives_at(max(worker.step for worker in holders))
+        for worker in self._last.whom_to_ask([worker.name for worker in holders], now):
+            self._executor.say(worker, SaveState())
+
+    def shard_written(self, step: int) -> None:
+        """Note that a worker has written its shard of the checkpoint of ``step``."""
+        if self._last is not None:
+            self._last.written(step)
+
+    def checkpoint_kept(self, newest_step: int) -> None:
+        """Stop the run if the checkpoint of ``newest_step``, now complete, is its last one."""
+        if self._last is None or not self._last.is_kept(newest_step):
+            return
+        if newest_step == self._progress.written.step:
+            # Steps after the last checkpoint are discarded by the stop.
+            self._progress.reached = self._progress.written
+        self._stop_now()
+
+    def _stop_now(self) -> None:
+        self._last = None
+        if self.cause is not None:
+            self._executor.tell(StopRequested(self.cause.value))

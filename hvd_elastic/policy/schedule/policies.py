@@ -1,0 +1,83 @@
+"""The policies by which jobs can share a cluster: ours, and two simple ones to compare it with."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+
+from hvd_elastic.policy.schedule.decide import decide
+from hvd_elastic.policy.schedule.jobs import Allocation, Assignment, HostSlots, Job
+from hvd_elastic.policy.schedule.placement import Wish, place_jobs
+
+Policy = Callable[[Sequence[Job], Sequence[HostSlots], float], Mapping[str, Assignment]]
+"""Jobs that run or wait, hosts that may be used and time [s] to the slots of each job."""
+
+
+def first_come_first_served(
+    jobs: Sequence[Job], hosts: Sequence[HostSlots], _now: float
+) -> Mapping[str, Assignment]:
+    """Return the fewest slots of each job, in the order of submission, until one does not fit.
+
+    Jobs that run keep their slots, and are never changed.
+    """
+    left = sum(host.slots for host in hosts)
+    wanted: dict[str, int] = {}
+    for job in sorted(jobs, key=lambda job: (not job.slots, job.submitted_s)):
+        if job.min_slots > left:
+            break
+        wanted[job.name] = job.min_slots
+        left -= job.min_slots
+    return place({job.name: job.held for job in jobs}, hosts, wanted, "first come, first served")
+
+
+def equal_shares(
+    jobs: Sequence[Job], hosts: Sequence[HostSlots], _now: float
+) -> Mapping[str, Assignment]:
+    """Return the fewest slots of each job, and the rest one by one to the job with the fewest."""
+    left = sum(host.slots for host in hosts)
+    wanted: dict[str, int] = {}
+    shares: list[tuple[int, int]] = []
+    order = sorted(jobs, key=lambda job: (job.preemptible, job.submitted_s))
+    for number, job in enumerate(order):
+        if job.min_slots <= left:
+            wanted[job.name] = job.min_slots
+            left -= job.min_slots
+            shares.append((job.min_slots, number))
+    heapq.heapify(shares)
+    while left and shares:
+        slots, number = heapq.heappop(shares)
+        if slots < order[number].max_slots:
+            wanted[order[number].name] = slots + 1
+            left -= 1
+            heapq.heappush(shares, (slots + 1, number))
+    return place({job.name: job.held for job in jobs}, hosts, wanted, "equal shares")
+
+
+def place(
+    held: Mapping[str, Allocation],
+    hosts: Sequence[HostSlots],
+    wanted: Mapping[str, int],
+    reason: str,
+) -> Mapping[str, Assignment]:
+    """Return the hosts of the wanted number of slots of each job; without a number it waits.
+
+    Args:
+        held: present slots of every job.
+        hosts: hosts that may be used.
+        wanted: number of slots of some jobs.
+        reason: why, for all jobs.
+    """
+    wishes = {name: Wish(wanted.get(name, 0), slots) for name, slots in held.items()}
+    placed = place_jobs(wishes, hosts)
+    return {
+        name: Assignment(slots, reason if slots else f"waits: {reason}")
+        for name, slots in placed.items()
+    }
+
+
+POLICIES: Mapping[str, Policy] = {
+    "goodput": decide,
+    "equal": equal_shares,
+    "fifo": first_come_first_served,
+}
+"""The policies of a real cluster, by name."""

@@ -1,0 +1,51 @@
+"""What the loaders of all frontends share: the order of their data, and the steps of an epoch."""
+
+from __future__ import annotations
+
+from hvd_elastic.training import context as training
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.data_order import DataOrder
+from hvd_elastic.training.input.shared import SharedReading
+
+
+class OrderedLoader:
+    """A data set in its order, registered with the training once.
+
+    Args:
+        order: order of the examples.
+        shared: reads them where input hosts help, or each example is seeded.
+        context: training context; None: that of this process, from when it is initialised.
+    """
+
+    def __init__(
+        self, order: DataOrder, shared: SharedReading, context: Context | None = None
+    ) -> None:
+        self._order = order
+        self._shared = shared
+        self._given_context = context
+        self._registered: Context | None = None
+        # A loader created before hvd.init() is registered when it is first used.
+        if context is not None or training.is_initialized():
+            self._context()
+
+    def _context(self) -> Context:
+        """Register the data with the training context, once; return the context."""
+        context = self._given_context or training.current()
+        if self._registered is not context:
+            self._registered = context
+            self._order.register(context)
+            self._shared.offer(context)
+        return context
+
+    def __len__(self) -> int:
+        """Return the number of steps of a whole epoch at the present world size."""
+        return self._steps_from(0)
+
+    def steps_left(self) -> int:
+        """Return the number of steps left in the current epoch at the present world size."""
+        return self._steps_from(self._context().reading.position)
+
+    def _steps_from(self, position: int) -> int:
+        worker = self._context().worker
+        worker.check_has_ranks("the number of steps")
+        return self._order.steps_from(position, worker.communicator.size)

@@ -1,0 +1,46 @@
+"""What the script has told of the data it trains on, and of how long it trains."""
+
+from __future__ import annotations
+
+from hvd_elastic.training.input.server import Source
+from hvd_elastic.training.planning.planner import Planner
+from hvd_elastic.training.progress import Progress
+
+
+class ScriptData:
+    """The loaders that the script has made, and the number of steps or epochs it wants.
+
+    Attributes:
+        loaders: number of loaders that the script has made.
+        input_source: what the first of them reads; None: there is no loader that others can read.
+        last_reader: (epoch, generation) and the data order that was read last. One for the whole
+            process, as is progress: two loaders in one epoch are an error.
+        has_loader: whether steps are the batches of one of them.
+        examples: number of examples in its data set; 0: there is none.
+        aim: number of steps or epochs that the script trains for, and which of the two; (0, ""):
+            not known.
+    """
+
+    def __init__(self) -> None:
+        self.loaders = 0
+        self.input_source: Source | None = None
+        self.last_reader: tuple[tuple[int, int], object] | None = None
+        self.has_loader = False
+        self.examples = 0
+        self.aim: tuple[int, str] = (0, "")
+
+    def register(self, examples: int) -> None:
+        """Note a loader whose batches are the steps; ``examples``: those of its data set."""
+        self.has_loader, self.examples = True, examples
+
+    def part_done(self, progress: Progress, planner: Planner) -> float | None:
+        """Return what part of the training is done, from 0 to 1; None: it is not known."""
+        count, unit = self.aim
+        if count <= 0:
+            return None
+        made = planner.progress_in(unit)
+        if made is None:
+            made = progress.step if unit == "step" else progress.epoch
+            if unit == "epoch" and self.examples:
+                made += progress.position / self.examples
+        return min(1.0, made / count)
