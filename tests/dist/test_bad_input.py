@@ -278,6 +278,26 @@ def test_step_that_one_rank_leaves_out_alone_ends_the_run(home: Path) -> None:
     assert finished["steps"] == 9
 
 
+def test_stream_that_ends_early_on_one_rank_ends_the_run(home: Path) -> None:
+    """Each rank reads its own share, and that of rank 1 is too short."""
+    text = TINY.replace(
+        "loader = hvd.DataLoader(data, args.batch_size, shuffle=True)",
+        "examples = list(data)\n\n\n"
+        "def share(epoch, number, start):\n"
+        "    return iter(examples[50 * number + start : 50 * number + (50, 23)[number]])\n\n\n"
+        "stream = Stream(share, length=100, shares=2, chunk=5)\n"
+        "loader = hvd.DataLoader(stream, args.batch_size)",
+    ).replace("import torch\nfrom", "import torch\nfrom hvd_elastic.data import Stream\nfrom", 1)
+    script = write_script(home, text)
+    options = ["--np", 2, "--min-np", 2, "--checkpoint-every", 0]
+    with Job(*options, "--", sys.executable, script, home=home) as job:
+        assert job.wait() == 1, job.text
+    assert "share 1 of 2 of the stream ended after 23 examples in epoch 0" in job.text
+    assert "give Stream a length of at most 46" in job.text
+    (finished,) = job.events("run_finished")
+    assert (finished["status"], finished["steps"]) == ("failed", 4)
+
+
 def test_parameters_that_an_unwrapped_optimizer_changes_end_the_run_by_name(home: Path) -> None:
     """It is not in the State, so nobody knows of it; the parameters tell."""
     text = TINY.replace(
