@@ -219,114 +219,45 @@ def shared_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-@pytest.fixture
-def birds(shared_folder: Path) -> Path:
-    """Thirteen pictures of two classes."""
+def test_hosts_prepare_shards_together(bed: Bed, shared_folder: Path, tmp_path: Path) -> None:
+    """As one machine makes them, through a broken picture; a second call has nothing to do."""
     image = pytest.importorskip("PIL.Image", reason="pip install pillow")
     source = shared_folder / "birds"
     for number in range(13):
         (source / f"{number % 2}").mkdir(parents=True, exist_ok=True)
         image.new("RGB", (30, 20), (9 * number, 0, 0)).save(source / f"{number % 2}/{number}.jpg")
-    return source
+    (source / "1/3.jpg").write_bytes(b"no picture")
 
+    def prepare(out: Path, *options: object) -> subprocess.CompletedProcess[str]:
+        script = str(CHECKOUT / "datasets_prep/image_folder.py")
+        words = ["--source", source, "--out", out, "--per-shard", 2, "--json", *options]
+        return subprocess.run(
+            [sys.executable, script, *map(str, words)],
+            capture_output=True,
+            text=True,
+            env=bed.environment,
+            timeout=90,
+        )
 
-def preparing(bed: Bed, source: Path, out: Path, *options: object) -> subprocess.Popen[str]:
-    script = str(CHECKOUT / "datasets_prep/image_folder.py")
-    words = ["--source", source, "--out", out, "--per-shard", 2, "--json", *options]
-    return subprocess.Popen(
-        [sys.executable, script, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=bed.environment,
-    )
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Exit status and output."""
-    out, err = process.communicate(timeout=90)
-    assert "Traceback" not in err, err
-    return process.returncode, out, err
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
-def test_hosts_prepare_shards_together(bed: Bed, birds: Path, tmp_path: Path) -> None:
-    """As one machine makes them, through a broken picture; a second call has nothing to do."""
-    (birds / "1/3.jpg").write_bytes(b"no picture")
-    status, _, err = ended(preparing(bed, birds, tmp_path / "set"))
-    assert status == 0, err
-    together = (bed, birds, Path("/data/set"), "--hostfile", bed.cluster.hostfile)
-    status, out, err = ended(preparing(*together))
-    assert status == 0, err
-    told = json.loads(out)[0]
+    alone = prepare(tmp_path / "set")
+    assert alone.returncode == 0, alone.stderr
+    hosts = ("--hostfile", bed.cluster.hostfile)
+    together = prepare(Path("/data/set"), *hosts)
+    assert together.returncode == 0, together.stderr
+    told = json.loads(together.stdout)[0]
     assert (told["examples"], told["shards"]) == (12, 7)
     assert [line.partition(":")[0] for line in told["skipped"]] == ["1/3.jpg"]
-    written = re.findall(r"set: (\d) shards written, (\d) received", err)
+    written = re.findall(r"set: (\d) shards written, (\d) received", together.stderr)
     assert sorted(written) == [("1", "6"), ("2", "5"), ("2", "5"), ("2", "5")]
+
+    def content(folder: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
     for number in range(HOSTS):
         assert content(bed.data(number) / "set") == content(tmp_path / "set")
-    _, out, _ = ended(preparing(*together))
-    assert json.loads(out)[0] == {**told, "there": 7}
-    status, _, err = ended(preparing(*together, "--resize", 9))
-    assert status == 1
-    assert "set was made from resize 0 instead of 9" in err
-
-
-def test_preparing_goes_on_after_kills_of_the_caller_and_of_a_host(
-    bed: Bed, birds: Path, tmp_path: Path
-) -> None:
-    """A host stands still in one picture, a pipe without a writer, while the others do the rest."""
-    assert ended(preparing(bed, birds, tmp_path / "set"))[0] == 0
-    together = (bed, birds, Path("/data/set"), "--hostfile", bed.cluster.hostfile)
-    picture = birds / "1/5.jpg"
-    whole = picture.read_bytes()
-
-    def stuck() -> tuple[subprocess.Popen[str], int]:
-        """A call, and the number of the host that stands still when all else is everywhere."""
-        picture.unlink()
-        os.mkfifo(picture)
-        process = preparing(*together)
-        waiting: list[int] = []
-
-        def is_stuck() -> bool:
-            waiting[:] = [number for number in range(HOSTS) if opens_a_pipe(bed, number)]
-            shards = [len([*(bed.data(n) / "set").glob("*.tar")]) for n in range(HOSTS)]
-            return bool(waiting) and shards == [6] * HOSTS
-
-        wait_until(is_stuck, "six of seven shards on every host")
-        picture.unlink()
-        picture.write_bytes(whole)
-        return process, waiting[0]
-
-    process, _ = stuck()
-    process.kill()
-    process.communicate()
-    bed.wait_idle()
-    for number in range(HOSTS):
-        assert not (bed.data(number) / "set/index.json").exists()
-        assert not bed.parts(number)
-
-    next((bed.data(2) / "set").glob("*.tar")).unlink()
-    process, waiting = stuck()
-    bed.cluster.crash(bed.hosts[waiting])
-    status, _, err = ended(process)
-    assert status == 1
-    assert bed.hosts[waiting] in err
-    assert "the same call goes on where this one stopped" in err
-    for number in {*range(HOSTS)} - {waiting}:
-        assert content(bed.data(number) / "set") == content(tmp_path / "set")
-    bed.cluster.boot(bed.hosts[waiting])
-    status, _, err = ended(preparing(*together))
-    assert status == 0, err
-    assert content(bed.data(waiting) / "set") == content(tmp_path / "set")
-
-
-def opens_a_pipe(bed: Bed, number: int) -> bool:
-    """Whether a process of a host waits for the other end of a named pipe."""
-    return any(
-        "partner" in Path(f"/proc/{pid}/wchan").read_text()
-        for pid in bed.cluster.pids(bed.hosts[number])
-    )
+    again = prepare(Path("/data/set"), *hosts)
+    assert json.loads(again.stdout)[0] == {**told, "there": 7}
+    other = prepare(Path("/data/set"), *hosts, "--resize", 9)
+    assert other.returncode == 1
+    assert "set was made from resize 0 instead of 9" in other.stderr
+    assert "Traceback" not in other.stderr
