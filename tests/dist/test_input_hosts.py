@@ -49,20 +49,28 @@ def augmented_array(epoch: int, index: int) -> str:
     return content.hex()
 
 
-def check_examples(job: RunningJob, style: str) -> None:
-    """After its end: each example has its bytes and its place in the order without input hosts."""
+def check_examples(job: RunningJob, style: str, *, all_heard: bool = True) -> None:
+    """After its end: each example has its bytes and its place in the order without input hosts.
+
+    Without ``all_heard``, one epoch may lack steps whose records have died with the agents.
+    """
     right = augmented if style == "torch" else augmented_array
     steps: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for row in examples(job):
         assert row["bytes"] == right(row["epoch"], row["index"])
         steps[row["epoch"]][row["step"]].add(row["index"])
+    lacking = 0
     for epoch, found in steps.items():
+        unheard = 0
         order = epoch_order(0, epoch, EXAMPLES)(np.arange(EXAMPLES)).tolist()
         for step in sorted(found):
             count = len(found[step])
+            first = min(map(order.index, found[step]))
+            unheard, order = unheard + first, order[first:]
             assert found[step] == {*order[:count]}, f"step {step} of epoch {epoch}"
             order = order[count:]
-        assert not order
+        lacking += bool(unheard or order)
+    assert lacking <= (0 if all_heard else 1)
 
 
 def read_on(job: RunningJob, host: str, since: int = 0) -> bool:
@@ -155,4 +163,4 @@ def test_another_leader_goes_on_with_hosts_that_read(
     job.wait_size(2, since)
     job.wait_for(lambda: read_on(job, reads, before), f"examples that {reads} has read at last")
     job.finish_without_audit()  # what the last leader had not heard died with the agents
-    check_examples(job, style)
+    check_examples(job, style, all_heard=False)

@@ -221,22 +221,13 @@ class InputReader:
         fit = _AHEAD_BYTES // max(self._batch_bytes, 1)
         return min(DEPTH * (len(self._threads) + 1), max(2 * DEPTH, fit))
 
-    def _can_rest(self, thread: AskingThread) -> bool:
-        """Return whether a process leaves its core to training, since input hosts are ahead of it.
-
-        It then reads again only what is lost or late.
-        """
-        helped = any(each.host and each.reads for each in self._threads.values())
-        return helped and not thread.host and self._requests.ready > DEPTH
-
     def take(self, thread: AskingThread, *, wait: bool) -> Request | None:
         """Return what a process is to read next; None: nothing now, or it is not needed further."""
         requests = self._requests
         with self._change:
             while not thread.is_stopped:
                 was_over = requests.is_over
-                window = 0 if self._can_rest(thread) else self._window
-                request = requests.take(thread, time.monotonic(), window)
+                request = requests.take(thread, time.monotonic(), self._window)
                 if requests.is_over and not was_over:
                     self._change.notify_all()  # the rank may wait for a batch that is not there
                 if request is not None or not wait:

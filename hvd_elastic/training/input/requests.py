@@ -91,11 +91,6 @@ class Requests:
         """Whether the next batch was read."""
         return self.next in self._ready
 
-    @property
-    def ready(self) -> int:
-        """Number of batches that were read and not taken yet."""
-        return len(self._ready)
-
     def pop(self) -> tuple[Any, list[int]]:
         """Return the next batch and its indices; it was read."""
         self.next += 1

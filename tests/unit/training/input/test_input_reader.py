@@ -176,28 +176,6 @@ def test_batches_are_the_same_in_the_same_order_whoever_reads_them(start: Any) -
     host.close()
 
 
-def test_own_processes_leave_their_core_to_training_where_input_hosts_suffice(start: Any) -> None:
-    own, host = Source(), Host(Source())
-    read = multiprocessing.get_context("fork").Value("i", 0)
-
-    def count() -> None:
-        with read.get_lock():
-            read.value += 1
-
-    own.before = count
-    reader = start(own, 1)
-    reader.use([host.server])
-    wait_until(lambda: reader.helpers().number == 1)
-    reader.begin(0, passes(80))
-    found = []
-    for _ in range(80):
-        found += take(reader, 1)
-        time.sleep(0.01)  # a step
-    assert found == expected(0, 80)
-    assert read.value < 20
-    host.close()
-
-
 def test_no_more_is_read_ahead_than_a_few_batches_for_each_process(start: Any) -> None:
     host = Host(Source())
     reader = start(Source())
