@@ -189,7 +189,7 @@ class GradientStatistics:
         return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
     def _divisors(self, group: int, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return :meth:`_divisor` of each; None if they have to be computed one by one."""
+        """Return what :meth:`_divided` divides by for each; None: to be computed one by one."""
         states: list[dict[str, Any]] = [self._optimizer.state.get(p, {}) for p in parameters]
         if not all("exp_avg_sq" in state for state in states):
             return None
@@ -215,49 +215,44 @@ class GradientStatistics:
             else:
                 gradient = gradient.coalesce().values()
         if self._preconditioned:
-            found = self._divided_squared_norm(parameter, gradient)
-            if found is not None:
-                return found
-            divisor = self._divisor(parameter)
-            if divisor is not None:
-                gradient = gradient / divisor
-        if gradient.is_contiguous() and gradient.dtype in _EXACT:
-            return _flat_squared_norm(gradient.view(-1))
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        return torch.linalg.vector_norm(gradient, dtype=wide).double().square()
+            divided = self._divided(parameter, gradient)
+            if divided is not None:
+                return torch.stack([_squared_norm(piece) for piece in divided]).sum()
+        return _squared_norm(gradient)
 
-    def _divided_squared_norm(
+    def _divided(
         self, parameter: torch.Tensor, gradient: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return the squared norm of a divided gradient; None if it has to be divided at once."""
-        state: dict[str, Any] = self._optimizer.state.get(parameter, {})
-        moment = state.get("exp_avg_sq")
-        if moment is None or moment.is_cuda or not (_is_flat(moment) and _is_flat(gradient)):
-            return None
-        group = self._optimizer.param_groups[self.group_of[parameter]]
-        correction = 1 - group["betas"][1] ** float(state["step"])
-        norms = []
-        moments = moment.view(-1).split(_IN_CACHE)
-        for piece, square in zip(gradient.view(-1).split(_IN_CACHE), moments, strict=True):
-            divided = square.sqrt().mul_(correction**-0.5).add_(group["eps"])
-            norms.append(_flat_squared_norm(torch.div(piece, divided, out=divided)))
-        return torch.stack(norms).sum()
-
-    def _divisor(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    ) -> Iterator[torch.Tensor] | None:
+        """Return a gradient as Adam divides it, on a CPU in pieces; None: it does not yet."""
         state: dict[str, Any] = self._optimizer.state.get(parameter, {})
         if "exp_avg_sq" not in state:
             return None
+        moment = state["exp_avg_sq"]
         group = self._optimizer.param_groups[self.group_of[parameter]]
-        correction = 1 - group["betas"][1] ** state["step"]
-        return (state["exp_avg_sq"] / correction).sqrt_().add_(group["eps"])
+        step, gradients, moments = state["step"], (gradient,), (moment,)
+        if not moment.is_cuda and _is_flat(moment) and _is_flat(gradient):
+            step = float(step)
+            gradients, moments = (each.view(-1).split(_IN_CACHE) for each in (gradient, moment))
+        correction = 1 - group["betas"][1] ** step
+        return (
+            piece / (square / correction).sqrt_().add_(group["eps"])
+            for piece, square in zip(gradients, moments, strict=True)
+        )
 
 
 _EXACT = (torch.float32, torch.float64)
 """Types in which squares are added up as they are."""
 
 
-def _is_flat(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.dtype in _EXACT and tensor.numel() > 0
+def _is_flat(gradient: torch.Tensor) -> bool:
+    return gradient.is_contiguous() and gradient.dtype in _EXACT
+
+
+def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
+    if _is_flat(gradient):
+        return _flat_squared_norm(gradient.view(-1))
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient, dtype=wide).double().square()
 
 
 def _flat_squared_norm(flat: torch.Tensor) -> torch.Tensor:
