@@ -63,8 +63,8 @@ class RunProgress:
         self._replay = Replay()
         self.unfit: dict[str, str] = {}
         self._lost: dict[str, str] = {}
-        self._processes: set[tuple[str, int]] = set()
-        self._starting: set[tuple[str, int]] = set()
+        self._processes: dict[tuple[str, int], bool] = {}
+        """Host and slot of each live process of the run; whether it has started."""
         self._size, self._size_since = 0, 0.0
         self._part = 0.0
         """Part of the training that is done, as the script reports it."""
@@ -89,14 +89,14 @@ class RunProgress:
     def occupied(self) -> dict[str, int]:
         """Number of slots of each host in which processes of the run live or start."""
         found: dict[str, int] = {}
-        for host, slot in self._processes | self._starting:
+        for host, slot in self._processes:
             found[host] = max(found.get(host, 0), slot + 1)
         return found
 
     @property
     def hosts(self) -> set[str]:
         """Hosts on which processes of the run have started."""
-        return {host for host, _ in self._processes}
+        return {host for (host, _), has_started in self._processes.items() if has_started}
 
     @property
     def measured_slots(self) -> int:
@@ -163,7 +163,6 @@ class RunProgress:
             self.ending = None
             self.began_at = at
             self._processes.clear()
-            self._starting.clear()
             self._lost.clear()
             self.unfit.clear()
             self.cut_off_at = None
@@ -179,19 +178,17 @@ class RunProgress:
             self.waiting = ""
             self._resized(int(event.get("size") or 0), at)
         elif kind == "worker_started":
-            self._starting.add(_slot(event))
+            self._processes.setdefault(_slot(event), False)
         elif kind == "worker_standby":
-            self._starting.discard(_slot(event))
-            self._processes.add(_slot(event))
+            self._processes[_slot(event)] = True
             self._lost.pop(str(event.get("host")), None)
         elif kind == "worker_left":
-            self._starting.discard(_slot(event))
-            self._processes.discard(_slot(event))
+            self._processes.pop(_slot(event), None)
         elif kind == "host_lost":
             host = str(event.get("host"))
             self._lost[host] = str(event.get("cause") or "lost")
-            self._processes = {slot for slot in self._processes if slot[0] != host}
-            self._starting = {slot for slot in self._starting if slot[0] != host}
+            for slot in [each for each in self._processes if each[0] == host]:
+                del self._processes[slot]
         elif kind == "warning" and "unusable_host" in event:
             host, cause = str(event["unusable_host"]), str(event.get("message"))
             self._lost[host] = cause
@@ -207,7 +204,6 @@ class RunProgress:
         elif kind == "run_finished":
             self._resized(0, at)
             self._processes.clear()
-            self._starting.clear()
             self.ending = Ending(at, str(event.get("status")), str(event.get("message") or ""))
 
     def _resized(self, size: int, at: float) -> None:
@@ -220,7 +216,7 @@ class RunProgress:
         # Members of a taken-over run have no event of their own in this leader's life.
         hosts, slots = event.get("hosts") or [], event.get("slots") or []
         for host, number in zip(hosts, slots, strict=False):
-            self._processes |= {(str(host), slot) for slot in range(int(number))}
+            self._processes |= {(str(host), slot): True for slot in range(int(number))}
 
     def _note_progress(self, event: Record) -> None:
         epoch = event.get("epoch")
