@@ -18,3 +18,8 @@ def print_json(value: Any) -> None:
     """Print a value as JSON that people can read too."""
     json.dump(value, sys.stdout, indent=2)
     sys.stdout.write("\n")
+
+
+def print_json_line(value: dict[str, Any]) -> None:
+    """Print one JSON object of several as one line, at once."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)

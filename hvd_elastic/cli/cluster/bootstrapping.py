@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import typer
 
 from hvd_elastic.cli.cluster.host_options import Chosen
-from hvd_elastic.cli.cluster.host_report import print_json
+from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cluster.bootstrap import bring_key, find_leader_key
 from hvd_elastic.cluster.trust import ShownKey, TrustState, trust_hosts
 from hvd_elastic.formatting import count
@@ -54,7 +54,7 @@ def accept_host_keys(chosen: Chosen, yes: bool, also: str = "") -> list[ShownKey
     counts = Counter(entry.state for entry in shown)
     for entry in shown:
         if chosen.as_json:
-            print_json(
+            print_json_line(
                 {
                     "kind": "key" if also else "host",
                     "host": entry.host,

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_elastic.cli.cluster.host_report import Printer, print_json
+from hvd_elastic.cli.cluster.host_report import Printer
+from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cluster.check.health import HostHealth, Level
 from hvd_elastic.cluster.check.network import Link
 from hvd_elastic.hosts.fanout import HostResult
@@ -40,7 +41,7 @@ def show_links(links: Sequence[Link], printer: Printer, as_json: bool) -> None:
     """Print the range of bandwidth and latency between the hosts; with ``as_json`` every link."""
     if as_json:
         for link in links:
-            print_json(
+            print_json_line(
                 {
                     "kind": "link",
                     "from": link.source,

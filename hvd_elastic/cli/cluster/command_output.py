@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_elastic.cli.cluster.host_options import Chosen
-from hvd_elastic.cli.cluster.host_report import print_json
+from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cluster.run.commands import CommandResult, HowToRun
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
@@ -21,7 +21,7 @@ def show_plan(chosen: Chosen, text: str, how: HowToRun) -> None:
     for host in chosen.hosts:
         way = "here" if is_local(host, chosen.ssh) else "ssh"
         if chosen.as_json:
-            print_json(
+            print_json_line(
                 {
                     "kind": "plan",
                     "host": host.name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 import typer
 
 from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.fanout import HostResult, Outcome
@@ -138,7 +138,7 @@ def show_result(
         tell_failures: whether to print a line for a failure.
     """
     if as_json:
-        print_json(
+        print_json_line(
             {
                 "kind": "host",
                 "host": result.host.name,
@@ -243,7 +243,7 @@ def conclude(
     if missing:
         names["interrupted"] = missing
     if chosen.as_json:
-        print_json(
+        print_json_line(
             {
                 "kind": "summary",
                 "hosts": len(chosen.hosts),
@@ -262,8 +262,3 @@ def conclude(
         raise typer.Exit(INTERRUPTED)
     if any(result.outcome is not Outcome.OK for result in results):
         raise typer.Exit(1)
-
-
-def print_json(value: dict[str, Any]) -> None:
-    """Print a JSON object as one line."""
-    print(json.dumps(value, ensure_ascii=False), flush=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.shared_options import AsJson, SshConfigOption
 from hvd_elastic.errors import HostfileError, HvdElasticError, RunError, UsageError
 
@@ -228,7 +229,7 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
 
     rows = ask_daemon(open_cluster(cluster), Hosts()).data
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     width = max([4, *(len(row["host"]) for row in rows)])
     print(f"{'HOST':<{width}}  STATE  SLOTS  FREE  JOBS")

@@ -15,6 +15,7 @@ import typer
 
 from hvd_elastic.cli.jobs.daemon import ClusterOption
 from hvd_elastic.cli.numbers import parse_duration, parse_number
+from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count, duration_words
@@ -61,7 +62,7 @@ def queue(
     ended = store.ended(None if all_ else _SHOWN)
     alive = place.daemon_alive()
     if as_json:
-        print(json.dumps([job_fields(job) for job in [*active, *ended]], indent=2))
+        print_json([job_fields(job) for job in [*active, *ended]])
         return
     if not alive:
         print(
@@ -143,7 +144,7 @@ def why(
     number = find_numbers(store, place, [job])[-1]
     found = store.jobs([number])[number]
     if as_json:
-        print(json.dumps(job_fields(found), indent=2))
+        print_json(job_fields(found))
         return
     awaited = store.statuses([each.job for each in found.request.after]).values()
     for label, value in _why_rows(found, any(status.active for status in awaited)):
@@ -219,7 +220,7 @@ def wait(
         time.sleep(_POLL_S)
     ended = list(store.jobs(numbers).values())
     if as_json:
-        print(json.dumps([job_fields(job) for job in ended], indent=2))
+        print_json([job_fields(job) for job in ended])
     else:
         for job in ended:
             print(f"job {job.number} ({job.run_id}) {job.status.value}: {job.message}")

@@ -16,6 +16,7 @@ from hvd_elastic.cli.numbers import (
     parse_whole_number,
     whole_number_option,
 )
+from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.planning.scaling_tables import (
     LiveTable,
     check_out,
@@ -78,7 +79,7 @@ def input_(
     rate = measure_input(command, seconds)
     feeds_s = rate.batch_size / rate.examples_per_s
     if json_output:
-        print(json.dumps({**asdict(rate), "examples_per_s": rate.examples_per_s}, indent=2))
+        print_json({**asdict(rate), "examples_per_s": rate.examples_per_s})
         return
     cores = plural("core", rate.cores)
     by = "" if rate.processes is None else f" by {count(rate.processes, 'loader process')}"
@@ -174,7 +175,7 @@ def synthetic(
     for path in out or []:
         write_scaling(path, found, tables)
     if json_output:
-        print(json.dumps(found.as_json(), indent=2))
+        print_json(found.as_json())
         return
     for heading, rows in tables:
         print(f"{heading}:")
@@ -239,7 +240,7 @@ def allreduce(
     with progress_line() as say:
         found = measure_allreduce(hostfile, hosts, np, _bytes(most), options, say)
     if json_output:
-        print(json.dumps(found.as_json(), indent=2))
+        print_json(found.as_json())
         return
     rows = [["size", "time", "algorithm", "bus", *(["of the link"] if link else [])]]
     for each in found.sums:
@@ -282,7 +283,7 @@ def compare(
 
     found = compare_results(_read(first), _read(second))
     if json_output:
-        print(json.dumps([{**asdict(each), "differs": each.differs} for each in found], indent=2))
+        print_json([{**asdict(each), "differs": each.differs} for each in found])
     else:
         rows = [["slots", first.name, second.name, "change", "95 %", ""]]
         for each in found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hvd_elastic.cli.numbers import number_option, parse_duration, whole_number_option
+from hvd_elastic.cli.output import print_json
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 from hvd_elastic.formatting import count, number_words
 
@@ -109,7 +109,7 @@ def plan(
         notes.append("The sizes are those that the run's hostfile allows; --hosts N shows others.")
     path = _write(folder, found, notes, out)
     if json_output:
-        print(json.dumps(_as_json(folder, evidence, found, todo, path), indent=2))
+        print_json(_as_json(folder, evidence, found, todo, path))
     else:
         _show(found, notes, path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.planning.simulate_jobs import simulate_many, simulate_past
 from hvd_elastic.cli.runs.scaling_options import ScalingOptions
 from hvd_elastic.errors import UsageError
@@ -164,7 +164,7 @@ def simulate(
         "decisions": [vars(decision) for decision in result.decisions],
     }
     if json_output:
-        print(json.dumps(summary, indent=2))
+        print_json(summary)
         return
     _show(summary)
     print(f"simulated in {took_s:.1f} s", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvd_elastic.cli.output import print_json
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words
 
@@ -67,7 +67,7 @@ def simulate_many(
     if as_json:
         changes = [{**vars(change), "slots": change.slots} for change in outcome.changes]
         jobs = {"jobs": outcome.completion_s, "fairness_of_jobs": outcome.fairness}
-        print(json.dumps({**summary, **jobs, "changes": changes}, indent=2))
+        print_json({**summary, **jobs, "changes": changes})
         return
     for change in outcome.changes:
         at = duration_words(change.at_s)
@@ -144,7 +144,7 @@ def simulate_past(
         "ratio": ratio,
     }
     if as_json:
-        print(json.dumps(found, indent=2))
+        print_json(found)
         return
     rows = {
         "cluster": f"{cluster.name}: {count(len(hosts[0]), 'host')}, "
