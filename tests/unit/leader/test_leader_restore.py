@@ -49,7 +49,7 @@ class Resumed:
             spec, self.folder, {}, self.shown.append, lambda *_: None, resumed=True
         )
         self.agents = {host: Agent() for host in HOSTS}
-        self.leader._agents.by_host.update(self.agents)  # type: ignore[arg-type]
+        self.leader._run.agents.by_host.update(self.agents)  # type: ignore[arg-type]
         self.announced = self.announce()
 
     def announce(self) -> Announce:
@@ -73,7 +73,7 @@ class Resumed:
 def run(tmp_path: Path) -> Iterator[Resumed]:
     resumed = Resumed(tmp_path)
     yield resumed
-    resumed.leader._journal.close()
+    resumed.leader._run.journal.close()
 
 
 def test_the_host_that_took_it_is_the_root_and_the_record_comes_first(
@@ -178,4 +178,4 @@ def test_a_broken_generation_tells_how_far_training_is(run: Resumed) -> None:
     broken("a:0.1", 8, Position(8, 1, 20, 80))
     broken("b:0.1", -1, None)
     broken("b:0.1", 7, Position(7, 1, 20, 80))
-    assert run.leader._reports.progress.reached == Position(8, 1, 20, 80)
+    assert run.leader._run.progress.reached == Position(8, 1, 20, 80)
