@@ -6,7 +6,7 @@ import functools
 import time
 from dataclasses import replace
 
-from hvd_elastic.checkpoint.collector import Brought
+from hvd_elastic.checkpoint.sender import Brought
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
@@ -173,7 +173,7 @@ class Executor:
             folder = f"restore-{command.generation}"
             wanted = functools.partial(self._is_forming, command.generation)
             done = functools.partial(self._restore, command)
-            self._fetching.checkpoints.bring(hosts, folder, wanted, done)
+            self._fetching.sender.bring(hosts, folder, wanted, done)
         else:
             self._announce(command)
 

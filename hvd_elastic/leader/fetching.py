@@ -9,6 +9,7 @@ from dataclasses import replace
 from hvd_elastic.checkpoint.collector import CheckpointCollector
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.saved_collector import SavedFileCollector
+from hvd_elastic.checkpoint.sender import CheckpointSender
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.leader.agents.connection import AgentConnection
 from hvd_elastic.leader.led_run import LedRun
@@ -32,6 +33,7 @@ class Fetching:
 
     Attributes:
         checkpoints: fetches the shards of checkpoints.
+        sender: sends a checkpoint to a host, for a restart.
         saved: fetches the files that the script saves.
     """
 
@@ -57,6 +59,13 @@ class Fetching:
             warn=run.journal.warn,
             on_idle=on_checkpoint,
         )
+        self.sender = CheckpointSender(
+            store,
+            self.checkpoints,
+            agents=lambda: run.agents.by_host,
+            post=run.loop.post,
+            warn=run.journal.warn,
+        )
         self.saved = SavedFileCollector(
             run.folder.saved,
             life=lambda: run.fence.identity.leader,
@@ -75,9 +84,9 @@ class Fetching:
     def expect_checkpoint(self, past: RunSummary) -> None:
         """Prevent training from starting afresh if a checkpoint exists or may exist elsewhere."""
         if past.checkpoints:
-            self.checkpoints.expect(f"that of step {past.checkpoints[-1].step} was written")
+            self.checkpoints.expected = f"that of step {past.checkpoints[-1].step} was written"
         elif self._run.folder.began_elsewhere:
-            self.checkpoints.expect("it was led by another machine, which may have written one")
+            self.checkpoints.expected = "it was led by another machine, which may have written one"
 
     def offered(self, agent: AgentConnection, hello: msg.AgentHello) -> None:
         """Handle the hello of an agent, which lists what is in its host's spool."""
@@ -117,5 +126,5 @@ class Fetching:
 
     def end(self, *, succeeded: bool) -> None:
         """Let all hosts delete their spools, except for what may be needed."""
-        self.checkpoints.end(succeeded=succeeded)
+        self.checkpoints.end(succeeded=succeeded, searched_in_vain=self.sender.searched_in_vain)
         self.saved.end()

@@ -167,7 +167,7 @@ class Reports:
             case msg.Restored():
                 progress.stopped = ""
                 kind, fields = said.as_event()
-                path = self._fetching.checkpoints.restored_from
+                path = self._fetching.sender.restored_from
                 self._run.journal.emit(kind, {**fields, "path": path})
             case msg.CheckpointWritten() | msg.CheckpointFailed() | msg.FileSaved():
                 self._on_file(worker, said)
