@@ -22,6 +22,7 @@ from hvd_elastic.errors import SshError
 BUFFER_BYTES = 64 * 1024 * 1024
 STDERR_TAIL_BYTES = 64 * 1024
 CHUNK_BYTES = 64 * 1024
+_TOLD_LENGTH = 80  # of a command in a message
 # A background child may keep the pipes open after the command has ended. Output that arrives within
 # this time still belongs to the result.
 STRAGGLER_S = 2.0
@@ -372,6 +373,6 @@ def collect(
     return Result(status, bytes(out), bytes(err), time.monotonic() - started)
 
 
-def _shorten(text: str, limit: int = 80) -> str:
+def _shorten(text: str) -> str:
     line = text.replace("\n", " ")
-    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+    return line if len(line) <= _TOLD_LENGTH else f"{line[: _TOLD_LENGTH - 1]}…"
