@@ -254,11 +254,11 @@ class RemoteProcess:
             raise TimeoutError(f"'{self.command}' on {self.host} still runs after {timeout} s")
         return status
 
-    def wait_drained(self, timeout: float | None = None) -> bool:
+    def wait_drained(self, timeout: float) -> bool:
         """Wait for all output and return whether it arrived; a background child can delay it."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         for pump in self._pumps:
-            pump.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            pump.join(max(0.0, deadline - time.monotonic()))
         return not any(pump.is_alive() for pump in self._pumps)
 
     def signal(self, name: str) -> None:
