@@ -31,7 +31,6 @@ from hvd_elastic.leader.input_hosts import InputHosts
 from hvd_elastic.leader.journal import Journal, Show, ShowOutput
 from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.leader.liveness import Liveness
-from hvd_elastic.leader.progress import TrainingProgress
 from hvd_elastic.leader.reports import Reports
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.steering import Steering
@@ -142,7 +141,6 @@ class Leader:
             agents=Agents(spec, environment, self._post, engine),
             workers=Workers(folder),
             readers=readers,
-            progress=TrainingProgress(),
         )
         fetching = self._fetching = Fetching(
             run, store, on_checkpoint=self._checkpoints_idle, resumed=resumed
