@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.backoff import FailureBackoff
+from hvd_elastic.control.backoff import FailureBackoff, backoff
 from hvd_elastic.control.candidates import Candidates
 from hvd_elastic.control.commands import (
     Abort,
@@ -40,7 +40,7 @@ from hvd_elastic.control.commands import (
 from hvd_elastic.control.config import MachineConfig
 from hvd_elastic.control.endings import Departure, Endings, how_it_ended
 from hvd_elastic.control.events import HostSlots
-from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker, backoff
+from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker
 from hvd_elastic.control.membership import SlotId, assign_ranks, describe_change
 from hvd_elastic.control.outbox import Outbox
 from hvd_elastic.control.plan import Plan
