@@ -17,15 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hvd_elastic.checkpoint.files import (
-    CheckpointInfo,
-    Key,
-    ShardInfo,
-    complete_sets,
-    parse_shard,
-    receive_shard,
-)
+from hvd_elastic.checkpoint.manifests import CheckpointInfo
 from hvd_elastic.checkpoint.place import CheckpointStore
+from hvd_elastic.checkpoint.shards import Key, ShardInfo, complete_sets, parse_shard, receive_shard
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError, HvdElasticError
 from hvd_elastic.wire.framing import encode

@@ -15,15 +15,10 @@ import pytest
 
 from hvd_elastic.checkpoint import sender
 from hvd_elastic.checkpoint.collector import CheckpointCollector
-from hvd_elastic.checkpoint.files import (
-    complete_checkpoint,
-    drop_shards,
-    find_checkpoints,
-    find_shards,
-    newest_valid,
-)
+from hvd_elastic.checkpoint.manifests import complete_checkpoint, find_checkpoints, newest_valid
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.sender import Brought, CheckpointSender
+from hvd_elastic.checkpoint.shards import drop_shards, find_shards
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import CheckpointError, SshError
 from hvd_elastic.wire import messages as msg

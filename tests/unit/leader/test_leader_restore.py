@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hvd_elastic.checkpoint.files import complete_checkpoint
+from hvd_elastic.checkpoint.manifests import complete_checkpoint
 from hvd_elastic.checkpoint.sender import Brought
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.commands import Announce, Finish, StartWorker
