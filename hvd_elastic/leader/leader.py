@@ -166,6 +166,7 @@ class Leader:
             HostfileError: the hostfile cannot be read at the start.
             CheckpointError: the checkpoint folder cannot be written and no worker is running.
         """
+        run, spec = self._run, self._run.spec
         unwritable: CheckpointError | None = None
         try:
             self._fetching.checkpoints.check()
@@ -173,22 +174,22 @@ class Leader:
             if not self._resumed:
                 raise
             unwritable = error  # running workers can train on without checkpoints
-        self._run.hostfile.read()
-        records = self._run.folder.read_events() if self._resumed else []
+        run.hostfile.read()
+        records = run.folder.read_events() if self._resumed else []
         past = summarize(records)
-        self._run.progress.stopped = past.stopped_for
+        run.progress.stopped = past.stopped_for
         self._fetching.expect_checkpoint(past)
         self._steering.start_policy(records)
-        self._run.journal.emit(
+        run.journal.emit(
             "run_started",
             {
-                "run_id": self._run.folder.run_id,
-                "hosts": self._run.hostfile.event_fields()["hosts"],
-                "min_np": self._run.spec.min_np,
-                "max_np": self._run.spec.max_np,
-                "np": self._run.spec.np,
-                "pinned": list(self._run.spec.pin_hosts),
-                "command": list(self._run.spec.command),
+                "run_id": run.folder.run_id,
+                "hosts": run.hostfile.event_fields()["hosts"],
+                "min_np": spec.min_np,
+                "max_np": spec.max_np,
+                "np": spec.np,
+                "pinned": list(spec.pin_hosts),
+                "command": list(spec.command),
                 "resumed": self._resumed,
             },
         )
@@ -197,9 +198,9 @@ class Leader:
                 if self._resumed:
                     self._failover.ask_hosts(past, unwritable=unwritable)
                 else:
-                    self._run.fence.has_led = True
+                    run.fence.has_led = True
                     self._hosts_changed()
-                self._run.loop.run()
+                run.loop.run()
             except BaseException as error:
                 if self._executor.machine.members:
                     self._let_go(error)
@@ -208,25 +209,25 @@ class Leader:
                 raise
             finish = self._executor.finish
             assert finish is not None
-            if not self._run.fence.gave_way:
+            if not run.fence.gave_way:
                 finish = self._fetching.with_missing(finish)
             self._end_agents()
-        newest, reached = self._fetching.checkpoints.newest_step, self._run.progress.reached
-        self._run.journal.emit(
+        newest, reached = self._fetching.checkpoints.newest_step, run.progress.reached
+        run.journal.emit(
             "run_finished",
             {
-                "run_id": self._run.folder.run_id,
+                "run_id": run.folder.run_id,
                 "status": finish.status,
                 "message": self._outcome(finish),
                 "steps": reached.step,
                 "examples": reached.examples,
                 "epochs": reached.epoch,
                 "checkpoint_step": newest if newest >= 0 else None,
-                "led_elsewhere": self._run.fence.led_elsewhere,
+                "led_elsewhere": run.fence.led_elsewhere,
             },
         )
-        self._run.workers.close()
-        self._run.journal.close()
+        run.workers.close()
+        run.journal.close()
         return finish
 
     def _outcome(self, finish: cmd.Finish) -> str:
