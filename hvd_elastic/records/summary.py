@@ -662,14 +662,9 @@ def _restored(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
         run.spending.went_back(saved_at_s)
 
 
-@_on("training_stopped")
-def _training_stopped(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
-    run.stopped_for = _text(record, "reason")
-
-
-@_on("training_goes_on")
-def _training_goes_on(run: RunSummary, _: Mapping[str, Any], __: float) -> None:
-    run.stopped_for = ""
+@_on("training_stopped", "training_goes_on")
+def _training_ends(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
+    run.stopped_for = _text(record, "reason")  # training that goes on after all has none
 
 
 @_on("input")
