@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic import config
-from hvd_elastic.checkpoint.files import ShardInfo, drop_shards, find_shards
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER, drop_spooled, find_spooled
+from hvd_elastic.checkpoint.shards import ShardInfo, drop_shards, find_shards
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode
 

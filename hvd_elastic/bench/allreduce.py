@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hvd_elastic.bench.background_run import PATIENCE_S, BackgroundRun, Say
 from hvd_elastic.bench.step_timer import PREFIX
-from hvd_elastic.bench.worker_run import PATIENCE_S, Say, WorkerRun
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.hostfile import Host
@@ -103,7 +103,7 @@ def measure_allreduce(
     command = [sys.executable, "-m", "hvd_elastic.bench.allreduce_torch", *map(str, sizes)]
     say(f"starting {count(ranks, 'process')}")
     found = []
-    with WorkerRun(hostfile, command, ranks, options) as run:
+    with BackgroundRun(hostfile, command, ranks, options, "the benchmark") as run:
         for size in sizes:
 
             def look(event: Mapping[str, Any], name: str = f"{PREFIX}{size}_s") -> float | None:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from hvd_elastic.bench.background_run import PATIENCE_S, BackgroundRun
 from hvd_elastic.bench.scaling import Scaling, Settings, check_prices, scaling_of
 from hvd_elastic.bench.step_timer import PREFIX
-from hvd_elastic.bench.worker_run import PATIENCE_S, WorkerRun
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host
@@ -62,7 +62,7 @@ def measure_synthetic(
     progress.say(f"starting {count(order[0], 'process')}")
     found: dict[int, tuple[int, Mapping[str, Any]]] = {}
     command = settings.command(seconds, max(host.slots for host in hosts))
-    with WorkerRun(hostfile, command, order[0], options) as run:
+    with BackgroundRun(hostfile, command, order[0], options, "the benchmark") as run:
         for size in order:
             if size != order[0]:
                 run.scale(size)
@@ -79,7 +79,7 @@ def measure_synthetic(
 
 
 def _figures(
-    run: WorkerRun, size: int, patience_s: float, step_took: Callable[[float], None]
+    run: BackgroundRun, size: int, patience_s: float, step_took: Callable[[float], None]
 ) -> tuple[int, Mapping[str, Any]]:
     """Wait for the figures of a size; return the number of hosts, and the figures.
 

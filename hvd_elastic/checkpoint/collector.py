@@ -1,4 +1,4 @@
-"""Collects the shards of checkpoints from the hosts, and sends checkpoints back for a restart.
+"""Collects the shards of checkpoints from the hosts.
 
 The leader passes on the reports of workers and agents. Files are transferred in threads, from all
 hosts at once, one checkpoint at a time. If checkpoints come faster than the network can transfer
@@ -17,15 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hvd_elastic.checkpoint.files import (
-    CheckpointInfo,
-    Key,
-    ShardInfo,
-    complete_sets,
-    parse_shard,
-    receive_shard,
-)
+from hvd_elastic.checkpoint.manifests import CheckpointInfo
 from hvd_elastic.checkpoint.place import CheckpointStore
+from hvd_elastic.checkpoint.shards import Key, ShardInfo, complete_sets, parse_shard, receive_shard
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError, HvdElasticError
 from hvd_elastic.wire.framing import encode
@@ -33,11 +27,6 @@ from hvd_elastic.wire.messages import AgentHello, CheckpointWritten, Collected, 
 
 _AT_ONCE = 16
 """Most transfers at the same time; more would only compete for the leader's network."""
-_TRY_AGAIN_S = (1.0, 2.0, 5.0, 10.0, 15.0)
-"""Delays before further attempts to send a checkpoint to a host [s]."""
-_LOOK_S = 0.25
-"""Time between checks during such a delay of whether the checkpoint is still needed [s]; short,
-because the generation waits for the result."""
 
 
 class HostFiles(Protocol):
@@ -58,22 +47,6 @@ class HostFiles(Protocol):
 
     def discard(self, remote: str) -> None:
         """Remove a folder of the host; raises SshError on failure."""
-
-
-@dataclass(frozen=True)
-class Brought:
-    """The checkpoint that was sent to a host for a restart.
-
-    Attributes:
-        checkpoint: newest checkpoint; None: there is no complete one, or it could not be sent.
-        host, manifest: host it was sent to, and path of its manifest there.
-        error: why a checkpoint that exists, or may exist, could not be sent; empty: no error.
-    """
-
-    checkpoint: CheckpointInfo | None = None
-    host: str = ""
-    manifest: str = ""
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,14 +114,12 @@ class CheckpointCollector:
         self._complaints: set[str] = set()
         self._missed: _Missed | None = None
         self._writable = True
-        self._expected = ""
-        self._searched_in_vain = False
         self.newest_step = -1
         """Step of the newest checkpoint of the current history of training; -1: none."""
         self.newest_s = 0.0
         """How long that checkpoint took to be written and collected [s]."""
-        self.restored_from = ""
-        """Manifest of the checkpoint that the workers last restored."""
+        self.expected = ""
+        """Why there should be a checkpoint; empty: there need not be one."""
 
     @property
     def busy(self) -> bool:
@@ -167,10 +138,6 @@ class CheckpointCollector:
         finally:
             self.newest_step = self._store.newest_step()
         self._writable = True
-
-    def expect(self, why: str) -> None:
-        """Treat it as an error if no checkpoint is found; ``why``: why there should be one."""
-        self._expected = why
 
     # -- reports of shards -----------------------------------------------------------------
 
@@ -316,7 +283,7 @@ class CheckpointCollector:
         if info is not None:
             self._missed, self._writable = None, True
             self.newest_step, self.newest_s = info.step, info.seconds
-            self.expect(f"that of step {info.step} was written")
+            self.expected = f"that of step {info.step} was written"
             # Older incomplete checkpoints are no longer needed.
             self._known = {k: s for k, s in self._known.items() if k[0] > info.step}
             self._release(info.step - 1 if self._copies else info.step)
@@ -343,121 +310,40 @@ class CheckpointCollector:
         """Let an agent delete its spool, because its host leaves the run."""
         agent.send(Collected(None))
 
-    def end(self, *, succeeded: bool) -> None:
-        """Let all hosts delete their spools at the end of the run, unless they may be needed."""
-        needed = self._copies or self._missed or self.busy or self._searched_in_vain
+    def end(self, *, succeeded: bool, searched_in_vain: bool) -> None:
+        """Let all hosts delete their spools at the end of the run, unless they may be needed.
+
+        Args:
+            succeeded: whether the run has.
+            searched_in_vain: whether a checkpoint that should exist was not found.
+        """
+        needed = self._copies or self._missed or self.busy or searched_in_vain
         if succeeded or not (needed or not self._writable):
             self._release(None)
 
     # -- restoring -------------------------------------------------------------------------
 
-    def bring(
-        self,
-        hosts: Sequence[str],
-        name: str,
-        wanted: Callable[[], bool],
-        done: Callable[[Brought], None],
-    ) -> None:
-        """Start a thread that sends the newest complete checkpoint to one of the workers' hosts.
-
-        Args:
-            hosts: hosts of the workers; the first one that can receive it is used.
-            name: name of the folder to create in its spool.
-            wanted: returns whether the checkpoint is still needed; called from any thread.
-            done: called with the result, in the leader's loop.
-        """
-        threading.Thread(
-            target=self._bring, args=(hosts, name, wanted, done), name="restore", daemon=True
-        ).start()
-
-    def _bring(
-        self,
-        hosts: Sequence[str],
-        name: str,
-        wanted: Callable[[], bool],
-        done: Callable[[Brought], None],
-    ) -> None:
-        said: set[str] = set()
-
-        def say(message: str) -> None:
-            if message not in said:
-                said.add(message)
-                self._post(lambda: self._warn(message))
-
-        brought = self._try_to_bring(hosts, name, say)
-        for wait_s in _TRY_AGAIN_S:
-            if not brought.error:
-                break
-            say(f"{brought.error}; trying again")
-            end = time.monotonic() + wait_s
-            while wanted() and time.monotonic() < end:
-                time.sleep(_LOOK_S)
-            if not wanted():
-                break
-            brought = self._try_to_bring(hosts, name, say)
-
-        def tell() -> None:
-            if not brought.error and wanted():  # else a newer generation may be training already
-                self._goes_on_from(brought.checkpoint)
-            done(brought)
-
-        self._post(tell)
-
-    def _goes_on_from(self, newest: CheckpointInfo | None) -> None:
+    def goes_on_from(self, newest: CheckpointInfo | None) -> None:
+        """Forget the shards of other histories: training continues from this checkpoint."""
         self._accepting = False
         self._known.clear()
         self._missed = None
-        self.restored_from = "" if newest is None else str(newest.path)
         self.newest_step = -1 if newest is None else newest.step
         # A later takeover must not use shards of a history that training has abandoned.
         self._release(None)
 
-    def _try_to_bring(self, hosts: Sequence[str], name: str, say: Callable[[str], None]) -> Brought:
-        try:
-            newest = self._newest(say)
-        except (HvdElasticError, OSError) as error:
-            return Brought(error=f"no checkpoint can be looked for: {error}")
-        self._searched_in_vain = newest is None and bool(self._expected)
-        if newest is None:
-            return Brought(error=self._missed.why if self._missed else self._why_none())
-        failed: dict[str, str] = {}
-        for host in hosts:
-            agent = self._agents().get(host)
-            if agent is None or agent.info is None:
-                failed[host] = f"host {host} is gone"
-                continue
-            folder = f"{agent.info.spool}/{name}"
-            try:
-                for path in newest.files:
-                    agent.put(path, f"{folder}/{path.name}")
-            except (HvdElasticError, OSError) as error:
-                failed[host] = str(error)
-                with contextlib.suppress(HvdElasticError):
-                    agent.discard(folder)
-                continue
-            for problem in failed.values():
-                say(f"{problem}; the workers take the checkpoint from host {host}")
-            return Brought(newest, host, f"{folder}/{newest.path.name}")
-        problems = "; ".join(dict.fromkeys(failed.values()))
-        return Brought(error=f"checkpoint {newest.path} cannot be brought to any host: {problems}")
+    @property
+    def why_missed(self) -> str:
+        """Return why the newest checkpoint could not be collected; empty: it was."""
+        return self._missed.why if self._missed else ""
 
-    def _why_none(self) -> str:
-        """Return why it is an error that no checkpoint was found; empty: none was expected."""
-        if not self._expected:
-            return ""
-        return (
-            f"no whole checkpoint of run {self._store.run_id} is found in {self._store}, though "
-            f"{self._expected}: that place is not mounted, or its files are gone or damaged"
-        )
-
-    def _newest(self, say: Callable[[str], None]) -> CheckpointInfo | None:
-        """Return the newest checkpoint of the store, after collecting what the hosts still have."""
+    def collect_rest(self) -> None:
+        """Wait until what the hosts still have is collected; called from another thread."""
         self._idle.wait()  # shards of an earlier leader may still be being collected
         if self._missed:
             self._idle.clear()
             self._post(self._collect_missed)
             self._idle.wait()
-        return self._store.newest(say)
 
     def _collect_missed(self) -> None:
         """Try again to collect the missed checkpoint from the hosts that are still up."""

@@ -6,16 +6,16 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hvd_elastic.checkpoint.files import (
+from hvd_elastic.checkpoint.lease import find_lease
+from hvd_elastic.checkpoint.manifests import (
     CheckpointInfo,
-    ShardInfo,
     check_folder,
     check_owner,
     complete_checkpoint,
     find_checkpoints,
     newest_valid,
 )
-from hvd_elastic.checkpoint.lease import find_lease
+from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.url import CheckpointUrl, is_url
 from hvd_elastic.errors import CheckpointError
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from hvd_elastic.checkpoint.files import PICKLED_FORMAT, ShardInfo, parse_manifest
 from hvd_elastic.checkpoint.header import (
     LENGTH_BYTES,
     OPAQUE,
@@ -28,6 +27,8 @@ from hvd_elastic.checkpoint.header import (
     TensorInfo,
     decode_values,
 )
+from hvd_elastic.checkpoint.manifests import parse_manifest
+from hvd_elastic.checkpoint.shards import PICKLED_FORMAT, ShardInfo
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.frameworks import TITLES
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from hvd_elastic.checkpoint.files import DamagedShardError
+from hvd_elastic.checkpoint.shards import DamagedShardError
 from hvd_elastic.checkpoint.whole_files import (
     HashingWriter,
     explained,

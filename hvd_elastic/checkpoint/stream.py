@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvd_elastic import __version__
-from hvd_elastic.checkpoint.files import ShardInfo
 from hvd_elastic.checkpoint.header import OPAQUE, RESERVED, Header, TensorInfo
+from hvd_elastic.checkpoint.shards import ShardInfo
 
 SHARD_BYTES = 16 << 20
 """Smallest size of a shard when there are several: copying this many bytes takes some milliseconds,

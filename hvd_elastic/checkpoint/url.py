@@ -13,17 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.checkpoint.files import (
+from hvd_elastic.checkpoint.manifests import (
     MANIFEST,
-    SHARD,
     CheckpointInfo,
-    DamagedShardError,
     OnSkip,
     complete_checkpoint,
     is_own,
     parse_manifest,
-    receive_shard,
 )
+from hvd_elastic.checkpoint.shards import SHARD, DamagedShardError, receive_shard
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError
 

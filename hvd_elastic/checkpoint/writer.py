@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_elastic.checkpoint.files import ShardInfo, write_shard
+from hvd_elastic.checkpoint.shards import ShardInfo, write_shard
 from hvd_elastic.checkpoint.stream import Content, Position
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError, HvdElasticError

@@ -1,10 +1,17 @@
-"""Delays new generations, and finally gives up, when they break although no worker died."""
+"""Delays attempts after failures in a row; gives up when generations break without a death."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvd_elastic.control.fleet import backoff
+
+def backoff(delays: Sequence[float], tries: int) -> float:
+    """Return the delay after the ``tries``-th failure in a row; the last delay is repeated.
+
+    >>> [backoff((0.5, 1, 2), tries) for tries in (0, 1, 2, 3, 9)]
+    [0.0, 0.5, 1, 2, 2]
+    """
+    return delays[min(tries, len(delays)) - 1] if tries else 0.0
 
 
 class FailureBackoff:

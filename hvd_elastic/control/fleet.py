@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hvd_elastic.control.backoff import backoff
 from hvd_elastic.control.commands import Leave, StartAgent, StartWorker, StopAgent
 from hvd_elastic.control.config import MachineConfig
 from hvd_elastic.control.events import AgentFailed, AgentLost, FoundWorker
@@ -129,15 +130,6 @@ class Worker:
     @property
     def seat(self) -> Seat:
         return Seat(self.name, *self.slot)
-
-
-def backoff(delays: Sequence[float], tries: int) -> float:
-    """Return the delay after the ``tries``-th failure in a row; the last delay is repeated.
-
-    >>> [backoff((0.5, 1, 2), tries) for tries in (0, 1, 2, 3, 9)]
-    [0.0, 0.5, 1, 2, 2]
-    """
-    return delays[min(tries, len(delays)) - 1] if tries else 0.0
 
 
 class Fleet:

@@ -25,7 +25,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.backoff import FailureBackoff
+from hvd_elastic.control.backoff import FailureBackoff, backoff
+from hvd_elastic.control.candidates import Candidates
 from hvd_elastic.control.commands import (
     Abort,
     Announce,
@@ -39,17 +40,16 @@ from hvd_elastic.control.commands import (
 from hvd_elastic.control.config import MachineConfig
 from hvd_elastic.control.endings import Departure, Endings, how_it_ended
 from hvd_elastic.control.events import HostSlots
-from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker, backoff
+from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker
 from hvd_elastic.control.membership import SlotId, assign_ranks, describe_change
 from hvd_elastic.control.outbox import Outbox
 from hvd_elastic.control.plan import Plan
 from hvd_elastic.control.waiting import WaitingReport
-from hvd_elastic.formatting import count, hosts_named, plural, worker_name
+from hvd_elastic.formatting import worker_name
 
 __all__ = ["HostSlots", "MachineConfig", "Phase", "RunMachine"]
 
 _LAST_HOPE = 5  # multiple of the timeout for silent members that alone hold the training state
-_START_SPREAD = 0.15  # workers started together become warm within this share of the first's time
 _MAX_PASSES = 100  # far above what is ever needed: the first pass without a command is the last
 
 
@@ -99,6 +99,7 @@ class RunMachine:
         self._out = Outbox()
         self._fleet = Fleet(self._out, config)
         self._plan = Plan(config, self._fleet)
+        self._candidates = Candidates(self._out, config, self._plan, self._fleet)
         # requested
         self._current = Generation()
         self._aborted = 0
@@ -110,9 +111,6 @@ class RunMachine:
         # since when training is over for at least one worker, so that no worker joins any more
         self._finishing_since: float | None = None
         self._endings = Endings()
-        # start times of timers; None: not running
-        self._enough_since: float | None = None
-        self._short_since: float | None = None
         self._last_word_at = 0.0
         self._waiting = WaitingReport(self._out, config, self._plan, self._fleet)
 
@@ -613,7 +611,8 @@ class RunMachine:
             self._regroup(now)
         if self._finishing_since is None:
             self._plan.update(now)
-            self._fleet.dismiss_if(self._is_superfluous, Stage.STARTING, Stage.READY, Stage.WAITING)
+            is_superfluous = self._candidates.is_superfluous
+            self._fleet.dismiss_if(is_superfluous, Stage.STARTING, Stage.READY, Stage.WAITING)
             if self._phase is Phase.ASSEMBLING:
                 self._assemble(now)
             elif self._phase is Phase.RUNNING:
@@ -625,45 +624,17 @@ class RunMachine:
         for host in self._plan.emptied():
             self._out.emit("host_drained", host=host)
 
-    def _is_superfluous(self, worker: Worker) -> bool:
-        """Return whether a worker has no desired or spare slot and no state that must be kept."""
-        if worker.slot in self._plan.spare and not worker.holds_state:
-            return False
-        return worker.slot not in self._plan.desired and worker is not self._state_holder()
-
-    def _state_holder(self) -> Worker | None:
-        """Return the worker outside the desired slots that alone holds the newest state, if any."""
-        holders = [w for w in self._fleet.present(Stage.WAITING) if w.holds_state]
-        newest = max((worker.progress for worker in holders), default=None)
-        best = [worker for worker in holders if worker.progress == newest]
-        if not best or any(worker.slot in self._plan.desired or worker.saved for worker in best):
-            return None
-        return best[0]
-
-    def _available(self, now: float) -> list[Worker]:
-        """Return the workers in desired slots that can be announced now, except current members."""
-        found = []
-        for worker in self._fleet.present(Stage.READY, Stage.WAITING):
-            if worker.slot not in self._plan.desired:
-                continue
-            if now < worker.eligible_at:
-                self._out.wake(worker.eligible_at)
-                continue
-            found.append(worker)
-        return found
-
     def _assemble(self, now: float) -> None:
         """Announce a generation as soon as there are enough workers for it."""
-        available, holder = self._available(now), self._state_holder()
+        available, holder = self._candidates.available(now), self._candidates.state_holder()
         if len(available) < self._config.min_np:
-            self._enough_since = None
+            self._candidates.forget_waits()
             self._waiting.emit(len(available), now)
-            self._give_up_if_hopeless()
+            if in_vain := self._waiting.why_in_vain(has_trained=bool(self._formed)):
+                self._out.send(Finish("failed", in_vain))
             return
-        if self._enough_since is None:
-            self._enough_since = now
-        patience = self._patience(available, holder)
-        start_at = max(self._enough_since + patience, self._backoff.pause_until)
+        start_at = self._candidates.start_at(available, holder, now)
+        start_at = max(start_at, self._backoff.pause_until)
         if now < start_at:
             self._out.wake(start_at)
             if self._waiting.for_start:
@@ -671,82 +642,36 @@ class RunMachine:
             return
         self._announce([*available, *([holder] if holder else [])])
 
-    def _patience(self, available: Sequence[Worker], holder: Worker | None) -> float:
-        """Return how long the available workers wait for the rest [s]."""
-        survivors = [worker for worker in available if worker.holds_state]
-        if len(survivors) >= self._config.min_np or len(available) >= len(self._plan.desired):
-            return 0.0
-        if survivors or holder:
-            return self._config.join_window_s
-        return self._config.start_grace_s
-
     def _adjust(self, now: float) -> None:
         """Change a running generation: add newcomers, remove members without a desired slot."""
-        members = self._live()
+        members, candidates = self._live(), self._candidates
         staying = [worker for worker in members if worker.slot in self._plan.desired]
         going = [worker for worker in members if worker.slot not in self._plan.desired]
-        newcomers = self._available(now)
-        if going and self._may_train_on(going, len(staying) + len(newcomers), now):
+        newcomers = candidates.available(now)
+        if going and candidates.may_train_on(going, len(staying) + len(newcomers), now):
             return
         if not going:
-            self._short_since = None
-            if newcomers and self._window_is_over(newcomers, len(staying), now):
+            candidates.forget_waits()
+            if newcomers and candidates.are_all_here(newcomers, len(staying), now):
                 self._announce([*members, *newcomers])
         elif len(staying) + len(newcomers) >= self._config.min_np:
             if staying:
                 self._announce([*staying, *newcomers])
                 for worker in going:
                     self._fleet.dismiss(worker)
-            elif self._window_is_over(newcomers, 0, now):
+            elif candidates.are_all_here(newcomers, 0, now):
                 # All holders of the state have to leave: newcomers receive it from them in this
                 # generation, and the old members leave once it runs.
                 self._announce([*going, *newcomers])
-        elif self._plan.end_of(going) is not None or not self._awaits_replacements(now):
+        elif self._plan.end_of(going) is not None or not candidates.are_replacements_awaited(now):
             self._hold(staying, going, now)
-
-    def _may_train_on(self, going: Sequence[Worker], ready: int, now: float) -> bool:
-        """Return whether members on drained hosts train on while their replacements start."""
-        end = self._plan.end_of(going)
-        if end is None or now >= end or ready >= max(len(self._plan.desired), self._config.min_np):
-            return False
-        self._out.wake(end)
-        return True
 
     def _save_what_would_go(self) -> None:
         """Have the newest state written to a checkpoint if only a drained host holds it."""
-        holder = self._state_holder()
+        holder = self._candidates.state_holder()
         if holder is not None and holder.host in self._plan.draining and holder.saved is None:
             holder.saved = False
             self._out.send(SaveState(holder.name))
-
-    def _window_is_over(self, newcomers: Sequence[Worker], staying: int, now: float) -> bool:
-        if staying + len(newcomers) >= len(self._plan.desired):
-            return True
-        first = min(newcomers, key=lambda worker: worker.ready_at)
-        took_s = first.ready_at - first.started_at
-        end = first.ready_at + self._config.join_window_s
-        limit = first.ready_at + self._config.longest_join_window_s
-        for worker in self._fleet.present(Stage.STARTING):
-            if worker.slot in self._plan.desired and worker.started_at + took_s <= limit:
-                due = worker.started_at + (1 + _START_SPREAD) * took_s
-                end = max(end, min(due, limit))
-        if now < end:
-            self._out.wake(end)
-        return now >= end
-
-    def _awaits_replacements(self, now: float) -> bool:
-        """Return whether members that have to leave train on until enough others are ready.
-
-        They do so for at most ``regroup_timeout_s``.
-        """
-        if len(self._plan.desired) < self._config.min_np:
-            return False
-        if self._short_since is None:
-            self._short_since = now
-        end = self._short_since + self._config.regroup_timeout_s
-        if now < end:
-            self._out.wake(end)
-        return now < end
 
     def _announce(self, workers: Sequence[Worker]) -> None:
         members = assign_ranks((worker.seat for worker in workers), self._plan.hosts)
@@ -765,7 +690,7 @@ class RunMachine:
             worker.stage = Stage.MEMBER
             worker.member_of = number
         self._phase = Phase.FORMING
-        self._enough_since = self._short_since = None
+        self._candidates.forget_waits()
         self._waiting.is_over()
         slots = Counter(member.host for member in members)
         self._out.emit(
@@ -809,33 +734,6 @@ class RunMachine:
                     self._break("training is over for some of its members", now)
                 else:
                     self._out.wake(end)
-
-    def _give_up_if_hopeless(self) -> None:
-        self._give_up_if_nobody_is_known()
-        slots = self._plan.offered()
-        conceivable = [slot for slot in slots if self._fleet.conceivable(slot)]
-        if len(conceivable) >= self._config.min_np or len(slots) < self._config.min_np:
-            return  # with too few slots in the hostfile, the run waits for more
-        if any(worker.holds_state for worker in self._fleet.present(*Stage)):
-            return  # the state is safe, and saving the hostfile after a repair starts new attempts
-        text = (
-            f"{len(conceivable)} of {len(slots)} slots can be used and at least "
-            f"{self._config.min_np} are needed: {'; '.join(self._fleet.troubles(slots))}"
-        )
-        self._out.send(Finish("failed", text))
-
-    def _give_up_if_nobody_is_known(self) -> None:
-        """Fail a run that has never trained if no host name in its hostfile can be looked up."""
-        names = [host.name for host in self._plan.hosts]
-        tries = self._config.max_unknown_tries
-        if self._formed or not self._fleet.nobody_is_known(names, tries):
-            return
-        text = (
-            f"the {plural('name', len(names))} of {hosts_named(names)} cannot be looked up "
-            f"({count(tries, 'try')}), and the hostfile has no other host. Mend the hostfile, or "
-            "give the hosts a HostName in the ssh configuration"
-        )
-        self._out.send(Finish("failed", text))
 
     # -- helpers ---------------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ def assign_ranks(seats: Iterable[Seat], hosts: Sequence[HostSlots]) -> tuple[Mem
         hosts_with[len(seats_here)] += 1
         seats_here.append(seat)
     members: list[Member] = []
-    met: dict[int, int] = {}  # local rank → number of hosts so far that have it
+    met: Counter[int] = Counter()  # local rank → number of hosts so far that have it
     for seats_here in by_host.values():
         for local_rank, seat in enumerate(seats_here):
             members.append(
@@ -118,11 +118,11 @@ def assign_ranks(seats: Iterable[Seat], hosts: Sequence[HostSlots]) -> tuple[Mem
                     rank=len(members),
                     local_rank=local_rank,
                     local_size=len(seats_here),
-                    cross_rank=met.get(local_rank, 0),
+                    cross_rank=met[local_rank],
                     cross_size=hosts_with[local_rank],
                 )
             )
-            met[local_rank] = met.get(local_rank, 0) + 1
+            met[local_rank] += 1
     return tuple(members)
 
 

@@ -1,4 +1,4 @@
-"""Reports what a run waits for, each time that changes."""
+"""Reports what a run waits for, each time that changes, and when waiting is in vain."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hvd_elastic.control.fleet import Fleet, Stage
 from hvd_elastic.control.membership import SlotId
 from hvd_elastic.control.outbox import Outbox
 from hvd_elastic.control.plan import Plan
-from hvd_elastic.formatting import count, hosts_named
+from hvd_elastic.formatting import count, hosts_named, plural
 
 
 class WaitingReport:
@@ -82,3 +82,37 @@ class WaitingReport:
     def _is_ready(self, slot: SlotId) -> bool:
         worker = self._fleet.worker_at(slot)
         return worker is not None and worker.stage is not Stage.STARTING and not worker.leaving
+
+    # -- in vain ---------------------------------------------------------------------------
+
+    def why_in_vain(self, *, has_trained: bool) -> str:
+        """Return why no wait can bring enough workers; empty: it may.
+
+        Args:
+            has_trained: whether the run has ever trained.
+        """
+        nobody = "" if has_trained else self._nobody_is_known()
+        if nobody:
+            return nobody
+        slots, need = self._plan.offered(), self._config.min_np
+        conceivable = [slot for slot in slots if self._fleet.conceivable(slot)]
+        if len(conceivable) >= need or len(slots) < need:
+            return ""  # with too few slots in the hostfile, the run waits for more
+        if any(worker.holds_state for worker in self._fleet.present(*Stage)):
+            return ""  # the state is safe, and saving the hostfile after a repair starts new tries
+        return (
+            f"{len(conceivable)} of {len(slots)} slots can be used and at least "
+            f"{need} are needed: {'; '.join(self._fleet.troubles(slots))}"
+        )
+
+    def _nobody_is_known(self) -> str:
+        """Return the error that no host name of the hostfile can be looked up; empty: one can."""
+        names = [host.name for host in self._plan.hosts]
+        tries = self._config.max_unknown_tries
+        if not self._fleet.nobody_is_known(names, tries):
+            return ""
+        return (
+            f"the {plural('name', len(names))} of {hosts_named(names)} cannot be looked up "
+            f"({count(tries, 'try')}), and the hostfile has no other host. Mend the hostfile, or "
+            "give the hosts a HostName in the ssh configuration"
+        )

@@ -22,6 +22,7 @@ from hvd_elastic.errors import SshError
 BUFFER_BYTES = 64 * 1024 * 1024
 STDERR_TAIL_BYTES = 64 * 1024
 CHUNK_BYTES = 64 * 1024
+_TOLD_LENGTH = 80  # of a command in a message
 # A background child may keep the pipes open after the command has ended. Output that arrives within
 # this time still belongs to the result.
 STRAGGLER_S = 2.0
@@ -253,11 +254,11 @@ class RemoteProcess:
             raise TimeoutError(f"'{self.command}' on {self.host} still runs after {timeout} s")
         return status
 
-    def wait_drained(self, timeout: float | None = None) -> bool:
+    def wait_drained(self, timeout: float) -> bool:
         """Wait for all output and return whether it arrived; a background child can delay it."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         for pump in self._pumps:
-            pump.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            pump.join(max(0.0, deadline - time.monotonic()))
         return not any(pump.is_alive() for pump in self._pumps)
 
     def signal(self, name: str) -> None:
@@ -372,6 +373,6 @@ def collect(
     return Result(status, bytes(out), bytes(err), time.monotonic() - started)
 
 
-def _shorten(text: str, limit: int = 80) -> str:
+def _shorten(text: str) -> str:
     line = text.replace("\n", " ")
-    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+    return line if len(line) <= _TOLD_LENGTH else f"{line[: _TOLD_LENGTH - 1]}…"

@@ -42,7 +42,7 @@ def run_script(
     connection: Connection,
     name: str,
     payload: Any,
-    timeout_s: float | None = 60.0,
+    timeout_s: float,
     python: str = "python3",
 ) -> Any:
     """Run ``programs/<name>.py`` on the host with a JSON input; return its JSON output.

@@ -189,17 +189,17 @@ class SshConnection(Connection):
             channel = self._transport.open_session(timeout=self.options.connect_timeout_s)
             channel.exec_command(line)
         except (SSHException, OSError, EOFError) as error:
-            raise self._lost("no command can be started", error) from error
+            raise self._cannot_start(error) from error
         return RemoteProcess(_ChannelEnds(channel), command, self.host.name, on_stderr, on_stdout)
 
     def close(self) -> None:
         self._route.close()
 
-    def _lost(self, what: str, error: BaseException) -> SshError:
+    def _cannot_start(self, error: BaseException) -> SshError:
         cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if not self.alive:
             cause = f"the connection is lost ({cause}); is the host still up?"
-        return SshError(f"host {self.host.name}: {what}: {cause}")
+        return SshError(f"host {self.host.name}: no command can be started: {cause}")
 
 
 class _ChannelEnds:

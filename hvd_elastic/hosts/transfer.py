@@ -51,12 +51,11 @@ def receive_file(
             write(chunk)
         status = process.wait(_SILENCE_S)
     except TimeoutError as error:
-        raise _failed(connection, f"{remote} cannot be fetched: nothing came for 60 s") from error
+        raise _failed(connection, f"{remote} cannot be fetched", "nothing came for 60 s") from error
     finally:
         process.close()
     if status != 0:
-        said = process.last_line or "the connection is lost"
-        raise _failed(connection, f"{remote} cannot be fetched: {said}")
+        raise _failed(connection, f"{remote} cannot be fetched", process.last_line)
 
 
 def send_file(connection: Connection, local: Path, remote: str) -> None:
@@ -77,13 +76,14 @@ def send_file(connection: Connection, local: Path, remote: str) -> None:
             process.stdin.close()
             status = process.wait(_SILENCE_S)
         except TimeoutError as error:
-            raise _failed(connection, f"{remote} cannot be written: no answer for 60 s") from error
+            raise _failed(
+                connection, f"{remote} cannot be written", "no answer for 60 s"
+            ) from error
         finally:
             process.close()
     if status != 0:
-        said = process.last_line or "the connection is lost"
-        raise _failed(connection, f"{remote} cannot be written: {said}")
+        raise _failed(connection, f"{remote} cannot be written", process.last_line)
 
 
-def _failed(connection: Connection, what: str) -> SshError:
-    return SshError(f"host {connection.host.name}: {what}")
+def _failed(connection: Connection, what: str, why: str) -> SshError:
+    return SshError(f"host {connection.host.name}: {what}: {why or 'the connection is lost'}")

@@ -148,19 +148,14 @@ def _libc() -> str:
         return "libc"
 
 
-def _package_folder(name: str) -> Path | None:
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        return None
-    return Path(spec.origin).parent
-
-
 def _torch_facts() -> dict[str, str | None]:
     """Return versions from torch/version.py, since importing torch takes seconds."""
-    folder = _package_folder("torch")
+    spec = importlib.util.find_spec("torch")
     found: dict[str, object] = {}
-    if folder is not None and (folder / "version.py").is_file():
-        found = runpy.run_path(str(folder / "version.py"))
+    if spec is not None and spec.origin is not None:
+        version = Path(spec.origin).with_name("version.py")
+        if version.is_file():
+            found = runpy.run_path(str(version))
     wanted = {name: found.get(name) for name in ("__version__", "cuda")}
     return {name: None if value is None else str(value) for name, value in wanted.items()}
 

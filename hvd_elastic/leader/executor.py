@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
-from hvd_elastic.checkpoint.collector import Brought
+from hvd_elastic.checkpoint.sender import Brought
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.leader.agents.agents import Agents
 from hvd_elastic.leader.fetching import Fetching
-from hvd_elastic.leader.hostfile_watch import HostfileWatch
-from hvd_elastic.leader.input_hosts import InputHosts
-from hvd_elastic.leader.journal import Journal
-from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.leader.workers import Workers
+from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.wire import messages as msg
 
 
@@ -26,14 +20,8 @@ class Executor:
     """Executes what the machine decides.
 
     Args:
-        spec: specification of the run.
-        hostfile: hosts of the run.
-        agents: connections to them.
-        workers: the workers of the run.
-        readers: input hosts.
+        run: what all parts of the leader share.
         fetching: fetches and sends checkpoints.
-        journal: records events.
-        led: returns the identity of this leader.
         has_checkpoint: whether a checkpoint may exist already.
 
     Attributes:
@@ -41,38 +29,20 @@ class Executor:
         finish: how the run ends; None: it has not ended.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        hostfile: HostfileWatch,
-        agents: Agents,
-        workers: Workers,
-        readers: InputHosts,
-        fetching: Fetching,
-        journal: Journal,
-        led: Callable[[], msg.LeaderIdentity],
-        *,
-        has_checkpoint: bool,
-    ) -> None:
-        self._spec = spec
-        self._hostfile = hostfile
-        self._agents = agents
-        self._workers = workers
-        self._readers = readers
+    def __init__(self, run: LedRun, fetching: Fetching, *, has_checkpoint: bool) -> None:
+        self._run = run
         self._fetching = fetching
-        self._journal = journal
-        self._led = led
         self.machine = self._new_machine(has_checkpoint=has_checkpoint)
         self.finish: cmd.Finish | None = None
 
     def _new_machine(self, *, has_checkpoint: bool) -> RunMachine:
-        spec = self._spec
+        spec, hostfile = self._run.spec, self._run.hostfile
         np = spec.np
         if np is None and spec.policy != "fixed":
             # A policy starts small: its first measurements show what more slots would gain.
-            if not self._hostfile.hosts:
-                self._hostfile.read()
-            hosts = self._hostfile.hosts.values()
+            if not hostfile.hosts:
+                hostfile.read()
+            hosts = hostfile.hosts.values()
             np = max(spec.min_np, sum(h.slots for h in hosts if h.name in spec.pin_hosts))
         config = MachineConfig(
             min_np=spec.min_np,
@@ -86,12 +56,12 @@ class Executor:
 
     def begin_anew(self) -> None:
         """Forget what was known of the workers; they are to be taken over."""
-        self._workers.places.clear()
+        self._run.workers.places.clear()
         self.machine = self._new_machine(has_checkpoint=True)
 
     def take_over(self, event: ev.RunTakenOver, workers: dict[str, tuple[str, int]]) -> None:
         """Continue with what was found of the run; ``workers``: their hosts and slots."""
-        self._workers.places = workers
+        self._run.workers.places = workers
         self.tell(event)
 
     def tell(self, event: ev.Event) -> None:
@@ -108,14 +78,14 @@ class Executor:
             cause: how it was noticed.
             silent_s: how long it was silent before [s]; None: its connection has ended.
         """
-        self._workers.forget_host(host)
+        self._run.workers.forget_host(host)
         self.tell(ev.AgentLost(host, cause, silent_s))
 
     def execute(self, command: cmd.Command) -> None:
         """Execute a command of the machine."""
         match command:
             case cmd.Emit(kind=kind, fields=fields):
-                self._journal.emit(kind, fields)
+                self._run.journal.emit(kind, fields)
             case cmd.StartAgent(host=host):
                 self.start_agent(host, take_over=False)
             case cmd.StopAgent(host=host):
@@ -131,7 +101,7 @@ class Executor:
             case cmd.SaveState(worker=worker):
                 self._save_state(worker)
             case cmd.Abort(generation=generation):
-                self._agents.send_all(self._agents.by_host, msg.CallOff(generation))
+                self._run.agents.send_all(self._run.agents.by_host, msg.CallOff(generation))
             case cmd.Announce():
                 self._form(command)
             case cmd.Finish():
@@ -142,32 +112,34 @@ class Executor:
 
     def start_agent(self, host: str, *, take_over: bool) -> None:
         """Start the agent of a host; ``take_over``: keep workers of an earlier leader."""
-        self._agents.start(host, self._hostfile.hosts, self._led(), take_over=take_over)
+        self._run.agents.start(
+            host, self._run.hostfile.hosts, self._run.fence.identity, take_over=take_over
+        )
 
     def _stop_agent(self, host: str) -> None:
-        agent = self._agents.by_host.get(host)
+        agent = self._run.agents.by_host.get(host)
         if agent is not None:
             self._fetching.checkpoints.leaving(agent)
-            self._agents.leave(host)
-            self._agents.release(self._fetching.saved.holds)
-            self._workers.forget_host(host)
+            self._run.agents.leave(host)
+            self._run.agents.release(self._fetching.saved.holds)
+            self._run.workers.forget_host(host)
 
     def _start_worker(self, worker: str, host: str, slot: int) -> None:
-        self._workers.places[worker] = (host, slot)
-        known = self._hostfile.hosts.get(host, Host(host))
+        self._run.workers.places[worker] = (host, slot)
+        known = self._run.hostfile.hosts.get(host, Host(host))
         # Other jobs may use the rest of the slots that the host may ever hold.
         slots = max(known.slots, known.max_slots or 0)
         order = msg.StartWorker(worker, slot, slots, devices=list(known.devices))
-        self._agents.send(host, order)
-        if self._readers.use is not None:
-            self.say(worker, self._readers.use)
+        self._run.agents.send(host, order)
+        if self._run.readers.use is not None:
+            self.say(worker, self._run.readers.use)
 
     def _save_state(self, worker: str) -> None:
-        if self._spec.checkpoint_every_s:
+        if self._run.spec.checkpoint_every_s:
             self.say(worker, msg.SaveState())
         else:
-            host, _ = self._workers.places[worker]
-            self._journal.warn(
+            host, _ = self._run.workers.places[worker]
+            self._run.journal.warn(
                 f"host {host} will go with the only copy of the state, and this run writes no "
                 "checkpoints (--checkpoint-every 0): add another host to the hostfile in time"
             )
@@ -180,19 +152,19 @@ class Executor:
 
     def say_to_all(self, use: msg.UseInput) -> None:
         """Tell all workers which processes of input hosts read for them now."""
-        for worker in self._workers.places:
+        for worker in self._run.workers.places:
             self.say(worker, use)
 
     def _send_to_host_of(self, worker: str, message: msg.Kill | msg.Tell) -> None:
-        host, _ = self._workers.places.get(worker, ("", 0))
-        self._agents.send(host, message)
+        host, _ = self._run.workers.places.get(worker, ("", 0))
+        self._run.agents.send(host, message)
 
     # -- generations -----------------------------------------------------------------------
 
     def pass_on(self, entry: msg.StoreEntry, origin: str) -> None:
         """Send a rendezvous entry to all hosts of its generation except ``origin``."""
         if entry.generation == self.machine.generation:
-            self._agents.pass_on(entry, origin, self.machine.members)
+            self._run.agents.pass_on(entry, origin, self.machine.members)
 
     def _form(self, command: cmd.Announce) -> None:
         """Announce a generation; if no worker holds the state, send a checkpoint to it first."""
@@ -201,7 +173,7 @@ class Executor:
             folder = f"restore-{command.generation}"
             wanted = functools.partial(self._is_forming, command.generation)
             done = functools.partial(self._restore, command)
-            self._fetching.checkpoints.bring(hosts, folder, wanted, done)
+            self._fetching.sender.bring(hosts, folder, wanted, done)
         else:
             self._announce(command)
 
@@ -217,7 +189,7 @@ class Executor:
         if brought.error:
             go_on = (
                 "Nothing was removed or begun anew: mend that and go on with: hvd-elastic run "
-                f"--resume {self._led().run_id}, or start a new run"
+                f"--resume {self._run.fence.identity.run_id}, or start a new run"
             )
             self.tell(ev.StopRequested(f"{brought.error}. {go_on}", "failed"))
             return
@@ -225,10 +197,10 @@ class Executor:
         # Recorded by the leader before the announcement, so it precedes all that workers record.
         restored = {"step": 0, "epoch": 0, "examples": 0}
         if newest is None:
-            self._journal.warn("there is no complete checkpoint: training begins anew")
+            self._run.journal.warn("there is no complete checkpoint: training begins anew")
         else:
             restored = {"step": newest.step, "epoch": newest.epoch, "examples": newest.examples}
-        self._journal.read("restored", restored)
+        self._run.journal.read("restored", restored)
         by_host = {member.host: member.worker for member in reversed(command.members)}
         path = None if newest is None else str(newest.path)
         rooted = replace(command, root=by_host.get(brought.host))
@@ -243,6 +215,6 @@ class Executor:
         """
         if order.generation != self.machine.generation:
             return  # a newer generation was announced while the checkpoint was transferred
-        announcement = msg.Announcement(order, self._led().leader, restore, checkpoint)
+        announcement = msg.Announcement(order, self._run.fence.identity.leader, restore, checkpoint)
         hosts = dict.fromkeys(member.host for member in order.members)
-        self._agents.send_all(hosts, msg.AnnounceGeneration.of(announcement))
+        self._run.agents.send_all(hosts, msg.AnnounceGeneration.of(announcement))

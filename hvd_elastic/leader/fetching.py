@@ -9,13 +9,10 @@ from dataclasses import replace
 from hvd_elastic.checkpoint.collector import CheckpointCollector
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.saved_collector import SavedFileCollector
+from hvd_elastic.checkpoint.sender import CheckpointSender
 from hvd_elastic.control.commands import Finish
-from hvd_elastic.control.loop import Loop
-from hvd_elastic.leader.agents.agents import Agents
 from hvd_elastic.leader.agents.connection import AgentConnection
-from hvd_elastic.leader.journal import Journal
-from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.wire import messages as msg
 
@@ -29,57 +26,53 @@ class Fetching:
     """Fetches what the hosts of a run have written.
 
     Args:
-        spec: specification of the run.
-        folder: run folder.
+        run: what all parts of the leader share; its loop ends when nothing is awaited.
         store: keeps the checkpoints.
-        agents: connections to the hosts.
-        loop: loop of the leader, which this object ends.
-        journal: records events.
-        life: returns the id of this leader's term.
         on_checkpoint: called when no more checkpoint is being fetched.
         resumed: whether the run had a leader before.
 
     Attributes:
         checkpoints: fetches the shards of checkpoints.
+        sender: sends a checkpoint to a host, for a restart.
         saved: fetches the files that the script saves.
     """
 
     def __init__(
         self,
-        spec: RunSpec,
-        folder: RunFolder,
+        run: LedRun,
         store: CheckpointStore,
-        agents: Agents,
-        loop: Loop,
-        journal: Journal,
         *,
-        life: Callable[[], str],
         on_checkpoint: Callable[[], None],
         resumed: bool,
     ) -> None:
-        self._folder = folder
-        self._agents = agents
-        self._loop = loop
+        self._run = run
         self._ended: Finish | None = None
         """How training ended; None: it has not."""
         self._ended_at = 0.0
         self.checkpoints = CheckpointCollector(
             store,
-            copies=spec.checkpoint_copies,
+            copies=run.spec.checkpoint_copies,
             resumed=resumed,
-            agents=lambda: agents.by_host,
-            post=loop.post,
-            emit=journal.emit,
-            warn=journal.warn,
+            agents=lambda: run.agents.by_host,
+            post=run.loop.post,
+            emit=run.journal.emit,
+            warn=run.journal.warn,
             on_idle=on_checkpoint,
         )
+        self.sender = CheckpointSender(
+            store,
+            self.checkpoints,
+            agents=lambda: run.agents.by_host,
+            post=run.loop.post,
+            warn=run.journal.warn,
+        )
         self.saved = SavedFileCollector(
-            folder.saved,
-            life=life,
-            agents=lambda: agents.usable,
-            post=loop.post,
-            emit=journal.emit,
-            warn=journal.warn,
+            run.folder.saved,
+            life=lambda: run.fence.identity.leader,
+            agents=lambda: run.agents.usable,
+            post=run.loop.post,
+            emit=run.journal.emit,
+            warn=run.journal.warn,
             on_idle=self.end_loop_if_complete,
         )
 
@@ -91,9 +84,9 @@ class Fetching:
     def expect_checkpoint(self, past: RunSummary) -> None:
         """Prevent training from starting afresh if a checkpoint exists or may exist elsewhere."""
         if past.checkpoints:
-            self.checkpoints.expect(f"that of step {past.checkpoints[-1].step} was written")
-        elif self._folder.began_elsewhere:
-            self.checkpoints.expect("it was led by another machine, which may have written one")
+            self.checkpoints.expected = f"that of step {past.checkpoints[-1].step} was written"
+        elif self._run.folder.began_elsewhere:
+            self.checkpoints.expected = "it was led by another machine, which may have written one"
 
     def offered(self, agent: AgentConnection, hello: msg.AgentHello) -> None:
         """Handle the hello of an agent, which lists what is in its host's spool."""
@@ -103,7 +96,7 @@ class Fetching:
     def look(self) -> None:
         """Let hosts go from which all is fetched, and the run end if all is; called often."""
         self.saved.look()
-        self._agents.release(self.saved.holds)
+        self._run.agents.release(self.saved.holds)
         self.end_loop_if_complete()
 
     def training_ended(self, finish: Finish) -> None:
@@ -120,7 +113,7 @@ class Fetching:
         if self.saved.is_awaited(self._ended_at):
             self.saved.tell_awaited(self._ended_at)
         elif not awaits_checkpoint:
-            self._loop.stop()
+            self._run.loop.stop()
 
     def with_missing(self, finish: Finish) -> Finish:
         """Return how the run ends, given which saved files could not be fetched."""
@@ -133,5 +126,5 @@ class Fetching:
 
     def end(self, *, succeeded: bool) -> None:
         """Let all hosts delete their spools, except for what may be needed."""
-        self.checkpoints.end(succeeded=succeeded)
+        self.checkpoints.end(succeeded=succeeded, searched_in_vain=self.sender.searched_in_vain)
         self.saved.end()

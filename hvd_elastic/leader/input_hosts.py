@@ -13,8 +13,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
+from hvd_elastic.control.backoff import backoff
 from hvd_elastic.control.events import AgentFailed, WorkerExited
-from hvd_elastic.control.fleet import backoff
 from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.hosts.engine import Engine
 from hvd_elastic.hosts.hostfile import Host

@@ -29,8 +29,8 @@ from hvd_elastic.leader.fetching import Fetching
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.input_hosts import InputHosts
 from hvd_elastic.leader.journal import Journal, Show, ShowOutput
+from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.leader.liveness import Liveness
-from hvd_elastic.leader.progress import TrainingProgress
 from hvd_elastic.leader.reports import Reports
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.steering import Steering
@@ -109,15 +109,8 @@ class Leader:
         resumed: bool = False,
         engine: Engine | None = None,
     ) -> None:
-        self._spec = spec
-        self._folder = folder
         self._resumed = resumed
-        loop = self._loop = Loop(self._next_deadline, self._tick)
         self._next_tick = time.monotonic()
-        journal = self._journal = Journal(folder, show, show_output, audit=spec.audit)
-        hostfile = self._hostfile = HostfileWatch(spec, journal.warn)
-        agents = self._agents = Agents(spec, environment, self._post, engine)
-        workers, progress = Workers(folder), TrainingProgress()
         store = CheckpointStore(
             folder.run_id,
             folder.checkpoints,
@@ -126,7 +119,9 @@ class Leader:
             resumed=resumed,
         )
         fence = Fence(folder.run_id, store.place, spec.failure_timeout_s)
-        readers = self._readers = InputHosts(
+        loop = Loop(self._next_deadline, self._tick)
+        journal = Journal(folder, show, show_output, audit=spec.audit)
+        readers = InputHosts(
             spec,
             folder,
             environment,
@@ -136,65 +131,33 @@ class Leader:
             changed=self._readers_changed,
             engine=engine,
         )
+        run = self._run = LedRun(
+            spec=spec,
+            folder=folder,
+            fence=fence,
+            loop=loop,
+            journal=journal,
+            hostfile=HostfileWatch(spec, journal.warn),
+            agents=Agents(spec, environment, self._post, engine),
+            workers=Workers(folder),
+            readers=readers,
+        )
         fetching = self._fetching = Fetching(
-            spec,
-            folder,
-            store,
-            agents,
-            loop,
-            journal,
-            life=lambda: fence.identity.leader,
-            on_checkpoint=self._checkpoints_idle,
-            resumed=resumed,
+            run, store, on_checkpoint=self._checkpoints_idle, resumed=resumed
         )
-        executor = self._executor = Executor(
-            spec,
-            hostfile,
-            agents,
-            workers,
-            readers,
-            fetching,
-            journal,
-            led=lambda: fence.identity,
-            has_checkpoint=resumed,
-        )
-        liveness = self._liveness = Liveness(
-            spec, agents, workers, readers, executor, journal, progress
-        )
-        failover = self._failover = Failover(
-            spec,
-            hostfile,
-            agents,
-            executor,
-            loop,
-            fence,
-            trains=lambda: bool(workers.places),
-            lead=self._lead_found,
-        )
-        stopping = self._stopping = Stopping(
-            spec, executor, loop, journal, progress, leads=lambda: failover.leads
-        )
-        self._steering = Steering(spec, folder, hostfile, executor, stopping, fetching, journal)
-        self._reports = Reports(
-            spec,
-            hostfile,
-            agents,
-            workers,
-            readers,
-            executor,
-            fetching,
-            liveness,
-            stopping,
-            journal,
-            progress,
-        )
+        executor = self._executor = Executor(run, fetching, has_checkpoint=resumed)
+        liveness = self._liveness = Liveness(run, executor)
+        failover = self._failover = Failover(run, executor, lead=self._lead_found)
+        stopping = self._stopping = Stopping(run, executor, leads=lambda: failover.leads)
+        self._steering = Steering(run, executor, stopping, fetching)
+        self._reports = Reports(run, executor, fetching, liveness, stopping)
 
     # -- from start to end -----------------------------------------------------------------
 
     @property
     def gave_way(self) -> bool:
         """Return whether this leader ended in favour of another one and had started nothing."""
-        return self._failover.fence.gave_way and not self._failover.fence.has_led
+        return self._run.fence.gave_way and not self._run.fence.has_led
 
     def run(self) -> cmd.Finish:
         """Lead the run until it ends; return how it ended.
@@ -203,6 +166,7 @@ class Leader:
             HostfileError: the hostfile cannot be read at the start.
             CheckpointError: the checkpoint folder cannot be written and no worker is running.
         """
+        run, spec = self._run, self._run.spec
         unwritable: CheckpointError | None = None
         try:
             self._fetching.checkpoints.check()
@@ -210,22 +174,22 @@ class Leader:
             if not self._resumed:
                 raise
             unwritable = error  # running workers can train on without checkpoints
-        self._hostfile.read()
-        records = self._folder.read_events() if self._resumed else []
+        run.hostfile.read()
+        records = run.folder.read_events() if self._resumed else []
         past = summarize(records)
-        self._reports.progress.stopped = past.stopped_for
+        run.progress.stopped = past.stopped_for
         self._fetching.expect_checkpoint(past)
         self._steering.start_policy(records)
-        self._journal.emit(
+        run.journal.emit(
             "run_started",
             {
-                "run_id": self._folder.run_id,
-                "hosts": self._hostfile.event_fields()["hosts"],
-                "min_np": self._spec.min_np,
-                "max_np": self._spec.max_np,
-                "np": self._spec.np,
-                "pinned": list(self._spec.pin_hosts),
-                "command": list(self._spec.command),
+                "run_id": run.folder.run_id,
+                "hosts": run.hostfile.event_fields()["hosts"],
+                "min_np": spec.min_np,
+                "max_np": spec.max_np,
+                "np": spec.np,
+                "pinned": list(spec.pin_hosts),
+                "command": list(spec.command),
                 "resumed": self._resumed,
             },
         )
@@ -234,9 +198,9 @@ class Leader:
                 if self._resumed:
                     self._failover.ask_hosts(past, unwritable=unwritable)
                 else:
-                    self._failover.fence.has_led = True
+                    run.fence.has_led = True
                     self._hosts_changed()
-                self._loop.run()
+                run.loop.run()
             except BaseException as error:
                 if self._executor.machine.members:
                     self._let_go(error)
@@ -245,30 +209,30 @@ class Leader:
                 raise
             finish = self._executor.finish
             assert finish is not None
-            if not self._failover.fence.gave_way:
+            if not run.fence.gave_way:
                 finish = self._fetching.with_missing(finish)
             self._end_agents()
-        newest, reached = self._fetching.checkpoints.newest_step, self._reports.progress.reached
-        self._journal.emit(
+        newest, reached = self._fetching.checkpoints.newest_step, run.progress.reached
+        run.journal.emit(
             "run_finished",
             {
-                "run_id": self._folder.run_id,
+                "run_id": run.folder.run_id,
                 "status": finish.status,
                 "message": self._outcome(finish),
                 "steps": reached.step,
                 "examples": reached.examples,
                 "epochs": reached.epoch,
                 "checkpoint_step": newest if newest >= 0 else None,
-                "led_elsewhere": self._failover.fence.led_elsewhere,
+                "led_elsewhere": run.fence.led_elsewhere,
             },
         )
-        self._reports.close()
-        self._journal.close()
+        run.workers.close()
+        run.journal.close()
         return finish
 
     def _outcome(self, finish: cmd.Finish) -> str:
         """Return why the run has ended, in words."""
-        ended_itself = finish.status == "succeeded" and self._reports.progress.stopped
+        ended_itself = finish.status == "succeeded" and self._run.progress.stopped
         return (
             f"training was stopped by the script: {ended_itself}"
             if ended_itself
@@ -277,25 +241,25 @@ class Leader:
 
     def _end_agents(self) -> None:
         """End all agents and their workers, and wait until they have ended."""
-        if self._failover.fence.gave_way:
-            self._agents.drop()  # the workers belong to the other leader
-            self._readers.drop()
+        if self._run.fence.gave_way:
+            self._run.agents.drop()  # the workers belong to the other leader
+            self._run.readers.drop()
             return
         finish = self._executor.finish
         self._fetching.end(succeeded=finish is not None and finish.status == "succeeded")
-        for host in self._agents.end():
-            self._journal.warn(f"host {host}: the agent did not answer the end of the run")
-        self._readers.end()
+        for host in self._run.agents.end():
+            self._run.journal.warn(f"host {host}: the agent did not answer the end of the run")
+        self._run.readers.end()
 
     def _let_go(self, error: BaseException) -> None:
         """Leave the workers running after an internal error of this process."""
-        self._agents.drop()
-        self._readers.drop()
+        self._run.agents.drop()
+        self._run.readers.drop()
         with contextlib.suppress(Exception):  # the journal itself may be what failed
-            self._journal.warn(
+            self._run.journal.warn(
                 f"the leader fails ({type(error).__name__}: {error}). The hosts go on without it "
-                f"for {self._spec.leader_grace_s:g} s (--leader-grace), and then leave a "
-                f"checkpoint: hvd-elastic run --resume {self._folder.run_id} leads on"
+                f"for {self._run.spec.leader_grace_s:g} s (--leader-grace), and then leave a "
+                f"checkpoint: hvd-elastic run --resume {self._run.folder.run_id} leads on"
             )
 
     # -- the loop --------------------------------------------------------------------------
@@ -317,7 +281,7 @@ class Leader:
                 if self._stopping.cause is not None:
                     self._failover.hasten()
                 self._failover.look(now)
-            self._agents.beat(now, self._journal.recorded_step)
+            self._run.agents.beat(now, self._run.journal.recorded_step)
             if self._failover.leads:
                 self._stopping.look(now)
             self._fetching.look()
@@ -327,19 +291,19 @@ class Leader:
 
     def _look(self, now: float) -> None:
         """Look whether anything has changed, while this leader leads."""
-        if self._hostfile.changed():
+        if self._run.hostfile.changed():
             self._hosts_changed()
         self._steering.look_for_requests()
         cut_off_s = self._liveness.look(now)
         if cut_off_s is not None:
             self._lead_again(cut_off_s)
         self._steering.let_policy_decide(now)
-        self._readers.look(now)
+        self._run.readers.look(now)
 
     def _hosts_changed(self) -> None:
-        self._journal.emit("hosts_changed", self._hostfile.event_fields())
-        self._readers.update(self._hostfile.input_hosts, self._hostfile.hosts)
-        self._executor.tell(ev.HostsChanged(self._hostfile.slots))
+        self._run.journal.emit("hosts_changed", self._run.hostfile.event_fields())
+        self._run.readers.update(self._run.hostfile.input_hosts, self._run.hostfile.hosts)
+        self._executor.tell(ev.HostsChanged(self._run.hostfile.slots))
 
     def _readers_changed(self, use: msg.UseInput) -> None:
         self._executor.say_to_all(use)
@@ -352,10 +316,10 @@ class Leader:
         self._stopping.checkpoint_kept(newest_step)
 
     def _post(self, agent: AgentConnection, message: FromAgent) -> None:
-        self._loop.post(lambda: self._heard(agent, message))
+        self._run.loop.post(lambda: self._heard(agent, message))
 
     def _heard(self, agent: AgentConnection, message: FromAgent) -> None:
-        if self._agents.by_host.get(agent.host.name) is not agent:
+        if self._run.agents.by_host.get(agent.host.name) is not agent:
             return  # from an agent that was dropped or asked to end
         match message:
             case msg.Refused(led=led):
@@ -378,35 +342,35 @@ class Leader:
 
         The workers have continued without a leader, so this is a takeover of its own run.
         """
-        grace_s = self._spec.leader_grace_s
+        grace_s = self._run.spec.leader_grace_s
         fields = {"silent_s": round(silent_s, 3), "grace_s": grace_s}
-        self._journal.emit("leader_cut_off", fields)
-        self._agents.drop()
+        self._run.journal.emit("leader_cut_off", fields)
+        self._run.agents.drop()
         self._liveness.begin_anew()
-        self._failover.fence.lead_anew()
+        self._run.fence.lead_anew()
         self._executor.begin_anew()
-        past = summarize(self._folder.read_events())
+        past = summarize(self._run.folder.read_events())
         self._failover.ask_hosts(past, max(TAKEOVER_S, grace_s - silent_s), patient=True)
 
     def _lead_found(self, takeover: Takeover) -> None:
         """Lead what the hosts hold of the run, now that they have answered."""
-        self._journal.emit("hosts_changed", self._hostfile.event_fields())
+        self._run.journal.emit("hosts_changed", self._run.hostfile.event_fields())
         for host in takeover.came_back:
-            self._journal.emit("host_returned", {"host": host})
-        event, workers = takeover.event(self._hostfile.slots), takeover.workers
+            self._run.journal.emit("host_returned", {"host": host})
+        event, workers = takeover.event(self._run.hostfile.slots), takeover.workers
         if takeover.unwritable is not None:
             if not workers:
                 raise takeover.unwritable
-            self._journal.warn(f"training goes on without checkpoints: {takeover.unwritable}")
+            self._run.journal.warn(f"training goes on without checkpoints: {takeover.unwritable}")
         if event.awaited and not workers:
             names = hosts_named(event.awaited)
-            self._journal.warn(
+            self._run.journal.warn(
                 f"{names} could not be asked whether another leader leads this run; if one does, "
                 "the one that began later ends when they meet"
             )
-        self._failover.fence.has_led = True
-        self._readers.update(self._hostfile.input_hosts, self._hostfile.hosts)
-        self._reports.progress.is_known = not workers
+        self._run.fence.has_led = True
+        self._run.readers.update(self._run.hostfile.input_hosts, self._run.hostfile.hosts)
+        self._run.progress.is_known = not workers
         for found in event.workers:
             if found.finished:
                 self._liveness.finished(found.worker)

@@ -7,50 +7,26 @@ from collections.abc import Iterable
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.machine import Phase
 from hvd_elastic.control.progress import ProgressWatch
-from hvd_elastic.leader.agents.agents import Agents
 from hvd_elastic.leader.executor import Executor
-from hvd_elastic.leader.input_hosts import InputHosts
-from hvd_elastic.leader.journal import Journal
-from hvd_elastic.leader.progress import TrainingProgress
-from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.leader.workers import Workers
+from hvd_elastic.leader.led_run import LedRun
 
 
 class Liveness:
     """Watches the heartbeats of agents and workers.
 
     Args:
-        spec: specification of the run.
-        agents: connections to the agents.
-        workers: the workers of the run.
-        readers: input hosts; how long ranks wait for their data is passed on to them.
+        run: what all parts of the leader share.
         executor: is told what was found.
-        journal: records which worker the others wait for.
-        progress: progress of training.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        agents: Agents,
-        workers: Workers,
-        readers: InputHosts,
-        executor: Executor,
-        journal: Journal,
-        progress: TrainingProgress,
-    ) -> None:
-        self._spec = spec
-        self._agents = agents
-        self._workers = workers
-        self._readers = readers
+    def __init__(self, run: LedRun, executor: Executor) -> None:
+        self._run = run
         self._executor = executor
-        self._journal = journal
-        self._progress = progress
-        self._watch = ProgressWatch(spec.failure_timeout_s)
+        self._watch = ProgressWatch(run.spec.failure_timeout_s)
 
     def begin_anew(self) -> None:
         """Forget all heartbeats."""
-        self._watch = ProgressWatch(self._spec.failure_timeout_s)
+        self._watch = ProgressWatch(self._run.spec.failure_timeout_s)
 
     def finished(self, worker: str) -> None:
         """Note that a worker's training function returned."""
@@ -63,16 +39,16 @@ class Liveness:
             How long all hosts have been silent [s], if it is more likely that this machine was cut
             off from them; none is given up then. Otherwise None.
         """
-        silence = self._agents.silence(now)
+        silence = self._run.agents.silence(now)
         if silence is None:
             return None
-        timeout_s = self._spec.failure_timeout_s
+        timeout_s = self._run.spec.failure_timeout_s
         if self._is_cut_off(silence.values()):
             least_s = min(silence.values())
             return least_s if least_s > timeout_s else None
         for name, silent_s in silence.items():
             if silent_s > timeout_s:
-                self._agents.by_host.pop(name).drop()
+                self._run.agents.by_host.pop(name).drop()
                 cause = f"no sign of life for {silent_s:.1f} s"
                 self._executor.agent_lost(name, cause, silent_s)
         self._look_at_progress()
@@ -84,37 +60,37 @@ class Liveness:
         It is then more likely that this machine was cut off than that all hosts failed.
         """
         executor = self._executor
-        has_members = bool(self._workers.places and executor.machine.members)
+        has_members = bool(self._run.workers.places and executor.machine.members)
         trains = has_members and executor.finish is None
         least_s = min(silence, default=0.0)
         # Heartbeats come at different moments: when one host exceeds the timeout, the others
         # count as silent too if they have reached half of it.
-        overdue = least_s > self._spec.failure_timeout_s / 2
-        return trains and self._spec.leader_grace_s > 0 and overdue
+        overdue = least_s > self._run.spec.failure_timeout_s / 2
+        return trains and self._run.spec.leader_grace_s > 0 and overdue
 
     def _look_at_progress(self) -> None:
-        executor, places = self._executor, self._workers.places
+        executor, places = self._executor, self._run.workers.places
         machine = executor.machine
         self._watch.keep_only(places)
-        for agent in self._agents.by_host.values():
+        for agent in self._run.agents.by_host.values():
             for worker, activity in agent.take_activities().items():
                 if worker in places:
                     self._watch.note(worker, activity)
-                    self._readers.watch.note(worker, activity.reading)
+                    self._run.readers.watch.note(worker, activity.reading)
         for silent in self._watch.silent():
             self._watch.forget(silent.worker)
             executor.tell(silent)
         generation, ranks = machine.training
         if machine.phase is Phase.RUNNING:
-            self._readers.watch_ranks([(member.worker, member.host) for member in ranks])
+            self._run.readers.watch_ranks([(member.worker, member.host) for member in ranks])
         members = [member.worker for member in ranks if member.worker in places]
         found = self._watch.stuck(generation, members)
         if isinstance(found, ev.GenerationStuck):
-            self._progress.note_if_further(self._watch.furthest(members))
+            self._run.progress.note_if_further(self._watch.furthest(members))
         for event in found if isinstance(found, list) else [found]:
             executor.tell(event)
         for worker, step_s, line in self._watch.busy(generation, members):
             place = f", which is at {line}" if line else ""
-            name = self._workers.name(worker)
+            name = self._run.workers.name(worker)
             message = f"the others wait for worker {name}{place}, {step_s:.0f} s into its step"
-            self._journal.emit("log_note", {"message": message})
+            self._run.journal.emit("log_note", {"message": message})

@@ -8,19 +8,13 @@ from hvd_elastic.control import events as ev
 from hvd_elastic.control.endings import explain_script_error
 from hvd_elastic.control.progress import Position
 from hvd_elastic.formatting import count
-from hvd_elastic.leader.agents.agents import Agents
 from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.fetching import Fetching
-from hvd_elastic.leader.hostfile_watch import HostfileWatch
-from hvd_elastic.leader.input_hosts import InputHosts
-from hvd_elastic.leader.journal import Journal
+from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.leader.liveness import Liveness
-from hvd_elastic.leader.progress import TrainingProgress
-from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.steering import host_draining
 from hvd_elastic.leader.stopping import Stopping
-from hvd_elastic.leader.workers import Workers
 from hvd_elastic.wire import messages as msg
 
 
@@ -28,44 +22,26 @@ class Reports:
     """Passes on what agents and workers report to whom it concerns.
 
     Args:
-        spec: specification of the run.
-        hostfile: hosts of the run.
-        agents: connections to the agents.
-        workers: the workers of the run.
-        readers: input hosts; they are told of the machines of the ranks.
+        run: what all parts of the leader share.
         executor: is told what has happened.
         fetching: fetches what the workers have written.
         liveness: is told whose training has ended.
         stopping: is told of checkpoints.
-        journal: records events.
-        progress: progress of training, which this object updates.
     """
 
     def __init__(
         self,
-        spec: RunSpec,
-        hostfile: HostfileWatch,
-        agents: Agents,
-        workers: Workers,
-        readers: InputHosts,
+        run: LedRun,
         executor: Executor,
         fetching: Fetching,
         liveness: Liveness,
         stopping: Stopping,
-        journal: Journal,
-        progress: TrainingProgress,
     ) -> None:
-        self._spec = spec
-        self._hostfile = hostfile
-        self._agents = agents
-        self._workers = workers
-        self._readers = readers
+        self._run = run
         self._executor = executor
         self._fetching = fetching
         self._liveness = liveness
         self._stopping = stopping
-        self._journal = journal
-        self.progress = progress
 
     def take(self, agent: AgentConnection, message: FromAgent) -> None:
         """Handle a message of an agent of this leader."""
@@ -76,7 +52,7 @@ class Reports:
             case msg.AgentHello():
                 self._on_hello(agent, message)
             case ev.AgentFailed():
-                del self._agents.by_host[host]
+                del self._run.agents.by_host[host]
                 if agent.up:
                     self._executor.agent_lost(host, message.cause, None)
                 else:
@@ -84,17 +60,17 @@ class Reports:
             case msg.EntryAdded(entry=entry):
                 self._executor.pass_on(entry, host)
             case msg.Notice(cause=cause, leave_in_s=leave_in_s):
-                if host in self._hostfile.hosts:
+                if host in self._run.hostfile.hosts:
                     reserve_s = self._fetching.reserve_s
                     self._executor.tell(host_draining(host, cause, leave_in_s, reserve_s))
             case msg.AgentWarning(message=text):
-                self._journal.warn(f"host {host}: {text}")
+                self._run.journal.warn(f"host {host}: {text}")
             case msg.HostSample():
-                self._journal.emit("host_sample", message.event_fields(host))
+                self._run.journal.emit("host_sample", message.event_fields(host))
             case msg.PastReading(message=reading):
-                self._journal.read(*reading.as_event())
+                self._run.journal.read(*reading.as_event())
             case msg.Log() | msg.WorkerEnded() | msg.WorkerNotStarted() | msg.WorkerSaid():
-                if message.worker in self._workers.places:
+                if message.worker in self._run.workers.places:
                     self._on_worker(message)
 
     def _on_hello(self, agent: AgentConnection, hello: msg.AgentHello) -> None:
@@ -108,13 +84,15 @@ class Reports:
             "cpus": hello.cpus,
             "machine": hello.machine,
         }
-        self._journal.emit("agent_started", fields)
-        self._readers.watch.machines[host] = (hello.machine or host, hello.cpus)
+        self._run.journal.emit("agent_started", fields)
+        self._run.readers.watch.machines[host] = (hello.machine or host, hello.cpus)
         if hello.swept:
             strays = count(hello.swept, "stray process")
-            self._journal.warn(f"host {host}: ended {strays} of this run")
+            self._run.journal.warn(f"host {host}: ended {strays} of this run")
         for found in hello.held.workers if hello.held is not None else ():
-            if found.worker not in self._workers.places:  # its agent answered after the takeover
+            if (
+                found.worker not in self._run.workers.places
+            ):  # its agent answered after the takeover
                 agent.send(msg.Kill(found.worker))
         self._fetching.offered(agent, hello)
         self._executor.tell(ev.AgentReady(host))
@@ -125,23 +103,23 @@ class Reports:
         worker = message.worker
         match message:
             case msg.Log(data=data):
-                host, slot = self._workers.places[worker]
-                lines = self._workers.log(worker, data)
+                host, slot = self._run.workers.places[worker]
+                lines = self._run.workers.log(worker, data)
                 members = self._executor.machine.members
                 if members and members[0].worker == worker:
                     for line in lines:
-                        self._journal.output(host, slot, line)
+                        self._run.journal.output(host, slot, line)
             case msg.WorkerEnded(code=code, signal=number):
                 exited = ev.WorkerExited(worker, code, number)
-                match self._workers.ended(exited):
+                match self._run.workers.ended(exited):
                     case ev.ScriptFailed() as failed:
                         self._executor.tell(failed)
                     case (kind, fields):
-                        self._journal.emit(kind, fields)
+                        self._run.journal.emit(kind, fields)
                 self._executor.tell(exited)
             case msg.WorkerNotStarted(error=error):
-                host, _ = self._workers.places.pop(worker)
-                command = " ".join(self._spec.command)
+                host, _ = self._run.workers.places.pop(worker)
+                command = " ".join(self._run.spec.command)
                 text = f"the command {command!r} cannot be started on host {host}: {error}"
                 self._executor.tell(ev.ScriptFailed(worker, text))
             case msg.WorkerSaid(message=said):
@@ -149,7 +127,7 @@ class Reports:
 
     def take_of_worker(self, worker: str, said: msg.WorkerReport) -> None:
         """Handle a message of a worker."""
-        tell, progress = self._executor.tell, self.progress
+        tell, progress = self._executor.tell, self._run.progress
         match said:
             case msg.Ready(warm_s=warm_s):
                 tell(ev.WorkerReady(worker, round(warm_s, 3)))
@@ -157,7 +135,7 @@ class Reports:
                 if progress.stopped and not stopped:
                     # The rank that reported it was lost before another one had agreed.
                     progress.stopped = ""
-                    self._journal.emit("training_goes_on", {"step": said.step})
+                    self._run.journal.emit("training_goes_on", {"step": said.step})
                 tell(ev.WorkerJoined(worker, generation))
             case msg.Broken(generation=generation, step=step, error=error, state=state):
                 progress.note_if_further(said.progress)
@@ -170,46 +148,42 @@ class Reports:
                 tell(ev.WorkerFinished(worker))
             case msg.ScriptRaised(traceback=traceback, progress=reached):
                 # Workers do not print it themselves, so that the terminal shows it once.
-                self._workers.write(worker, traceback)
-                self._workers.failure_told = True
+                self._run.workers.write(worker, traceback)
+                self._run.workers.failure_told = True
                 progress.note_if_further(reached)
                 tell(ev.ScriptFailed(worker, explain_script_error(traceback) or traceback))
             case msg.Metrics(progress=reached):
                 progress.reached = reached
-                self._journal.emit(*said.as_event())
+                self._run.journal.emit(*said.as_event())
             case msg.TrainingStopped(reason=reason):
                 progress.stopped = reason
-                self._journal.emit(*said.as_event())
+                self._run.journal.emit(*said.as_event())
             case msg.BatchPlan() | msg.Shares() | msg.RescaleFinished():
-                self._journal.emit(*said.as_event())
+                self._run.journal.emit(*said.as_event())
             case msg.WorkerWarning(message=text):
-                self._journal.warn(f"worker {self._workers.name(worker)}: {text}")
+                self._run.journal.warn(f"worker {self._run.workers.name(worker)}: {text}")
             case msg.Dataset() | msg.Used():
-                self._journal.read(*said.as_event())
+                self._run.journal.read(*said.as_event())
             case msg.Restored():
                 progress.stopped = ""
                 kind, fields = said.as_event()
-                path = self._fetching.checkpoints.restored_from
-                self._journal.emit(kind, {**fields, "path": path})
+                path = self._fetching.sender.restored_from
+                self._run.journal.emit(kind, {**fields, "path": path})
             case msg.CheckpointWritten() | msg.CheckpointFailed() | msg.FileSaved():
                 self._on_file(worker, said)
 
     def _on_file(
         self, worker: str, said: msg.CheckpointWritten | msg.CheckpointFailed | msg.FileSaved
     ) -> None:
-        host, _ = self._workers.places[worker]
+        host, _ = self._run.workers.places[worker]
         checkpoints = self._fetching.checkpoints
         match said:
             case msg.CheckpointWritten(step=step):
                 self._stopping.shard_written(step)
-                self.progress.written = Position(step, said.epoch, 0, said.examples)
-                self.progress.note_if_further(self.progress.written)
-                checkpoints.written(host, self._agents.by_host[host], said)
+                self._run.progress.written = Position(step, said.epoch, 0, said.examples)
+                self._run.progress.note_if_further(self._run.progress.written)
+                checkpoints.written(host, self._run.agents.by_host[host], said)
             case msg.CheckpointFailed(message=text):
                 checkpoints.failed(host, text)
             case msg.FileSaved(file=saved, seconds=seconds):
-                self._fetching.saved.saved(host, self._agents.by_host[host], saved, seconds)
-
-    def close(self) -> None:
-        """Close the workers' logs."""
-        self._workers.close()
+                self._fetching.saved.saved(host, self._run.agents.by_host[host], saved, seconds)

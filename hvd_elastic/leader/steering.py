@@ -13,11 +13,9 @@ from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.fetching import Fetching
-from hvd_elastic.leader.hostfile_watch import HostfileWatch
-from hvd_elastic.leader.journal import Journal
+from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.stopping import Stopping
-from hvd_elastic.records.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from hvd_elastic.leader.scaling import Scaler
@@ -42,43 +40,30 @@ class Steering:
     """Steers a run.
 
     Args:
-        spec: specification of the run.
-        folder: run folder, in which requests arrive.
-        hostfile: hosts of the run.
+        run: what all parts of the leader share; requests arrive in its folder.
         executor: is told what was asked for or decided.
         stopping: stops the run.
         fetching: says how long a checkpoint takes.
-        journal: records requests with their answers, and decisions.
     """
 
     def __init__(
-        self,
-        spec: RunSpec,
-        folder: RunFolder,
-        hostfile: HostfileWatch,
-        executor: Executor,
-        stopping: Stopping,
-        fetching: Fetching,
-        journal: Journal,
+        self, run: LedRun, executor: Executor, stopping: Stopping, fetching: Fetching
     ) -> None:
-        self._spec = spec
-        self._folder = folder
-        self._hostfile = hostfile
+        self._run = run
         self._executor = executor
         self._stopping = stopping
         self._fetching = fetching
-        self._journal = journal
         self._scaler: Scaler | None = None
 
     def start_policy(self, past: Sequence[Mapping[str, Any]]) -> None:
         """Let the policy of the run decide, if it has one; ``past``: events of the run so far."""
-        if self._spec.policy == "fixed":
+        if self._run.spec.policy == "fixed":
             return
         from hvd_elastic.leader.scaling import Scaler
 
         age_s = max(0.0, time.time() - past[0]["t"]) if past else 0.0
-        scaler = Scaler(self._spec, self._journal.emit, time.monotonic() - age_s, past)
-        self._journal.listeners.append(
+        scaler = Scaler(self._run.spec, self._run.journal.emit, time.monotonic() - age_s, past)
+        self._run.journal.listeners.append(
             lambda event: scaler.note(event["kind"], event, event["mono"])
         )
         self._scaler = scaler
@@ -86,14 +71,14 @@ class Steering:
     def let_policy_decide(self, now: float) -> None:
         """Carry out what the policy decides, if anything."""
         if self._scaler is not None and self._stopping.cause is None:
-            hosts = self._hostfile.hosts.values()
+            hosts = self._run.hostfile.hosts.values()
             change = self._scaler.look(self._executor.machine, hosts, now)
             if change is not None:
                 self._executor.tell(change)
 
     def look_for_requests(self, only: str | None = None) -> None:
         """Carry out and answer the requests that have arrived; ``only``: none but this one."""
-        for request in self._folder.take_requests(only):
+        for request in self._run.folder.take_requests(only):
             answer = self._answer(request.op, request.fields)
             if answer.event is not None:
                 self._executor.tell(answer.event)
@@ -103,17 +88,17 @@ class Steering:
                 "ok": answer.ok,
                 "message": answer.message,
             }
-            self._journal.emit("command_done", {**request.fields, **fields})
+            self._run.journal.emit("command_done", {**request.fields, **fields})
 
     def _answer(self, op: str, fields: Mapping[str, Any]) -> Answer:
-        hosts, draining = self._hostfile.hosts, self._executor.machine.draining
+        hosts, draining = self._run.hostfile.hosts, self._executor.machine.draining
         match op:
             case "stop":
                 self._stopping.ask(StopCause.COMMAND)
                 return Answer("the run is being stopped")
             case "scale":
-                run_id, wanted = self._folder.run_id, fields.get("np")
-                return scale(wanted, self._spec, run_id, hosts.values(), draining, self._scaler)
+                run_id, wanted = self._run.folder.run_id, fields.get("np")
+                return scale(wanted, self._run.spec, run_id, hosts.values(), draining, self._scaler)
             case "policy":
                 return steer_policy(fields.get("do"), self._scaler)
             case "drain":

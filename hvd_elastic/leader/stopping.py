@@ -13,12 +13,9 @@ from typing import Any
 from hvd_elastic.checkpoint.final import LastCheckpoint
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.control.events import StopRequested
-from hvd_elastic.control.loop import Loop
 from hvd_elastic.control.machine import Phase
 from hvd_elastic.leader.executor import Executor
-from hvd_elastic.leader.journal import Journal
-from hvd_elastic.leader.progress import TrainingProgress
-from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.wire.messages import SaveState
 
 _CHECKPOINT_S = 10.0
@@ -37,31 +34,17 @@ class Stopping:
     """Stops a run when it is asked to.
 
     Args:
-        spec: specification of the run.
+        run: what all parts of the leader share.
         executor: is told to stop.
-        loop: loop of the leader.
-        journal: records the request.
-        progress: progress of training.
         leads: returns whether this leader already leads the run; a takeover is awaited first.
 
     Attributes:
         cause: why the run is to stop; None: it is not.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        executor: Executor,
-        loop: Loop,
-        journal: Journal,
-        progress: TrainingProgress,
-        leads: Callable[[], bool],
-    ) -> None:
-        self._spec = spec
+    def __init__(self, run: LedRun, executor: Executor, leads: Callable[[], bool]) -> None:
+        self._run = run
         self._executor = executor
-        self._loop = loop
-        self._journal = journal
-        self._progress = progress
         self._leads = leads
         self._last: LastCheckpoint | None = None
         """The last checkpoint, while it is waited for."""
@@ -73,7 +56,7 @@ class Stopping:
 
         def ask(number: int, _: Any) -> None:
             cause = _SIGNALS[signal.Signals(number)]
-            self._loop.post(functools.partial(self.ask, cause))
+            self._run.loop.post(functools.partial(self.ask, cause))
 
         if threading.current_thread() is not threading.main_thread():
             yield  # Python handles signals in the main thread, which is the caller's
@@ -93,10 +76,10 @@ class Stopping:
             if {self.cause, cause} != _SHUTDOWN:
                 self._stop_now()
                 if self._executor.finish is not None:
-                    self._loop.stop()  # without what is still to be fetched
+                    self._run.loop.stop()  # without what is still to be fetched
             return
         self.cause = cause
-        self._journal.emit("stop_requested", {"reason": cause.value})
+        self._run.journal.emit("stop_requested", {"reason": cause.value})
         self.begin_if_asked()
 
     def begin_if_asked(self) -> None:
@@ -106,10 +89,10 @@ class Stopping:
         """
         if self.cause is None or self._executor.finish is not None or not self._leads():
             return  # a run that has ended waits only for what is to be fetched
-        progress, now = self._progress, time.monotonic()
-        if self._spec.checkpoint_every_s and (progress.reached.step or not progress.is_known):
+        progress, now = self._run.progress, time.monotonic()
+        if self._run.spec.checkpoint_every_s and (progress.reached.step or not progress.is_known):
             # The others cannot reach a step boundary until a frozen worker counts as lost.
-            patience_s = _CHECKPOINT_S + self._spec.failure_timeout_s
+            patience_s = _CHECKPOINT_S + self._run.spec.failure_timeout_s
             self._last = LastCheckpoint(now, patience_s, step=progress.reached.step)
             self.look(now)
         else:
@@ -138,9 +121,9 @@ class Stopping:
         """Stop the run if the checkpoint of ``newest_step``, now complete, is its last one."""
         if self._last is None or not self._last.is_kept(newest_step):
             return
-        if newest_step == self._progress.written.step:
+        if newest_step == self._run.progress.written.step:
             # Steps after the last checkpoint are discarded by the stop.
-            self._progress.reached = self._progress.written
+            self._run.progress.reached = self._run.progress.written
         self._stop_now()
 
     def _stop_now(self) -> None:

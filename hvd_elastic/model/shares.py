@@ -341,54 +341,72 @@ class ShareBalance:
         mean = tuple(geometric_mean(of_rank) for of_rank in zip(*self.seen, strict=True))
         now_s = max(share * each_s for share, each_s in zip(shares, least, strict=True))
         change, self.change = self.change, None
-        if change is not None and change.examples == examples:
+        if change is not None and change.examples != examples:
+            change = None
+        if change is not None:
             if now_s > change.limit_s:
-                self.speeds, self.constant = change.speeds, change.constant
-                self.learnt, self.seen, self.in_vain = 0.0, (), change.example_s
-                self.reviews, self.logs = 0, ()
-                self.pause = _PAUSE << min(self.failures, 10)
-                self.failures += 1
-                return f"the slowest rank takes {now_s:.3g} s: the last change did not help"
+                return self._undo(change, now_s)
             self.failures = 0
         if self.pause and _alike(self.in_vain, mean):
             self.pause -= 1
             return ""
         self.in_vain, self.pause = (), 0
         took = [share * example_s for share, example_s in zip(shares, mean, strict=True)]
-        if change is not None and change.examples == examples:
-            before = zip(change.shares, change.example_s, strict=True)
-            pairs = [
-                TimedTwice(1, share, share * each_s, 1, new, new_s)
-                for (share, each_s), new, new_s in zip(before, shares, took, strict=True)
-            ]
-            found = constant_examples(pairs)
-            self.learnt = self.learnt if found is None else found
+        if change is not None:
+            self._learn_constant(change, shares, took)
         speeds = self._speeds(shares, mean)
         best = balanced_shares(examples, speeds, low, high, self.learnt)
         best_s = self._slowest_s(best, speeds)
-        equal = [examples / ranks] * ranks
-        even = self._slowest_s(equal, self._speeds(shares, least)) <= _NEARLY_EQUAL * best_s
-        before_s = max(step_s, now_s)
-        after_s = before_s - (now_s - best_s)
-        if even:
+        even_s = self._slowest_s([examples / ranks] * ranks, self._speeds(shares, least))
+        if even_s <= _NEARLY_EQUAL * best_s:
             if not self.speeds:
                 return ""
-            limit_s = now_s * _NEARLY_EQUAL
-            self.change = _Change(self.speeds, self.constant, mean, shares, examples, limit_s)
-            self.speeds, self.seen = (), ()
+            self._change_to((), _NEARLY_EQUAL * now_s, mean, shares)
             return "the ranks are equally fast, to 5 %"
+        before_s = max(step_s, now_s)
+        after_s = before_s - (now_s - best_s)
         if before_s < _MIN_SPEEDUP * after_s:
             return self._refine(shares, step_s, low, high)
-        limit_s = now_s / _HELPED
-        self.change = _Change(self.speeds, self.constant, mean, shares, examples, limit_s)
-        self.speeds, self.constant, self.seen = speeds, self.learnt, ()
-        self.reviews, self.logs = 0, ()
+        self._change_to(speeds, now_s / _HELPED, mean, shares)
+        self.constant, self.reviews, self.logs = self.learnt, 0, ()
         slow, fast = took.index(max(took)), took.index(min(took))
         return (
             f"rank {slow} takes {took[slow]:.3g} s for {shares[slow]} examples and rank {fast} "
             f"{took[fast]:.3g} s for {shares[fast]}; steps of {after_s:.3g} s are expected "
             f"instead of {before_s:.3g} s"
         )
+
+    def _change_to(
+        self,
+        speeds: tuple[float, ...],
+        limit_s: float,
+        example_s: tuple[float, ...],
+        shares: tuple[int, ...],
+    ) -> None:
+        """Change the speeds; undo that later if the slowest rank takes longer than ``limit_s``."""
+        self.change = _Change(self.speeds, self.constant, example_s, shares, self.examples, limit_s)
+        self.speeds, self.seen = speeds, ()
+
+    def _undo(self, change: _Change, now_s: float) -> str:
+        """Return to the shares before a change that did not help, and wait before the next."""
+        self.speeds, self.constant = change.speeds, change.constant
+        self.learnt, self.seen, self.in_vain = 0.0, (), change.example_s
+        self.reviews, self.logs = 0, ()
+        self.pause = _PAUSE << min(self.failures, 10)
+        self.failures += 1
+        return f"the slowest rank takes {now_s:.3g} s: the last change did not help"
+
+    def _learn_constant(
+        self, change: _Change, shares: Sequence[int], took: Sequence[float]
+    ) -> None:
+        """Learn the fixed cost of a pass from the times before and after a change of shares."""
+        before = zip(change.shares, change.example_s, strict=True)
+        pairs = [
+            TimedTwice(1, share, share * each_s, 1, new, new_s)
+            for (share, each_s), new, new_s in zip(before, shares, took, strict=True)
+        ]
+        found = constant_examples(pairs)
+        self.learnt = self.learnt if found is None else found
 
     def _sum_up(self, times: Sequence[float], examples: int) -> None:
         if examples != self.examples or not self.speeds:

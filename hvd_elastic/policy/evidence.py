@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -77,10 +77,7 @@ class Evidence:
 
     def formed(self, hosts_of_ranks: Sequence[str]) -> None:
         """Begin another generation with ranks on these hosts, in rank order."""
-        counts: dict[str, int] = {}
-        for host in hosts_of_ranks:
-            counts[host] = counts.get(host, 0) + 1
-        self.allocation = Allocation.of(counts)
+        self.allocation = Allocation.of(Counter(hosts_of_ranks))
         self.speeds.formed(hosts_of_ranks)
         self._windows.restart(self._planned_passes)
         self.measured = 0
@@ -376,11 +373,11 @@ class CoreSharing:
         machines = {machine for machine, _ in known}
         common = max((cores for _, cores in known), key=[c for _, c in known].count)
         one = known[0] if len(machines) == 1 < len(known) else None
-        ranks: dict[str, int] = {}
+        ranks: Counter[str] = Counter()
         cores_of: dict[str, int] = {}
         for number, (host, slots) in enumerate(counts):
             machine, cores = self._machines.get(host) or one or (f"machine {number}", common)
-            ranks[machine] = ranks.get(machine, 0) + slots
+            ranks[machine] += slots
             cores_of[machine] = cores
         found = [Sharing(ranks[machine], cores_of[machine]) for machine in ranks]
         return max(found, key=_density, default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -113,11 +114,10 @@ def _speeds(
     allocation: Allocation, offers: Mapping[str, HostOffer]
 ) -> tuple[tuple[float, int], ...]:
     """Return (slowness, number of ranks) of the speeds in use, the fastest first."""
-    found: dict[float, int] = {}
+    found: Counter[float] = Counter()
     for host, number in allocation.counts:
         if host in offers:
-            slowness = offers[host].slowness
-            found[slowness] = found.get(slowness, 0) + number
+            found[offers[host].slowness] += number
     return tuple(sorted(found.items()))
 
 

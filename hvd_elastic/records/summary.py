@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, groupby, islice
 from typing import Any
@@ -358,94 +358,33 @@ def take_event(run: RunSummary, record: Mapping[str, Any]) -> None:
         if run.started is None:
             run.started = float(t)
         run.ended = max(float(t), run.ended or float(t))
+    take = _HANDLERS.get(str(record.get("kind")))
+    if take is None:
+        return
     try:
-        _take(run, record, run.duration_s)
+        take(run, record, run.duration_s)
     except MISFIT:
         run.misfits += 1
 
 
-def _take(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    """Update the summary with the next event, ``at_s`` seconds after the start."""
-    host = str(record.get("host"))
-    size = _whole(record.get("size")) or 0
-    match record.get("kind"):
-        case "run_started":
-            _run_started(run, record, at_s)
-        case "hosts_changed":
-            _hosts_changed(run, record)
-        case "host_sample":
-            run.use[host] = _host_use(record, at_s)
-        case "host_draining":
-            _host_draining(run, record, at_s)
-        case "host_drained":
-            if host in run.draining:
-                run.draining[host] = replace(run.draining[host], empty=True)
-        case "host_returned":
-            run.draining.pop(host, None)
-        case "rescale_started":
-            _rescale_started(run, record, at_s)
-        case "rescale_finished":
-            _rescale_finished(run, record, size, at_s)
-            _set_size(run, at_s, size)
-            _first_step(run, at_s)
-            run.spending.size = size
-            run.spending.trains_from(at_s)
-        case "taken_over":
-            _set_size(run, at_s, size)
-        case "command_done":
-            if record.get("op") == "scale" and record.get("ok"):
-                run.scaled_to, run.scaled_slots = _whole(record.get("np")), []
-        case "metrics":
-            _metrics(run, record, at_s)
-        case "worker_joined":
-            local_rank = _count(record, "local_rank")
-            run.joined.append(Arrival(at_s, host, local_rank, _whole(record.get("rank"))))
-        case "worker_left" | "host_lost":
-            cause = _text(record, "cause", "no cause given")
-            run.left.append(Departure(at_s, host, _whole(record.get("local_rank")), cause))
-            if record.get("how", "host_lost") in ("died", "killed", "host_lost"):
-                run.spending.failed = True
-        case "checkpoint":
-            _checkpoint(run, record, at_s)
-        case "saved":
-            saved = SavedFile(at_s, _count(record, "step"), _count(record, "bytes"))
-            run.saved[_text(record, "name")] = saved
-        case "restored":
-            _restored(run, record)
-            for saved_at_s in [c.at_s for c in run.checkpoints if c.step == run.steps][-1:]:
-                run.spending.went_back(saved_at_s)
-        case "training_stopped":
-            run.stopped_for = _text(record, "reason")
-        case "training_goes_on":
-            run.stopped_for = ""
-        case "decision":
-            _decision(run, record, at_s)
-        case "input":
-            _input(run, record, at_s)
-        case "input_host_joined":
-            run.input_hosts[host] = _count(record, "processes")
-        case "input_host_left":
-            run.input_hosts.pop(host, None)
-        case "shares":
-            _shares(run, record, at_s)
-        case "batch_plan":
-            _batch_plan(run, record, at_s)
-        case "prediction_missed":
-            run.missed = _text(record, "reason")
-            text = f"prediction missed: {run.missed}"
-            run.decisions.append(TimedEvent(at_s, "prediction_missed", text))
-        case "warning":
-            text = _text(record, "message") or _text(record, "reason")
-            run.warnings.append(TimedEvent(at_s, "warning", text))
-        case "waiting":
-            run.waiting = _text(record, "reason", "waiting for hosts")
-        case "script_failed":
-            _script_failed(run, record)
-        case "run_finished":
-            _run_finished(run, record, at_s)
+_Handler = Callable[[RunSummary, Mapping[str, Any], float], None]
+_HANDLERS: dict[str, _Handler] = {}
+"""What updates the summary with an event, by kind; its arguments are those of ``_run_started``."""
 
 
+def _on(*kinds: str) -> Callable[[_Handler], _Handler]:
+    """Register a function for the events of these kinds."""
+
+    def register(handler: _Handler) -> _Handler:
+        _HANDLERS.update(dict.fromkeys(kinds, handler))
+        return handler
+
+    return register
+
+
+@_on("run_started")
 def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    """Update the summary with an event, ``at_s`` seconds after the start of the run."""
     run.run_id = str(record.get("run_id") or run.run_id)
     run.status = "running"
     run.message = run.failure = run.failed_worker = ""
@@ -460,14 +399,15 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
     if np != run.np:
         run.np, run.scaled_to, run.scaled_slots = np, None, []
     if "hosts" in record:
-        _hosts_changed(run, record)
+        _hosts_changed(run, record, at_s)
     if run.attempts > 1:
         _set_size(run, at_s, 0)
     run.shares = ""
     run.input_hosts = {}
 
 
-def _hosts_changed(run: RunSummary, record: Mapping[str, Any]) -> None:
+@_on("hosts_changed")
+def _hosts_changed(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
     run.hosts = [
         (str(entry[0]), int(entry[1]))
         for entry in record.get("hosts") or []
@@ -481,8 +421,20 @@ def _hosts_changed(run: RunSummary, record: Mapping[str, Any]) -> None:
     run.draining = {name: found for name, found in run.draining.items() if name in names}
 
 
+@_on("host_sample")
+def _host_sample(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    numbers = {name: _number(value) for name, value in record.items()}
+    gpus = [gpu for gpu in record.get("gpus") or [] if isinstance(gpu, dict)]
+    run.use[_host(record)] = HostUse(
+        at_s,
+        {name: value for name, value in numbers.items() if value is not None},
+        [(_number(gpu.get("busy")) or 0.0, _number(gpu.get("memory")) or 0.0) for gpu in gpus],
+    )
+
+
+@_on("host_draining")
 def _host_draining(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    host, cause = str(record.get("host")), _text(record, "cause")
+    host, cause = _host(record), _text(record, "cause")
     before = run.draining.get(host)
     # A preemption notice does not cancel the user's request to drain the host.
     asked = record.get("asked") is not False or (before is not None and before.asked)
@@ -490,6 +442,19 @@ def _host_draining(run: RunSummary, record: Mapping[str, Any], at_s: float) -> N
     run.draining[host] = Draining(at_s, cause, leave_in_s, asked=asked)
 
 
+@_on("host_drained")
+def _host_drained(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
+    host = _host(record)
+    if host in run.draining:
+        run.draining[host] = replace(run.draining[host], empty=True)
+
+
+@_on("host_returned")
+def _host_returned(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
+    run.draining.pop(_host(record), None)
+
+
+@_on("rescale_started")
 def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     run.waiting = run.missed = ""
     run.shares = ""  # a new generation begins with equal shares
@@ -512,8 +477,9 @@ def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) ->
     run.spending.rate = run.hourly_price
 
 
-def _rescale_finished(run: RunSummary, record: Mapping[str, Any], size: int, at_s: float) -> None:
-    generation = _count(record, "generation")
+@_on("rescale_finished")
+def _rescale_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    generation, size = _count(record, "generation"), _count(record, "size")
     pause_s = _number(record.get("pause_s"))
     # Search from the end, since a resumed run may number its generations from 1 again.
     for place in reversed(range(len(run.rescales))):
@@ -522,6 +488,35 @@ def _rescale_finished(run: RunSummary, record: Mapping[str, Any], size: int, at_
             run.rescales[place] = replace(begun, to_size=size, pause_s=pause_s, finished=True)
             _spend_on_rescale(run, run.rescales[place], at_s)
             break
+    _set_size(run, at_s, size)
+    _first_step(run, at_s)
+    run.spending.size = size
+    run.spending.trains_from(at_s)
+
+
+@_on("taken_over")
+def _taken_over(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    _set_size(run, at_s, _count(record, "size"))
+
+
+@_on("command_done")
+def _command_done(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
+    if record.get("op") == "scale" and record.get("ok"):
+        run.scaled_to, run.scaled_slots = _whole(record.get("np")), []
+
+
+@_on("worker_joined")
+def _worker_joined(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    local_rank, rank = _count(record, "local_rank"), _whole(record.get("rank"))
+    run.joined.append(Arrival(at_s, _host(record), local_rank, rank))
+
+
+@_on("worker_left", "host_lost")
+def _left(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    local_rank, cause = _whole(record.get("local_rank")), _text(record, "cause", "no cause given")
+    run.left.append(Departure(at_s, _host(record), local_rank, cause))
+    if record.get("how", "host_lost") in ("died", "killed", "host_lost"):
+        run.spending.failed = True
 
 
 def _spend_on_rescale(run: RunSummary, rescale: Rescale, at_s: float) -> None:
@@ -551,6 +546,7 @@ def _progress(run: RunSummary, record: Mapping[str, Any]) -> None:
         run.rank_shares = [_number(value) for value in shares]
 
 
+@_on("metrics")
 def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     _progress(run, record)
     if _whole(record.get("step")):
@@ -623,6 +619,7 @@ def _all_finite(column: Sequence[Any]) -> bool:
     return min(column) >= -sys.float_info.max and max(column) <= sys.float_info.max
 
 
+@_on("checkpoint")
 def _checkpoint(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     run.checkpoints.append(
         Checkpoint(
@@ -636,6 +633,13 @@ def _checkpoint(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None
     )
 
 
+@_on("saved")
+def _saved(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    saved = SavedFile(at_s, _count(record, "step"), _count(record, "bytes"))
+    run.saved[_text(record, "name")] = saved
+
+
+@_on("decision")
 def _decision(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     text = f"{record.get('action') or ''}: {record.get('reason') or ''}".strip(": ")
     np = _whole(record.get("np"))
@@ -649,34 +653,45 @@ def _decision(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     run.decisions.append(TimedEvent(at_s, "decision", text))
 
 
-def _restored(run: RunSummary, record: Mapping[str, Any]) -> None:
+@_on("restored")
+def _restored(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
     run.steps, run.examples = _count(record, "step"), _count(record, "examples")
     run.last.update({"step": run.steps, "examples": run.examples})
     run.stopped_for = ""
+    for saved_at_s in [c.at_s for c in run.checkpoints if c.step == run.steps][-1:]:
+        run.spending.went_back(saved_at_s)
 
 
+@_on("training_stopped", "training_goes_on")
+def _training_ends(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
+    run.stopped_for = _text(record, "reason")  # training that goes on after all has none
+
+
+@_on("input")
 def _input(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     run.input = _text(record, "reason")
     if record.get("bound") != "nothing":
         run.decisions.append(TimedEvent(at_s, "input", run.input))
 
 
+@_on("input_host_joined")
+def _input_host_joined(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
+    run.input_hosts[_host(record)] = _count(record, "processes")
+
+
+@_on("input_host_left")
+def _input_host_left(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
+    run.input_hosts.pop(_host(record), None)
+
+
+@_on("shares")
 def _shares(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     text = shares_words(record)
     run.decisions.append(TimedEvent(at_s, "shares", text))
     run.shares = text if record.get("shares") else ""
 
 
-def _host_use(record: Mapping[str, Any], at_s: float) -> HostUse:
-    numbers = {name: _number(value) for name, value in record.items()}
-    gpus = [gpu for gpu in record.get("gpus") or [] if isinstance(gpu, dict)]
-    return HostUse(
-        at_s,
-        {name: value for name, value in numbers.items() if value is not None},
-        [(_number(gpu.get("busy")) or 0.0, _number(gpu.get("memory")) or 0.0) for gpu in gpus],
-    )
-
-
+@_on("batch_plan")
 def _batch_plan(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     text = batch_words(record, run.batch_plan)
     run.batch_plan = dict(record)
@@ -684,12 +699,32 @@ def _batch_plan(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None
         run.decisions.append(TimedEvent(at_s, "batch_plan", text))
 
 
-def _script_failed(run: RunSummary, record: Mapping[str, Any]) -> None:
+@_on("prediction_missed")
+def _prediction_missed(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    run.missed = _text(record, "reason")
+    text = f"prediction missed: {run.missed}"
+    run.decisions.append(TimedEvent(at_s, "prediction_missed", text))
+
+
+@_on("warning")
+def _warning(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+    text = _text(record, "message") or _text(record, "reason")
+    run.warnings.append(TimedEvent(at_s, "warning", text))
+
+
+@_on("waiting")
+def _waiting(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
+    run.waiting = _text(record, "reason", "waiting for hosts")
+
+
+@_on("script_failed")
+def _script_failed(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
     if not run.failure:
         run.failure = _text(record, "traceback")
         run.failed_worker = worker_name(record.get("host"), record.get("local_rank"))
 
 
+@_on("run_finished")
 def _run_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     run.status = _text(record, "status", "finished")
     run.message = _text(record, "message")
@@ -711,6 +746,10 @@ def _set_size(run: RunSummary, at_s: float, size: int) -> None:
     run.size = size
     run.largest_size = max(run.largest_size, size)
     run.sizes.append((at_s, size))
+
+
+def _host(record: Mapping[str, Any]) -> str:
+    return str(record.get("host"))
 
 
 def _text(record: Mapping[str, Any], name: str, default: str = "") -> str:

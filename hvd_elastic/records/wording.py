@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,27 +10,6 @@ from hvd_elastic.control.endings import Departure
 from hvd_elastic.formatting import count, duration_words, number_words, plural, worker_name
 
 _SHARES_TOLD = 8  # number of ranks whose shares are listed, so that the text fits a line
-_LINES = {
-    "host_lost": ("host {host} lost: {cause}", "bad"),
-    "host_drained": ("host {host} is drained: nothing of this run is left on it", "note"),
-    "host_returned": ("host {host} is given back and may be used again", "good"),
-    "input_host_joined": ("input host {host} reads for the ranks in {processes} processes", "good"),
-    "input_host_left": ("input host {host} reads no more: {cause}", "bad"),
-    "prediction_missed": ("prediction missed: {reason}", "note"),
-    "decision": ("decision: {action}: {reason}", "note"),
-    "stop_requested": ("stopping: {reason}", "note"),
-    "training_stopped": (
-        "training ends after step {step}, as rank {rank} has asked: {reason}",
-        "note",
-    ),
-    "training_goes_on": (
-        "training goes on after step {step}: the ranks that had agreed to end it are lost",
-        "note",
-    ),
-    "warning": ("warning: {message}", "bad"),
-}
-"""Text and tone of the events whose fields are inserted unchanged."""
-
 _DEPARTURES = {departure.value: departure for departure in Departure}
 
 
@@ -89,14 +68,15 @@ class Narrator:
                 self._batch = event
                 return [Line(text, "change")] if text else []
             case "script_failed":
-                self._error = str(event.get("traceback") or "").rstrip().rsplit("\n", 1)[-1]
+                self._error = _traceback(event).rsplit("\n", 1)[-1]
             case "worker_crashed":
-                worker = worker_name(event.get("host"), event.get("local_rank"))
-                self._crash = f"worker {worker} {event.get('cause')}"
+                self._crash = f"worker {_worker(event)} {event.get('cause')}"
             case "worker_left":
                 if self._crash and event.get("cause") == self._crash:
                     self._crash = ""
                     return []  # the crash was already shown with its stack
+            case "input" if event.get("bound") == "nothing":
+                return []
             case "run_started" | "waiting":
                 before = self._unfinished()
         line = _tell(kind, event)
@@ -140,50 +120,61 @@ class _Fields(dict[str, Any]):
 
 
 def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:
-    if kind in _LINES:
-        text, tone = _LINES[kind]
-        return Line(text.format_map(_Fields(event)), tone)
-    get = event.get
-    worker = worker_name(get("host"), get("local_rank"))
-    match kind:
-        case "run_started":
-            hosts = get("hosts") or []
-            slots = sum(int(entry[1]) for entry in hosts)
-            return Line(f"run {get('run_id')}: {count(len(hosts), 'host')}, {count(slots, 'slot')}")
-        case "taken_over":
-            size = count(get("size"), "process")
-            return Line(f"took over the run: {size} went on training without a leader", "good")
-        case "leader_cut_off":
-            return Line(_cut_off_words(event), "bad")
-        case "host_draining":
-            left = get("leave_in_s")
-            when = "" if left is None else f", it has {duration_words(float(left))}"
-            text = f"host {get('host')} is being drained ({get('cause')}){when}"
-            return Line(text, "change")
-        case "worker_left":
-            return _worker_left(worker, event)
-        case "waiting":
-            return Line(str(get("reason") or "waiting for hosts"), "note")
-        case "hosts_changed":
-            named = " ".join(f"{name}:{slots}" for name, slots in get("hosts") or []) or "none"
-            return Line(f"hosts are now: {named}", "note")
-        case "restored":
-            path = get("path") or "the start"
-            return Line(f"went back to step {get('step')}, from {path}", "note")
-        case "input":
-            waits = get("bound") != "nothing"
-            return Line(str(get("reason")), "note") if waits else None
-        case "shares":
-            return Line(shares_words(event), "change")
-        case "command_done":
-            return _command_done(event)
-        case "log_note":
-            return Line(str(get("message") or get("text") or ""), "note")
-        case "script_failed":
-            return _failed(f"the script failed in worker {worker}", event)
-        case "worker_crashed":
-            return _failed(f"worker {worker} {get('cause')}", event)
-    return None
+    """Return the line for an event that needs no other event; None: it has none."""
+    if kind == "worker_left":
+        return _worker_left(event)
+    if kind == "command_done":
+        return _command_done(event)
+    if kind not in _LINES:
+        return None
+    words, tone = _LINES[kind]
+    return Line(words.format_map(_Fields(event)) if isinstance(words, str) else words(event), tone)
+
+
+def _run_started(event: Mapping[str, Any]) -> str:
+    hosts = event.get("hosts") or []
+    slots = sum(int(entry[1]) for entry in hosts)
+    return f"run {event.get('run_id')}: {count(len(hosts), 'host')}, {count(slots, 'slot')}"
+
+
+def _taken_over(event: Mapping[str, Any]) -> str:
+    size = count(event.get("size"), "process")
+    return f"took over the run: {size} went on training without a leader"
+
+
+def _leader_cut_off(event: Mapping[str, Any]) -> str:
+    silent, grace = (duration_words(float(event.get(k) or 0)) for k in ("silent_s", "grace_s"))
+    return (
+        f"no host was heard of for {silent}: this machine is cut off, or all of them are gone. "
+        f"Training goes on without a leader for {grace}; trying to reach them"
+    )
+
+
+def _host_draining(event: Mapping[str, Any]) -> str:
+    left = event.get("leave_in_s")
+    when = "" if left is None else f", it has {duration_words(float(left))}"
+    return f"host {event.get('host')} is being drained ({event.get('cause')}){when}"
+
+
+def _hosts_changed(event: Mapping[str, Any]) -> str:
+    named = " ".join(f"{name}:{slots}" for name, slots in event.get("hosts") or []) or "none"
+    return f"hosts are now: {named}"
+
+
+def _script_failed(event: Mapping[str, Any]) -> str:
+    return f"the script failed in worker {_worker(event)}:\n{_traceback(event)}"
+
+
+def _worker_crashed(event: Mapping[str, Any]) -> str:
+    return f"worker {_worker(event)} {event.get('cause')}:\n{_traceback(event)}"
+
+
+def _worker(event: Mapping[str, Any]) -> str:
+    return worker_name(event.get("host"), event.get("local_rank"))
+
+
+def _traceback(event: Mapping[str, Any]) -> str:
+    return str(event.get("traceback") or "").rstrip()
 
 
 def _command_done(event: Mapping[str, Any]) -> Line | None:
@@ -193,20 +184,8 @@ def _command_done(event: Mapping[str, Any]) -> Line | None:
     return Line(f"done as asked: {message}", "note") if message else None
 
 
-def _failed(what: str, event: Mapping[str, Any]) -> Line:
-    return Line(f"{what}:\n{str(event.get('traceback') or '').rstrip()}", "bad")
-
-
-def _cut_off_words(event: Mapping[str, Any]) -> str:
-    silent, grace = (duration_words(float(event.get(k) or 0)) for k in ("silent_s", "grace_s"))
-    return (
-        f"no host was heard of for {silent}: this machine is cut off, or all of them are gone. "
-        f"Training goes on without a leader for {grace}; trying to reach them"
-    )
-
-
-def _worker_left(worker: str, event: Mapping[str, Any]) -> Line | None:
-    cause = str(event.get("cause") or "no cause given")
+def _worker_left(event: Mapping[str, Any]) -> Line | None:
+    worker, cause = _worker(event), str(event.get("cause") or "no cause given")
     # Earlier releases recorded no ``how``, but the same words as the cause of an orderly end.
     match _DEPARTURES.get(str(event.get("how", cause))):
         case Departure.LEFT:
@@ -341,3 +320,40 @@ def batch_words(plan: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     if plan.get("lr_scale") is not None:
         text += f", learning rate x {number_words(plan['lr_scale'])}"
     return f"{text}: {plan.get('reason')}"
+
+
+_LINES: dict[str, tuple[str | Callable[[Mapping[str, Any]], str], str]] = {
+    "run_started": (_run_started, "plain"),
+    "taken_over": (_taken_over, "good"),
+    "leader_cut_off": (_leader_cut_off, "bad"),
+    "waiting": (lambda event: str(event.get("reason") or "waiting for hosts"), "note"),
+    "hosts_changed": (_hosts_changed, "note"),
+    "host_lost": ("host {host} lost: {cause}", "bad"),
+    "host_draining": (_host_draining, "change"),
+    "host_drained": ("host {host} is drained: nothing of this run is left on it", "note"),
+    "host_returned": ("host {host} is given back and may be used again", "good"),
+    "input": ("{reason}", "note"),
+    "input_host_joined": ("input host {host} reads for the ranks in {processes} processes", "good"),
+    "input_host_left": ("input host {host} reads no more: {cause}", "bad"),
+    "shares": (shares_words, "change"),
+    "prediction_missed": ("prediction missed: {reason}", "note"),
+    "decision": ("decision: {action}: {reason}", "note"),
+    "restored": (
+        lambda e: f"went back to step {e.get('step')}, from {e.get('path') or 'the start'}",
+        "note",
+    ),
+    "script_failed": (_script_failed, "bad"),
+    "worker_crashed": (_worker_crashed, "bad"),
+    "stop_requested": ("stopping: {reason}", "note"),
+    "training_stopped": (
+        "training ends after step {step}, as rank {rank} has asked: {reason}",
+        "note",
+    ),
+    "training_goes_on": (
+        "training goes on after step {step}: the ranks that had agreed to end it are lost",
+        "note",
+    ),
+    "log_note": (lambda event: str(event.get("message") or event.get("text") or ""), "note"),
+    "warning": ("warning: {message}", "bad"),
+}
+"""Text, or what makes it of the event, and tone, by kind of event."""

@@ -13,12 +13,8 @@ import os
 import time
 from collections.abc import Sequence
 
-from hvd_elastic.checkpoint.files import (
-    ShardInfo,
-    complete_checkpoint,
-    describe_shard,
-    find_shards,
-)
+from hvd_elastic.checkpoint.manifests import complete_checkpoint
+from hvd_elastic.checkpoint.shards import ShardInfo, describe_shard, find_shards
 from hvd_elastic.checkpoint.stream import Content, new_shard
 from hvd_elastic.checkpoint.writer import ShardWriter
 from hvd_elastic.errors import HvdElasticError

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from hvd_elastic.checkpoint.files import newest_valid
+from hvd_elastic.checkpoint.manifests import newest_valid
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.communicator.ring import load_horovod
 from hvd_elastic.errors import RunError, ScriptError

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.checkpoint.files import MANIFEST, find_checkpoints, newest_valid
+from hvd_elastic.checkpoint.manifests import MANIFEST, find_checkpoints, newest_valid
 from hvd_elastic.checkpoint.url import is_url
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import CheckpointError, UsageError

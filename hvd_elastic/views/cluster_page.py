@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,9 +103,7 @@ def cluster_parts(
 
 
 def _numbers(summary: ClusterSummary) -> str:
-    states: dict[str, int] = {}
-    for job in summary.jobs.values():
-        states[job.status] = states.get(job.status, 0) + 1
+    states = Counter(job.status for job in summary.jobs.values())
     told = ", ".join(f"{number} {state}" for state, number in states.items())
     hosts = f"{count(len(summary.hosts), 'host')} with {count(summary.slots, 'slot')}"
     return f"{hosts}; {count(len(summary.jobs), 'job')}: {told or 'none'}"

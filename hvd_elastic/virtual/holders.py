@@ -16,6 +16,9 @@ from hvd_elastic.virtual.state import HostState
 
 # Interval at which a starting sshd is tried.
 POLL_S = 0.01
+_UP_S = 10.0
+"""How long a process may take to say that it is ready [s]."""
+_TOLD_LINES = 4  # of a log in a message
 
 # Keeps references to processes that outlive their holder, so that they can be reaped and Popen does
 # not warn of them.
@@ -56,16 +59,16 @@ class Holder:
     def pid(self) -> int:
         return self._process.pid
 
-    def expect(self, word: str, what: str, timeout_s: float = 10.0) -> None:
+    def expect(self, word: str, what: str) -> None:
         """Wait until the process prints the line ``word``; ``what`` names it in errors."""
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + _UP_S
         while b"\n" not in self._heard:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([descriptor], [], [], left)[0]:
                 raise VirtualClusterError(
-                    f"{what} gave no sign of life for {timeout_s:g} s.{last_lines(self.log)}"
+                    f"{what} gave no sign of life for {_UP_S:g} s.{last_lines(self.log)}"
                 )
             chunk = os.read(descriptor, 4096)
             if not chunk:
@@ -89,18 +92,18 @@ class Holder:
                     pipe.close()
 
 
-def last_lines(log: Path, count: int = 4) -> str:
+def last_lines(log: Path) -> str:
     """Return the last lines of a log as part of a message; "" if there are none."""
     try:
-        lines = log.read_text(errors="replace").strip().splitlines()[-count:]
+        lines = log.read_text(errors="replace").strip().splitlines()[-_TOLD_LINES:]
     except OSError:
         return ""
     return f" It said: {'; '.join(lines)}" if lines else ""
 
 
-def wait_for_sshd(address: str, port: int, what: str, log: Path, timeout_s: float = 10.0) -> None:
+def wait_for_sshd(address: str, port: int, what: str, log: Path) -> None:
     """Wait until an sshd sends its greeting at this address."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _UP_S
     while True:
         try:
             with socket.create_connection((address, port), timeout=1.0) as connection:

@@ -57,9 +57,9 @@ def marked_clusters() -> set[str]:
     return {folder for folder in found if folder is not None}
 
 
-def processes_in_namespace(kind: str, inode: int) -> list[Process]:
-    """Return the processes in the namespace of that kind (``pid``, ``net``) and inode."""
-    return [process for pid, process in all_processes().items() if namespace_of(pid, kind) == inode]
+def processes_in_namespace(inode: int) -> list[Process]:
+    """Return the processes in the pid namespace of this inode."""
+    return [each for pid, each in all_processes().items() if namespace_of(pid, "pid") == inode]
 
 
 def namespace_of(pid: int, kind: str) -> int | None:

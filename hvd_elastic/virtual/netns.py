@@ -54,6 +54,8 @@ HIDDEN = ("/tmp", "/data", "/run")  # noqa: S108  # names of folders; nothing is
 # States in /proc/net/tcp in which the peer does not know yet that the connection is closed:
 # ESTABLISHED, FIN_WAIT1, LAST_ACK, CLOSING.
 _UNTOLD = {"01", "04", "09", "0B"}
+_CLOSED_S = 0.5
+"""How long the kernel may take to close a dead host's connections [s]."""
 
 
 def why_no_namespaces() -> str | None:
@@ -359,7 +361,7 @@ def _try_interface(interface: str, switch: int) -> bool:
 def _processes_beside(first: Process) -> list[Process]:
     """Return all processes in the process namespace of a host's first process."""
     inode = namespace_of(first.pid, "pid")
-    return [] if inode is None else processes_in_namespace("pid", inode)
+    return [] if inode is None else processes_in_namespace(inode)
 
 
 def _pid_chain(pid: int) -> list[int]:
@@ -370,9 +372,9 @@ def _pid_chain(pid: int) -> list[int]:
     return []
 
 
-def _let_connections_end(network: int, timeout_s: float = 0.5) -> None:
+def _let_connections_end(network: int) -> None:
     """Wait until the kernel has closed a dead host's connections, or the time is over."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _CLOSED_S
     command = [find_tool("nsenter"), f"--net=/proc/self/fd/{network}", "cat", "/proc/net/tcp"]
     while time.monotonic() < deadline:
         done = subprocess.run(command, pass_fds=[network], capture_output=True, text=True)

@@ -13,6 +13,7 @@ from hvd_elastic.errors import VirtualClusterError
 _SEARCH_PATH = os.pathsep.join(
     [os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"]
 )
+_LIMIT_S = 20.0  # far above what any of them takes
 _PACKAGES = {
     "sshd": "openssh-server",
     "ssh": "openssh-client",
@@ -37,7 +38,7 @@ def find_tool(name: str) -> str:
     return os.path.abspath(path)  # noqa: PTH100
 
 
-def run_tool(argv: Sequence[str], *, text_in: str = "", timeout_s: float = 20.0) -> str:
+def run_tool(argv: Sequence[str], *, text_in: str = "") -> str:
     """Run a program and return its output.
 
     Raises:
@@ -46,11 +47,11 @@ def run_tool(argv: Sequence[str], *, text_in: str = "", timeout_s: float = 20.0)
     command = [find_tool(argv[0]), *argv[1:]]
     try:
         done = subprocess.run(
-            command, input=text_in, capture_output=True, text=True, timeout=timeout_s
+            command, input=text_in, capture_output=True, text=True, timeout=_LIMIT_S
         )
     except subprocess.TimeoutExpired as error:
         raise VirtualClusterError(
-            f"'{' '.join(argv)}' gave no answer for {timeout_s:g} s"
+            f"'{' '.join(argv)}' gave no answer for {_LIMIT_S:g} s"
         ) from error
     if done.returncode != 0:
         words = (done.stderr.strip() or done.stdout.strip() or "no message").replace("\n", "; ")

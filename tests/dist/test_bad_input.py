@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.checkpoint.files import complete_checkpoint
+from hvd_elastic.checkpoint.manifests import complete_checkpoint
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist import jobs
 from tests.dist.jobs import TINY, Job, assert_nothing_left, call, hostfile_of, write_script

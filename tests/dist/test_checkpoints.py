@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.checkpoint.files import find_checkpoints, find_shards, newest_valid
+from hvd_elastic.checkpoint.manifests import find_checkpoints, newest_valid
+from hvd_elastic.checkpoint.shards import find_shards
 from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.running import PROBE, PROBES, RunningJob, Stage
 from tests.paths import COSTLY, ROOT

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.checkpoint.files import newest_valid
+from hvd_elastic.checkpoint.manifests import newest_valid
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
 

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_elastic.checkpoint.files import newest_valid
 from hvd_elastic.checkpoint.header import TensorInfo, decode_values
+from hvd_elastic.checkpoint.manifests import newest_valid
 from hvd_elastic.checkpoint.reader import load_file, open_checkpoint
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_events

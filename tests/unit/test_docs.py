@@ -261,7 +261,8 @@ def test_nothing_names_a_place_of_one_machine(page: Path) -> None:
 
 def test_numpy_reads_a_checkpoint_as_the_manual_shows(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from hvd_elastic.checkpoint.files import ShardInfo, complete_checkpoint
+    from hvd_elastic.checkpoint.manifests import complete_checkpoint
+    from hvd_elastic.checkpoint.shards import ShardInfo
     from hvd_elastic.checkpoint.stream import new_shard
     from hvd_elastic.checkpoint.writer import ShardWriter
     from hvd_elastic.torch.checkpoint import TorchContent

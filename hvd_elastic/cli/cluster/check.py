@@ -92,7 +92,7 @@ def check(
         if not chosen.as_json:
             show_health(result, printer, chosen.verbose)
     show_links(found.links, printer, chosen.as_json)
-    conclude(chosen, found.hosts, printer, seconds=time.monotonic() - started)
+    conclude(chosen, found.hosts, printer, time.monotonic() - started)
 
 
 @over_hosts(without=["hosts", "exclude_hosts", "dry_run", "identity"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -61,9 +62,9 @@ def states_in_words(states: dict[str, str]) -> str:
     """
     if len(states) <= MOST_NAMED:
         return ", ".join(f"{name} {state}" for name, state in states.items())
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for state in states.values():
         if state.endswith("%"):
             state = f"at {int(state[:-1]) // 10 * 10}%"
-        counts[state] = counts.get(state, 0) + 1
+        counts[state] += 1
     return ", ".join(f"{number} {state}" for state, number in counts.items())

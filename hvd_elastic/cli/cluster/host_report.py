@@ -125,7 +125,8 @@ def show_result(
     as_json: bool,
     describe: Callable[[HostResult[Any]], dict[str, Any]],
     word: Callable[[HostResult[Any]], str] | None = None,
-    tell_failures: bool = True,
+    *,
+    tell_failures: bool,
 ) -> None:
     """Print the result of one host.
 
@@ -187,7 +188,8 @@ def finish(
             for result in results:
                 # Append first, so that after Ctrl-C a printed host counts as ended.
                 seen.append(result)
-                show_result(result, printer, chosen.as_json, describe, word, gather is None)
+                tell = gather is None
+                show_result(result, printer, chosen.as_json, describe, word, tell_failures=tell)
         except KeyboardInterrupt:
             interrupted = True
             # Closing the generator ends what it has started on the hosts.
@@ -198,7 +200,7 @@ def finish(
         if tell_reasons and not chosen.as_json and (len(chosen.hosts) > 1 or gather is not None):
             for line in reasons_in_words(seen):
                 printer.note(line)
-        conclude(chosen, seen, printer, interrupted, time.monotonic() - started)
+        conclude(chosen, seen, printer, time.monotonic() - started, interrupted=interrupted)
     finally:
         printer.close()
 
@@ -231,8 +233,9 @@ def conclude(
     chosen: Chosen,
     results: Sequence[HostResult[Any]],
     printer: Printer,
+    seconds: float,
+    *,
     interrupted: bool = False,
-    seconds: float | None = None,
 ) -> None:
     """Print the summary and end the command with its exit status."""
     names: dict[str, list[str]] = {}
@@ -248,7 +251,7 @@ def conclude(
                 "kind": "summary",
                 "hosts": len(chosen.hosts),
                 "states": {state: len(some) for state, some in names.items()},
-                **({} if seconds is None else {"seconds": round(seconds, 3)}),
+                "seconds": round(seconds, 3),
             }
         )
     elif len(chosen.hosts) > 1 or any(not result.ok for result in results) or missing:
@@ -256,8 +259,8 @@ def conclude(
             f"{len(some)} {state}" + ("" if state == "ok" else f" ({fold_hosts(some)})")
             for state, some in names.items()
         ]
-        after = "" if seconds is None else f" in {seconds:.1f} s"
-        printer.note(f"{count(len(chosen.hosts), 'host')}{after}: {', '.join(parts)}")
+        hosts = count(len(chosen.hosts), "host")
+        printer.note(f"{hosts} in {seconds:.1f} s: {', '.join(parts)}")
     if interrupted:
         raise typer.Exit(INTERRUPTED)
     if any(result.outcome is not Outcome.OK for result in results):

@@ -96,7 +96,7 @@ def diagnose() -> list[Finding]:
         *(_prerequisite(item) for item in PREREQUISITES),
         _gpu(),
         _wheels(),
-        _disk("home", home()),
+        _home(home()),
         _login_shell(),
         _virtual_hosts(),
     ]
@@ -277,7 +277,7 @@ def _wheels() -> Finding:
     )
 
 
-def _disk(name: str, folder: Path) -> Finding:
+def _home(folder: Path) -> Finding:
     there = folder
     while not there.exists():
         there = there.parent
@@ -285,11 +285,11 @@ def _disk(name: str, folder: Path) -> Finding:
     found = f"{folder}, {free / 1e9:.0f} GB free"
     if not os.access(there, os.W_OK):
         mend = "name another folder in HVD_ELASTIC_HOME"
-        return Finding(name, Health.MISSING, f"{folder} is not writable", mend)
+        return Finding("home", Health.MISSING, f"{folder} is not writable", mend)
     if free < _LOW_DISK_BYTES:
         mend = "free some, or name another folder in HVD_ELASTIC_HOME"
-        return Finding(name, Health.OPTIONAL, found, mend)
-    return Finding(name, Health.GOOD, found)
+        return Finding("home", Health.OPTIONAL, found, mend)
+    return Finding("home", Health.GOOD, found)
 
 
 def _login_shell() -> Finding:

@@ -117,8 +117,8 @@ def plan(
 def _probed(
     hostfile: Path | None, command: Sequence[str], probe_for: str, ssh_config: Path | None
 ) -> RunFolder:
+    from hvd_elastic.bench.probe import probe
     from hvd_elastic.hosts.hostfile import parse_hostfile
-    from hvd_elastic.leader.probe import probe
 
     if hostfile is None or not command:
         raise UsageError(

@@ -16,8 +16,8 @@ from hvd_elastic.formatting import count, duration_words
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
+    from hvd_elastic.bench.background_run import Say
     from hvd_elastic.bench.scaling import Cost, Scaling
-    from hvd_elastic.bench.worker_run import Say
 
 Table = tuple[str, list[list[str]]]
 """Heading and rows; the first row is the head."""

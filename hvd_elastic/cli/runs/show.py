@@ -31,6 +31,7 @@ from hvd_elastic.records.wording import Narrator, progress_words
 
 _POLL_S = 0.1  # between two readings of files that are followed
 _TAIL_BYTES = 256 * 1024  # holds most tails of logs
+_LATEST = 8  # lines that fit below the status
 
 
 def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
@@ -333,12 +334,12 @@ def rescale_words(summary: RunSummary) -> str:
     return f"{len(summary.live_rescales)}{longest}"
 
 
-def _print_latest(records: list[Record], count: int = 8) -> None:
+def _print_latest(records: list[Record]) -> None:
     narrator = Narrator()
     told = [(event, line) for event in records for line in narrator.tell(event)]
     if told:
         print("\nlatest")
-    for event, line in told[-count:]:
+    for event, line in told[-_LATEST:]:
         stamp = time.strftime("%H:%M:%S", time.localtime(event.get("t")))
         print(f"  {stamp}  {line.text.splitlines()[0] if line.text else ''}")
 

@@ -176,7 +176,7 @@ def check_host(
     if not any(facts["packages"].get(package) for package in FRAMEWORKS):
         text = "neither PyTorch nor TensorFlow is installed there. Install one of them everywhere"
         checks.append(Check("framework", Level.FAILED, text))
-    checks.append(_same("cuda", facts["cuda"], reference.cuda, "Install the same PyTorch build"))
+    checks.append(_check_cuda(facts["cuda"], reference.cuda))
     if settings.gpus and (facts["gpus"] or facts["gpu_error"]):
         checks += _check_gpus(host, facts, reference)
     elif settings.gpus and reference.gpus:
@@ -380,11 +380,11 @@ def _check_package(
     return Check(package, Level.OK, there)
 
 
-def _same(name: str, there: str | None, usual: str | None, remedy: str) -> Check:
+def _check_cuda(there: str | None, usual: str | None) -> Check:
     if usual is not None and there != usual:
-        text = f"{there or 'none'}, the others have {usual}. {remedy} everywhere"
-        return Check(name, Level.FAILED, text)
-    return Check(name, Level.OK, there or "none")
+        text = f"{there or 'none'}, the others have {usual}. "
+        return Check("cuda", Level.FAILED, f"{text}Install the same PyTorch build everywhere")
+    return Check("cuda", Level.OK, there or "none")
 
 
 def _drivers(facts: Mapping[str, Any]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 # If two hosts cannot fetch a file, it is missing in the store or the command is wrong.
@@ -25,7 +26,7 @@ class Shares:
         self.failures: dict[str, str] = {}
         self.lost: dict[int, str] = {}
         self._count = count
-        self._tries: dict[int, int] = {}
+        self._tries: Counter[int] = Counter()
         self._asked: dict[str, set[int]] = {}
 
     def begin(self, hosts: Sequence[str]) -> dict[str, list[int]]:
@@ -66,7 +67,7 @@ class Shares:
         self.failures.setdefault(host, why)
         again = []
         for index in failed:
-            self._tries[index] = self._tries.get(index, 0) + 1
+            self._tries[index] += 1
             if self._tries[index] < MOST_TRIES and hosts != [host]:
                 again.append(index)
             else:

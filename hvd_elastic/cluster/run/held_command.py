@@ -159,7 +159,7 @@ class HeldCommand:
             return status
         raise self._why_not(status)
 
-    def wait_drained(self, timeout_s: float | None = None) -> bool:
+    def wait_drained(self, timeout_s: float) -> bool:
         """Wait for all output and return whether it arrived; a background child can delay it."""
         return self._process.wait_drained(timeout_s)
 

@@ -9,15 +9,11 @@ from collections.abc import Callable
 from hvd_elastic.checkpoint.lease import Lease
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.control.events import AgentFailed
-from hvd_elastic.control.loop import Loop
 from hvd_elastic.errors import CheckpointError
-from hvd_elastic.leader.agents.agents import Agents
 from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.executor import Executor
-from hvd_elastic.leader.failover.fencing import Fence
 from hvd_elastic.leader.failover.takeover import Takeover
-from hvd_elastic.leader.hostfile_watch import HostfileWatch
-from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.wire import messages as msg
 
@@ -29,37 +25,14 @@ class Failover:
     """Takes a run over, and meets other leaders of the run.
 
     Args:
-        spec: specification of the run.
-        hostfile: hosts of the run.
-        agents: connections to the agents.
+        run: what all parts of the leader share.
         executor: starts agents; it is told how the run ends for this leader if it gives way.
-        loop: loop of the leader, which ends then.
-        fence: decides which of two leaders ends.
-        trains: returns whether this leader has workers.
         lead: called with what was found once the hosts have answered.
-
-    Attributes:
-        fence: as given.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        hostfile: HostfileWatch,
-        agents: Agents,
-        executor: Executor,
-        loop: Loop,
-        fence: Fence,
-        trains: Callable[[], bool],
-        lead: Callable[[Takeover], None],
-    ) -> None:
-        self._spec = spec
-        self._hostfile = hostfile
-        self._agents = agents
+    def __init__(self, run: LedRun, executor: Executor, lead: Callable[[Takeover], None]) -> None:
+        self._run = run
         self._executor = executor
-        self._loop = loop
-        self.fence = fence
-        self._trains = trains
         self._lead = lead
         self._takeover: Takeover | None = None
         """State of a takeover; None: it is complete, and this leader leads."""
@@ -79,11 +52,11 @@ class Failover:
 
     def lease(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that holds a lease on a shared checkpoint folder, if there is one."""
-        if self._spec.checkpoint_folder is None:  # then the lock of the run folder is enough
+        if self._run.spec.checkpoint_folder is None:  # then the lock of the run folder is enough
             return contextlib.nullcontext()
-        return self.fence.acquire(
-            lambda: self._loop.post(self._lease_is_settled),
-            lambda lease, seen: self._loop.post(lambda: self.met_lease(lease, seen)),
+        return self._run.fence.acquire(
+            lambda: self._run.loop.post(self._lease_is_settled),
+            lambda lease, seen: self._run.loop.post(lambda: self.met_lease(lease, seen)),
         )
 
     # -- a takeover ------------------------------------------------------------------------
@@ -106,12 +79,12 @@ class Failover:
         """
         now = time.monotonic()
         takeover = self._takeover = Takeover(
-            list(self._hostfile.hosts),
+            list(self._run.hostfile.hosts),
             past,
-            self._spec.np,
+            self._run.spec.np,
             now + wait_s,
             patient=patient,
-            lease_open=self.fence.has_lease_file and not patient,
+            lease_open=self._run.fence.has_lease_file and not patient,
             unwritable=unwritable,
         )
         for name in takeover.asked:
@@ -132,7 +105,7 @@ class Failover:
                     self.hasten()
             case AgentFailed(fatal=fatal):
                 if takeover.patient and not agent.up and not fatal:
-                    del self._agents.by_host[host]
+                    del self._run.agents.by_host[host]
                     takeover.postpone(host, time.monotonic())
                     return
                 takeover.failed(host)
@@ -158,7 +131,7 @@ class Failover:
         self._takeover = None
         if takeover.leased_by is not None:
             found = bool(takeover.workers)
-            reason = self.fence.lease_found(takeover.leased_by, found_workers=found)
+            reason = self._run.fence.lease_found(takeover.leased_by, found_workers=found)
             if reason:
                 self._give_way_for(reason)
                 return
@@ -169,14 +142,16 @@ class Failover:
     def refused(self, host: str, led: msg.LeaderIdentity) -> None:
         """Handle an agent's refusal: another leader leads it, and one of the two has to end."""
         if self._executor.finish is None:
-            has_host = bool(self._agents.up)
-            self._give_way_for(self.fence.refused(host, led, leads=self.leads, has_host=has_host))
+            has_host = bool(self._run.agents.up)
+            self._give_way_for(
+                self._run.fence.refused(host, led, leads=self.leads, has_host=has_host)
+            )
 
     def taken_over(self, agent: AgentConnection, led: msg.LeaderIdentity) -> None:
         """Handle an agent that followed another leader while this one was unreachable."""
         agent.taken_over = True
-        if self._executor.finish is None and all(other.taken_over for other in self._agents.up):
-            self._give_way_for(self.fence.left(agent.host.name, led))
+        if self._executor.finish is None and all(other.taken_over for other in self._run.agents.up):
+            self._give_way_for(self._run.fence.left(agent.host.name, led))
         # Otherwise the host counts as lost once its connection has ended.
 
     def met_lease(self, lease: Lease, seen: float) -> None:
@@ -192,9 +167,13 @@ class Failover:
             self._takeover.leased_by = lease
             self._lease_is_settled()
             return
-        last_read = max((agent.last_read for agent in self._agents.by_host.values()), default=0.0)
-        trains = self._trains()
-        self._give_way_for(self.fence.contested(lease, seen, trains=trains, last_read=last_read))
+        last_read = max(
+            (agent.last_read for agent in self._run.agents.by_host.values()), default=0.0
+        )
+        trains = bool(self._run.workers.places)
+        self._give_way_for(
+            self._run.fence.contested(lease, seen, trains=trains, last_read=last_read)
+        )
 
     def _lease_is_settled(self) -> None:
         if self._takeover is not None:
@@ -204,4 +183,4 @@ class Failover:
     def _give_way_for(self, reason: str) -> None:
         if reason:
             self._executor.finish = Finish("failed", reason)
-            self._loop.stop()
+            self._run.loop.stop()

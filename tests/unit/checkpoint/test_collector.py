@@ -13,16 +13,12 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.checkpoint import collector
-from hvd_elastic.checkpoint.collector import Brought, CheckpointCollector
-from hvd_elastic.checkpoint.files import (
-    complete_checkpoint,
-    drop_shards,
-    find_checkpoints,
-    find_shards,
-    newest_valid,
-)
+from hvd_elastic.checkpoint import sender
+from hvd_elastic.checkpoint.collector import CheckpointCollector
+from hvd_elastic.checkpoint.manifests import complete_checkpoint, find_checkpoints, newest_valid
 from hvd_elastic.checkpoint.place import CheckpointStore
+from hvd_elastic.checkpoint.sender import Brought, CheckpointSender
+from hvd_elastic.checkpoint.shards import drop_shards, find_shards
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import CheckpointError, SshError
 from hvd_elastic.wire import messages as msg
@@ -77,14 +73,22 @@ class Run:
         self.warnings: list[str] = []
         settings = {"keep": 2, "copies": 0, "resumed": False, **options}
         keep, resumed = settings.pop("keep"), settings["resumed"]
+        store = CheckpointStore("r1", self.folder, place, keep=keep, resumed=resumed)
         self.collector = CheckpointCollector(
-            CheckpointStore("r1", self.folder, place, keep=keep, resumed=resumed),
+            store,
             agents=lambda: self.hosts,
             post=self.calls.put,
             emit=lambda _, fields: self.events.append(fields),
             warn=self.warnings.append,
             on_idle=lambda: None,
             **settings,
+        )
+        self.sender = CheckpointSender(
+            store,
+            self.collector,
+            agents=lambda: self.hosts,
+            post=self.calls.put,
+            warn=self.warnings.append,
         )
         self.collector.check()
 
@@ -102,10 +106,14 @@ class Run:
 
     def bring(self, *hosts: str, wanted: Callable[[], bool] = lambda: True) -> Brought:
         found: list[Brought] = []
-        self.collector.bring(hosts or ("node0",), "restore-1", wanted, found.append)
+        self.sender.bring(hosts or ("node0",), "restore-1", wanted, found.append)
         while not found:
             self.calls.get(timeout=30)()
         return found[0]
+
+    def end(self, *, succeeded: bool) -> None:
+        vain = self.sender.searched_in_vain
+        self.collector.end(succeeded=succeeded, searched_in_vain=vain)
 
     def steps(self) -> list[int]:
         return [info.step for info in find_checkpoints(self.folder)]
@@ -150,11 +158,11 @@ def test_where_checkpoints_cannot_be_written_the_spools_stay(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="checkpoints cannot be written to"):
         run.collector.check()
     spooled(run.hosts["node0"].spool, 10, 0, 2)
-    run.collector.end(succeeded=False)
+    run.end(succeeded=False)
     assert run.hosts["node0"].steps() == [(10, 0)]
     run.folder.unlink()
     run.collector.check()
-    run.collector.end(succeeded=False)
+    run.end(succeeded=False)
     assert run.hosts["node0"].steps() == []
 
 
@@ -209,9 +217,9 @@ def test_copies_are_on_other_hosts_until_the_next_is_complete(tmp_path: Path) ->
     assert run.hosts["node0"].steps() == [(20, 0)]
     assert run.hosts["node1"].steps() == [(20, 0), (20, 1)]
     assert run.hosts["node2"].steps() == [(20, 1)]
-    run.collector.end(succeeded=False)
+    run.end(succeeded=False)
     assert run.hosts["node2"].steps() == [(20, 1)]
-    run.collector.end(succeeded=True)
+    run.end(succeeded=True)
     assert [host.steps() for host in run.hosts.values()] == [[], [], []]
 
 
@@ -240,7 +248,7 @@ def test_a_resumed_run_takes_up_what_the_dead_leader_left_from_copies_too(tmp_pa
     assert newest is not None
     assert newest.step == 10
     assert run.steps() == [10]
-    assert run.collector.restored_from == str(run.folder / "step-000000000010.json")
+    assert run.sender.restored_from == str(run.folder / "step-000000000010.json")
     assert [host.steps() for host in run.hosts.values()] == [[], [], []]
 
 
@@ -281,7 +289,7 @@ def test_without_a_checkpoint_nothing_is_brought(tmp_path: Path) -> None:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collector, "_TRY_AGAIN_S", (0.0, 0.0))
+    monkeypatch.setattr(sender, "_TRY_AGAIN_S", (0.0, 0.0))
 
 
 @pytest.mark.usefixtures("at_once")
@@ -374,7 +382,7 @@ def test_where_one_was_written_it_is_looked_for_until_it_is_there_again(
     before.settle()
     away = before.folder.rename(tmp_path / "away")
     run = Run(tmp_path / "after", resumed=True)
-    run.collector.expect("that of step 10 was written")
+    run.collector.expected = "that of step 10 was written"
     if lost == "damaged":
         shutil.copytree(away, run.folder, dirs_exist_ok=True)
         for shard in find_checkpoints(run.folder)[0].shards:
@@ -387,7 +395,7 @@ def test_where_one_was_written_it_is_looked_for_until_it_is_there_again(
         "written: that place is not mounted, or its files are gone or damaged"
     )
     assert f"{brought.error}; trying again" in run.warnings
-    run.collector.end(succeeded=False)
+    run.end(succeeded=False)
     assert run.hosts["node2"].steps() == [(20, 0)], "its other half may be on a host that is off"
 
     def mounted() -> bool:
@@ -480,7 +488,7 @@ def test_a_url_that_cannot_be_written_keeps_the_checkpoint_here(
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("no such key")
 
-    files = run.collector._store.url._files  # type: ignore[union-attr]
+    files = run.sender._store.url._files  # type: ignore[union-attr]
     monkeypatch.setattr(type(files), "put_file", refuse)
     run.written(10, 0, 1)
     run.settle()
@@ -500,7 +508,7 @@ def test_a_url_that_cannot_be_read_is_not_as_if_it_were_empty(
     with pytest.raises(CheckpointError, match=f"{url} holds a checkpoint of run r1, step-0"):
         Run(tmp_path / "fresh", url)
     elsewhere = Run(tmp_path / "elsewhere", url, resumed=True)
-    files = run.collector._store.url._files  # type: ignore[union-attr]
+    files = run.sender._store.url._files  # type: ignore[union-attr]
     opened = type(files).open
 
     def refuse(*_: object, **__: object) -> None:

@@ -21,20 +21,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_elastic.checkpoint import whole_files
-from hvd_elastic.checkpoint.files import (
+from hvd_elastic.checkpoint.manifests import (
     CheckpointInfo,
-    ShardInfo,
     check_folder,
     complete_checkpoint,
+    find_checkpoints,
+    newest_valid,
+    why_invalid,
+)
+from hvd_elastic.checkpoint.shards import (
+    ShardInfo,
     complete_sets,
     describe_shard,
     drop_shards,
-    find_checkpoints,
     find_shards,
-    newest_valid,
     parse_shard,
     receive_shard,
-    why_invalid,
     write_shard,
 )
 from hvd_elastic.checkpoint.whole_files import HashingWriter
@@ -369,7 +371,7 @@ def test_a_read_only_disk_is_explained_and_can_still_be_read(small_disk: Path) -
 WRITER = """
 import sys, time
 from pathlib import Path
-from hvd_elastic.checkpoint import files as checkpoints
+from hvd_elastic.checkpoint import manifests, shards
 from tests.unit.checkpoint import test_files
 
 folder, moment = sys.argv[1:]
@@ -381,9 +383,9 @@ def stop_here():
 if moment == "renaming data":
     Path.replace = lambda *_: stop_here()
 elif moment == "between data and manifest":
-    checkpoints.sync_folder = lambda folder: stop_here()
+    manifests.sync_folder = lambda folder: stop_here()
 elif moment == "pruning":
-    checkpoints.prune = lambda *_: stop_here()
+    manifests.prune = lambda *_: stop_here()
 
 def write(file):
     file.write(b"x" * 500_000)
@@ -392,8 +394,8 @@ def write(file):
     file.write(b"x" * 500_000)
 
 shard = test_files.shard_of(2, 0, 1, b"x" * 1_000_000)
-written = checkpoints.write_shard(folder, shard, write)
-checkpoints.complete_checkpoint(folder, [written], keep=3)
+written = shards.write_shard(folder, shard, write)
+manifests.complete_checkpoint(folder, [written], keep=3)
 """
 
 
@@ -513,8 +515,7 @@ def test_what_is_no_whole_is_not_completed(folder: Path) -> None:
 
 
 def test_the_module_needs_neither_torch_nor_horovod() -> None:
-    code = (
-        "import sys, hvd_elastic.checkpoint.files; print({'torch', 'horovod'} & set(sys.modules))"
-    )
+    imports = "import sys, hvd_elastic.checkpoint.manifests"
+    code = f"{imports}; print({{'torch', 'horovod'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

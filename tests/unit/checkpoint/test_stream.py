@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_elastic.checkpoint import stream
-from hvd_elastic.checkpoint.files import CheckpointInfo, ShardInfo, complete_checkpoint
 from hvd_elastic.checkpoint.header import TensorInfo, decode_values, encode_values
+from hvd_elastic.checkpoint.manifests import CheckpointInfo, complete_checkpoint
 from hvd_elastic.checkpoint.reader import load_arrays, read_header
+from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.stream import Content, byte_range, new_shard, shard_count, shard_index
 from hvd_elastic.checkpoint.writer import ShardWriter
 from hvd_elastic.errors import CheckpointError

@@ -156,6 +156,6 @@ def test_what_horovod_prints_before_its_answer_is_ignored():
 
 def test_a_home_that_cannot_be_written_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr("os.access", lambda *_: False)
-    finding = doctor._disk("home", tmp_path / "not" / "yet")
+    finding = doctor._home(tmp_path / "not" / "yet")
     assert finding.health is Health.MISSING
     assert "HVD_ELASTIC_HOME" in finding.mend

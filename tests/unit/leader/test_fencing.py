@@ -59,13 +59,13 @@ def met(
     """How a leader that began to lead at 100 ends, if it does."""
     run = RunFolder.create("met", root=folder)
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
-    leader._failover.fence.identity.led_since = 100.0
+    leader._run.fence.identity.led_since = 100.0
     if not began:
         leader._failover._takeover = Takeover(["n1", "n2"], RunSummary(), None, deadline=0.0)
     agent: Any = AgentHeard("n2")
     first: Any = AgentHeard("n1", up=leads)
-    leader._agents.by_host |= {"n1": first, "n2": agent}
-    by = leader._failover.fence.identity.leader if by == "own" else by
+    leader._run.agents.by_host |= {"n1": first, "n2": agent}
+    by = leader._run.fence.identity.leader if by == "own" else by
     leader._heard(agent, msg.Refused(leader_since(since, by, heard_s)))
     return leader._executor.finish
 
@@ -116,7 +116,7 @@ def test_a_leader_ends_when_its_last_host_has_been_taken_over(
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
     first: Any = AgentHeard("n1", up=True)
     last: Any = AgentHeard("n2", up=True)
-    leader._agents.by_host |= {"n1": first, "n2": last}
+    leader._run.agents.by_host |= {"n1": first, "n2": last}
     message = msg.TakenOver(leader_since(50.0, heard_s=0.0))
     leader._heard(first, message)
     assert leader._executor.finish is None, "another host still follows it"
@@ -146,13 +146,13 @@ def contested(
     run = RunFolder.create("met", root=folder)
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
     holder: Any = Holder(100.0)
-    leader._failover.fence._lease = holder
+    leader._run.fence._lease = holder
     agent: Any = AgentHeard("n1", heard)
-    leader._agents.by_host["n1"] = agent
+    leader._run.agents.by_host["n1"] = agent
     takeover = Takeover(["n1", "n2"], RunSummary(), None, deadline=math.inf)
     takeover.lease_open = True
     if trains and not adopts:
-        leader._executor._workers.places["n1:0.1"] = ("n1", 0)
+        leader._run.workers.places["n1:0.1"] = ("n1", 0)
     if adopts:
         leader._failover._takeover = takeover
     leader._failover.met_lease(Lease("met", "another", "process 7 on alpha", since, "", 7), 5.0)
@@ -221,8 +221,8 @@ def test_a_leader_that_stood_still_counts_nobodys_silence_before_it_begins(tmp_p
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
     silent: Any = AgentHeard(last_heard=98.0, up=True)
     heard: Any = AgentHeard(last_heard=129.9, up=True)  # read while the leader was woken
-    leader._agents.by_host |= {"n1": silent, "n2": heard}
-    leader._agents._looked_at = 100.0
+    leader._run.agents.by_host |= {"n1": silent, "n2": heard}
+    leader._run.agents._looked_at = 100.0
     leader._liveness.look(130.0)
     assert (silent.last_heard, heard.last_heard) == (128.0, 130.0)
 
@@ -236,10 +236,10 @@ def test_only_one_that_never_led_counts_as_never_there(tmp_path: Path, has_led: 
     """One that was cut off has a run folder with all that it did."""
     run = RunFolder.create("met", root=tmp_path)
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
-    leader._failover.fence.has_led = has_led
+    leader._run.fence.has_led = has_led
     leader._failover._takeover = Takeover(["n1"], RunSummary(), None, deadline=0.0)
     agent: Any = AgentHeard("n1")
-    leader._agents.by_host["n1"] = agent
+    leader._run.agents.by_host["n1"] = agent
     leader._heard(agent, msg.Refused(leader_since(50.0)))
     assert leader._executor.finish is not None
     assert ("has started nothing" in leader._executor.finish.message) is not has_led

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from hvd_elastic.checkpoint.collector import Brought
-from hvd_elastic.checkpoint.files import complete_checkpoint
+from hvd_elastic.checkpoint.manifests import complete_checkpoint
+from hvd_elastic.checkpoint.sender import Brought
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.commands import Announce, Finish, StartWorker
 from hvd_elastic.control.progress import Position
@@ -49,7 +49,7 @@ class Resumed:
             spec, self.folder, {}, self.shown.append, lambda *_: None, resumed=True
         )
         self.agents = {host: Agent() for host in HOSTS}
-        self.leader._agents.by_host.update(self.agents)  # type: ignore[arg-type]
+        self.leader._run.agents.by_host.update(self.agents)  # type: ignore[arg-type]
         self.announced = self.announce()
 
     def announce(self) -> Announce:
@@ -73,7 +73,7 @@ class Resumed:
 def run(tmp_path: Path) -> Iterator[Resumed]:
     resumed = Resumed(tmp_path)
     yield resumed
-    resumed.leader._journal.close()
+    resumed.leader._run.journal.close()
 
 
 def test_the_host_that_took_it_is_the_root_and_the_record_comes_first(
@@ -111,12 +111,12 @@ def test_what_cannot_be_brought_ends_the_run_and_is_not_begun_anew(run: Resumed)
 def test_what_the_record_of_the_run_says_was_written_is_not_begun_anew(
     run: Resumed,
 ) -> None:
-    collector = run.leader._fetching.checkpoints
+    sender = run.leader._fetching.sender
     run.leader._fetching.expect_checkpoint(summarize([]))
-    assert collector._try_to_bring(HOSTS, "restore-1", lambda _: None) == Brought()
+    assert sender._try_to_bring(HOSTS, "restore-1", lambda _: None) == Brought()
     past = [{"kind": "checkpoint", "step": step, "path": "/data/c.json"} for step in (90, 120)]
     run.leader._fetching.expect_checkpoint(summarize(past))
-    brought = collector._try_to_bring(HOSTS, "restore-1", lambda _: None)
+    brought = sender._try_to_bring(HOSTS, "restore-1", lambda _: None)
     assert (
         f"is found in {run.folder.checkpoints}, though that of step 120 was written"
         in brought.error
@@ -126,7 +126,7 @@ def test_what_the_record_of_the_run_says_was_written_is_not_begun_anew(
 def test_of_what_another_machine_led_nobody_here_knows_whether_it_had_one(run: Resumed) -> None:
     run.folder.write_run({**run.folder.read_run(), "began_elsewhere": True})
     run.leader._fetching.expect_checkpoint(summarize([]))
-    brought = run.leader._fetching.checkpoints._try_to_bring(HOSTS, "restore-1", lambda _: None)
+    brought = run.leader._fetching.sender._try_to_bring(HOSTS, "restore-1", lambda _: None)
     assert "though it was led by another machine, which may have written one" in brought.error
 
 
@@ -178,4 +178,4 @@ def test_a_broken_generation_tells_how_far_training_is(run: Resumed) -> None:
     broken("a:0.1", 8, Position(8, 1, 20, 80))
     broken("b:0.1", -1, None)
     broken("b:0.1", 7, Position(7, 1, 20, 80))
-    assert run.leader._reports.progress.reached == Position(8, 1, 20, 80)
+    assert run.leader._run.progress.reached == Position(8, 1, 20, 80)

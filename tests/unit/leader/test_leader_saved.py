@@ -64,8 +64,8 @@ class Run:
         spec = RunSpec(("python", "train.py"), "/")
         self.leader = Leader(spec, self.folder, {}, self.shown.append, lambda *_: None)
         self.agent = Agent(folder / "a")
-        self.leader._agents.by_host["a"] = self.agent  # type: ignore[assignment]
-        self.leader._executor._workers.places["a:0.1"] = ("a", 0)
+        self.leader._run.agents.by_host["a"] = self.agent  # type: ignore[assignment]
+        self.leader._run.workers.places["a:0.1"] = ("a", 0)
         saved = self.agent.save("best.pt", b"best", step=7)
         self.leader._reports.take_of_worker("a:0.1", msg.FileSaved(saved, "/spool/best.pt", 0.25))
 
@@ -75,16 +75,16 @@ class Run:
 
     def begin(self) -> threading.Thread:
         """Let the leader's loop run until it ends by itself."""
-        self.leader._hostfile.changed = lambda: False  # type: ignore[method-assign]
-        loop = threading.Thread(target=self.leader._loop.run, daemon=True)
+        self.leader._run.hostfile.changed = lambda: False  # type: ignore[method-assign]
+        loop = threading.Thread(target=self.leader._run.loop.run, daemon=True)
         loop.start()
         return loop
 
     def post(self, call: Callable[[], None]) -> None:
         """Have the loop call something, and wait for it."""
         done = threading.Event()
-        self.leader._loop.post(call)
-        self.leader._loop.post(done.set)
+        self.leader._run.loop.post(call)
+        self.leader._run.loop.post(done.set)
         assert done.wait(10)
 
 
@@ -93,7 +93,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     made = Run(tmp_path)
     yield made
     made.agent.gate.set()
-    made.leader._journal.close()
+    made.leader._run.journal.close()
 
 
 def test_a_run_ends_when_its_files_have_arrived(run: Run) -> None:
@@ -120,7 +120,7 @@ def test_a_second_request_to_stop_ends_the_wait(run: Run) -> None:
     loop = run.begin()
     run.post(lambda: run.leader._stopping.ask(StopCause.INTERRUPT))
     assert loop.is_alive()
-    run.leader._loop.post(lambda: run.leader._stopping.ask(StopCause.INTERRUPT))
+    run.leader._run.loop.post(lambda: run.leader._stopping.ask(StopCause.INTERRUPT))
     loop.join(10)
     assert not loop.is_alive()
     assert "it has not arrived" in run.leader._fetching.saved.missing()
@@ -145,7 +145,7 @@ def test_what_cannot_be_fetched_ends_the_wait_and_fails_the_run(
 
 def test_a_host_that_leaves_keeps_its_agent_until_its_file_has_arrived(run: Run) -> None:
     run.leader._executor._stop_agent("a")
-    assert "a" not in run.leader._agents.by_host
+    assert "a" not in run.leader._run.agents.by_host
     run.begin()
     run.leader._next_tick = 0.0
     run.post(run.leader._tick)
@@ -155,11 +155,11 @@ def test_a_host_that_leaves_keeps_its_agent_until_its_file_has_arrived(run: Run)
     while not run.agent.is_ending:
         run.post(run.leader._tick)
     assert run.stored
-    run.leader._loop.post(run.leader._loop.stop)
+    run.leader._run.loop.post(run.leader._run.loop.stop)
 
 
 def test_a_host_without_a_file_is_released_at_once(run: Run) -> None:
     other = Agent(run.folder.path.parent / "b")
-    run.leader._agents.by_host["b"] = other  # type: ignore[assignment]
+    run.leader._run.agents.by_host["b"] = other  # type: ignore[assignment]
     run.leader._executor._stop_agent("b")
     assert other.is_ending

@@ -161,11 +161,11 @@ def test_a_run_loses_the_host_of_such_an_agent_and_goes_on(
         def send(self, _: msg.LeaderToAgent) -> None: ...
 
     agent: Any = Up()
-    by_host = leader._agents.by_host
+    by_host = leader._run.agents.by_host
     monkeypatch.setattr(
-        leader._agents, "start", lambda name, *_, **__: by_host.update({name: agent})
+        leader._run.agents, "start", lambda name, *_, **__: by_host.update({name: agent})
     )
-    leader._hostfile.read()
+    leader._run.hostfile.read()
     leader._hosts_changed()
     leader._heard(agent, agent_hello())
     cause = "host localhost: its agent sent a message with ev 'steal'"

@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_elastic.tensorflow as hvd
-from hvd_elastic.checkpoint.files import complete_checkpoint, newest_valid
+from hvd_elastic.checkpoint.manifests import complete_checkpoint, newest_valid
 from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.checkpoint.writer import ShardWriter
 from hvd_elastic.errors import CheckpointError, ScriptError

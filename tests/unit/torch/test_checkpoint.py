@@ -26,20 +26,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_elastic import __version__
-from hvd_elastic.checkpoint import files, stream
-from hvd_elastic.checkpoint.files import (
+from hvd_elastic.checkpoint import shards, stream
+from hvd_elastic.checkpoint.manifests import (
     CheckpointInfo,
-    ShardInfo,
     complete_checkpoint,
-    complete_sets,
-    describe_shard,
     find_checkpoints,
-    find_shards,
     newest_valid,
-    parse_shard,
     why_invalid,
 )
 from hvd_elastic.checkpoint.reader import load_arrays, read_header
+from hvd_elastic.checkpoint.shards import (
+    ShardInfo,
+    complete_sets,
+    describe_shard,
+    find_shards,
+    parse_shard,
+)
 from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.checkpoint.writer import ShardWriter
 from hvd_elastic.errors import CheckpointError, HvdElasticError, ScriptError
@@ -349,7 +351,7 @@ def test_a_file_from_somewhere_else_cannot_run_code(
         evil = _saved({"rest": RunsCode(), "stream": [], "progress": {}})
         patch.setattr(TorchContent, "head", lambda *_: [evil])
         info = write_checkpoint(tmp_path, {}, 2)
-        shard = replace(info.shards[0], format=files.PICKLED_FORMAT)
+        shard = replace(info.shards[0], format=shards.PICKLED_FORMAT)
         info = complete_checkpoint(tmp_path, [shard], 9)
         with pytest.raises(CheckpointError, match="cannot be loaded"):
             load_checkpoint(info.path)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hvd_elastic.torch as hvd
-from hvd_elastic.checkpoint.files import complete_checkpoint
+from hvd_elastic.checkpoint.manifests import complete_checkpoint
 from hvd_elastic.checkpoint.saved import find_spooled
 from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.config import runs_folder

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_elastic.checkpoint.files import ShardInfo, complete_checkpoint
+from hvd_elastic.checkpoint.manifests import complete_checkpoint
+from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.checkpoint.writer import ShardWriter
 from hvd_elastic.communicator.local import LocalCommunicator

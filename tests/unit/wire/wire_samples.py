@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvd_elastic import __version__
-from hvd_elastic.checkpoint.files import ShardInfo
+from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.wire import messages as msg
 
 __all__ = ["agent_hello", "checkpoint_written", "leader_hello", "saved_file"]

@@ -1,0 +1,127 @@
+"""An elastic run in the background, which lasts until something was measured in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.records.json_lines import EventFollower
+from hvd_elastic.records.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+PATIENCE_S = 600.0
+"""How long the start of training at a size may take [s]: scripts may load much before it."""
+_POLL_S = 0.1
+Say = Callable[[str], None]
+_Found = TypeVar("_Found")
+
+
+class BackgroundRun:
+    """A run without checkpoints, for the length of a block.
+
+    Args:
+        hostfile: path of the hostfile.
+        command: training command.
+        slots: number of workers at first.
+        options: further options of ``hvd-elastic run``.
+        name: what it is called in messages.
+        advice: what to do if training ends before it was measured.
+
+    Attributes:
+        folder: its run folder.
+
+    Raises:
+        UsageError: ``hvd-elastic run`` rejected its options.
+        RunError: the run could not be started.
+    """
+
+    def __init__(
+        self,
+        hostfile: Path,
+        command: Sequence[str],
+        slots: int,
+        options: Sequence[str],
+        name: str,
+        advice: str = "",
+    ) -> None:
+        self._name = name
+        self._advice = advice
+        words = ["run", "--detach", "--hostfile", str(hostfile), "--checkpoint-every", "0"]
+        words += [*options, "--np", str(slots), "--", *command]
+        started = subprocess.run(
+            [sys.executable, "-m", "hvd_elastic.cli.app", *words],
+            stdout=subprocess.PIPE,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
+        if started.returncode:
+            kind = UsageError if started.returncode == UsageError.exit_status else RunError
+            raise kind(f"{name} could not be started; see above")
+        self.folder = RunFolder.open(started.stdout.split()[0])
+        self._follower = EventFollower(self.folder.events)
+        self._logs = f"its logs: hvd-elastic logs {self.folder.run_id}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the run, and wait until its leader has ended."""
+        if self.folder.leader_alive():
+            self.folder.ask_leader("stop", {"reason": f"{self._name} is over"})
+            deadline = time.monotonic() + PATIENCE_S
+            while self.folder.leader_alive() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+
+    def scale(self, slots: int) -> None:
+        """Have it train on so many slots."""
+        self.folder.ask_leader("scale", {"np": slots})
+
+    def wait(
+        self, look: Callable[[Mapping[str, Any]], _Found | None], what: str, patience_s: float
+    ) -> _Found:
+        """Return the first thing that ``look`` finds in an event.
+
+        Raises:
+            RunError: the run has ended, or ``what`` did not come within ``patience_s``.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
+            alive = self.folder.leader_alive()
+            for event in self._events():
+                found = look(event)
+                if found is not None:
+                    return found
+            if not alive:
+                leader_log = self.folder.leader_log
+                raise RunError(f"the leader of {self._name} ended early; see {leader_log}")
+            if time.monotonic() > deadline:
+                raise RunError(f"no {what} within {patience_s:.0f} s; {self._logs}")
+            time.sleep(_POLL_S)
+
+    def train(self, seconds: float) -> None:
+        """Let it train.
+
+        Raises:
+            RunError: the run has ended.
+        """
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for _ in self._events():
+                pass
+            time.sleep(_POLL_S)
+
+    def _events(self) -> Iterator[Mapping[str, Any]]:
+        for event in self._follower.poll():
+            if event["kind"] == "run_finished":
+                raise RunError(
+                    f"{self._name} {event.get('status')} before it had measured enough: "
+                    f"{event.get('message')}{self._advice}; {self._logs}"
+                )
+            yield event

@@ -1,0 +1,349 @@
+"""Writes, finds, verifies and drops shards: the parts of a checkpoint that one rank each writes.
+
+Each shard, such as ``step-000000000100-0-of-2-0123456789ab.shard``, holds the part of the state
+that one rank wrote. Its name contains the first digits of its SHA-256, so writing a step again
+never changes an existing file. Every file is written under a temporary name, synced and renamed.
+
+In the *spool*, the folder of a run on the disk of a rank's host, each shard has a description
+beside it, with the same name ending in ``.json``. From these, the shards of one checkpoint on
+several hosts can be put together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.checkpoint.whole_files import (
+    CHUNK_BYTES,
+    HashingWriter,
+    explained,
+    failures_logged,
+    remove_leftovers,
+    temporary_in,
+    write_json,
+)
+from hvd_elastic.errors import CheckpointError
+
+FORMAT = 3
+"""Format that is written. Format 2, with a header pickled by PyTorch and without ``world``, can
+still be read."""
+PICKLED_FORMAT = 2  # the last format with a pickled header
+# Names of shards, and of their descriptions in a spool.
+SHARD = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.shard")
+_DESCRIPTION = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.json")
+_FIELDS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
+    (
+        (
+            *("step", "epoch", "examples", "generation", "index", "count", "rank"),
+            *("header", "begin", "end", "total", "bytes", "world"),
+        ),
+        int,
+        "a whole number >= 0",
+    ),
+    (("life", "host", "layout", "sha256", "run"), str, "a text"),
+    (("created",), (int, float), "Unix seconds"),
+)
+"""Fields of a shard's description, their type, and the type as text for error messages."""
+
+Key = tuple[int, int, str, str]
+
+
+class DamagedShardError(CheckpointError):
+    """A received shard differs from the one that was written."""
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One shard of a checkpoint: the part that one rank writes.
+
+    The tensors that all ranks share form one stream of bytes; a shard holds the part from ``begin``
+    to ``end`` of it. In shard 0, ``header`` bytes come before that: the description of the
+    checkpoint (:mod:`hvd_elastic.checkpoint.header`), and the data that only rank 0 writes.
+
+    Attributes:
+        path: path of the file.
+        step, epoch, examples: point in training that it holds.
+        generation: number of the generation that wrote it.
+        life: id of the leader term, which distinguishes the generations of a resumed run from
+            earlier ones with the same number.
+        index, count: index of the shard, and number of shards.
+        host, rank, world: host and rank that wrote it, and number of ranks; world 0: unknown.
+        layout: digest of the names, shapes and types of the stream's tensors.
+        header: number of bytes before the part of the stream.
+        begin, end, total: its range in the stream, and the length of the stream [bytes].
+        bytes, sha256: size and SHA-256 of the file.
+        created: when it was written [Unix seconds].
+        seconds: how long writing took [s]; 0 for a shard that was found.
+        run: name of the run that wrote it; empty: unknown, or there was no run.
+        format: :data:`FORMAT`, or an earlier one that can be read.
+    """
+
+    path: Path
+    step: int
+    epoch: int
+    examples: int
+    generation: int
+    life: str
+    index: int
+    count: int
+    host: str
+    rank: int
+    layout: str
+    header: int
+    begin: int
+    end: int
+    total: int
+    bytes: int = 0
+    sha256: str = ""
+    created: float = 0.0
+    seconds: float = 0.0
+    run: str = ""
+    world: int = 0
+    format: int = FORMAT
+
+    @property
+    def file(self) -> str:
+        """Return the name of its file."""
+        return f"step-{self.step:012d}-{self.index}-of-{self.count}-{self.sha256[:12]}.shard"
+
+    @property
+    def key(self) -> Key:
+        """Return what identifies its checkpoint: equal for all shards of one and no others."""
+        return (self.step, self.generation, self.life, self.layout)
+
+    def manifest(self) -> dict[str, Any]:
+        """Return its description as plain data, for manifests and messages."""
+        fields = asdict(self)
+        del fields["path"], fields["seconds"], fields["format"]
+        return {"format": self.format, "file": self.file, **fields}
+
+
+def write_shard(
+    folder: Path | str,
+    shard: ShardInfo,
+    write: Callable[[HashingWriter], None],
+) -> ShardInfo:
+    """Write the data of one shard; return the shard with path, size, SHA-256 and times.
+
+    Args:
+        folder: folder of the file; created if missing.
+        shard: shard to write.
+        write: function that writes the data to the file it is given.
+
+    Raises:
+        CheckpointError: the folder cannot be written, or is full; no file is left behind.
+    """
+    folder = Path(folder)
+    started = time.monotonic()
+    with write_errors_explained(folder, f"the checkpoint of step {shard.step}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with temporary_in(folder) as temporary:
+            with temporary.open("xb") as raw:
+                writer = HashingWriter(raw)
+                write(writer)
+                sha256 = writer.finish()
+            shard = replace(
+                shard,
+                bytes=writer.bytes,
+                sha256=sha256,
+                created=time.time(),
+                seconds=time.monotonic() - started,
+            )
+            shard = replace(shard, path=folder / shard.file)
+            temporary.replace(shard.path)
+    return shard
+
+
+def receive_shard(
+    folder: Path | str, shard: ShardInfo, copy: Callable[[HashingWriter], None]
+) -> ShardInfo:
+    """Write a shard that comes from another host or URL, and verify its size and SHA-256.
+
+    Raises:
+        DamagedShardError: it was truncated or changed at its source or on the way.
+        CheckpointError: it cannot be read, or the folder cannot be written.
+    """
+    arrived = write_shard(folder, replace(shard, path=Path(folder)), copy)
+    wrong = _mismatch(shard, arrived.bytes, arrived.sha256)
+    if wrong is not None:
+        arrived.path.unlink(missing_ok=True)
+        raise DamagedShardError(
+            f"shard {shard.index} of {shard.count} of the checkpoint of step {shard.step}, from "
+            f"host {shard.host}: {wrong}; it was cut or changed on the way"
+        )
+    return replace(arrived, created=shard.created)
+
+
+def describe_shard(shard: ShardInfo, keep: int) -> None:
+    """Write the description of a shard in a spool, for :func:`find_shards`; prune older shards.
+
+    Args:
+        shard: shard whose file is in the spool.
+        keep: number of steps whose shards are kept.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    require_keep(keep)
+    folder = shard.path.parent
+    with write_errors_explained(folder, f"the checkpoint of step {shard.step}"):
+        write_json(shard.path.with_suffix(".json"), shard.manifest())
+    steps = sorted({known.step for known in find_shards(folder) if known.step <= shard.step})
+    if len(steps) > keep:
+        drop_shards(folder, steps[-keep - 1])
+    with failures_logged(folder):
+        remove_leftovers(folder)
+
+
+def find_shards(folder: Path | str) -> list[ShardInfo]:
+    """Return the shards of a spool whose files have the right size, newest step first.
+
+    Contents are verified later, when a shard is fetched. A missing folder has no shards.
+    """
+    folder = Path(folder)
+    found = []
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if _DESCRIPTION.fullmatch(path.name):
+                with contextlib.suppress(OSError, ValueError):
+                    shard = parse_shard(json.loads(path.read_text(encoding="utf-8")), folder)
+                    if shard.path.stat().st_size == shard.bytes:
+                        found.append(shard)
+    return sorted(found, key=lambda shard: (-shard.step, shard.index, shard.file))
+
+
+def drop_shards(folder: Path | str, up_to_step: int | None) -> None:
+    """Remove the shards of a spool up to and including a step; None: all of them."""
+    folder = Path(folder)
+    with failures_logged(folder):
+        for path in list(folder.iterdir()) if folder.is_dir() else []:
+            match = _DESCRIPTION.fullmatch(path.name) or SHARD.fullmatch(path.name)
+            if match and (up_to_step is None or int(match[1]) <= up_to_step):
+                with failures_logged(path):
+                    path.unlink(missing_ok=True)
+
+
+def complete_sets(shards: Iterable[ShardInfo]) -> list[tuple[ShardInfo, ...]]:
+    """Return the complete checkpoints among these shards, newest first.
+
+    Of several copies of a shard, such as those on other hosts, the first is used.
+
+    >>> complete_sets([])
+    []
+    """
+    known: dict[Key, dict[int, ShardInfo]] = {}
+    for shard in shards:
+        known.setdefault(shard.key, {}).setdefault(shard.index, shard)
+    complete = []
+    for parts in known.values():
+        ordered = tuple(parts[index] for index in sorted(parts))
+        if why_incomplete(ordered) is None:
+            complete.append(ordered)
+    return sorted(complete, key=lambda parts: (-parts[0].step, -parts[0].created))
+
+
+def why_incomplete(shards: Sequence[ShardInfo]) -> str | None:
+    """Return why these shards, by index, are not one complete checkpoint; None if they are."""
+    if not shards:
+        return "it has no shards"
+    count, total, form = shards[0].count, shards[0].total, shards[0].format
+    missing = sorted({*range(count)} - {shard.index for shard in shards})
+    if missing:
+        return f"shard {missing[0]} of {count} is missing"
+    if [shard.index for shard in shards] != [*range(count)]:
+        return "its shards are not in order"
+    at = 0
+    for shard in shards:
+        whole = shard.count, shard.total, shard.format
+        if shard.key != shards[0].key or whole != (count, total, form):
+            return f"shard {shard.index} belongs to another checkpoint"
+        if shard.begin != at or shard.end < at:
+            return f"shard {shard.index} begins at byte {shard.begin} instead of {at}"
+        at = shard.end
+    return None if at == total else f"its shards end at byte {at} of {total}"
+
+
+def parse_shard(described: Any, folder: Path) -> ShardInfo:
+    """Return the shard that :meth:`ShardInfo.manifest` described, as a file in ``folder``.
+
+    The description may come from another host, so no path is taken from it.
+
+    Raises:
+        ValueError: the description is invalid; the message names the field.
+    """
+    check_format(described)
+    fields: dict[str, Any] = {"world": 0, "run": "", **described}  # format 2 has neither
+    for names, kind, what in _FIELDS:
+        for name in names:
+            value: Any = fields.get(name)
+            fits = isinstance(value, kind) and not isinstance(value, bool)
+            if not fits or (kind is int and value < 0):
+                raise ValueError(f"{name} is {value!r}, it must be {what}")
+    if not re.fullmatch(r"[0-9a-f]{64}", fields["sha256"]):
+        raise ValueError(f"sha256 is {fields['sha256']!r}, it must be 64 hexadecimal digits")
+    known = ("format", *(name for names, *_ in _FIELDS for name in names))
+    shard = ShardInfo(folder, **{name: fields[name] for name in known})
+    if described.get("file") != shard.file:
+        raise ValueError(f"file is {described.get('file')!r}, it must be {shard.file!r}")
+    if shard.header + shard.end - shard.begin != shard.bytes:
+        raise ValueError(f"bytes is {shard.bytes}, header and range say something else")
+    return replace(shard, path=folder / shard.file)
+
+
+def check_format(described: Any) -> None:
+    """Raise ValueError if a description is none, or of a format that cannot be read."""
+    if not isinstance(described, Mapping):
+        raise ValueError(f"it holds {type(described).__name__} instead of an object")
+    if described.get("format") not in (PICKLED_FORMAT, FORMAT):
+        raise ValueError(
+            f"format is {described.get('format')!r}, this version reads {PICKLED_FORMAT} and "
+            f"{FORMAT}; resume with the version that wrote it"
+        )
+
+
+def wrong_size(shard: ShardInfo) -> str | None:
+    """Return how the size of the file differs from that described; None if it does not."""
+    return _mismatch(shard, shard.path.stat().st_size, shard.sha256)
+
+
+def wrong_content(shard: ShardInfo) -> str | None:
+    """Return how the content of the file differs from that described; None if it does not."""
+    digest = hashlib.sha256()
+    with shard.path.open("rb") as data:
+        while chunk := data.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return _mismatch(shard, shard.bytes, digest.hexdigest())
+
+
+def _mismatch(shard: ShardInfo, size: int, sha256: str) -> str | None:
+    if size < shard.bytes:
+        return f"it is truncated: {size} of {shard.bytes} bytes"
+    if size > shard.bytes:
+        return f"it is too long: {size} bytes instead of {shard.bytes}"
+    if sha256 != shard.sha256:
+        return f"it is corrupted: SHA-256 is {sha256[:12]}…, not {shard.sha256[:12]}…"
+    return None
+
+
+def write_errors_explained(folder: Path, what: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context that explains why ``what`` cannot be written to ``folder``."""
+    return explained(
+        folder,
+        what,
+        "The checkpoints that were there are untouched",
+        ", keep fewer checkpoints, or choose another folder",
+    )
+
+
+def require_keep(keep: int) -> None:
+    """Raise ValueError unless at least one checkpoint is to be kept."""
+    if keep < 1:
+        raise ValueError(f"keep is {keep}, it must be 1 or more")

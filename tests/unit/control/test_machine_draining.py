@@ -1,0 +1,129 @@
+"""The machine when hosts are drained."""
+
+from __future__ import annotations
+
+from hvd_elastic.control import commands as cmd
+from hvd_elastic.control import events as ev
+from hvd_elastic.control.commands import (
+    Hold,
+    Leave,
+    SaveState,
+    StartAgent,
+    StopAgent,
+)
+from hvd_elastic.control.machine import HostSlots
+from tests.unit.control.play import Play, announced, is_running, members, start
+
+
+def drain(play: Play, host: str, train_for_s: float | None = None) -> list[cmd.Command]:
+    return play.tell(ev.HostDraining(host, "a test", train_for_s))
+
+
+def test_drained_host_is_left_and_not_used_until_it_is_given_back():
+    play = start("a", "b")
+    answer = drain(play, "b")
+    assert members(answer) == ["a:0.1"]
+    assert Leave("b:0.1") in answer
+    play.joined("a:0.1")
+    assert play.kinds("host_drained") == []
+    assert play.ended("b:0.1") == [StopAgent("b")]
+    assert play.kinds("host_drained") == [{"host": "b"}]
+    assert play.hosts("a", "b") == [], "saving the hostfile does not give it back"
+    assert play.tell(ev.HostReturned("b")) == [StartAgent("b")]
+    assert play.kinds("host_returned") == [{"host": "b"}]
+    assert play.tell(ev.HostReturned("b")) == [], "once"
+
+
+def test_drained_host_that_leaves_the_hostfile_and_comes_back_is_used():
+    play = start("a", "b")
+    drain(play, "b")
+    play.joined("a:0.1")
+    play.ended("b:0.1")
+    play.hosts("a")
+    assert play.hosts("a", "b") == [StartAgent("b")]
+
+
+def test_host_with_time_left_serves_until_its_replacement_is_warm():
+    play = start("a", "b", np=2)
+    play.hosts("a", "b", "c")
+    assert drain(play, "b", 60.0) == [StartAgent("c")]
+    play.tell(ev.AgentReady("c"))
+    assert is_running(play), "nothing is changed before"
+    answer = play.ready("c:0.1", after=5.0)
+    assert members(answer) == ["a:0.1", "c:0.1"]
+    assert Leave("b:0.1") in answer
+
+
+def test_host_with_time_left_is_left_in_time_when_no_replacement_becomes_warm():
+    play = start("a", "b", np=2)
+    play.hosts("a", "b", "c")
+    drain(play, "b", 60.0)
+    assert play.tell(ev.Tick(), after=59.0) == []
+    assert play.machine.deadline() == 60.0
+    answer = play.tell(ev.Tick(), after=1.0)
+    assert members(answer) == ["a:0.1"]
+    assert Leave("b:0.1") in answer
+
+
+def test_host_without_a_replacement_is_left_at_once():
+    play = start("a", "b")
+    assert members(drain(play, "b", 60.0)) == ["a:0.1"]
+
+
+def test_last_host_saves_its_state_trains_on_and_lets_it_go_once_it_is_saved():
+    play = start("a*2")
+    assert drain(play, "a", 100.0) == [SaveState("a:0.1")]
+    assert is_running(play)
+    assert play.tell(ev.StateSaved(40)) == [], "it trains on"
+    answer = play.tell(ev.Tick(), after=100.0)
+    assert answer == [Hold("a:0.1"), Leave("a:1.1")]
+    play.ended("a:1.1")
+    assert play.tell(ev.WorkerHeld("a:0.1", 1, 90)) == [SaveState("a:0.1")]
+    assert play.tell(ev.StateSaved(40)) == [], "an older checkpoint is not enough"
+    assert play.tell(ev.StateSaved(90)) == [Leave("a:0.1")]
+    assert play.ended("a:0.1") == [StopAgent("a")]
+    assert play.kinds("host_drained") == [{"host": "a"}]
+    assert "host a drained" in str(play.kinds("waiting")[-1]["reason"])
+    play.hosts("a", "b")
+    play.tell(ev.AgentReady("b"))
+    new = announced(play.ready("b:0.1"))
+    assert (new.root, new.restore) == (None, True)
+
+
+def test_state_that_is_held_for_a_host_that_goes_moves_to_one_that_comes():
+    play = start("a")
+    drain(play, "a", 0.0)
+    play.tell(ev.WorkerHeld("a:0.1", 1, 7))
+    play.hosts("a", "b")
+    play.tell(ev.AgentReady("b"))
+    new = announced(play.ready("b:0.1"))
+    assert (new.root, len(new.members)) == ("a:0.1", 2)
+    answer = play.joined("a:0.1", "b:0.1")
+    assert members(answer) == ["b:0.1"]
+    assert Leave("a:0.1") in answer
+
+
+def test_host_that_comes_back_takes_its_held_state_along_and_can_be_drained_again():
+    play = start("a")
+    drain(play, "a", 0.0)
+    play.tell(ev.WorkerHeld("a:0.1", 1, 7))
+    new = announced(play.tell(ev.HostReturned("a")))
+    assert new.root == "a:0.1"
+    play.joined("a:0.1")
+    drain(play, "a", 0.0)
+    assert play.tell(ev.WorkerHeld("a:0.1", 2, 9)) == [SaveState("a:0.1")]
+
+
+def test_too_few_that_stay_hold_the_state_when_the_time_is_over():
+    play = start("a", "b", min_np=2)
+    assert drain(play, "b", 30.0) == []
+    assert play.tell(ev.Tick(), after=30.0) == [Hold("a:0.1"), Leave("b:0.1")]
+
+
+def test_next_leader_knows_what_was_drained():
+    play = Play()
+    answer = play.tell(
+        ev.RunTakenOver(hosts=(HostSlots("a", 1), HostSlots("b", 1)), draining=("b", "gone"))
+    )
+    assert answer == [StartAgent("a")]
+    assert play.machine.draining == {"b"}
