@@ -382,6 +382,7 @@ class Leader:
         fields = {"silent_s": round(silent_s, 3), "grace_s": grace_s}
         self._journal.emit("leader_cut_off", fields)
         self._agents.drop()
+        self._readers.drop()
         self._liveness.begin_anew()
         self._failover.fence.lead_anew()
         self._executor.begin_anew()
@@ -405,7 +406,8 @@ class Leader:
                 "the one that began later ends when they meet"
             )
         self._failover.fence.has_led = True
-        self._readers.update(self._hostfile.input_hosts, self._hostfile.hosts)
+        hosts = self._hostfile
+        self._readers.update(hosts.input_hosts, hosts.hosts, takeover.input_hosts)
         self._reports.progress.is_known = not workers
         for found in event.workers:
             if found.finished:
