@@ -19,7 +19,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,11 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.step_time import interval
 from benchmarks.testbed.command import Say, at_least_one, check_names, names, run_benchmark
 from benchmarks.testbed.figures import Result, conditions
-from benchmarks.testbed.hosts import end_processes
-from benchmarks.testbed.launchers import ROOT
+from benchmarks.testbed.hosts import Testbed, end_processes, make_testbed
+from benchmarks.testbed.launchers import OURS, ROOT, Order
 from benchmarks.testbed.ray import VirtualRay
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.virtual.cpushare import CpuGroups
 
@@ -56,15 +54,16 @@ class Hosts:
     """A training host and an input host.
 
     Args:
-        cluster: the virtual hosts.
-        folder: folder that they share with this machine.
+        bed: the virtual hosts.
         rounds: blocks of each kind in a process.
     """
 
-    cluster: VirtualCluster
-    folder: Path
+    bed: Testbed
     rounds: int
-    _count: int = field(default=0, init=False)
+
+    @property
+    def cluster(self) -> VirtualCluster:
+        return self.bed.cluster
 
     @property
     def trains(self) -> str:
@@ -90,7 +89,7 @@ class Hosts:
 
     @property
     def result(self) -> Path:
-        return self.folder / "blocks.json"
+        return self.bed.scratch / "blocks.json"
 
     def blocks(self) -> list[dict[str, Any]]:
         """Return the blocks that a script has written."""
@@ -98,28 +97,11 @@ class Hosts:
 
     def train(self, *options: str, **script: Any) -> tuple[list[dict[str, Any]], str]:
         """Train with ours; return the blocks, and what the run last said of its input."""
-        self._count += 1
-        hostfile, run_id = self.folder / "hosts", f"input-{self._count}"
-        hostfile.write_text(f"{self.trains} slots=1\n", encoding="utf-8")
-        run = [sys.executable, "-m", "hvd_elastic.cli.app", "run", "--checkpoint-every", "0"]
-        run += ["--hostfile", str(hostfile), "--ssh-config", str(self.cluster.ssh_config)]
-        home = self.folder / "home"
-        done = subprocess.run(
-            [*run, "--run-id", run_id, *options, "--", *self.script("read_ours", **script)],
-            env={
-                **os.environ,
-                "HVD_ELASTIC_HOME": str(home),
-                "PYTHONPATH": f"{ROOT / 'tests/quick_torch'}{os.pathsep}{ROOT}",
-            },
-            capture_output=True,
-            text=True,
-            timeout=_LIMIT_S,
-            check=False,
-        )
-        if done.returncode:
-            raise RunError(f"{shlex.join(options)}: {done.stdout}{done.stderr}")
-        found = read_events(home / "runs" / run_id / "events.jsonl")
-        said = [event["reason"] for event in found if event["kind"] == "input"]
+        _, *training = self.script("read_ours", **script)
+        options = ("--checkpoint-every", "0", *options)
+        with self.bed.job(OURS, Order({self.trains: 1}, training, options=options)) as job:
+            job.wait(lambda: job.ended() == 0, _LIMIT_S, "the end")
+            said = [event["reason"] for event in job.events("input")]
         return self.blocks(), said[-1] if said else ""
 
     def on(self, host: str, words: Sequence[str], **variables: str) -> list[str]:
@@ -145,7 +127,7 @@ class Hosts:
 
 def with_ray_data(hosts: Hosts) -> list[dict[str, Any]]:
     """Read with Ray Data on both hosts."""
-    ray = VirtualRay(hosts.cluster, hosts.folder / "ray", cpus=1)
+    ray = VirtualRay(hosts.cluster, hosts.bed.scratch / "ray", cpus=1)
     ray.use(hosts.cluster.hosts)
     try:
         ray.up()
@@ -321,7 +303,7 @@ BOUNDS = (
         ),
     ),
     Bound(
-        "the link to the input host",
+        "link",
         {"transform_ms": AS_HEAVY_MS, "noise": True, "num_workers": 0},
         (
             Trial("num_workers=1", helped=True, script={"num_workers": 1}),
@@ -343,10 +325,12 @@ WORDS_STEPS = 110
 """Steps of a run whose words are read: some 9 s, and a finding needs 5 s."""
 
 
-def measure_words(folder: Path, say: Say) -> Iterator[dict[str, Any]]:
+def measure_words(bounds: Sequence[str], say: Say) -> Iterator[dict[str, Any]]:
     """Yield what runs say that they wait for, and the throughput with each remedy."""
     for bound in BOUNDS:
-        with two_hosts(folder, 1, rate=bound.rate) as hosts:
+        if bound.name not in bounds:
+            continue
+        with two_hosts(1, bound.rate) as hosts:
             said, before = _run(hosts, bound, Trial("", bound.helped))
             say(f"{bound.name}: {said}")
             yield {"bound": bound.name, "said": said, "tried": "", "examples_per_s": before}
@@ -372,7 +356,7 @@ def _run(hosts: Hosts, bound: Bound, trial: Trial) -> tuple[str, float]:
 
 
 @contextlib.contextmanager
-def two_hosts(folder: Path, rounds: int, rate: str | None = None) -> Iterator[Hosts]:
+def two_hosts(rounds: int, rate: str | None = None) -> Iterator[Hosts]:
     """Make the hosts for the length of the block.
 
     Raises:
@@ -382,8 +366,8 @@ def two_hosts(folder: Path, rounds: int, rate: str | None = None) -> Iterator[Ho
         raise UsageError(
             "cores of hosts are held by control groups: run it as root, where they are"
         )
-    with VirtualCluster.up(2, 1, cpus=TRAINS_CORES, rate=rate, shares=[folder]) as cluster:
-        hosts = Hosts(cluster, folder, rounds)
+    with make_testbed(2, cpus=TRAINS_CORES, rate=rate) as bed:
+        hosts = Hosts(bed, rounds)
         hosts.give_cores(TRAINS_CORES, READS_CORES)
         yield hosts
 
@@ -392,18 +376,17 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
     """Measure the parts that were asked for."""
     check_names("--parts", options.parts, PARTS)
     check_names("--ways", options.ways, WAYS)
+    check_names("--bounds", options.bounds, [bound.name for bound in BOUNDS])
     load_before = os.getloadavg()
     body: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="hvd_elastic-input-") as name:
-        folder = Path(name)
-        if {"throughput", "overhead"} & {*options.parts}:
-            with two_hosts(folder, options.rounds) as hosts:
-                if "throughput" in options.parts:
-                    body["throughput"] = measure_throughput(options, hosts, say)
-                if "overhead" in options.parts:
-                    body["overhead"] = measure_overhead(hosts, say)
-        if "words" in options.parts:
-            body["words"] = [*measure_words(folder, say)]
+    if {"throughput", "overhead"} & {*options.parts}:
+        with two_hosts(options.rounds) as hosts:
+            if "throughput" in options.parts:
+                body["throughput"] = measure_throughput(options, hosts, say)
+            if "overhead" in options.parts:
+                body["overhead"] = measure_overhead(hosts, say)
+    if "words" in options.parts:
+        body["words"] = [*measure_words(options.bounds, say)]
     note = (
         f"Training host of {TRAINS_CORES:g} core, input host of {READS_CORES:g}; for `words`, one "
         f"core each. Prices: {options.price_trains:g} and {options.price_reads:g} per hour. Steps "
@@ -421,6 +404,9 @@ def main() -> int:
     parser.add_argument("--parts", type=names, default=list(PARTS), help=told)
     told = f"ways to read, of {', '.join(WAYS)}"
     parser.add_argument("--ways", type=names, default=list(WAYS), help=told)
+    bounds = [bound.name for bound in BOUNDS]
+    told = f"what training waits for in `words`, of {', '.join(bounds)}"
+    parser.add_argument("--bounds", type=names, default=bounds, help=told)
     parser.add_argument("--rounds", type=at_least_one, default=12, help="pairs of blocks (12)")
     told = "price of the training host per hour (3)"
     parser.add_argument("--price-trains", type=float, default=3.0, help=told)

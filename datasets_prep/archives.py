@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
+from hvd_elastic.data.files import file_size
 from hvd_elastic.data.remote import RemoteFolder
 from hvd_elastic.errors import DataError
 
@@ -17,6 +18,7 @@ _BLOCK = 1 << 20
 
 def require_md5(path: Path, published: str) -> None:
     """Raise DataError if a file has another MD5 than the published one."""
+    file_size(path)
     found = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

@@ -24,6 +24,7 @@ from PIL import Image
 from datasets_prep import frame
 from datasets_prep.archives import download, require_md5
 from datasets_prep.frame import Source
+from hvd_elastic.data.files import file_size
 from hvd_elastic.errors import DataError
 
 PUBLISHED = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -69,6 +70,7 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 def unpack(archive: Path, folder: Path) -> list[str]:
     """Write the files of the archive to a folder; return the names of the classes."""
+    file_size(archive)
     wanted = [NAMES, *(name for files in SPLITS.values() for name in files)]
     try:
         with tarfile.open(archive, "r:gz") as file:

@@ -23,6 +23,7 @@ import numpy as np
 
 from datasets_prep.on_hosts import ON_HOST, OnHost, prepare_on_hosts
 from datasets_prep.processes import in_processes, progress_bar, sole_writer, whole_number
+from hvd_elastic.data.files import file_size, sha256_of, write_whole
 from hvd_elastic.data.index import (
     INDEX,
     LAYOUTS,
@@ -32,11 +33,10 @@ from hvd_elastic.data.index import (
     load_index,
     require_size,
     save_table,
-    sha256_of,
-    write_whole,
 )
 from hvd_elastic.data.writer import ShardWriter
 from hvd_elastic.errors import DataError, HvdElasticError
+from hvd_elastic.hosts.programs.cores import usable_cores
 from hvd_elastic.model.sharding import permutation
 
 JOURNAL, SKIPPED = ".prepared.jsonl", "skipped.txt"
@@ -64,7 +64,8 @@ class Source(NamedTuple):
     size: int = -1
 
     def read(self) -> bytes:
-        """Return its bytes; raises DataError if the file is shorter."""
+        """Return its bytes; raises OSError or DataError if they cannot be read."""
+        file_size(Path(self.path))
         with Path(self.path).open("rb") as file:
             file.seek(self.offset)
             data = file.read(self.size)
@@ -417,8 +418,8 @@ def options(description: str, *, per_shard: int = 1000) -> argparse.ArgumentPars
     parser.add_argument(
         "--processes",
         type=whole_number(1),
-        default=len(os.sched_getaffinity(0)),
-        help="one for each processor",
+        default=usable_cores(),
+        help="one for each core that may be used",
     )
     parser.add_argument(
         "--hostfile",

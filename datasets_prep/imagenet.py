@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from datasets_prep import frame, image_folder, pictures
 from datasets_prep.archives import require_md5
 from datasets_prep.frame import Source
+from hvd_elastic.data.files import file_size
 from hvd_elastic.errors import DataError
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
@@ -143,6 +144,7 @@ def read_devkit(archive: Path) -> tuple[list[int], dict[int, str]]:
 
 
 def _opened(archive: Path) -> tarfile.TarFile:
+    file_size(archive)
     try:
         return tarfile.open(archive, "r:")
     except tarfile.TarError as error:

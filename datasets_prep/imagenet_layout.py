@@ -31,7 +31,9 @@ try:
 
     from datasets_prep.processes import in_processes, progress_bar, sole_writer, whole_number
     from datasets_prep.shapes import DRAWING, MOST_CLASSES, draw_picture, look_of
+    from hvd_elastic.data.files import file_size
     from hvd_elastic.errors import DataError
+    from hvd_elastic.hosts.programs.cores import usable_cores
 except ModuleNotFoundError as lacking:
     sys.exit(f"error: {lacking.name} is not installed; run: pip install pillow numpy")
 
@@ -334,6 +336,7 @@ def open_all(paths: Sequence[Path]) -> tuple[int, list[dict[str, str]]]:
     broken = []
     for path in paths:
         try:
+            file_size(path)
             with Image.open(path) as picture:
                 picture.load()
         except Exception as error:  # noqa: BLE001  Pillow raises whatever a damaged file leads it to
@@ -369,10 +372,8 @@ def _parser() -> argparse.ArgumentParser:
     making.add_argument("--size", type=whole_number(16, 1024), help="pixels of both sides (224)")
     making.add_argument("--seed", type=whole_number(0), help="(0)")
     making.add_argument("--dry-run", action="store_true", default=None, help="write nothing")
-    processors = len(os.sched_getaffinity(0))
-    parser.add_argument(
-        *("--processes",), type=whole_number(1), default=processors, help="one for each processor"
-    )
+    told = "one for each core that may be used"
+    parser.add_argument("--processes", type=whole_number(1), default=usable_cores(), help=told)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 

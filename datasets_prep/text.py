@@ -29,7 +29,7 @@ import numpy as np
 from datasets_prep import frame
 from datasets_prep.frame import Source
 from datasets_prep.processes import whole_number
-from hvd_elastic.data.index import write_whole
+from hvd_elastic.data.files import file_size, write_whole
 from hvd_elastic.errors import DataError
 
 PIECE_BYTES = 1 << 20
@@ -104,19 +104,20 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 def list_texts(source: Path) -> list[Path]:
     """Return the text files of a folder, or one file."""
-    if source.is_file():
-        return [source]
     if not source.is_dir():
-        raise DataError(f"there is no file or folder {source}")
+        file_size(source)
+        return [source]
     found = sorted(path for path in source.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not found:
         raise DataError(f"{source} holds no text files ({', '.join(SUFFIXES)})")
+    for path in found:
+        file_size(path)
     return found
 
 
 def cut(path: Path) -> Iterator[Source]:
     """Yield pieces of a file of about ``PIECE_BYTES``, each of which ends with a line."""
-    size, start = path.stat().st_size, 0
+    size, start = file_size(path), 0
     with path.open("rb") as file:
         while start < size:
             file.seek(start + PIECE_BYTES - 1)

@@ -17,6 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from hvd_elastic.errors import UsageError
+from hvd_elastic.hosts.programs.cores import usable_cores
 
 SINGLE_MEASUREMENTS = frozenset(
     ("samples", "samples_s", "trainings", "curve", "batches", "blocks", "first_blocks")
@@ -138,7 +139,7 @@ def conditions(
     versions |= more_versions or {}
     return Conditions(
         when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         processor=processor_model(Path("/proc/cpuinfo")),
         load_before=load_before,
         load_after=os.getloadavg()[0],

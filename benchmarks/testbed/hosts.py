@@ -115,6 +115,7 @@ def make_testbed(
     *,
     loopback: bool = False,
     rate: str | None = None,
+    cpus: float | None = None,
     shares: Sequence[Path] = (),
 ) -> Iterator[Testbed]:
     """Create virtual hosts for the length of the block.
@@ -123,6 +124,7 @@ def make_testbed(
         hosts: number of hosts.
         loopback: use addresses of the loopback network even if this process is root.
         rate: rate of each host's link, such as ``1gbit``; None: not limited.
+        cpus: number of cores that each host may use; None: not limited.
         shares: folders that the hosts must see.
 
     Raises:
@@ -133,7 +135,7 @@ def make_testbed(
             raise UsageError(f"benchmarks train with {package}, which is missing: make horovod")
     with tempfile.TemporaryDirectory(prefix="hvd_elastic-bench-") as scratch:
         cluster = VirtualCluster.up(
-            hosts, 1, loopback=loopback or None, rate=rate, shares=[scratch, *shares]
+            hosts, 1, loopback=loopback or None, rate=rate, cpus=cpus, shares=[scratch, *shares]
         )
         try:
             yield Testbed(cluster, Path(scratch))

@@ -28,7 +28,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.data.index import Shard, load_table, table_path, write_whole
+from hvd_elastic.data.files import write_whole
+from hvd_elastic.data.index import Shard, load_table, table_path
 from hvd_elastic.data.remote import RemoteFolder
 from hvd_elastic.errors import DataError
 

@@ -136,7 +136,7 @@ def _decode_part(
     x, y = pixels.shape[1] / width, pixels.shape[0] / height
     rows = slice(round(top * y), max(round(top * y) + 1, round((top + down) * y)))
     columns = slice(round(left * x), max(round(left * x) + 1, round((left + across) * x)))
-    return np.ascontiguousarray(pixels[rows, columns])
+    return pixels[rows, columns]
 
 
 def _measured(data: bytes) -> tuple[int, int, Callable[[int, int], np.ndarray]]:
@@ -166,7 +166,8 @@ def _decode_by_pillow(picture: Any, width: int, height: int) -> np.ndarray:
 def _resized(pixels: np.ndarray, size: int, *, mirrored: bool = False) -> np.ndarray:
     torch = sys.modules.get("torch")
     if torch is not None:
-        batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+        # In this order of calls PyTorch sees the layout, which stays; else it transposes twice.
+        batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
         batch = torch.nn.functional.interpolate(batch, [size] * 2, mode="bilinear", antialias=True)
         batch = batch.flip(3) if mirrored else batch
         return np.ascontiguousarray(batch[0].permute(1, 2, 0).numpy())

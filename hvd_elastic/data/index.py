@@ -7,8 +7,6 @@ mapped into memory, so all processes of a host share one copy.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
@@ -19,13 +17,13 @@ import msgspec
 import numpy as np
 
 from hvd_elastic.data.example import Example
+from hvd_elastic.data.files import file_size, sha256_of, write_whole
 from hvd_elastic.data.tar import Tar
 from hvd_elastic.data.tfrecord import TFRecord
 from hvd_elastic.errors import DataError
 
 INDEX, VERSION = "index.json", 1
 _FORMAT = "hvd_elastic shards"
-_BLOCK = 1 << 20
 
 
 class Layout(Protocol):
@@ -109,6 +107,7 @@ def load_index(folder: Path) -> Index:
     """
     path = folder / INDEX
     try:
+        file_size(path)
         text = path.read_bytes()
     except FileNotFoundError:
         if inside := sorted(path.parent.name for path in folder.glob(f"*/{INDEX}")):
@@ -177,6 +176,7 @@ def load_table(shard: Path, fields: int, examples: int) -> np.ndarray:
     """
     path = table_path(shard)
     try:
+        file_size(path)
         # As a plain array: each access to a memmap costs microseconds.
         table = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
         if table.dtype.names != _dtype(1, fields).names or table["size"].shape[1:] != (fields,):
@@ -229,29 +229,6 @@ def save_table(shard: Path, examples: Sequence[Example]) -> None:
     write_whole(table_path(shard), out.getvalue())
 
 
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        found = hashlib.sha256()
-        while block := file.read(_BLOCK):
-            found.update(block)
-    return found.hexdigest()
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that appears when it is whole."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:  # the disk is full
-        part.unlink(missing_ok=True)
-        raise
-    part.replace(path)
-
-
 def verify(folder: Path, say: Callable[[str], None] = lambda _: None) -> Index:
     """Read every shard of a folder and compare it with the index.
 
@@ -280,7 +257,7 @@ def verify(folder: Path, say: Callable[[str], None] = lambda _: None) -> Index:
 def require_size(path: Path, shard: Shard) -> None:
     """Raise DataError if a shard is missing or has another size than when it was indexed."""
     try:
-        size = path.stat().st_size
+        size = file_size(path)
     except OSError as error:
         raise DataError(
             f"{path}, a shard of the index, cannot be read: {error.strerror}; "
@@ -307,10 +284,11 @@ def build_index(folder: Path, classes: Sequence[str] = ()) -> Index:
 
     Raises:
         DataError: there are no shards, one is damaged, or examples have different fields.
+        OSError: one cannot be read.
     """
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}")
-    names = sorted(path for path in folder.iterdir() if path.is_file() and path.name[0] != ".")
+    names = sorted(path for path in folder.iterdir() if path.name[0] != ".")
     tars = [path for path in names if path.suffix == Tar.suffix]
     records = [path for path in names if TFRecord.suffix in path.name and path.suffix != ".npy"]
     if bool(tars) == bool(records):
@@ -338,7 +316,7 @@ def build_index(folder: Path, classes: Sequence[str] = ()) -> Index:
                 )
         if examples:
             save_table(path, examples)
-        shards.append(Shard(path.name, len(examples), path.stat().st_size, sha256_of(path)))
+        shards.append(Shard(path.name, len(examples), file_size(path), sha256_of(path)))
     index = Index(layout, fields, tuple(shards), tuple(classes))
     index.save(folder)
     return index

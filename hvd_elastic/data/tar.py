@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvd_elastic.data.example import Example
+from hvd_elastic.data.files import file_size
 from hvd_elastic.errors import DataError
 
 _BLOCK = tarfile.BLOCKSIZE
@@ -61,9 +62,10 @@ class Tar:
         """Yield the examples of a shard.
 
         Raises:
+            OSError: it cannot be read.
             DataError: it is no tar file, compressed, cut off, or not in the layout; names where.
         """
-        size = path.stat().st_size
+        size = file_size(path)
         if size == 0:
             raise DataError(f"{path} is empty (0 bytes); copy or make it again")
         try:

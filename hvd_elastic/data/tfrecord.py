@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hvd_elastic.data.example import Example
+from hvd_elastic.data.files import file_size
 from hvd_elastic.errors import DataError
 
 _KEY, _LABEL, _IMAGE = "image/filename", "image/class/label", "image/encoded"
@@ -66,9 +67,10 @@ class TFRecord:
         """Yield the examples of a shard.
 
         Raises:
+            OSError: it cannot be read.
             DataError: it is empty, cut off or damaged, or a record is no ``tf.train.Example``.
         """
-        size = path.stat().st_size
+        size = file_size(path)
         if size == 0:
             raise DataError(f"{path} is empty (0 bytes); copy or make it again")
         start = number = 0

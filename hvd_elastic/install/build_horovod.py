@@ -31,6 +31,7 @@ from hvd_elastic.frameworks import (
     install_command,
     version_of,
 )
+from hvd_elastic.hosts.programs.cores import usable_cores
 from hvd_elastic.install.cuda import (
     assemble_toolkit,
     find_cuda_home,
@@ -391,7 +392,7 @@ def _build_and_keep(inputs: BuildInputs, log: Path, jobs: int | None) -> Path:
     temporary = Path(tempfile.gettempdir())
     check_machine(inputs, temporary)
     if jobs is None:
-        jobs = parallel_jobs(len(os.sched_getaffinity(0)), _available_memory())
+        jobs = parallel_jobs(usable_cores(), _available_memory())
     with tempfile.TemporaryDirectory(prefix="hvd_elastic-build-", dir=temporary) as work:
         wheel = build_wheel(inputs, Path(work), log, jobs)
         install_wheel(wheel, inputs, log)

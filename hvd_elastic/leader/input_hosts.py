@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,8 @@ class _InputHost:
     script_failures: int = 0
     start_at: float = math.inf
     """When to start it next [s]; infinite: it runs, is left out, or is not needed yet."""
+    take_over: bool = False
+    """Whether a worker that reads there under an earlier leader is to go on."""
     needed: bool = False
     """Whether it should read; one with a price, only once the ranks wait for data."""
     worker: str = ""
@@ -98,22 +100,29 @@ class InputHosts:
         """What a new rank has to be told; None: nothing."""
         return self._servers_in_use() if self._servers else None
 
-    def update(self, hosts: Mapping[str, Host], ranks: Mapping[str, Host]) -> None:
+    def update(
+        self,
+        hosts: Mapping[str, Host],
+        ranks: Mapping[str, Host],
+        reading: Collection[str] = (),
+    ) -> None:
         """Use these input hosts, and no others; those that were left out are tried again.
 
         Args:
             hosts: input hosts by name.
             ranks: hosts that train, which have to reach them.
+            reading: names of those that read under an earlier leader.
         """
         self._others = ranks
-        for name in [name for name in self._known if name not in hosts]:
-            del self._known[name]
+        for name in {*self._known, *self._servers} - hosts.keys():
+            self._known.pop(name, None)
             self._end_agent(name)
             self._gone(name, "it was taken out of the run")
         for name, host in hosts.items():
             known = self._known.setdefault(name, _InputHost(host))
             known.host, known.script_failures = host, 0
-            known.needed = known.needed or host.price is None
+            known.take_over = known.take_over or name in reading
+            known.needed = known.needed or known.take_over or host.price is None
             if known.needed and name not in self._agents.by_host:
                 known.start_at = min(known.start_at, time.monotonic())
 
@@ -127,7 +136,10 @@ class InputHosts:
                 if not self._certificate:
                     self._certificate = make_certificate()
                 hosts = {each.host.name: each.host for each in self._known.values()}
-                self._agents.start(name, {**self._others, **hosts}, self._led(), take_over=False)
+                self._agents.start(
+                    name, {**self._others, **hosts}, self._led(), take_over=known.take_over
+                )
+                known.take_over = False
         self._agents.beat(now, None)
         for name, silent_s in (self._agents.silence(now) or {}).items():
             if silent_s > self._failure_timeout_s:
@@ -168,7 +180,8 @@ class InputHosts:
         return not reads and (name in self._agents.by_host or known.start_at < math.inf)
 
     def drop(self) -> None:
-        """Close all connections; another leader leads the run."""
+        """Close all connections; another leader leads the run, or this one anew."""
+        self._known.clear()
         self._agents.drop()
 
     def end(self) -> None:
@@ -188,7 +201,7 @@ class InputHosts:
             agent.acted_upon = message.seq
         match message:
             case msg.AgentHello():
-                self._start_worker(known, message)
+                self._greet(known, message)
             case AgentFailed(cause=cause, fatal=fatal):
                 del self._agents.by_host[name]
                 self._failed(name, cause, fatal=fatal)
@@ -205,14 +218,20 @@ class InputHosts:
             case msg.WorkerSaid(worker=worker, message=said) if worker == known.worker:
                 self._on_report(agent, known, said)
 
-    def _start_worker(self, known: _InputHost, hello: msg.AgentHello) -> None:
+    def _greet(self, known: _InputHost, hello: msg.AgentHello) -> None:
+        """Have a worker read: that of an earlier leader, or a new one."""
         name = known.host.name
-        known.starts += 1
-        known.worker, known.error = f"{name}:input.{known.starts}", ""
+        held = hello.held.workers if hello.held is not None else ()
+        if held:
+            known.worker = held[-1].worker
+        else:
+            known.starts += 1
+            known.worker = f"{name}:input.{known.starts}"
+            self._agents.send(name, msg.StartWorker(known.worker, 0, 1, reads=True))
+        known.error = ""
         self._workers.places[known.worker] = (name, 0)
         address = hello.interfaces.get(hello.interface or "", "127.0.0.1")
         task = msg.ServeInput(known.host.cpus or hello.cpus, address, self._certificate)
-        self._agents.send(name, msg.StartWorker(known.worker, 0, 1, reads=True))
         self._agents.send(name, msg.Tell(known.worker, task))
 
     def _on_report(self, agent: AgentConnection, known: _InputHost, said: Any) -> None:

@@ -346,6 +346,7 @@ class Leader:
         fields = {"silent_s": round(silent_s, 3), "grace_s": grace_s}
         self._run.journal.emit("leader_cut_off", fields)
         self._run.agents.drop()
+        self._run.readers.drop()
         self._liveness.begin_anew()
         self._run.fence.lead_anew()
         self._executor.begin_anew()
@@ -369,7 +370,8 @@ class Leader:
                 "the one that began later ends when they meet"
             )
         self._run.fence.has_led = True
-        self._run.readers.update(self._run.hostfile.input_hosts, self._run.hostfile.hosts)
+        hosts = self._run.hostfile
+        self._run.readers.update(hosts.input_hosts, hosts.hosts, takeover.input_hosts)
         self._run.progress.is_known = not workers
         for found in event.workers:
             if found.finished:

@@ -174,13 +174,14 @@ more core of decoding would end it: num_workers=1'
     cpu = [each.cpu_s for each in readings if each.cpu_s is not None]
     examples = sum(each.examples for each in readings)
     cpu_s = sum(cpu)
-    core_s = cpu_s / examples if len(cpu) == len(readings) and examples and cpu_s else None
+    is_known = len(cpu) == len(readings) and examples > 0
+    core_s = cpu_s / examples if is_known and cpu_s else None
     helpers = sum(each.helpers for each in readings)
     waits = f"ranks wait {100 * share:.0f} % of the time for data"
     more: float | None = None
     if share < _NOTABLE:
         bound, reason = "nothing", f"input is no bottleneck: {waits}"
-    elif core_s is None:
+    elif not is_known:
         bound = "unknown"
         reason = (
             f"{waits}; let more of it be read ahead: prefetch and num_parallel_calls of map, "
@@ -188,7 +189,7 @@ more core of decoding would end it: num_workers=1'
         )
     else:
         bound, more, remedy = _remedy(worst, readings, hosts, machines)
-        takes = f"reading takes {_milliseconds(core_s)} of a core for each example"
+        takes = f"reading takes {_milliseconds(core_s or 0.0)} of a core for each example"
         reason = f"{waits}: {takes}, and {remedy}"
     return InputFinding(share, shares, bound, more, core_s, helpers, reason)
 

@@ -9,11 +9,14 @@ A step can occur in ``audit.jsonl`` more than once without an error:
 - all workers died and training went back to a checkpoint (``restored``): all later steps that were
   recorded before that are void.
 
-The remaining steps are those that led to the final parameters.
+The remaining steps are those that led to the final parameters. A step of them may lack its record,
+as when the leader and all agents were killed at once. How many examples it used follows from where
+the steps before and after it began, so they count as not recorded, and never as missing.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -36,12 +39,14 @@ class EpochAudit:
         epoch: index of the epoch, from 0.
         steps: number of valid steps.
         used: number of different indices used.
-        missing: number of indices that no step used; ``used + missing`` = size of the dataset.
+        missing: number of indices that no recorded step used; ``used + missing`` = size of the
+            dataset.
         duplicated: number of indices used more than once.
         foreign: number of uses of an index outside the dataset.
         padding: number of examples with weight 0, which do not count as uses.
         open: whether the epoch is not over, so that missing indices are no error.
         ended: whether the script ended within the epoch.
+        unrecorded: number of examples of steps that left no record.
         missing_indices: first few missing indices.
         duplicated_indices: first few duplicated indices.
         allowed_missing: number of examples that ``drop_last`` leaves out; if the script ended
@@ -60,21 +65,37 @@ class EpochAudit:
     duplicated_indices: tuple[int, ...] = ()
     allowed_missing: int = 0
     ended: bool = False
+    unrecorded: int = 0
+
+    @property
+    def lost(self) -> int:
+        """Number of examples that no step can have used; below 0: that were used twice."""
+        return 0 if self.open else self.missing - self.allowed_missing - self.unrecorded
+
+    @property
+    def faulty(self) -> bool:
+        """Whether the records show that an example was not used exactly once."""
+        return bool(self.lost or self.duplicated or self.foreign)
 
     @property
     def ok(self) -> bool:
         """Return whether each expected index was used exactly once; in an open epoch, at most."""
-        complete = self.open or self.missing == self.allowed_missing
-        return complete and self.duplicated == 0 and self.foreign == 0
+        return not self.faulty and (self.open or not self.unrecorded)
 
     def problem(self) -> str:
         """Return a description of the errors; empty if there are none."""
         found = []
-        if self.missing != self.allowed_missing and self.ended:
+        if self.lost < 0:
+            found.append(f"{-self.lost} used more than once, by steps that left no record")
+        elif self.lost and self.ended:
             due = self.used + self.missing - self.allowed_missing
-            found.append(f"{due - self.used} of {due} missing until the script ended")
-        elif self.missing != self.allowed_missing and not self.open:
-            found.append(_named(self.missing, "missing", self.missing_indices))
+            found.append(f"{self.lost} of {due} missing until the script ended")
+        elif self.lost and self.unrecorded:
+            found.append(f"{self.lost} missing")  # which ones is not known
+        elif self.lost:
+            found.append(_named(self.lost, "missing", self.missing_indices))
+        if self.unrecorded and not self.open:
+            found.append(f"{self.unrecorded} not recorded")
         if self.duplicated:
             found.append(_named(self.duplicated, "used more than once", self.duplicated_indices))
         if self.foreign:
@@ -93,7 +114,8 @@ class AuditResult:
         repeated_steps: number of steps that a later generation repeated.
         voided_steps: number of steps undone by going back to a checkpoint.
         conflicts: steps for which workers of one generation reported different indices.
-        unrecorded_steps: number of steps without a record, as when the disk was full.
+        unrecorded_steps: number of steps without a record, as when the disk was full, or all
+            processes that had it were killed.
     """
 
     examples: int
@@ -115,38 +137,44 @@ class AuditResult:
         return self.recorded and not self.conflicts and all(epoch.ok for epoch in self.epochs)
 
     @property
+    def faulty(self) -> bool:
+        """Return whether the records show an error; without one, records may still be missing."""
+        return bool(self.conflicts) or any(epoch.faulty for epoch in self.epochs)
+
+    @property
+    def unrecorded(self) -> int:
+        """Return the number of examples of steps that left no record, in epochs that are over."""
+        return sum(epoch.unrecorded for epoch in self.epochs if not epoch.open)
+
+    @property
     def complete_epochs(self) -> int:
         """Return the number of complete epochs that used every example exactly once."""
         return sum(epoch.ok and not (epoch.open or epoch.ended) for epoch in self.epochs)
 
     def problems(self) -> list[str]:
-        """Return a line for each error."""
+        """Return a line for each error, and then for each epoch of which records are lost."""
         if not self.recorded:
             return ["nothing was recorded; start the run with --audit"]
-        found = [text for epoch in self.epochs if (text := epoch.problem())]
-        found += [
+        conflicts = [
             f"step {step}: workers of one generation reported different indices"
             for step in self.conflicts[:SHOWN]
         ]
-        return found
-
-    @property
-    def _only_unproved(self) -> bool:
-        """Return whether the only errors are missing examples, which lost records may explain."""
-        wrong = any(epoch.duplicated or epoch.foreign for epoch in self.epochs)
-        return self.unrecorded_steps > 0 and not wrong and not self.conflicts
+        faulty = [epoch.problem() for epoch in self.epochs if epoch.faulty]
+        others = [epoch.problem() for epoch in self.epochs if not epoch.faulty and not epoch.ok]
+        return [*faulty, *conflicts, *others]
 
     def sentence(self) -> str:
         """Return the result in one line."""
         if not self.recorded:
             return "not audited (start the run with --audit)"
-        if not self.ok:
+        if self.faulty:
             problems = self.problems()
-            if self._only_unproved:
-                steps = count(self.unrecorded_steps, "step")
-                return f"cannot be proved: {steps} left no record, so examples look unused"
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             return f"NOT exactly once: {problems[0]}{more}"
+        if not self.ok:
+            lacking = count(self.unrecorded, "example")
+            steps = count(self.unrecorded_steps, "step")
+            return f"{lacking} of {steps} not recorded; every other one was used exactly once"
         examples, epochs = count(self.examples, "example"), self.complete_epochs
         last = self.epochs[-1]
         unfinished = f"epoch {last.epoch} open" if last.open else f"ended in epoch {last.epoch}"
@@ -166,12 +194,14 @@ class _Step:
     Attributes:
         turn: orders the reports of a step, of which the newest counts: how often training had gone
             back to a checkpoint before it, and its generation.
-        epoch, indices, padding: epoch, indices of the examples, and number of padding examples.
+        epoch, position: where it began.
+        indices, padding: indices of the examples, and number of padding examples.
         later: indices of the examples in the following epochs, if the step reaches into them.
     """
 
     turn: tuple[int, int]
     epoch: int
+    position: int
     indices: NDArray[int64]
     padding: int
     later: tuple[NDArray[int64], ...] = ()
@@ -180,7 +210,7 @@ class _Step:
     def by_epoch(self) -> list[_Step]:
         """The step, or one for each epoch that it has examples of."""
         parts = enumerate(self.later, self.epoch + 1)
-        others = [_Step(self.turn, epoch, indices, 0) for epoch, indices in parts]
+        others = [_Step(self.turn, epoch, 0, indices, 0) for epoch, indices in parts]
         return [replace(self, later=()), *others]
 
     def same(self, other: _Step) -> bool:
@@ -234,6 +264,7 @@ class _Steps:
         new = _Step(
             (self._times_restored, int(record.get("generation") or 0)),
             int(record["epoch"]),
+            int(record["position"]),
             np.asarray(record["indices"], dtype=np.int64).reshape(-1),
             len(record.get("padding") or ()),
             tuple(np.asarray(part, dtype=np.int64) for part in record.get("later") or ()),
@@ -256,6 +287,23 @@ class _Steps:
             newest = max(newest, step.turn)
         self.repeated += len(undone)
         self._drop(undone)
+
+    def unrecorded(self, steps_made: int, examples_made: int) -> Counter[int]:
+        """Return how many examples of each epoch were used by steps that left no record."""
+        length = self.examples - self.dropped  # of an epoch
+        found: Counter[int] = Counter()
+        if length <= 0:
+            return found
+        last = end = 0
+        starts = [(n, step.epoch * length + step.position) for n, step in self.by_number.items()]
+        for number, start in [*sorted(starts), (steps_made + 1, examples_made)]:
+            if number > last + 1:
+                for epoch in range(end // length, -(-start // length)):
+                    in_epoch = min(start, (epoch + 1) * length) - max(end, epoch * length)
+                    found[epoch] += max(0, in_epoch)
+            if step := self.by_number.get(number):
+                last, end = number, start + sum(len(part.indices) for part in step.by_epoch)
+        return found
 
     def _drop(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -283,10 +331,11 @@ def check_audit(
         steps_made, examples_made: number of steps of the run and of the examples that they
             consumed, if known from its events.
 
+    >>> used = {"kind": "used", "generation": 1, "epoch": 0}
     >>> records = [
     ...     {"kind": "dataset", "n": 4, "epochs": 1},
-    ...     {"kind": "used", "generation": 1, "step": 1, "epoch": 0, "indices": [2, 0]},
-    ...     {"kind": "used", "generation": 2, "step": 2, "epoch": 0, "indices": [1, 3]},
+    ...     {**used, "step": 1, "position": 0, "indices": [2, 0]},
+    ...     {**used, "step": 2, "position": 2, "indices": [1, 3]},
     ... ]
     >>> check_audit(records, finished=True).sentence()
     'each of 4 examples used exactly once in its one epoch'
@@ -300,22 +349,22 @@ def check_audit(
     for _, kept in sorted(counted.items()):
         for part in kept.by_epoch:
             by_epoch.setdefault(part.epoch, []).append(part)
-    used = sum(len(step.indices) for members in by_epoch.values() for step in members)
-    if finished:
-        for epoch in range(steps.epochs if ended_in is None else min(steps.epochs, ended_in)):
-            by_epoch.setdefault(epoch, [])
+    unrecorded = steps.unrecorded(steps_made, examples_made)
+    complete = steps.epochs if ended_in is None else min(steps.epochs, ended_in)
+    for epoch in (*range(complete if finished else 0), *+unrecorded):
+        by_epoch.setdefault(epoch, [])
     newest = max(by_epoch, default=0)
-    # Number of examples that the run consumed without a record.
-    unrecorded = max(0, examples_made - used)
     audits = []
     for epoch, members in sorted(by_epoch.items()):
         audit = _audit_epoch(epoch, members, steps.examples, steps.dropped)
+        audit = replace(audit, unrecorded=unrecorded[epoch])
         if epoch == newest and audit.missing > steps.dropped:
             if not finished:
                 audit = replace(audit, open=True)
             elif epoch == ended_in:
                 read = sum(len(step.indices) for step in members)
-                to_come = max(0, steps.examples - read - unrecorded)
+                made = examples_made - epoch * (steps.examples - steps.dropped)
+                to_come = max(0, steps.examples - max(read, made))
                 audit = replace(audit, ended=True, allowed_missing=to_come)
         audits.append(audit)
     return AuditResult(

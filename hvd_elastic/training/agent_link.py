@@ -103,7 +103,7 @@ class AgentLink:
         self._checkpoint_wanted = False
         self.recorded_step = -1
         self.input: msg.UseInput | None = None
-        self._task: msg.ServeInput | None = None
+        self.task: msg.ServeInput | None = None
         self._aborted = 0
         self._change = threading.Condition()
         self._send_lock = threading.Lock()
@@ -168,10 +168,10 @@ class AgentLink:
         """Block until this worker is told how to read for the ranks; None: it is to leave."""
         with self._change:
             while not self._change.wait_for(
-                lambda: self._task is not None or self.pending(0), _SIGNALS_S
+                lambda: self.task is not None or self.pending(0), _SIGNALS_S
             ):
                 pass
-            return self._task
+            return None if self.pending(0) else self.task
 
     def take_checkpoint_request(self) -> bool:
         """Return whether a checkpoint was requested since the last call, and clear the request."""
@@ -266,7 +266,7 @@ class AgentLink:
                     os.kill(os.getpid(), signal.SIGKILL)
             case msg.ServeInput():
                 with self._change:
-                    self._task = message
+                    self.task = message
                     self._change.notify_all()
             case msg.UseInput():
                 self.input = message

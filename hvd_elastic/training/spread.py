@@ -9,7 +9,6 @@ sent at all, not even to a newcomer that has loaded the same file.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hvd_elastic.communicator.interface import Communicator
+from hvd_elastic.hosts.programs.cores import usable_cores
 
 _COMPARED_BYTES = 1 << 20
 """Least size of a tensor that is compared: sending a smaller one is faster."""
@@ -74,7 +74,7 @@ def spread(
 
 def _digests(contents: Sequence[Content]) -> list[list[int]]:
     """Return 128 bits of the SHA-256 of each tensor, as two integers."""
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as pool:
         hashed = pool.map(_hash, chain.from_iterable(contents))
         whole = [hashlib.sha256(b"".join(islice(hashed, len(some)))).digest() for some in contents]
     return [

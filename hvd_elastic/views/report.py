@@ -314,8 +314,9 @@ def _tiles(summary: RunSummary, audit: AuditResult) -> str:
     if summary.longest_pause_s is not None:
         tiles.append((duration_words(summary.longest_pause_s), "longest pause", ""))
     if audit.recorded:
-        verdict = ("exactly once", "good") if audit.ok else ("with faults", "bad")
-        tiles.append((verdict[0], "examples used", verdict[1]))
+        verdicts = {"good": "exactly once", "bad": "with faults", "": "not all recorded"}
+        tone = _audit_tone(audit)
+        tiles.append((verdicts[tone], "examples used", tone))
     return (
         '<div class="tiles">'
         + "".join(
@@ -417,14 +418,19 @@ def _rescale_table(summary: RunSummary) -> str:
     return f"<section><h2>Rescales</h2>{table(heads, rows)}</section>"
 
 
+def _audit_tone(audit: AuditResult) -> str:
+    return "good" if audit.ok else "bad" if audit.faulty else ""
+
+
 def _audit_section(audit: AuditResult) -> str:
     if not audit.recorded:
         return (
             f'<section><h2>Use of the examples</h2><p class="hint">{escape(audit.sentence())}'
             "</p></section>"
         )
-    tone = "good" if audit.ok else "bad"
-    parts = [f'<p class="verdict {tone}">{"✓" if audit.ok else "✗"} {escape(audit.sentence())}</p>']
+    tone = _audit_tone(audit)
+    sign = {"good": "✓", "bad": "✗", "": "?"}[tone]
+    parts = [f'<p class="verdict {tone}">{sign} {escape(audit.sentence())}</p>']
     if len(audit.problems()) > 1:
         lines = "\n".join(audit.problems()[:MAX_ROWS])
         parts.append(f"<pre>{escape(lines)}</pre>")
@@ -432,7 +438,8 @@ def _audit_section(audit: AuditResult) -> str:
         [
             cell(f"{epoch.epoch}{' (open)' * epoch.open}{' (ended in it)' * epoch.ended}", "n"),
             cell(number_words(epoch.used), "n"),
-            cell(number_words(epoch.missing), "n"),
+            cell(number_words(epoch.missing - epoch.unrecorded), "n"),
+            cell(number_words(epoch.unrecorded), "n"),
             cell(number_words(epoch.duplicated), "n"),
             cell(number_words(epoch.steps), "n"),
             cell(number_words(epoch.padding), "n"),
@@ -441,8 +448,8 @@ def _audit_section(audit: AuditResult) -> str:
     ]
     heads = [
         (name, "n")
-        for name in ("epoch", "used", "not used", "used twice or more", "steps", "padding")
-    ]
+        for name in ("epoch", "used", "not used", "not recorded", "used twice or more", "steps")
+    ] + [("padding", "n")]
     epochs = table(heads, rows)
     if len(rows) > 12 and audit.ok:
         epochs = f"<details><summary>All {len(rows)} epochs</summary>{epochs}</details>"

@@ -364,7 +364,7 @@ def test_after_the_grace_time_all_ends_with_a_checkpoint(
     restored = job.wait_event("restored", since)
     assert restored["step"] >= made - 1, "the last checkpoint was left on the host"
     job.wait_steps(5)
-    job.finish_without_audit() if forgotten else job.finish()
+    job.finish(all_recorded=not forgotten)
 
 
 def test_another_machine_takes_over_what_was_led_by_one_that_is_gone(
@@ -386,4 +386,4 @@ def test_another_machine_takes_over_what_was_led_by_one_that_is_gone(
     job.worker(b).kill()
     job.wait_event("rescale_finished", since, size=1)
     job.wait_size(2, since)
-    job.finish_without_audit()
+    job.finish(all_recorded=False)

@@ -219,6 +219,27 @@ def shared_folder() -> Iterator[Path]:
         yield Path(name)
 
 
+def start_preparing(bed: Bed, source: Path, out: Path, *options: object) -> subprocess.Popen[str]:
+    script = str(CHECKOUT / "datasets_prep/image_folder.py")
+    words = ["--source", source, "--out", out, "--per-shard", 2, "--json", *options]
+    return subprocess.Popen(
+        [sys.executable, script, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=bed.environment,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    output, errors = process.communicate(timeout=90)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
 def test_hosts_prepare_shards_together(bed: Bed, shared_folder: Path, tmp_path: Path) -> None:
     """As one machine makes them, through a broken picture; a second call has nothing to do."""
     image = pytest.importorskip("PIL.Image", reason="pip install pillow")
@@ -227,37 +248,52 @@ def test_hosts_prepare_shards_together(bed: Bed, shared_folder: Path, tmp_path: 
         (source / f"{number % 2}").mkdir(parents=True, exist_ok=True)
         image.new("RGB", (30, 20), (9 * number, 0, 0)).save(source / f"{number % 2}/{number}.jpg")
     (source / "1/3.jpg").write_bytes(b"no picture")
-
-    def prepare(out: Path, *options: object) -> subprocess.CompletedProcess[str]:
-        script = str(CHECKOUT / "datasets_prep/image_folder.py")
-        words = ["--source", source, "--out", out, "--per-shard", 2, "--json", *options]
-        return subprocess.run(
-            [sys.executable, script, *map(str, words)],
-            capture_output=True,
-            text=True,
-            env=bed.environment,
-            timeout=90,
-        )
-
-    alone = prepare(tmp_path / "set")
+    alone = ended(start_preparing(bed, source, tmp_path / "set"))
     assert alone.returncode == 0, alone.stderr
-    hosts = ("--hostfile", bed.cluster.hostfile)
-    together = prepare(Path("/data/set"), *hosts)
+    words = (bed, source, Path("/data/set"), "--hostfile", bed.cluster.hostfile)
+    together = ended(start_preparing(*words))
     assert together.returncode == 0, together.stderr
     told = json.loads(together.stdout)[0]
     assert (told["examples"], told["shards"]) == (12, 7)
     assert [line.partition(":")[0] for line in told["skipped"]] == ["1/3.jpg"]
     written = re.findall(r"set: (\d) shards written, (\d) received", together.stderr)
     assert sorted(written) == [("1", "6"), ("2", "5"), ("2", "5"), ("2", "5")]
-
-    def content(folder: Path) -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
     for number in range(HOSTS):
         assert content(bed.data(number) / "set") == content(tmp_path / "set")
-    again = prepare(Path("/data/set"), *hosts)
+    again = ended(start_preparing(*words))
     assert json.loads(again.stdout)[0] == {**told, "there": 7}
-    other = prepare(Path("/data/set"), *hosts, "--resize", 9)
+    other = ended(start_preparing(*words, "--resize", 9))
     assert other.returncode == 1
     assert "set was made from resize 0 instead of 9" in other.stderr
     assert "Traceback" not in other.stderr
+
+
+def test_a_host_that_dies_while_it_prepares(bed: Bed, shared_folder: Path, tmp_path: Path) -> None:
+    """The others write its part; it is killed once it has written a shard and not all of them."""
+    image = pytest.importorskip("PIL.Image", reason="pip install pillow")
+    source, victim = shared_folder / "birds", 1
+    source.mkdir()
+    image.effect_noise((2400, 1600), 50).convert("RGB").save(source / "0.jpg")
+    for number in range(1, 24):
+        (source / f"{number}.jpg").hardlink_to(source / "0.jpg")
+    options = ("--resize", 500, "--processes", 1)
+    alone = ended(start_preparing(bed, source, tmp_path / "set", *options))
+    assert alone.returncode == 0, alone.stderr
+    whole = content(tmp_path / "set")
+    words = (bed, source, Path("/data/set"), *options, "--hostfile", bed.cluster.hostfile)
+    process = start_preparing(*words)
+    folder = bed.data(victim) / "set"
+    wait_until(lambda: [*folder.glob("*.tar")], "its first shard")
+    bed.cluster.crash(bed.hosts[victim])
+    assert len([*folder.glob("*.tar")]) in (1, 2), "it had written its whole part"
+    first = ended(process)
+    assert first.returncode == 1
+    assert f"error: {bed.hosts[victim]}: " in first.stderr
+    assert "the same call goes on where this one stopped" in first.stderr
+    assert "Traceback" not in first.stderr
+    for number in {*range(HOSTS)} - {victim}:
+        assert content(bed.data(number) / "set") == whole
+    bed.cluster.boot(bed.hosts[victim])
+    second = ended(start_preparing(*words))
+    assert second.returncode == 0, second.stderr
+    assert content(folder) == whole

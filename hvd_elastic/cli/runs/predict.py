@@ -22,7 +22,7 @@ from hvd_elastic.cli.runs.leading import lead
 from hvd_elastic.cli.runs.run_options import RunOptions
 from hvd_elastic.cli.shared_options import SshConfigOption
 from hvd_elastic.config import runs_folder
-from hvd_elastic.data.index import sha256_of
+from hvd_elastic.data.files import sha256_of
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.records.outputs import INDEX_FILE, TOTAL_FILE, joined, output_name, output_ranges

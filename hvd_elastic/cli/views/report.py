@@ -74,6 +74,7 @@ def report(
                     "ok": result.audit.ok,
                     "sentence": result.audit.sentence(),
                     "problems": result.audit.problems(),
+                    "unrecorded": result.audit.unrecorded,
                 },
                 **result.summary.as_json(),
             }

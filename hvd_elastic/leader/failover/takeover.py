@@ -5,7 +5,7 @@ The same happens when a leader returns to its own run after its machine was cut 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hvd_elastic.checkpoint.lease import Lease
 from hvd_elastic.control import events as ev
@@ -107,6 +107,11 @@ class Takeover:
     def workers(self) -> dict[str, tuple[str, int]]:
         """Return the host and slot of every worker that was found, by worker."""
         return {found.worker: (found.host, found.slot) for found in self._found()}
+
+    @property
+    def input_hosts(self) -> Collection[str]:
+        """Return the hosts that read for the ranks under the earlier leader."""
+        return self._past.input_hosts.keys()
 
     @property
     def came_back(self) -> tuple[str, ...]:

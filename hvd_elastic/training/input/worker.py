@@ -9,8 +9,8 @@ from hvd_elastic.training.context import Context
 from hvd_elastic.training.input.server import ReadingProcesses
 from hvd_elastic.wire import messages as msg
 
-_LOOK_S = 0.5
-"""Time between two looks whether this worker is asked to leave [s]."""
+_LOOK_S = 0.2
+"""Time between two looks whether this worker is asked for something else [s]."""
 
 
 def serve_ranks(ctx: Context) -> NoReturn:
@@ -20,7 +20,8 @@ def serve_ranks(ctx: Context) -> NoReturn:
         ScriptError: the script has made no loader yet, or several.
     """
     worker, source = ctx.worker, ctx.data.input_source
-    assert worker.link is not None
+    link = worker.link
+    assert link is not None
     if source is None:
         raise ScriptError(
             "this host reads for the ranks (--input-hosts), and the script has made no loader yet "
@@ -35,15 +36,14 @@ def serve_ranks(ctx: Context) -> NoReturn:
             f"{worker.frontend.other_loader}"
         )
     ctx.ready()
-    task = worker.link.wait_for_task()
-    if task is None:
-        raise SystemExit(0)
-    processes = ReadingProcesses(source, task.processes, task.address, task.certificate)
-    try:
-        worker.sink.send(msg.InputServing(ports=processes.ports))
-        while not worker.link.pending(worker.generation):
-            if processes.any_ended(_LOOK_S):
-                raise SystemExit("a process that reads for the ranks has ended")
-    finally:
-        processes.close()
+    while (task := link.wait_for_task()) is not None:
+        # The next leader has a certificate of its own, so other processes are forked for it.
+        processes = ReadingProcesses(source, task.processes, task.address, task.certificate)
+        try:
+            worker.sink.send(msg.InputServing(ports=processes.ports))
+            while link.task is task and not link.pending(worker.generation):
+                if processes.any_ended(_LOOK_S):
+                    raise SystemExit("a process that reads for the ranks has ended")
+        finally:
+            processes.close()
     raise SystemExit(0)

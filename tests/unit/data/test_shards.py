@@ -6,6 +6,7 @@ import gc
 import gzip
 import io
 import json
+import os
 import pickle
 import random
 import subprocess
@@ -29,7 +30,8 @@ from hvd_elastic.data import (
     verify,
 )
 from hvd_elastic.data import dataset as dataset_module
-from hvd_elastic.data.index import sha256_of, table_path
+from hvd_elastic.data.files import sha256_of
+from hvd_elastic.data.index import table_path
 from hvd_elastic.data.tfrecord import TFRecord
 from hvd_elastic.errors import DataError
 from tests.unit.data.shards import npy, write_numbers
@@ -450,6 +452,27 @@ def test_damaged_shards_are_not_indexed(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=said):
             build_index(folder)
         assert not (folder / "index.json").exists()
+
+
+def test_named_pipes_and_devices_are_refused_and_not_waited_for(tmp_path: Path) -> None:
+    folder = write_numbers(tmp_path / "d", [3])
+    shard = folder / "s-00.tar"
+    dataset = ShardDataset(folder)
+    for path, said, use in (
+        (table_path(shard), "the table of a shard, cannot be used", lambda: dataset[0]),
+        (shard, "s-00.tar, a shard of the index, cannot be read", lambda: ShardDataset(folder)),
+        (folder / "index.json", "index.json cannot be read", lambda: ShardDataset(folder)),
+    ):
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(DataError, match=f"{said}.*it is a named pipe, no file"):
+            use()
+    for name in ("x.tar", "x.tfrecord"):
+        path = tmp_path / name[2:] / name
+        path.parent.mkdir()
+        path.symlink_to("/dev/zero")
+        with pytest.raises(OSError, match=f"it is a device, no file.*{name}"):
+            build_index(path.parent)
 
 
 def test_folders_and_members_that_cannot_be_indexed(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.control.events import AgentFailed
+from hvd_elastic.control.events import AgentFailed, FoundWorker
 from hvd_elastic.control.progress import Position
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader import input_hosts
@@ -34,9 +34,10 @@ class FakeAgents:
         self.by_host: dict[str, Any] = {}
         self.sent: list[tuple[str, Any]] = []
         self.silent: dict[str, float] = {}
+        self.take_over = False
 
     def start(self, name: str, hosts: Mapping[str, Host], led: Any, *, take_over: bool) -> None:
-        assert not take_over
+        self.take_over = take_over
         self.by_host[name] = SimpleNamespace(host=hosts[name], info=None, drop=lambda: None)
 
     def send(self, host: str, message: Any) -> None:
@@ -85,18 +86,18 @@ class Play:
     def hear(self, message: Any) -> None:
         self.agents.post(self.agents.by_host["cpu1"], message)
 
-    def say_hello(self) -> str:
-        """The agent of cpu1 starts; return the name of the worker that it is to start."""
+    def say_hello(self, held: str = "") -> str:
+        """The agent of cpu1 starts, or has held a worker; return the name of its worker."""
+        found = FoundWorker(held, "cpu1", 0)
         hello: Any = msg.AgentHello(
             protocol=msg.PROTOCOL, version="", python="", spool="", spooled=[], saved=[],
             executable="", pid=1, hostname="cpu1", interface="eth0",
             interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.9"}, cpus=16, machine="", swept=0,
-            held=None,
+            held=msg.HeldRun(0, (), (found,)) if held else None,
         )  # fmt: skip
         self.agents.by_host["cpu1"].info = hello
         self.hear(hello)
-        order = next(each for _, each in reversed(self.agents.sent) if hasattr(each, "reads"))
-        return str(order.worker)
+        return str(self.agents.sent[-1][1].worker)
 
     def serve(self) -> str:
         worker = self.say_hello()
@@ -151,6 +152,25 @@ def test_a_silent_host_is_lost(play: Play) -> None:
     play.hosts.look(0.0)
     assert play.events[-1][1]["cause"] == "no sign of life for 99.0 s"
     assert play.told[-1].servers == []
+
+
+def test_a_worker_that_reads_under_an_earlier_leader_is_taken_over(play: Play) -> None:
+    """Once, also where its host has a price; after a failure the host starts clean."""
+    play.hosts.update({}, {})
+    play.hosts.update({"cpu2": priced("cpu2", 0.4), "cpu1": priced("cpu1", 0.5)}, {}, {"cpu1"})
+    play.look_later()
+    assert list(play.agents.by_host) == ["cpu1"]
+    assert play.agents.take_over
+    play.agents.sent.clear()
+    assert play.say_hello(held="cpu1:input.7") == "cpu1:input.7"
+    ((_, tell),) = play.agents.sent
+    assert "PRIVATE KEY" in tell.message.certificate
+    play.hear(msg.WorkerSaid("cpu1:input.7", msg.InputServing(ports=[8])))
+    assert play.told[-1].servers == [msg.InputServer("cpu1", "10.0.0.9", [8])]
+    play.hear(msg.WorkerEnded("cpu1:input.7", code=None, signal=9))
+    play.look_later()
+    assert not play.agents.take_over
+    assert play.serve() == "cpu1:input.1"
 
 
 def test_a_killed_worker_is_started_again(play: Play) -> None:

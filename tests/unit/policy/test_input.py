@@ -60,9 +60,11 @@ def test_more_processes_are_advised_where_cores_are_idle() -> None:
     assert "num_workers=2" in found.reason
 
 
-@pytest.mark.parametrize("processes", [0, 4])
-def test_processes_that_wait_for_storage_are_not_helped_by_cores(processes: int) -> None:
-    found = find_input_bound([reading(6.0, 0.6, processes)], ["a"], FOUR_CORES)
+@pytest.mark.parametrize(("cpu_s", "processes"), [(0.6, 0), (0.6, 4), (0.0, 4)])
+def test_processes_that_wait_for_storage_are_not_helped_by_cores(
+    cpu_s: float, processes: int
+) -> None:
+    found = find_input_bound([reading(6.0, cpu_s, processes)], ["a"], FOUR_CORES)
     assert (found.bound, found.more_cores) == ("storage", None)
     assert "more cores do not shorten" in found.reason
     assert "--input-hosts" not in found.reason

@@ -13,10 +13,13 @@ from tests.unit.records.sample_run import EXAMPLES, sample_audit
 Line = dict[str, Any]
 
 
-def used(step: int, indices: list[int], epoch: int = 0, generation: int = 1) -> Line:
+def used(
+    step: int, indices: list[int], epoch: int = 0, generation: int = 1, position: int = 0
+) -> Line:
+    """A record; the position matters only beside steps that have none."""
     return {
         "kind": "used", "generation": generation, "step": step, "epoch": epoch,
-        "indices": indices, "padding": [],
+        "position": position, "indices": indices, "padding": [],
     }  # fmt: skip
 
 
@@ -50,17 +53,39 @@ def test_a_missing_and_a_double_index_are_named() -> None:
     assert result.sentence().startswith("NOT exactly once: epoch 0: 1 missing (3)")
 
 
-def test_steps_without_a_record_prove_nothing() -> None:
-    lines = [dataset(4, 2), used(1, [0, 1]), used(4, [2, 3], epoch=1)]
+def test_steps_without_a_record_lose_no_example() -> None:
+    lines = [dataset(4, 2), used(1, [0, 1]), used(4, [2, 3], epoch=1, position=2)]
     result = check_audit(lines, finished=True)
     assert not result.ok
-    assert result.unrecorded_steps == 2
-    text = "cannot be proved: 2 steps left no record, so examples look unused"
+    assert not result.faulty
+    assert (result.unrecorded_steps, result.unrecorded) == (2, 4)
+    text = "4 examples of 2 steps not recorded; every other one was used exactly once"
     assert result.sentence() == text
-    ended = check_audit(lines[:2], finished=True, steps_made=4)
-    assert ended.sentence().startswith("cannot be proved: 3 steps left no record")
+    assert result.problems() == [f"epoch {epoch}: 2 not recorded" for epoch in (0, 1)]
+    ended = check_audit(lines[:2], finished=True, steps_made=4, examples_made=8)
+    assert ended.sentence().startswith("6 examples of 3 steps not recorded")
     twice = check_audit([*lines, used(5, [2, 0], epoch=1)], finished=True)
-    assert twice.sentence().startswith("NOT exactly once: epoch 0: 2 missing (2, 3)")
+    assert twice.sentence().startswith(
+        "NOT exactly once: epoch 1: 1 used more than once, by steps that left no record"
+    )
+
+
+def test_an_example_is_missing_beside_those_that_were_not_recorded() -> None:
+    """Steps 2 and 3 used two examples; 3 of the rest lack one."""
+    lines = [dataset(7), used(1, [0, 1]), used(4, [4, 5], position=4)]
+    result = check_audit(lines, finished=True)
+    assert result.problems() == ["epoch 0: 1 missing, 2 not recorded"]
+    assert result.sentence().startswith("NOT exactly once")
+    # While it is open, neither is an error.
+    assert check_audit(lines).ok
+    after = [*lines, used(5, [6], position=6), used(9, [2], epoch=2, position=3)]
+    going = check_audit(after)
+    assert (going.unrecorded, going.faulty) == (2 + 7, False)
+    assert [(epoch.epoch, epoch.open) for epoch in going.epochs] == [
+        (0, False),
+        (1, False),
+        (2, True),
+    ]
 
 
 def test_an_index_beyond_the_dataset() -> None:
@@ -95,11 +120,11 @@ def test_a_script_may_end_in_the_middle_of_an_epoch() -> None:
 
 
 def test_what_is_lost_before_the_script_ends_is_a_fault() -> None:
-    lines = [dataset(8, 3), used(1, [0, 1, 2]), used(2, [5])]
+    lines = [dataset(8, 3), used(1, [0, 1, 2]), used(2, [5], position=3)]
     skipped = check_audit(lines, finished=True, ended_in=0, steps_made=2, examples_made=6)
     assert skipped.problems() == ["epoch 0: 2 of 6 missing until the script ended"]
     lost = check_audit(lines, finished=True, ended_in=0, steps_made=3, examples_made=6)
-    assert lost.sentence().startswith("cannot be proved: 1 step left no record")
+    assert lost.sentence().startswith("2 examples of 1 step not recorded")
     twice = check_audit([*lines, used(3, [5, 6])], finished=True, ended_in=0, examples_made=6)
     assert "1 used more than once (5)" in twice.problems()[0]
     # An epoch that the run has left behind has to be complete.
@@ -171,8 +196,8 @@ def test_going_back_to_a_checkpoint_voids_what_came_after_it() -> None:
         used(3, [4, 5], generation=4),
         {"kind": "restored", "step": 1, "epoch": 0, "position": 2},
         # a resumed run may count its generations from 1 again
-        used(2, [3, 2, 4], generation=1),
-        used(3, [5], generation=1),
+        used(2, [3, 2, 4], generation=1, position=2),
+        used(3, [5], generation=1, position=5),
     ]
     result = check_audit(lines, finished=True)
     assert result.ok
@@ -201,6 +226,7 @@ def test_any_history_of_deaths_and_restores_is_judged_by_what_counts(data: st.Da
     epochs = data.draw(st.integers(1, 3))
     lines: list[Line] = [dataset(n, epochs)]
     after: dict[int, tuple[int, int]] = {0: (0, 0)}
+    line_of: dict[int, Line] = {}
     step, generation = 0, 1
     while True:
         epoch, position = after[step]
@@ -216,20 +242,22 @@ def test_any_history_of_deaths_and_restores_is_judged_by_what_counts(data: st.Da
             continue
         count = data.draw(st.integers(1, n - position))
         indices = list(range(position, position + count))
-        line = used(step + 1, indices, epoch, generation)
+        line = used(step + 1, indices, epoch, generation, position)
         lines.extend([line] * data.draw(st.integers(1, 2)))
         if what == "redo" and len(lines) < 200:
             generation += 1  # the step died with its workers
             continue
         step += 1
-        after[step] = (epoch, position + count)
+        after[step], line_of[step] = (epoch, position + count), line
     result = check_audit(lines, finished=True)
     assert result.problems() == []
     assert result.steps == step
 
     hole = data.draw(st.integers(1, step))
     without = [line for line in lines if line["kind"] != "used" or line["step"] != hole]
-    assert not check_audit(without, finished=True).ok
+    lacking = check_audit(without, finished=True, steps_made=step, examples_made=n * epochs)
+    assert not lacking.faulty
+    assert lacking.unrecorded == len(line_of[hole]["indices"])
 
 
 def test_a_million_examples_are_checked_in_seconds() -> None:

@@ -1,0 +1,54 @@
+"""Reads and writes whole files."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+_BLOCK = 1 << 20
+_OTHERS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def file_size(path: Path) -> int:
+    """Return the size of a file [bytes].
+
+    Raises:
+        OSError: it is not there, or no file: who opens a named pipe may wait for ever.
+    """
+    found = path.stat()
+    kind = stat.S_IFMT(found.st_mode)
+    if kind != stat.S_IFREG:
+        raise OSError(errno.EINVAL, f"it is {_OTHERS.get(kind, 'something else')}, no file", path)
+    return found.st_size
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        found = hashlib.sha256()
+        while block := file.read(_BLOCK):
+            found.update(block)
+    return found.hexdigest()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that appears when it is whole."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:  # the disk is full
+        part.unlink(missing_ok=True)
+        raise
+    part.replace(path)
