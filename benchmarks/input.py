@@ -32,7 +32,7 @@ from benchmarks.step_time import interval
 from benchmarks.testbed.command import Say, at_least_one, check_names, names, run_benchmark
 from benchmarks.testbed.figures import Result, conditions
 from benchmarks.testbed.hosts import end_processes
-from benchmarks.testbed.launchers import ROOT
+from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT
 from benchmarks.testbed.ray import VirtualRay
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.json_lines import read_events
@@ -101,7 +101,7 @@ class Hosts:
         self._count += 1
         hostfile, run_id = self.folder / "hosts", f"input-{self._count}"
         hostfile.write_text(f"{self.trains} slots=1\n", encoding="utf-8")
-        run = [sys.executable, "-m", "hvd_elastic.cli.app", "run", "--checkpoint-every", "0"]
+        run = [*OUR_PROGRAM, "run", "--checkpoint-every", "0"]
         run += ["--hostfile", str(hostfile), "--ssh-config", str(self.cluster.ssh_config)]
         home = self.folder / "home"
         done = subprocess.run(
