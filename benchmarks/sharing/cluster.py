@@ -7,13 +7,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.testbed.launchers import OUR_PROGRAM
 from hvd_elastic.records.json_lines import Record, read_events
 from hvd_elastic.virtual import VirtualCluster
 
@@ -56,7 +56,7 @@ class Cluster:
     def call(self, *arguments: object) -> str:
         """Run ``hvd-elastic`` to its end and return what it printed."""
         done = subprocess.run(
-            [sys.executable, "-m", "hvd_elastic.cli.app", *map(str, arguments)],
+            [*OUR_PROGRAM, *map(str, arguments)],
             env={**os.environ, "HVD_ELASTIC_HOME": str(self.home), "OMP_NUM_THREADS": "1"},
             cwd=self.home,
             capture_output=True,

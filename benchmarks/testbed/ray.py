@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ from unittest.mock import patch
 
 import psutil
 
+from benchmarks.testbed.launchers import OUR_PROGRAM
+from hvd_elastic.cluster.ray_nodes import ClusterRecord, RayCluster
 from hvd_elastic.hosts.programs.processes import environment
 from hvd_elastic.hosts.programs.ray_node import MARK
-from hvd_elastic.ray.cluster import ClusterRecord, RayCluster
 from hvd_elastic.virtual import VirtualCluster
 
 _LIMIT_S = 200.0
@@ -41,7 +41,7 @@ class VirtualRay:
 
     def words(self, verb: str, *more: str) -> list[str]:
         """Return the words of a command of ``hvd-elastic ray``."""
-        ours = [sys.executable, "-m", "hvd_elastic.cli.app", "ray", verb, str(self.hostfile)]
+        ours = [*OUR_PROGRAM, "ray", verb, str(self.hostfile)]
         return [*ours, "--ssh-config", str(self.cluster.ssh_config), *more]
 
     def call(self, verb: str, *more: str, status: int = 0) -> str:

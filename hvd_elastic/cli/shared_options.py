@@ -18,7 +18,18 @@ SshConfigOption = Annotated[
 ]
 
 OptionalRun = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="Run id; the newest run if left out.")
+    str | None,
+    typer.Argument(
+        metavar="RUN", help="Run id, or number or name of its job; the newest run if left out."
+    ),
 ]
-RequiredRun = Annotated[str, typer.Argument(metavar="RUN", help="Run id; see: hvd-elastic list")]
+RequiredRun = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="Run id, or number or name of its job; see: hvd-elastic list, queue"
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+EventsAsJson = Annotated[
+    bool, typer.Option("--json", help="Print every event as a JSON line instead of text.")
+]

@@ -186,7 +186,7 @@ class Daemon:
         self._queue.changed |= progress.poll()
         self._note_lost(job, progress)
         if progress.trained_at is not None:
-            for host in progress.hosts:
+            for host in progress.hosts.used:
                 self._health.host_works(host, _python(job))
         self._runs.release(job)
         if led:
@@ -197,7 +197,7 @@ class Daemon:
             return
         ending = progress.ending
         if ending is not None and ending.at >= (job.started_at or 0.0):
-            if all(map(self._health.is_judged, progress.unfit)):  # else in a moment
+            if all(map(self._health.is_judged, progress.hosts.unfit)):  # else in a moment
                 self._run_ended(job, ending.status, ending.message)
         elif self._runs.failed_to_begin(job):
             self._run_ended(job, "failed", self._runs.why_not_begun(job))
@@ -206,9 +206,9 @@ class Daemon:
 
     def _note_lost(self, job: Job, progress: RunProgress) -> None:
         """Take out the hosts that a run has lost; where the job may be at fault, after a try."""
-        for host, cause in progress.take_lost().items():
+        for host, cause in progress.hosts.take_lost().items():
             if host in self._hosts and host not in self._health.lost:
-                suspicion = host in progress.unfit and progress.trained_at is None
+                suspicion = host in progress.hosts.unfit and progress.trained_at is None
                 now = time.monotonic()
                 self._health.host_lost(host, cause, now, _python(job), is_suspicion=suspicion)
                 self._queue.changed = True
@@ -226,13 +226,13 @@ class Daemon:
             host
             for _, progress in running
             if progress.cut_off_at is None
-            for host in progress.occupied
+            for host in progress.hosts.occupied
         }
         for job, progress in running:
             silent_since = progress.cut_off_at
             if heard and silent_since is not None and now - silent_since >= _CUT_OFF_S:
                 progress.cut_off_at = None  # once is enough
-                for host in progress.hosts & self._hosts.keys() - heard:
+                for host in progress.hosts.used & self._hosts.keys() - heard:
                     cause = f"no answer since {time.strftime('%X', time.localtime(silent_since))}"
                     at = time.monotonic()
                     self._health.host_lost(host, cause, at, _python(job), is_suspicion=True)
@@ -279,7 +279,7 @@ class Daemon:
         usable = sum(self._usable_hosts().values())
         if progress.trained_at is not None or usable < job.request.min_np:
             return ""
-        return "; ".join(cause for host, cause in progress.unfit.items() if host in lost)
+        return "; ".join(cause for host, cause in progress.hosts.unfit.items() if host in lost)
 
     def _lead_on(self, job: Job) -> None:
         """Start another leader for a run whose leader has died."""
@@ -308,9 +308,9 @@ class Daemon:
             return
         ready = self._queue.ready()
         running = self._queue.with_status(JobStatus.RUNNING)
-        candidates = [Candidate(job, self._runs.progress(job)) for job in running if not job.stop]
-        candidates += [
-            Candidate(job, self._runs.progress(job) if job.attempts else None) for job in ready
+        candidates = [
+            Candidate(job, self._runs.progress(job).measured if job.attempts else None)
+            for job in [*(job for job in running if not job.stop), *ready]
         ]
         reserved = self._reserved([job for job in running if job.stop])
         hosts = [
@@ -377,7 +377,7 @@ class Daemon:
         claims: dict[str, Claim] = {}
         for job in active.values():
             if job.status is JobStatus.RUNNING:
-                occupied = self._runs.progress(job).occupied
+                occupied = self._runs.progress(job).hosts.occupied
                 wanted = job.held if job.stop else self._wanted.get(job.number, job.held)
                 claims[str(job.number)] = Claim(wanted, job.held, occupied, job.request.min_np)
             elif self._wanted.get(job.number):

@@ -152,25 +152,35 @@ def list_clusters() -> list[ClusterFolder]:
     return [ClusterFolder(path) for path in sorted(found) if _NAME.fullmatch(path.name)]
 
 
+def likely_clusters(name: str | None = None) -> list[ClusterFolder]:
+    """Return the clusters that a user may mean.
+
+    It is the one of this name or of the environment's, else those with a daemon, else all.
+
+    Raises:
+        RunError: there is no cluster of that name; the message names those that there are.
+    """
+    name = name or os.environ.get(CLUSTER_VARIABLE) or None
+    known = list_clusters()
+    if name is None:
+        return [cluster for cluster in known if cluster.daemon_alive()] or known
+    named = [cluster for cluster in known if cluster.name == name]
+    if not named:
+        names = ", ".join(cluster.name for cluster in known) or "none"
+        raise RunError(
+            f"there is no cluster {name!r} in {clusters_folder()}; there is: {names}. Start one "
+            "with: hvd-elastic up HOSTFILE"
+        )
+    return named
+
+
 def open_cluster(name: str | None) -> ClusterFolder:
     """Return the cluster of a name; without one, that of the environment, or the only one.
 
     Raises:
         RunError: there is no such cluster, or there are several; the message names them.
     """
-    name = name or os.environ.get(CLUSTER_VARIABLE) or None
-    known = list_clusters()
-    if name is not None:
-        for cluster in known:
-            if cluster.name == name:
-                return cluster
-        names = ", ".join(cluster.name for cluster in known) or "none"
-        raise RunError(
-            f"there is no cluster {name!r} in {clusters_folder()}; there is: {names}. Start one "
-            "with: hvd-elastic up HOSTFILE"
-        )
-    live = [cluster for cluster in known if cluster.daemon_alive()]
-    candidates = live or known
+    candidates = likely_clusters(name)
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:

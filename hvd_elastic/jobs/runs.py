@@ -102,7 +102,7 @@ class JobRuns:
         if ended:
             self._devices.forget(job.run_id)
         else:
-            self._devices.release(job.run_id, job.held, self.progress(job).occupied)
+            self._devices.release(job.run_id, job.held, self.progress(job).hosts.occupied)
 
     def start(self, job: Job, hosts: Iterable[Host], environment: Mapping[str, str]) -> None:
         """Start a leader for a job that holds slots, or one that leads its run on.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvd_elastic.jobs.job import Job, JobKind, JobStatus
-from hvd_elastic.jobs.progress import RunProgress
+from hvd_elastic.jobs.measured import Measured
 from hvd_elastic.policy.schedule import jobs as policy
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.policies import Policy
@@ -33,11 +33,11 @@ class Candidate:
 
     Attributes:
         job: the job.
-        progress: what is known of its run; None: it never began.
+        measured: what was measured of its run; None: it never began.
     """
 
     job: Job
-    progress: RunProgress | None = None
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def expected_starts(
 def _as_policy_job(
     candidate: Candidate, per_host: Sequence[int], capacity: int, now: float
 ) -> policy.Job:
-    job, progress = candidate.job, candidate.progress
+    job, measured = candidate.job, candidate.measured
     request = job.request
     most = max(request.min_np, min(request.max_np or capacity, capacity))
     goodput: np.ndarray | None = None
@@ -152,15 +152,15 @@ def _as_policy_job(
     rescales: int | None = None
     if request.kind is not JobKind.ELASTIC:
         most = request.min_np
-    if progress is not None:
-        goodput = progress.goodput(per_host)
-        remaining = progress.remaining(request.target_examples, request.epochs)
-        service, rescale_s = progress.service(now), progress.rescale_s
-        rescales = progress.rescales
+    if measured is not None:
+        goodput = measured.goodput(per_host)
+        remaining = measured.remaining(request.target_examples, request.epochs)
+        service, rescale_s = measured.service(now), measured.rescale_s
+        rescales = measured.rescales
     if job.status is JobStatus.QUEUED:
         rescale_s = _START_S
-    measured = 0 if progress is None else progress.measured_slots
-    most = min(most, max(request.min_np, _GROWTH * measured, 1))
+    timed = 0 if measured is None else measured.slots
+    most = min(most, max(request.min_np, _GROWTH * timed, 1))
     turn_over = job.started_at is None or now - job.started_at >= _LEAST_TURN_S
     return policy.Job(
         str(job.number),

@@ -13,6 +13,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing.connection import Client, Connection, Listener
@@ -90,16 +91,15 @@ class RowServer:
         name = f"hvd-ray-{secrets.token_hex(8)}"
         self.variables = {PLACE_VARIABLE: f"{name}:{key}"}
         self._listener = Listener(f"\0{name}", authkey=key.encode())
-        self._names = tuple(names)
-        self._stored: dict[str, StoredRows | DataError] = {}
-        self._changed = threading.Condition()
+        self._stored = {name: Future[StoredRows]() for name in names}
         threading.Thread(target=self._listen, name="rows", daemon=True).start()
 
     def offer(self, name: str, stored: StoredRows | DataError) -> None:
         """Serve a data set, or say why there is none; until then, whoever asks for it waits."""
-        with self._changed:
-            self._stored[name] = stored
-            self._changed.notify_all()
+        if isinstance(stored, DataError):
+            self._stored[name].set_exception(stored)
+        else:
+            self._stored[name].set_result(stored)
 
     def _listen(self) -> None:
         from multiprocessing import AuthenticationError
@@ -123,22 +123,17 @@ class RowServer:
                 client.send(answer)
 
     def _answer(self, asked: _Ask) -> Any:
-        if asked.name not in self._names:
-            names = ", ".join(self._names) or "none"
+        if asked.name not in self._stored:
+            names = ", ".join(self._stored) or "none"
             raise DataError(f"there is no data set {asked.name!r}; the trainer was given: {names}")
-        with self._changed:
-            self._changed.wait_for(lambda: asked.name in self._stored)
-        stored = self._stored[asked.name]
-        if isinstance(stored, DataError):
-            raise stored
+        stored = self._stored[asked.name].result()
 
         import ray
 
         match asked:
             case _AskSizes():
-                # Imported before a new worker joins, not while the others wait for its first batch.
-                import ray.data.block
-
+                # A first read takes imports, for which the others would wait once a worker joins.
+                _take(ray.get(stored.blocks[0]), [0])
                 return stored.sizes
             case _AskRows(rows=rows):
                 tables = ray.get([stored.blocks[block] for block in rows])
@@ -215,8 +210,7 @@ class RayDataset:
             raise DataError(f"shuffle_window is {shuffle_window}, it must be 1 or more")
         self.name = name
         self.transform = transform
-        self._link = _Link()
-        sizes = self._link.ask(_AskSizes(name))
+        sizes = _ask(_AskSizes(name))
         self.blocks = Blocks(sizes, shuffle_window)
         self._ends = list(accumulate(sizes))
 
@@ -238,58 +232,55 @@ class RayDataset:
             rows = wanted.setdefault(block, [])
             places.append((block, len(rows)))
             rows.append(index - self._ends[block] + self.blocks.sizes[block])
-        answer = self._link.ask(_AskRows(self.name, wanted))
+        answer = _ask(_AskRows(self.name, wanted))
         columns = dict(zip(wanted, answer, strict=True))
         found = [{key: of[row] for key, of in columns[block].items()} for block, row in places]
         return found if self.transform is None else [self.transform(row) for row in found]
 
     def prefetch_blocks(self, blocks: Sequence[int]) -> None:
         """Have blocks brought to this host that will be read; the loader calls it."""
-        self._link.ask(_AskAhead(self.name, tuple(blocks)))
+        _ask(_AskAhead(self.name, tuple(blocks)))
 
 
-class _Link:
-    """This process's connection to the actor of its host; a forked process opens another."""
+class _Link(threading.local):
+    """This thread's connection to the actor of its host.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pid = 0
-        self._server: Connection | None = None
+    Attributes:
+        user: process and variable that it was opened for; a forked process opens another.
+        server: the connection.
+    """
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
+    user: tuple[int, str] | None = None
+    server: Connection | None = None
 
-    def __setstate__(self, _: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
 
-    def ask(self, asked: _Ask) -> Any:
-        """Return the answer.
+_link = _Link()
 
-        Raises:
-            DataError: there is none; says why.
-        """
-        if self._pid != os.getpid():  # the lock may have been held when this process was forked
-            self._lock, self._pid, self._server = threading.Lock(), os.getpid(), None
-        with self._lock:
-            try:
-                if self._server is None:
-                    self._server = self._connect()
-                self._server.send(asked)
-                answer = self._server.recv()
-            except (OSError, EOFError) as error:
-                raise DataError(
-                    f"data set {asked.name!r}: the actor of this host, which serves it, is gone"
-                ) from error
-        if isinstance(answer, DataError):
-            raise answer
-        return answer
 
-    @staticmethod
-    def _connect() -> Connection:
-        name, _, key = os.environ.get(PLACE_VARIABLE, "").partition(":")
-        if not key:
-            raise DataError(
-                "RayDataset reads what hvd_elastic.ray.ElasticTrainer(datasets=…) was given, and "
-                "this process is not one of such a training"
-            )
-        return Client(f"\0{name}", authkey=key.encode())
+def _ask(asked: _Ask) -> Any:
+    """Return the answer of this host's actor.
+
+    Raises:
+        DataError: there is none; says why.
+    """
+    place = os.environ.get(PLACE_VARIABLE, "")
+    name, _, key = place.partition(":")
+    if not key:
+        raise DataError(
+            "RayDataset reads what hvd_elastic.ray.ElasticTrainer(datasets=…) was given, and this "
+            "process is not one of such a training"
+        )
+    try:
+        if _link.server is None or _link.user != (os.getpid(), place):
+            _link.server = Client(f"\0{name}", authkey=key.encode())
+            _link.user = (os.getpid(), place)
+        _link.server.send(asked)
+        answer = _link.server.recv()
+    except (OSError, EOFError) as error:
+        _link.server = None
+        raise DataError(
+            f"data set {asked.name!r}: the actor of this host, which serves it, is gone"
+        ) from error
+    if isinstance(answer, DataError):
+        raise answer
+    return answer

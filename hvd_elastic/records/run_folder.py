@@ -163,6 +163,16 @@ class RunFolder:
             return folder
 
     @classmethod
+    def find(cls, run_id: str, *, root: Path | None = None) -> RunFolder | None:
+        """Return the folder of a run; None: there is no such run.
+
+        Raises:
+            UsageError: the run id is not valid.
+        """
+        folder = cls((runs_folder() if root is None else root) / check_run_id(run_id))
+        return folder if folder.path.is_dir() else None
+
+    @classmethod
     def open(cls, run_id: str | None = None, *, root: Path | None = None) -> RunFolder:
         """Return the folder of an existing run; without ``run_id``, that of the newest run.
 
@@ -171,10 +181,8 @@ class RunFolder:
             RunError: there is no such run; the message names the newest ones.
         """
         parent = runs_folder() if root is None else Path(root)
-        if run_id is not None:
-            folder = cls(parent / check_run_id(run_id))
-            if folder.path.is_dir():
-                return folder
+        if run_id is not None and (folder := cls.find(run_id, root=parent)) is not None:
+            return folder
         runs = list_runs(root=parent)
         if run_id is None and runs:
             return runs[0]

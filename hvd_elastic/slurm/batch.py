@@ -1,4 +1,4 @@
-"""What ``hvd-elastic slurm submit`` hands to Slurm: options, their checks, and batch scripts."""
+"""What ``hvd-elastic slurm submit`` hands to Slurm: batch scripts."""
 
 from __future__ import annotations
 
@@ -9,46 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.errors import RunError
 
-START_S = 60.0
-"""Least time that an allocation must have before it is left again [s]: workers have to start."""
-
-_NODES = re.compile(r"(?P<least>\d+)(-(?P<most>\d+))?")
 _TIME = re.compile(r"((?P<days>\d+)-)?(?P<rest>\d+(:\d+){0,2})")
-_OF_OURS = {
-    **dict.fromkeys(("--nodes", "-N"), "--nodes"),
-    **dict.fromkeys(("--time", "-t"), "--time"),
-    **dict.fromkeys(("--partition", "-p"), "--partition"),
-    **dict.fromkeys(("--ntasks-per-node", "--ntasks", "-n"), "--slots-per-node"),
-    "--signal": "--leave-before",
-    **dict.fromkeys(("--job-name", "-J"), "--run-id"),
-    **dict.fromkeys(("--chdir", "-D"), "the folder in which the command is called"),
-}
-"""Options of sbatch that are set from options of ours."""
-
-
-def parse_nodes(text: str) -> tuple[int, int]:
-    """Return the fewest and the most nodes.
-
-    Raises:
-        UsageError: the text is not valid; says what is.
-
-    >>> parse_nodes("2-8"), parse_nodes("4")
-    ((2, 8), (4, 4))
-    """
-    match = _NODES.fullmatch(text)
-    if match is None:
-        raise UsageError(f"--nodes takes a number of nodes or a range such as 2-8, not '{text}'")
-    least, most = int(match["least"]), int(match["most"] or match["least"])
-    if least < 1:
-        raise UsageError(f"--nodes {text}: a run needs at least 1 node")
-    if most < least:
-        raise UsageError(
-            f"--nodes {text}: the most nodes come second, and {most} is below {least}. Did you "
-            f"mean --nodes {most}-{least}?"
-        )
-    return least, most
 
 
 def parse_time(text: str) -> float | None:
@@ -127,42 +90,6 @@ class Submission:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for run.json."""
         return asdict(self)
-
-    def check(self) -> None:
-        """Check the options.
-
-        Raises:
-            UsageError: an option is not valid; says what is.
-        """
-        for option in self.sbatch:
-            name = option.partition("=")[0]
-            if name in ("--array", "-a"):
-                raise UsageError(
-                    f"--sbatch {option}: each task of an array would lead the same run. Submit "
-                    "one run for each, with --run-id"
-                )
-            if not name.startswith("-"):
-                raise UsageError(
-                    f"--sbatch {option!r} is no option of sbatch: write it as one word, such as "
-                    "--sbatch=--account=vision"
-                )
-            if name in _OF_OURS:
-                raise UsageError(f"--sbatch {option}: this is set by {_OF_OURS[name]}; use that")
-        if self.time is None:
-            return
-        limit_s = parse_time(self.time)
-        if limit_s is None:
-            raise UsageError(
-                f"--time {self.time!r} is no time of Slurm: give minutes, hours:minutes:seconds or "
-                "days-hours:minutes"
-            )
-        least_s = self.leave_before_s + START_S
-        if limit_s < least_s:
-            raise UsageError(
-                f"--time {self.time} leaves no time to train: the run leaves its nodes "
-                f"{self.leave_before_s:g} s before the limit (--leave-before), and workers need "
-                f"about {START_S:g} s to start. Give at least {math.ceil(least_s / 60)} minutes"
-            )
 
     def check_left(self, left_s: float) -> None:
         """Check that an allocation lasts long enough for anything to be trained in it.

@@ -206,12 +206,11 @@ class Growth:
         """Return the allocations to give back: lost for good, unused by the policy, too many."""
         found = []
         for job_id, node in self._joined.items():
-            gone = now - self._lost.get(node, now) >= _LOST_S
             idle_s = now - self._unused.get(node, now)
-            unused = idle_s >= self._submission.give_back_after_s
-            if gone or (unused and self._spec.policy != "fixed"):
+            if now - self._lost.get(node, now) >= _LOST_S:
                 found.append(job_id)
-            if unused and not gone and self._spec.policy != "fixed":
+            elif self._spec.policy != "fixed" and idle_s >= self._submission.give_back_after_s:
+                found.append(job_id)
                 self._not_before = now + self._pause_s
                 self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         kept = [job_id for job_id in self._joined if job_id not in found]

@@ -64,7 +64,7 @@ def up(
 
       hvd-elastic ray up hosts --object-store 2000 --python /opt/venv/bin/python
     """
-    from hvd_elastic.ray.cluster import ClusterRecord, NodeSettings, Started, bring_up
+    from hvd_elastic.cluster.ray_nodes import ClusterRecord, NodeSettings, Started, bring_up
 
     store_bytes = None if object_store is None else int(object_store * 1e6)
     settings = NodeSettings(python or sys.executable, port, store_bytes)
@@ -102,7 +102,7 @@ def status(chosen: Chosen) -> None:
 
       hvd-elastic ray status hosts --json
     """
-    from hvd_elastic.ray.cluster import ClusterRecord, Looked, look_at
+    from hvd_elastic.cluster.ray_nodes import ClusterRecord, Looked, look_at
 
     cluster = ClusterRecord(chosen.hostfile).require()
     printer = Printer(chosen.hosts)
@@ -154,13 +154,13 @@ def exec_(
 
       hvd-elastic ray exec hosts --here -- python train_on_ray.py
     """
+    from hvd_elastic.cluster.ray_nodes import ClusterRecord
     from hvd_elastic.cluster.run.commands import (
         CommandSettings,
         HowToRun,
         join_command,
         run_on_hosts,
     )
-    from hvd_elastic.ray.cluster import ClusterRecord
 
     record = ClusterRecord(chosen.hostfile)
     cluster = record.require()
@@ -203,7 +203,7 @@ def down(chosen: Chosen) -> None:
 
       hvd-elastic ray down hosts --hosts gpu07
     """
-    from hvd_elastic.ray.cluster import ClusterRecord, Ended, take_down
+    from hvd_elastic.cluster.ray_nodes import ClusterRecord, take_down
 
     record = ClusterRecord(chosen.hostfile)
     printer = Printer(chosen.hosts)
@@ -215,16 +215,16 @@ def down(chosen: Chosen) -> None:
             )
             return
         in_file = {host.name for host in parse_hostfile(chosen.hostfile)}
-        hosts = [*chosen.hosts, *(host for host in cluster.nodes if host.name not in in_file)]
+        hosts = [*chosen.hosts, *(host for host in cluster.hosts if host.name not in in_file)]
 
-        def word(result: HostResult[Ended]) -> str:
-            return f"{count(result.answer.ended, 'process')} ended"
+        def word(result: HostResult[int]) -> str:
+            return f"{count(result.answer, 'process')} ended"
 
         finish(
             replace(chosen, hosts=hosts),
             take_down(record, cluster, hosts, chosen.ssh, chosen.fanout),
             printer,
-            lambda result: _fields(result.value),
+            lambda result: {} if result.value is None else {"ended": result.value},
             word,
         )
 

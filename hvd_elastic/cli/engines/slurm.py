@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -12,26 +11,29 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import typer
 
-from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.engines.slurm_options import (
+    NOT_HERE,
+    OF_ALLOCATIONS,
+    SubmitOptions,
+    check_submission,
+    parse_nodes,
+)
 from hvd_elastic.cli.runs.leading import lead
 from hvd_elastic.cli.runs.run import check_not_complete
-from hvd_elastic.cli.runs.run_options import RunOptions, takes_options
-from hvd_elastic.cli.shared_options import SshConfigOption  # noqa: F401  (RunOptions names it)
-from hvd_elastic.config import home, runs_folder
+from hvd_elastic.cli.runs.run_options import takes_options
+from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
-from hvd_elastic.hosts.hostfile import Host, Hostfile
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder, check_run_id, new_run_id
 from hvd_elastic.records.summary import summarize
-from hvd_elastic.slurm.allocation import Allocation, own_allocation
-from hvd_elastic.slurm.batch import Submission, parse_nodes
+from hvd_elastic.slurm.allocation import own_allocation
+from hvd_elastic.slurm.batch import Submission
 from hvd_elastic.slurm.commands import call, require_commands
 from hvd_elastic.slurm.engine import SlurmEngine
 from hvd_elastic.slurm.growth import Growth, growing
@@ -52,109 +54,8 @@ def group() -> None:
     """Submit a run to Slurm, which grows and shrinks by allocations."""
 
 
-@dataclass(frozen=True)
-class SubmitOptions(RunOptions):
-    """The options of ``slurm submit``: those of a run, and those of its allocations."""
-
-    nodes: Annotated[
-        str | None,
-        typer.Option("--nodes", "-N", help="fewest and most nodes, such as 2-8", metavar="N[-M]"),
-    ] = None
-    slots_per_node: Annotated[
-        int, whole_number_option("--slots-per-node", help="processes on each node")
-    ] = 1
-    time: Annotated[
-        str | None,
-        typer.Option(
-            "--time", "-t", help="time limit of each allocation, as for sbatch", metavar="TIME"
-        ),
-    ] = None
-    partition: Annotated[
-        str | None, typer.Option("--partition", "-p", help="partition of the nodes")
-    ] = None
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="further option for sbatch, such as --account=vision; may be repeated",
-            metavar="OPTION",
-        ),
-    ] = None
-    leave_before_s: Annotated[
-        float,
-        number_option(
-            "--leave-before", help="seconds before its time limit that an allocation is left"
-        ),
-    ] = 120.0
-    give_back_after_s: Annotated[
-        float,
-        number_option(
-            "--give-back-after",
-            help="seconds after which a further node that --policy goodput leaves unused is "
-            "given back",
-        ),
-    ] = 120.0
-    resume: Annotated[
-        str | None, typer.Option(help="submit a stopped run again, which goes on", metavar="RUN")
-    ] = None
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the batch scripts, and submit nothing")
-    ] = False
-    json_output: Annotated[
-        bool, typer.Option("--json", help="print the run id and the number of the job as JSON")
-    ] = False
-
-    @functools.cached_property
-    def allocation(self) -> Allocation:
-        """Return the most nodes that the run may get, under names of no meaning."""
-        if self.nodes is None:
-            raise UsageError("say how many nodes the run may have: --nodes 2-8")
-        _, most = parse_nodes(self.nodes)
-        hosts = (Host(f"node{n}", slots=self.slots_per_node) for n in range(1, most + 1))
-        return Allocation("", tuple(hosts))
-
-    def hosts(self) -> Hostfile:
-        """Return those nodes, named for messages."""
-        return Hostfile(self.allocation.hosts, f"--nodes {self.nodes}")
-
-    def submission(self, run_id: str) -> Submission:
-        """Return what is submitted.
-
-        Raises:
-            UsageError: an option is not valid.
-        """
-        least, most = parse_nodes(self.nodes or "")
-        found = Submission(
-            run_id=run_id,
-            least=least,
-            most=most,
-            folder=str(runs_folder() / run_id / "slurm"),
-            cwd=str(Path.cwd()),
-            python=sys.executable,
-            home=str(home().absolute()),
-            slots_per_node=self.slots_per_node,
-            time=self.time,
-            partition=self.partition,
-            leave_before_s=self.leave_before_s,
-            give_back_after_s=self.give_back_after_s,
-            sbatch=tuple(self.sbatch or ()),
-        )
-        found.check()
-        return found
-
-
-_NOT_HERE = ("hostfile", "slurm", "detach", "ssh_config", "mpi", "pin_hosts", "input_hosts")
-"""Options of a run that say where its hosts come from, or name hosts that nobody knows yet."""
-
-
-_OF_ALLOCATIONS = (
-    *("nodes", "slots_per_node", "time", "partition", "sbatch"),
-    *("leave_before_s", "give_back_after_s"),
-)
-"""Options that a run may be given anew when it is submitted again."""
-
-
 @slurm.command("submit", context_settings={"allow_interspersed_args": False})
-@takes_options(SubmitOptions, but=_NOT_HERE)
+@takes_options(SubmitOptions, but=NOT_HERE)
 def submit(context: typer.Context, options: SubmitOptions) -> None:
     """Submit a run: begin with the fewest nodes, and take further ones as Slurm grants them.
 
@@ -197,7 +98,7 @@ def submit(context: typer.Context, options: SubmitOptions) -> None:
         if options.resume is None:
             shutil.rmtree(folder.path, ignore_errors=True)  # so that the id stays free
         raise
-    if options.json_output:
+    if options.as_json:
         print(json.dumps({"run_id": folder.run_id, "job_id": job_id}))
         return
     print(folder.run_id)
@@ -221,7 +122,7 @@ def _given(context: typer.Context) -> Iterator[str]:
 def _again(options: SubmitOptions, given: set[str]) -> tuple[RunFolder, Submission]:
     """Return a run that is submitted again, and how, with other allocations if they are given."""
     folder, submission = _submitted(options.resume or "")
-    if given - {*_OF_ALLOCATIONS, "resume", "dry_run", "json_output"}:
+    if given - {*OF_ALLOCATIONS, "resume", "dry_run", "as_json"}:
         raise UsageError(
             f"--resume {folder.run_id} goes on with the run as it was started; only what it has of "
             "Slurm can be given anew: --nodes, --slots-per-node, --time, --partition, --sbatch, "
@@ -230,13 +131,13 @@ def _again(options: SubmitOptions, given: set[str]) -> tuple[RunFolder, Submissi
     if folder.leader_alive():
         raise RunError(f"run {folder.run_id} is running: hvd-elastic status {folder.run_id}")
     check_not_complete(folder)
-    changes = {name: getattr(options, name) for name in given & {*_OF_ALLOCATIONS}}
+    changes = {name: getattr(options, name) for name in given & {*OF_ALLOCATIONS}}
     if "nodes" in changes:
         changes["least"], changes["most"] = parse_nodes(changes.pop("nodes"))
     if "sbatch" in changes:
         changes["sbatch"] = tuple(changes["sbatch"])
     submission = replace(submission, **changes)
-    submission.check()
+    check_submission(submission)
     return folder, submission
 
 
@@ -256,7 +157,7 @@ def lead_in_allocation(run_id: str) -> None:
     growth.adopt()
     with _time_limit() as limit, growing(growth, folder, _tell):
         resumed = past.attempts > 0
-        status = lead(spec, folder, resumed=resumed, json_output=False, engine=engine)
+        status = lead(spec, folder, resumed=resumed, as_json=False, engine=engine)
     if status == _STOPPED and limit.is_near:
         reached = summarize(folder.read_events()).steps
         if reached <= past.steps:

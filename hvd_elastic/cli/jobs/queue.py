@@ -9,21 +9,21 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from hvd_elastic.cli.jobs.daemon import ClusterOption
+from hvd_elastic.cli.jobs.naming import find_numbers, submitted_last
 from hvd_elastic.cli.numbers import parse_duration, parse_number
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count, duration_words
-
-if TYPE_CHECKING:
-    from hvd_elastic.jobs.job import After, Job
-    from hvd_elastic.jobs.place import ClusterFolder
-    from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.jobs.job import After, Job, JobStatus
+from hvd_elastic.jobs.messages import Cancel, Requeue, SetPriority
+from hvd_elastic.jobs.place import ClusterFolder, open_cluster
+from hvd_elastic.jobs.store import JobStore
 
 JobsArgument = Annotated[
     list[str],
@@ -51,8 +51,6 @@ def queue(
 
       hvd-elastic queue --all --json
     """
-    from hvd_elastic.jobs.job import JobStatus
-
     place, store = _open(cluster)
     waits = None if all_ or as_json else _SHOWN_WAITING
     active = [
@@ -239,8 +237,6 @@ def cancel(jobs: JobsArgument, cluster: ClusterOption = None, as_json: AsJson = 
 
       hvd-elastic cancel 20-29 resnet
     """
-    from hvd_elastic.jobs.messages import Cancel
-
     place, store = _open(cluster)
     found = find_numbers(store, place, jobs, active=True)
     _ask(place, Cancel(found, getpass.getuser()), as_json)
@@ -265,8 +261,6 @@ def requeue(
 
       hvd-elastic requeue 12 --after ok:15
     """
-    from hvd_elastic.jobs.messages import Requeue
-
     place, store = _open(cluster)
     found = find_numbers(store, place, jobs)
     waits = None if after is None else list(parse_after(after, place))
@@ -284,8 +278,6 @@ def priority(
     Examples:
       hvd-elastic priority 12 --to 4
     """
-    from hvd_elastic.jobs.messages import SetPriority
-
     wanted = parse_number("--to", to, above=True)
     place, store = _open(cluster)
     found = find_numbers(store, place, jobs, active=True)
@@ -303,45 +295,8 @@ def _ask(place: ClusterFolder, request: Any, as_json: bool) -> None:
 
 
 def _open(cluster: str | None) -> tuple[ClusterFolder, JobStore]:
-    from hvd_elastic.jobs.place import open_cluster
-    from hvd_elastic.jobs.store import JobStore
-
     place = open_cluster(cluster)
     return place, JobStore.read_only(place.database)
-
-
-def find_numbers(
-    store: JobStore, place: ClusterFolder, texts: Sequence[str], *, active: bool = False
-) -> list[int]:
-    """Return the numbers of the jobs that a user names.
-
-    Args:
-        store: the queue.
-        place: the cluster, for messages.
-        texts: numbers, ranges of numbers, run ids or names.
-        active: whether a name stands for all its jobs that wait or run, and not for those that
-            were submitted last under it.
-
-    Raises:
-        RunError: there is no such job.
-    """
-    found: dict[int, None] = {}
-    for text in texts:
-        first, dash, last = text.partition("-")
-        if dash and first.isdigit() and last.isdigit():
-            numbers = store.numbers(int(first), int(last))
-        else:
-            jobs = store.find(text)
-            if len(jobs) > 1:
-                going = [job for job in jobs if job.status.active]
-                jobs = going if active and going else submitted_last(jobs)
-            numbers = [job.number for job in jobs]
-        if not numbers:
-            raise RunError(
-                f"cluster {place.name} has no job {text!r}; see: hvd-elastic queue --all"
-            )
-        found |= dict.fromkeys(numbers)
-    return list(found)
 
 
 def parse_after(texts: Sequence[str], place: ClusterFolder) -> tuple[After, ...]:
@@ -350,9 +305,6 @@ def parse_after(texts: Sequence[str], place: ClusterFolder) -> tuple[After, ...]
     Raises:
         UsageError: one is not valid, or names no job.
     """
-    from hvd_elastic.jobs.job import After
-    from hvd_elastic.jobs.store import JobStore
-
     found = []
     for text in texts:
         outcome, colon, job = text.partition(":")
@@ -365,8 +317,3 @@ def parse_after(texts: Sequence[str], place: ClusterFolder) -> tuple[After, ...]
             raise UsageError(f"--after {text}: there is no job {job!r}; see: hvd-elastic queue")
         found += [After(outcome, each.number) for each in submitted_last(known)]
     return tuple(found)
-
-
-def submitted_last(jobs: Sequence[Job]) -> list[Job]:
-    """Return the last one of jobs, with those that were submitted together with it as an array."""
-    return [job for job in jobs if job.submitted_at == jobs[-1].submitted_at]

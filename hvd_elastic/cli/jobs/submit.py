@@ -89,7 +89,7 @@ class SubmitOptions(RunOptions):
         int, whole_number_option("--retries", least=0, help="how often to try again if it fails")
     ] = 0
     cluster: ClusterOption = None
-    json_output: AsJson = False
+    as_json: AsJson = False
 
     @property
     def allocation(self) -> None:
@@ -196,7 +196,7 @@ def submit(_context: typer.Context, options: SubmitOptions) -> None:
     request = options.request(place)
     requests = [request] if options.array is None else _array(request, options.array)
     answer = ask_daemon(place, Submit(requests, dict(os.environ)))
-    if options.json_output:
+    if options.as_json:
         print(json.dumps({"jobs": answer.jobs, "run_ids": answer.data, "cluster": place.name}))
         return
     for run_id in answer.data[:_SHOWN]:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hvd_elastic.cli.numbers import whole_number_option
+from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import UsageError
 from hvd_elastic.frameworks import TORCH_REQUIREMENT
 
@@ -17,7 +18,7 @@ def demo(
         bool, typer.Option("--loopback", help="hosts without network namespaces (no root needed)")
     ] = False,
     epochs: Annotated[int, whole_number_option("--epochs", help="how long to train")] = 70,
-    json_output: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train on virtual hosts of this machine while hosts join, leave and fail.
 
@@ -40,6 +41,6 @@ def demo(
 
     from hvd_elastic.bench.demo import play
 
-    status = play(Console(stderr=json_output), loopback, epochs, json_output)
+    status = play(Console(stderr=as_json), loopback, epochs, as_json)
     if status:
         raise typer.Exit(status)

@@ -21,6 +21,7 @@ from pathlib import Path
 import typer
 
 from hvd_elastic import __version__
+from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.config import home
 from hvd_elastic.formatting import count
 from hvd_elastic.frameworks import (
@@ -103,7 +104,7 @@ def diagnose() -> list[Finding]:
 
 
 def doctor(
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of lines."),
+    as_json: AsJson = False,
 ) -> None:
     """Report what is installed, built and missing, with the command that fixes it.
 

@@ -17,6 +17,7 @@ import typer.main
 
 from hvd_elastic.cli.entry import enter
 from hvd_elastic.cli.numbers import number_option, parse_whole_number
+from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import HvdElasticError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.virtual import VirtualCluster
@@ -25,7 +26,6 @@ from hvd_elastic.virtual.tools import find_tool
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _NAME = typer.Option(None, "--name", "-n", help="Which cluster; not needed when there is one.")
-_JSON = typer.Option(False, "--json", help="Print one JSON object.")
 _SHARE = typer.Option(
     [], help="A file or folder under /tmp, /data or /run that the hosts see; repeatable."
 )
@@ -126,7 +126,7 @@ def up(
     ),
     share: list[Path] = _SHARE,
     hostfile: Path | None = _COPY,
-    as_json: bool = _JSON,
+    as_json: AsJson = False,
 ) -> None:
     """Make a cluster and write its hostfile and ssh configuration.
 
@@ -169,7 +169,7 @@ def up(
 def down(
     name: str | None = _NAME,
     every: bool = typer.Option(False, "--all", help="All clusters of this user."),
-    as_json: bool = _JSON,
+    as_json: AsJson = False,
 ) -> None:
     """End a cluster and leave nothing behind, also after a crash or a killed virtclust."""
     if every and name is not None:
@@ -201,13 +201,13 @@ def _act(
 
 
 @app.command(epilog="Example: virtclust cut vc1-2")
-def cut(host: str = _HOST, name: str | None = _NAME, as_json: bool = _JSON) -> None:
+def cut(host: str = _HOST, name: str | None = _NAME, as_json: AsJson = False) -> None:
     """Pull a host's cable: packets are lost without a word, connections stay open."""
     _act(host, name, lambda cluster, it: cluster.cut(it), "its cable is pulled", as_json)
 
 
 @app.command(epilog="Example: virtclust heal vc1-2")
-def heal(host: str = _HOST, name: str | None = _NAME, as_json: bool = _JSON) -> None:
+def heal(host: str = _HOST, name: str | None = _NAME, as_json: AsJson = False) -> None:
     """Plug a host's cable in again."""
     _act(host, name, lambda cluster, it: cluster.heal(it), "its cable is plugged in", as_json)
 
@@ -219,20 +219,20 @@ def crash(
     silent: bool = typer.Option(
         False, "--silent", help="Peers see no closed connection, as when the power fails."
     ),
-    as_json: bool = _JSON,
+    as_json: AsJson = False,
 ) -> None:
     """Kill -9 everything on a host, its sshd included; it stays off until booted."""
     _act(host, name, lambda cluster, it: cluster.crash(it, silent=silent), "off", as_json)
 
 
 @app.command(epilog="Example: virtclust boot vc1-2")
-def boot(host: str = _HOST, name: str | None = _NAME, as_json: bool = _JSON) -> None:
+def boot(host: str = _HOST, name: str | None = _NAME, as_json: AsJson = False) -> None:
     """Start a crashed host again: same name, address, host key and /data; empty /tmp."""
     _act(host, name, lambda cluster, it: cluster.boot(it), "up", as_json)
 
 
 @app.command(epilog="Example: virtclust add 2 --name vc1")
-def add(hosts: _HowMany, name: str | None = _NAME, as_json: bool = _JSON) -> None:
+def add(hosts: _HowMany, name: str | None = _NAME, as_json: AsJson = False) -> None:
     """Make more hosts of the same kind; the hostfile grows by them."""
     cluster = VirtualCluster.find(name)
     names = cluster.add(hosts)
@@ -243,7 +243,7 @@ def add(hosts: _HowMany, name: str | None = _NAME, as_json: bool = _JSON) -> Non
 def hostfile(
     name: str | None = _NAME,
     path: bool = typer.Option(False, "--path", help="Print where it is instead."),
-    as_json: bool = _JSON,
+    as_json: AsJson = False,
 ) -> None:
     """Print a cluster's hostfile."""
     cluster = VirtualCluster.find(name)
@@ -253,7 +253,7 @@ def hostfile(
 
 
 @app.command("list", epilog="Example: virtclust list --json")
-def list_(as_json: bool = _JSON) -> None:
+def list_(as_json: AsJson = False) -> None:
     """List the clusters of this user."""
     records: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -273,7 +273,7 @@ def list_(as_json: bool = _JSON) -> None:
 
 
 @app.command(epilog="Example: virtclust status --name vc1")
-def status(name: str | None = _NAME, as_json: bool = _JSON) -> None:
+def status(name: str | None = _NAME, as_json: AsJson = False) -> None:
     """Show a cluster's hosts and how they stand: up, cut or off."""
     record = _describe(VirtualCluster.find(name))
     _say(

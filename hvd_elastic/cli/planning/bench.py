@@ -27,7 +27,7 @@ from hvd_elastic.cli.planning.scaling_tables import (
     tables_of,
     write_scaling,
 )
-from hvd_elastic.cli.shared_options import SshConfigOption
+from hvd_elastic.cli.shared_options import AsJson, SshConfigOption
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words, number_words, plural
 
@@ -56,7 +56,7 @@ def input_(
     seconds: Annotated[
         float, number_option("--seconds", above=True, help="how long to read")
     ] = 10.0,
-    json_output: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure how fast a script's loader reads on this host, without training.
 
@@ -78,7 +78,7 @@ def input_(
         )
     rate = measure_input(command, seconds)
     feeds_s = rate.batch_size / rate.examples_per_s
-    if json_output:
+    if as_json:
         print_json({**asdict(rate), "examples_per_s": rate.examples_per_s})
         return
     cores = plural("core", rate.cores)
@@ -140,7 +140,7 @@ def synthetic(
         typer.Option(help="write the result to this .json, .csv, .html or .png file; repeatable"),
     ] = None,
     ssh_config: SshConfigOption = None,
-    json_output: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure how training scales with the number of slots, on synthetic data.
 
@@ -174,7 +174,7 @@ def synthetic(
     notes = notes_of(found, examples, epochs, deadline_h)
     for path in out or []:
         write_scaling(path, found, tables)
-    if json_output:
+    if as_json:
         print_json(found.as_json())
         return
     for heading, rows in tables:
@@ -219,7 +219,7 @@ def allreduce(
         number_option("--link", above=True, help="rate of each host's link, to compare [Gbit/s]"),
     ] = None,
     ssh_config: SshConfigOption = None,
-    json_output: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure how fast the slots sum tensors, from 1 KiB up, as they sum gradients.
 
@@ -239,7 +239,7 @@ def allreduce(
     hosts = parse_hostfile(hostfile).hosts
     with progress_line() as say:
         found = measure_allreduce(hostfile, hosts, np, _bytes(most), options, say)
-    if json_output:
+    if as_json:
         print_json(found.as_json())
         return
     rows = [["size", "time", "algorithm", "bus", *(["of the link"] if link else [])]]
@@ -269,7 +269,7 @@ def _bytes(text: str) -> int:
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A.json", help="a result of bench synthetic")],
     second: Annotated[Path, typer.Argument(metavar="B.json", help="another one")],
-    json_output: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tell which sizes of two results differ beyond the noise.
 
@@ -282,7 +282,7 @@ def compare(
     from hvd_elastic.bench.scaling import compare as compare_results
 
     found = compare_results(_read(first), _read(second))
-    if json_output:
+    if as_json:
         print_json([{**asdict(each), "differs": each.differs} for each in found])
     else:
         rows = [["slots", first.name, second.name, "change", "95 %", ""]]

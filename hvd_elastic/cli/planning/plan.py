@@ -13,6 +13,7 @@ import typer
 
 from hvd_elastic.cli.numbers import number_option, parse_duration, whole_number_option
 from hvd_elastic.cli.output import print_json
+from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 from hvd_elastic.formatting import count, number_words
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 def plan(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RUN]", help="a run id (default: the newest run)"),
+        typer.Argument(
+            metavar="[RUN]", help="run id, or number or name of its job (default: the newest run)"
+        ),
     ] = None,
     hosts: Annotated[
         int | None,
@@ -71,7 +74,7 @@ def plan(
             help="ssh configuration for --probe (default: ~/.ssh/config)",
         ),
     ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict throughput, goodput, time and cost of other sizes, with 80 % ranges.
 
@@ -85,9 +88,9 @@ def plan(
 
       hvd-elastic plan --probe --hostfile hosts -- python train.py
     """
+    from hvd_elastic.cli.jobs.naming import open_run
     from hvd_elastic.policy.forecast import forecast
     from hvd_elastic.policy.replay import replay
-    from hvd_elastic.records.run_folder import RunFolder
 
     if probe:
         folder = _probed(hostfile, arguments or [], probe_for, ssh_config)
@@ -96,7 +99,7 @@ def plan(
             raise UsageError(
                 "give one run, or --probe with --hostfile and the training command after --"
             )
-        folder = RunFolder.open(arguments[0] if arguments else None)
+        folder = open_run(arguments[0] if arguments else None)
     evidence = replay(folder.read_events())
     offers = _offers(folder)
     todo = _todo(folder, evidence) if target_examples is None else target_examples
@@ -108,7 +111,7 @@ def plan(
     if hosts is None:
         notes.append("The sizes are those that the run's hostfile allows; --hosts N shows others.")
     path = _write(folder, found, notes, out)
-    if json_output:
+    if as_json:
         print_json(_as_json(folder, evidence, found, todo, path))
     else:
         _show(found, notes, path)

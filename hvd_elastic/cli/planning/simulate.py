@@ -13,6 +13,7 @@ from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.planning.simulate_jobs import simulate_many, simulate_past
 from hvd_elastic.cli.runs.scaling_options import ScalingOptions
+from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import duration_words, number_words
 
@@ -80,7 +81,7 @@ def simulate(
         str | None, typer.Option(help="for --objective cost, such as 6h", metavar="TIME")
     ] = None,
     seed: Annotated[int, whole_number_option("--seed", least=0, help="seed of the jitter")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Try a policy on a trace in virtual time: what it decides, when, and why.
 
@@ -99,7 +100,7 @@ def simulate(
     if history:
         if trace is not None:
             raise UsageError("--history has the jobs of a cluster, and takes no --trace")
-        simulate_past(cluster_name, policy, add_hosts, interval, rescale, out, as_json=json_output)
+        simulate_past(cluster_name, policy, add_hosts, interval, rescale, out, as_json=as_json)
         return
     if trace is None or cluster_name is not None or add_hosts:
         raise UsageError(
@@ -118,7 +119,7 @@ def simulate(
             raise UsageError(f"{', '.join(given)}: only for the trace of a run, as JSON")
         every_s = 10.0 if interval is None else interval
         pause_s = 1.0 if rescale is None else rescale
-        simulate_many(trace, policy, profiles, cluster, every_s, pause_s, out, as_json=json_output)
+        simulate_many(trace, policy, profiles, cluster, every_s, pause_s, out, as_json=as_json)
         return
     if out is not None:
         raise UsageError("--out: only for many jobs, as CSV or with --history")
@@ -163,7 +164,7 @@ def simulate(
         "reached_s": result.reached_s,
         "decisions": [vars(decision) for decision in result.decisions],
     }
-    if json_output:
+    if as_json:
         print_json(summary)
         return
     _show(summary)

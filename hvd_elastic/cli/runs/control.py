@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.numbers import parse_duration, parse_whole_number
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.shared_options import AsJson, RequiredRun
@@ -42,15 +43,15 @@ def stop(
       hvd-elastic stop digits-3
       hvd-elastic stop digits-3 --no-wait
     """
-    folder = RunFolder.open(run)
+    folder = open_run(run)
     message = folder.ask_leader("stop", {"reason": "asked to by hvd-elastic stop"})
     ended = _wait_for_end(folder) if wait else None
     result = (ended or {}).get("status", "stopping")
     if as_json:
-        _answer(as_json, message, run, status=result)
+        _answer(as_json, message, folder, status=result)
         return
     steps = f" after {count(ended.get('steps'), 'step')}" if ended else ""
-    print(f"run {run}: {result}{steps}")
+    print(f"run {folder.run_id}: {result}{steps}")
     way_on = resume_words(ended or {})
     if way_on:
         print(way_on)
@@ -72,8 +73,8 @@ def scale(
       hvd-elastic scale digits-3 auto
     """
     wanted = None if np == "auto" else parse_whole_number("N", np, instead=", or 'auto'")
-    message = RunFolder.open(run).ask_leader("scale", {"np": wanted})
-    _answer(as_json, message, run, np=wanted)
+    folder = open_run(run)
+    _answer(as_json, folder.ask_leader("scale", {"np": wanted}), folder, np=wanted)
 
 
 def policy(
@@ -90,8 +91,8 @@ def policy(
     """
     if do not in ("pause", "resume"):
         raise UsageError(f"a policy can be told to pause or resume, not to {do!r}")
-    message = RunFolder.open(run).ask_leader("policy", {"do": do})
-    _answer(as_json, message, run, do=do)
+    folder = open_run(run)
+    _answer(as_json, folder.ask_leader("policy", {"do": do}), folder, do=do)
 
 
 def drain(
@@ -120,7 +121,7 @@ def drain(
     if undo and leave_in is not None:
         raise UsageError("--undo gives a host back, --in says when it goes: give one of them")
     leave_in_s = None if leave_in is None else parse_duration("--in", leave_in)
-    folder = RunFolder.open(run)
+    folder = open_run(run)
     follower = EventFollower(folder.events, from_end=True)
     message = folder.ask_leader("drain", {"host": host, "leave_in_s": leave_in_s, "undo": undo})
     drained = None
@@ -135,7 +136,7 @@ def drain(
             )
             raise
         message = f"nothing of run {folder.run_id} is left on host {host}"
-    _answer(as_json, message, run, host=host, drained=drained, undone=undo)
+    _answer(as_json, message, folder, host=host, drained=drained, undone=undo)
 
 
 def _wait_until_drained(
@@ -174,9 +175,9 @@ def _wait_for_end(folder: RunFolder) -> Record | None:
     return ended[-1] if ended else None
 
 
-def _answer(as_json: bool, message: str, run: str, **more: Any) -> None:
+def _answer(as_json: bool, message: str, folder: RunFolder, **more: Any) -> None:
     """Print the leader's answer to a request."""
     if as_json:
-        print_json({"run_id": run, "ok": True, **more, "message": message})
+        print_json({"run_id": folder.run_id, "ok": True, **more, "message": message})
     else:
         print(message)

@@ -17,6 +17,7 @@ import typer
 from hvd_elastic.checkpoint.header import Header, TensorInfo
 from hvd_elastic.checkpoint.reader import load_arrays, named, read_header
 from hvd_elastic.checkpoint.whole_files import temporary_in
+from hvd_elastic.cli.jobs.naming import source_of
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import CheckpointError, RunError, UsageError
 from hvd_elastic.formatting import bytes_words, count
@@ -31,7 +32,7 @@ def export(
         str,
         typer.Argument(
             metavar="RUN|FILE",
-            help="a run (its newest checkpoint), a checkpoint, or a file of hvd.save",
+            help="a run or its job (newest checkpoint), a checkpoint, or a file of hvd.save",
         ),
     ],
     to: Annotated[str, typer.Option("--to", help="safetensors, torch or keras", metavar="FORMAT")],
@@ -71,6 +72,7 @@ def export(
             if model is None
             else f"--model is of --to keras; --to {to} writes the weights alone"
         )
+    source = source_of(source)
     path = find_source(source)
     stem = path.stem if Path(source).is_file() else Path(source).name
     target = Path(stem + _ENDINGS[to]) if out is None else out

@@ -16,6 +16,7 @@ import typer
 
 from hvd_elastic.checkpoint.saved import differing, find_stored
 from hvd_elastic.checkpoint.whole_files import temporary_in
+from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.shared_options import AsJson, RequiredRun
 from hvd_elastic.errors import RunError, UsageError
@@ -50,7 +51,7 @@ def get(
       hvd-elastic get digits-3 best.pt models/digits.pt
       hvd-elastic get digits-3 best.pt - | sha256sum
     """
-    folder = RunFolder.open(run)
+    folder = open_run(run)
     if name is None:
         _list(folder, as_json)
         return

@@ -27,7 +27,7 @@ def lead(
     folder: RunFolder,
     *,
     resumed: bool,
-    json_output: bool,
+    as_json: bool,
     forget: bool = False,
     on_start: Callable[[], None] = lambda: None,
     engine: Engine | None = None,
@@ -38,7 +38,7 @@ def lead(
         spec: specification of the run.
         folder: run folder.
         resumed: whether the run had a leader before.
-        json_output: print every event as a JSON line.
+        as_json: print every event as a JSON line.
         forget: remove the folder if another leader leads the run and this one started nothing.
         on_start: called at each event; the first call means that the run has begun.
         engine: has the hosts of the run; None: they are found as its specification says.
@@ -56,18 +56,18 @@ def lead(
         # Workers have the variables of their own node's step.
         environment = clean_environment(environment)
         spec = replace(spec, hostfile=str(folder.hosts))
-    with LastingView(live=False if json_output else None) as view:
+    with LastingView(live=False if as_json else None) as view:
 
         def show_event(event: Any) -> None:
             on_start()
-            if json_output:
+            if as_json:
                 with unless_nobody_reads():
                     print(json.dumps(event), flush=True)
             else:
                 view.show(event)
 
         def show_output(host: str, slot: int, line: str) -> None:
-            if not json_output:
+            if not as_json:
                 view.print(f"[{host}:{slot}] {line}")
 
         finish, gave_way = leader.lead(
@@ -132,7 +132,7 @@ def _lead_or_tell(
             tell(STARTED)
 
     try:
-        return lead(spec, folder, resumed=resumed, json_output=False, on_start=on_start)
+        return lead(spec, folder, resumed=resumed, as_json=False, on_start=on_start)
     except HvdElasticError as error:
         if started:
             print(f"error: {error}", file=sys.stderr)

@@ -17,10 +17,11 @@ import typer
 
 from hvd_elastic.checkpoint.url import is_url
 from hvd_elastic.checkpoint.whole_files import temporary_in, write_json
+from hvd_elastic.cli.jobs.naming import source_of
 from hvd_elastic.cli.numbers import whole_number_option
 from hvd_elastic.cli.runs.leading import lead
 from hvd_elastic.cli.runs.run_options import RunOptions
-from hvd_elastic.cli.shared_options import SshConfigOption
+from hvd_elastic.cli.shared_options import EventsAsJson, SshConfigOption
 from hvd_elastic.config import runs_folder
 from hvd_elastic.data.files import sha256_of
 from hvd_elastic.errors import RunError, UsageError
@@ -38,7 +39,8 @@ def predict(
     checkpoint: Annotated[
         str,
         typer.Option(
-            help="weights: a run (its newest checkpoint), a checkpoint, or a file of hvd.save",
+            help="weights: a run or its job (newest checkpoint), a checkpoint, or a file of "
+            "hvd.save",
             metavar="RUN|FILE",
         ),
     ],
@@ -69,9 +71,7 @@ def predict(
             "--network-interface", help="interface of the ring (default: the one ssh came in by)"
         ),
     ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="print every event as a JSON line")
-    ] = False,
+    as_json: EventsAsJson = False,
 ) -> None:
     """Compute a model's outputs for every example of a data set, on all hosts.
 
@@ -97,10 +97,11 @@ def predict(
         ssh_config=ssh_config,
         interface=interface,
         checkpoint_every_s=0.0,  # the weights do not change, and the outputs are the progress
-        json_output=json_output,
+        as_json=as_json,
     )
     options.check()
     place = data if is_url(data) else str(Path(data).absolute())
+    checkpoint = source_of(checkpoint)
     with _Outputs.opened(out, checkpoint, place) as outputs:
         outputs.collect()
         if not outputs.missing():
@@ -117,7 +118,7 @@ def predict(
         folder = RunFolder.create(options.run_id, spec.as_dict())
         outputs.add_run(folder.run_id)
         try:
-            status = lead(spec, folder, resumed=False, json_output=json_output)
+            status = lead(spec, folder, resumed=False, as_json=as_json)
         finally:
             outputs.collect()
         missing = outputs.missing()
@@ -129,7 +130,7 @@ def predict(
             )
             raise typer.Exit(status or 1)
         outputs.write_index()
-        if not json_output:
+        if not as_json:
             print(f"{out}: {count(outputs.examples or 0, 'output')} in {INDEX_FILE}")
     raise typer.Exit(status)
 

@@ -33,7 +33,7 @@ from hvd_elastic.records.summary import summarize
 
 # Parameters that may be given with --resume; the run keeps all others from its start.
 _WITH_RESUME = {
-    *("resume", "command", "hostfile", "ssh_config", "np", "max_np", "detach", "json_output"),
+    *("resume", "command", "hostfile", "ssh_config", "np", "max_np", "detach", "as_json"),
 }
 
 
@@ -80,8 +80,8 @@ def run(context: typer.Context, options: RunOptions) -> None:
         _lead_in_background(spec, folder, resumed=resumed)
         return
     made_now = folder.began_elsewhere and not folder.events.exists()
-    json_output = options.json_output
-    status = lead(spec, folder, resumed=resumed, json_output=json_output, forget=made_now)
+    as_json = options.as_json
+    status = lead(spec, folder, resumed=resumed, as_json=as_json, forget=made_now)
     raise typer.Exit(status)
 
 

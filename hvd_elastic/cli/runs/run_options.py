@@ -17,7 +17,7 @@ import typer
 from hvd_elastic.checkpoint.url import is_url
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cli.runs.scaling_options import ScalingOptions
-from hvd_elastic.cli.shared_options import SshConfigOption
+from hvd_elastic.cli.shared_options import EventsAsJson, SshConfigOption
 from hvd_elastic.errors import HostfileError, HvdElasticError, SeveralErrors, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts, parse_hostfile
@@ -225,9 +225,7 @@ class RunOptions:
     mpi: Annotated[bool, typer.Option("--mpi", help="a static job through Open MPI's mpirun")] = (
         False
     )
-    json_output: Annotated[
-        bool, typer.Option("--json", help="print every event as a JSON line")
-    ] = False
+    as_json: EventsAsJson = False
 
     @property
     def scaling(self) -> ScalingOptions:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.numbers import whole_number_option
 from hvd_elastic.cli.output import print_json, print_rows
 from hvd_elastic.cli.shared_options import AsJson, OptionalRun
@@ -42,7 +43,7 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
       hvd-elastic status
       hvd-elastic status digits-3 --json
     """
-    folder = RunFolder.open(run)
+    folder = open_run(run)
     alive = folder.leader_alive()
     records = folder.read_events()
     summary = summarize(records)
@@ -121,7 +122,7 @@ def logs(
       hvd-elastic logs digits-3 -f --host node2
       hvd-elastic logs digits-3 --leader -n 200
     """
-    folder = RunFolder.open(run)
+    folder = open_run(run)
     followers: dict[Path, LineFollower] = {}
     paths = _log_paths(folder, host, leader)
     alive = folder.leader_alive()
@@ -155,7 +156,7 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
     """
     from hvd_elastic.views.terminal import RunView
 
-    folder = RunFolder.open(run)
+    folder = open_run(run)
     # Events are read first: when the end of the run is read, all output can be read too.
     followers = [EventFollower(folder.events), EventFollower(folder.output)]
     ended: Record | None = None
@@ -200,7 +201,7 @@ def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
       echo 'exec hvd-elastic discover digits-3' > hosts.sh; chmod +x hosts.sh
       horovodrun -np 2 --host-discovery-script ./hosts.sh python train.py
     """
-    folder = RunFolder.open(run)
+    folder = open_run(run)
     hosts = None
     drained: set[str] = set()
     for event in iter_events(folder.events):

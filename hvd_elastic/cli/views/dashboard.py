@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from hvd_elastic.cli.numbers import number_option, port_option
+from hvd_elastic.cli.shared_options import OptionalRun
 
 _PIECE_BYTES = 1 << 21
 """Bytes of events that are read together."""
@@ -17,7 +18,7 @@ _PIECE_BYTES = 1 << 21
 def dashboard(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN", help="a run id, or several to compare (default: all runs)"),
+        typer.Argument(metavar="RUN", help="a run, or several to compare (default: all runs)"),
     ] = None,
     host: Annotated[str, typer.Option(help="address to listen on", metavar="ADDRESS")] = (
         "127.0.0.1"
@@ -40,10 +41,10 @@ def dashboard(
 
       hvd-elastic dashboard digits-3 digits-4
     """
-    from hvd_elastic.records.run_folder import RunFolder
+    from hvd_elastic.cli.jobs.naming import open_run
     from hvd_elastic.views.server import Dashboard, serve_until_interrupted
 
-    shown = [RunFolder.open(run).run_id for run in runs or []]
+    shown = [open_run(run).run_id for run in runs or []]
     server = Dashboard(host, port, control=control)
     url = server.url_of(shown)
     print(f"dashboard: {url}   (Ctrl-C ends it; /metrics is for Prometheus)", flush=True)
@@ -51,9 +52,7 @@ def dashboard(
 
 
 def top(
-    run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="a run id (default: the newest run)")
-    ] = None,
+    run: OptionalRun = None,
     interval: Annotated[
         float, number_option("--interval", above=True, help="seconds between two looks")
     ] = 1.0,
@@ -69,9 +68,9 @@ def top(
     from rich.live import Live
     from rich.table import Table
 
+    from hvd_elastic.cli.jobs.naming import open_run
     from hvd_elastic.cli.runs.show import status_rows
     from hvd_elastic.records.json_lines import EventFollower
-    from hvd_elastic.records.run_folder import RunFolder
     from hvd_elastic.records.run_state import run_state
     from hvd_elastic.records.summary import RunSummary, take_events
     from hvd_elastic.records.wording import Narrator
@@ -81,7 +80,7 @@ def top(
     from hvd_elastic.views.points import thin_out
     from hvd_elastic.views.run_words import clock_words
 
-    folder = RunFolder.open(run)
+    folder = open_run(run)
     follower, narrator, summary = EventFollower(folder.events), Narrator(), RunSummary()
     latest: deque[str] = deque(maxlen=8)
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.output import print_json, print_rows
 from hvd_elastic.cli.runs.show import metric_words, rescale_words, saved_words
 from hvd_elastic.cli.shared_options import AsJson, OptionalRun
@@ -57,10 +58,10 @@ def report(
         if open_:
             _open(path)
         return
-    folder = RunFolder.open(run)
+    folder = open_run(run)
     if compare:
         path = folder.path / "comparison.html" if out is None else out
-        _compare([folder, *map(RunFolder.open, compare)], path, as_json)
+        _compare([folder, *map(open_run, compare)], path, as_json)
         if open_:
             _open(path)
         return

@@ -1,18 +1,21 @@
-"""How commands of the queue find the jobs that a user names; no daemon is needed."""
+"""How commands find the jobs and runs that a user names; no daemon is needed."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hvd_elastic.cli.app import main
-from hvd_elastic.cli.jobs.queue import find_numbers, parse_after
+from hvd_elastic.cli.jobs.naming import find_numbers, source_of
+from hvd_elastic.cli.jobs.queue import parse_after
 from hvd_elastic.jobs.job import After, JobKind, JobRequest, JobStatus
 from hvd_elastic.jobs.messages import Answer, Submit
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.records.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -40,6 +43,35 @@ def test_name_of_ended_jobs_is_that_of_the_last_submission(
     store = JobStore.read_only(place.database)
     assert find_numbers(store, place, ["train"]) == [2, 3, 4]
     assert find_numbers(store, place, ["train"], active=True) == [1, 2, 3, 4]
+    store.close()
+
+
+def test_run_is_named_by_number_or_name_of_its_job(
+    place: ClusterFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = JobStore.create(place.database)
+    (last,) = store.add([JobRequest("train", {"command": ["train"], "cwd": "/"})], {}, now=3.0)
+    for job in store.active():
+        RunFolder.create(job.run_id)
+    store.save([replace(job, attempts=1) for job in store.active() if job.number < last.number])
+
+    def told(*words: str, status: str = "0") -> str:
+        with pytest.raises(SystemExit, match=status):
+            main([*words, "--json"])
+        return capsys.readouterr().out if status == "0" else capsys.readouterr().err
+
+    assert json.loads(told("status", "2"))["run_id"] == "train-2"
+    refused = told("logs", "train", status="1")
+    assert f"job {last.number} ({last.run_id}) has not begun to run" in refused
+    store.save([replace(last, attempts=1)])
+    assert json.loads(told("status", "train"))["run_id"] == last.run_id
+    assert source_of("train") == str(RunFolder.open(last.run_id).path)
+    assert "run train-5 has no live leader" in told("stop", "train", status="1")
+    assert "there is no run 'trains'" in told("report", "trains", status="1")
+    store.add([last.request] * 2, {}, now=4.0)
+    assert "'train' stands for 2 jobs" in told("get", "train", status="1")
+    RunFolder.create("2")
+    assert json.loads(told("status", "2"))["run_id"] == "2"
     store.close()
 
 

@@ -167,14 +167,14 @@ def test_measured_job_grows_to_twice_what_was_timed_and_tells_when_it_ends(run: 
     progress = RunProgress(run.folder)
     assert progress.poll(), "a size was measured"
     assert not progress.poll()
-    assert progress.measured_slots == 1
-    assert progress.occupied == {"a": 1}
-    candidate = Candidate(running(1, {"a": 1}), progress)
+    assert progress.measured.slots == 1
+    assert progress.hosts.occupied == {"a": 1}
+    candidate = Candidate(running(1, {"a": 1}), progress.measured)
     plan = plan_slots([candidate], HOSTS, NOW)
     assert plan.slots[1] == {"a": 2}
     eta = plan.etas[1]
     assert eta is not None
-    assert progress.remaining(None, None) == pytest.approx(3 * progress.done)
+    assert progress.measured.remaining(None, None) == pytest.approx(3 * progress.measured.done)
     assert 50 < eta - NOW < 180
 
 
@@ -185,10 +185,13 @@ def test_idle_cluster_is_given_to_one_job_and_shared_with_the_next(run: Written)
         run.trains(hosts, step_s, generation, done=0.05)
     progress = RunProgress(run.folder)
     progress.poll()
-    alone = Candidate(running(1, {"a": 2, "b": 1}), progress)
+    alone = Candidate(running(1, {"a": 2, "b": 1}), progress.measured)
     assert sum(plan_slots([alone], HOSTS, NOW).slots[1].values()) == 4
     shared = plan_slots(
-        [Candidate(running(1, {"a": 2, "b": 2}), progress), *(Candidate(job(n)) for n in (2, 3))],
+        [
+            Candidate(running(1, {"a": 2, "b": 2}), progress.measured),
+            *(Candidate(job(n)) for n in (2, 3)),
+        ],
         HOSTS,
         NOW,
     )
@@ -208,8 +211,8 @@ def test_end_of_a_run_and_lost_hosts_are_told_once(run: Written) -> None:
     run.add("host_lost", 2.0, host="a", cause="the agent ended")
     progress = RunProgress(run.folder)
     progress.poll()
-    assert progress.take_lost() == {"a": "the agent ended"}
-    assert progress.take_lost() == {}
+    assert progress.hosts.take_lost() == {"a": "the agent ended"}
+    assert progress.hosts.take_lost() == {}
     assert progress.ending is None
     run.add("run_finished", 3.0, status="failed", message="broken")
     progress.poll()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from hvd_elastic.errors import DataError
@@ -39,11 +42,19 @@ def test_who_has_not_the_key_is_refused(server: RowServer, monkeypatch: pytest.M
         RayDataset()
 
 
-def test_blocks_of_the_data_set_are_known(server: RowServer) -> None:
-    pytest.importorskip("ray.data")
-    server.offer("train", StoredRows(("a", "b"), (3, 2)))
+def test_rows_are_read_by_index_from_their_blocks(
+    server: RowServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray.data") and importlib.import_module("ray")
+    pyarrow = pytest.importorskip("pyarrow")
+    monkeypatch.setattr(ray, "get", lambda blocks: blocks)  # they are no references here
+    blocks = tuple(pyarrow.table({"id": ids}) for ids in ([0, 1, 2], [3, 4]))
+    server.offer("train", StoredRows(blocks, (3, 2)))
     data = RayDataset("train", shuffle_window=1)
     assert len(data) == 5
+    assert [int(row["id"]) for row in data.__getitems__([4, 0, -2, 2])] == [4, 0, 3, 2]
+    with ThreadPoolExecutor(1) as another_thread:
+        assert another_thread.submit(data.__getitem__, 1).result() == {"id": 1}
     assert data.blocks == ((3, 2), 1)
     with pytest.raises(IndexError, match="row 5 of 5"):
         data[5]

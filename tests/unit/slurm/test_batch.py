@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from hvd_elastic.cli.engines.slurm_options import check_submission, parse_nodes
 from hvd_elastic.errors import UsageError
-from hvd_elastic.slurm.batch import Submission, parse_nodes, parse_time
+from hvd_elastic.slurm.batch import Submission, parse_time
 
 RECORDED = Path(__file__).with_name("recorded_scripts.txt")
 SUBMISSION = Submission(
@@ -70,12 +71,12 @@ def test_nodes_that_make_no_sense_are_refused(text: str, said: str) -> None:
 )
 def test_options_that_cannot_work_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        replace(SUBMISSION, **changes).check()
+        check_submission(replace(SUBMISSION, **changes))
 
 
 @pytest.mark.parametrize("time", [None, "3", "3:00", "1-0", "0:03:00"])
 def test_times_that_suffice_are_taken(time: str | None) -> None:
-    replace(SUBMISSION, time=time).check()
+    check_submission(replace(SUBMISSION, time=time))
 
 
 @pytest.mark.parametrize("text", ["", "1:2:3:4", "1d", "UNLIMITED", "-1", "1-"])

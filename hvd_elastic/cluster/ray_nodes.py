@@ -21,7 +21,7 @@ import msgspec
 from hvd_elastic.config import home
 from hvd_elastic.errors import RunError, SshError
 from hvd_elastic.hosts.fanout import HostResult, Stopper, fan_out
-from hvd_elastic.hosts.hostfile import Host, format_hostfile, parse_hosts
+from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.programs.ray_node import START_S, TOKEN
 from hvd_elastic.hosts.remote_python import run_script
 from hvd_elastic.hosts.ssh import SshOptions, connect, is_local, own_address_towards
@@ -69,8 +69,7 @@ class RayCluster:
     Attributes:
         mark: value of a variable in the environment of all its processes.
         token: secret without which no process of Ray answers.
-        hosts: hosts on which a node was started or may have been, as a hostfile; the first is the
-            head.
+        hosts: hosts on which a node was started or may have been; the first is the head.
         address: address and port of the head; "": it is not known yet.
         client: address and port at which the head serves drivers that run elsewhere.
         settings: how nodes are started.
@@ -78,7 +77,7 @@ class RayCluster:
 
     mark: str = field(default_factory=lambda: secrets.token_hex(6))
     token: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
-    hosts: str = ""
+    hosts: tuple[Host, ...] = ()
     address: str = ""
     client: str = ""
     settings: NodeSettings = NodeSettings("python3")
@@ -92,12 +91,8 @@ class RayCluster:
         return f"/tmp/hvd-ray-{self.mark}"  # noqa: S108  # made exclusively, with mode 0700
 
     @property
-    def nodes(self) -> tuple[Host, ...]:
-        return parse_hosts(self.hosts, "the record of the cluster").hosts if self.hosts else ()
-
-    @property
     def head(self) -> Host:
-        return self.nodes[0]
+        return self.hosts[0]
 
     @property
     def variables(self) -> dict[str, str]:
@@ -209,14 +204,6 @@ class Looked:
     bytes: int
 
 
-@dataclass(frozen=True)
-class Ended:
-    """Number of processes of a node that were ended, and ids of those that could not be."""
-
-    ended: int
-    left: tuple[int, ...]
-
-
 def bring_up(
     record: ClusterRecord,
     hosts: Sequence[Host],
@@ -233,12 +220,11 @@ def bring_up(
         RunError: the cluster has another head than the first host.
     """
     cluster = record.read() or RayCluster()
-    cluster = replace(cluster, settings=settings)
-    head = cluster.head if cluster.nodes else hosts[0]
-    known = {host.name for host in cluster.nodes}
-    grown = [*cluster.nodes, *(host for host in hosts if host.name not in known)]
-    cluster = replace(cluster, hosts=format_hostfile([head, *(h for h in grown if h != head)]))
+    known = {host.name for host in cluster.hosts}
+    grown = (*cluster.hosts, *(host for host in hosts if host.name not in known))
+    cluster = replace(cluster, hosts=grown, settings=settings)
     record.write(cluster)  # first, so that an interrupted start can be ended
+    head = cluster.head
 
     def start(host: Host, stopper: Stopper, at: str | None) -> Started:
         answer = _ask(
@@ -288,25 +274,24 @@ def take_down(
     hosts: Sequence[Host],
     ssh: SshOptions,
     fanout: int,
-) -> Iterator[HostResult[Ended]]:
-    """End the nodes on these hosts, and nothing else there.
+) -> Iterator[HostResult[int]]:
+    """End the nodes on these hosts, and nothing else there; yield the number of their processes.
 
     The record is kept for hosts on which something may be left.
     """
 
-    def end(host: Host, stopper: Stopper) -> Ended:
-        ended = msgspec.convert(_ask(cluster, host, ssh, stopper, {"do": "end"}), Ended)
-        if ended.left:
-            left = ", ".join(map(str, ended.left))
+    def end(host: Host, stopper: Stopper) -> int:
+        answer = _ask(cluster, host, ssh, stopper, {"do": "end"})
+        if left := ", ".join(map(str, answer["left"])):
             raise SshError(f"host {host.name}: processes {left} cannot be ended")
-        return ended
+        return int(answer["ended"])
 
-    left = {host.name: host for host in cluster.nodes}
+    left = {host.name: host for host in cluster.hosts}
     for result in fan_out(hosts, end, fanout, _LIMIT_S):
         if result.ok:
             left.pop(result.host.name, None)
             if left:
-                record.write(replace(cluster, hosts=format_hostfile(left.values())))
+                record.write(replace(cluster, hosts=tuple(left.values())))
             else:
                 record.forget()
         yield result

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from hvd_elastic.cluster.ray_nodes import ClusterRecord, NodeSettings, RayCluster
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.programs import ray_node
 from hvd_elastic.hosts.programs.processes import descendants, read
-from hvd_elastic.ray.cluster import ClusterRecord, NodeSettings, RayCluster
 
 
 @pytest.fixture
@@ -30,7 +30,9 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterR
 def test_a_recorded_cluster_is_read_back_and_only_its_user_reads_the_token(
     record: ClusterRecord,
 ) -> None:
-    cluster = RayCluster(hosts="gpu1 slots=8\n", address="10.0.0.1:4321", client="10.0.0.1:4322")
+    cluster = RayCluster(
+        hosts=(Host("gpu1", slots=8),), address="10.0.0.1:4321", client="10.0.0.1:4322"
+    )
     record.write(cluster)
     assert record.require() == cluster
     assert cluster.head == Host("gpu1", slots=8)

@@ -1,0 +1,195 @@
+"""The options of ``hvd-elastic slurm submit``, and what they must be."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.runs.run_options import RunOptions
+from hvd_elastic.cli.shared_options import AsJson, SshConfigOption  # noqa: F401  (RunOptions names it)
+from hvd_elastic.config import home, runs_folder
+from hvd_elastic.errors import UsageError
+from hvd_elastic.hosts.hostfile import Host, Hostfile
+from hvd_elastic.slurm.allocation import Allocation
+from hvd_elastic.slurm.batch import Submission, parse_time
+
+_START_S = 60.0
+"""Least time that an allocation must have before it is left again [s]: workers have to start."""
+_NODES = re.compile(r"(?P<least>\d+)(-(?P<most>\d+))?")
+_OF_OURS = {
+    **dict.fromkeys(("--nodes", "-N"), "--nodes"),
+    **dict.fromkeys(("--time", "-t"), "--time"),
+    **dict.fromkeys(("--partition", "-p"), "--partition"),
+    **dict.fromkeys(("--ntasks-per-node", "--ntasks", "-n"), "--slots-per-node"),
+    "--signal": "--leave-before",
+    **dict.fromkeys(("--job-name", "-J"), "--run-id"),
+    **dict.fromkeys(("--chdir", "-D"), "the folder in which the command is called"),
+}
+"""Options of sbatch that are set from options of ours."""
+
+
+@dataclass(frozen=True)
+class SubmitOptions(RunOptions):
+    """The options of ``slurm submit``: those of a run, and those of its allocations."""
+
+    nodes: Annotated[
+        str | None,
+        typer.Option("--nodes", "-N", help="fewest and most nodes, such as 2-8", metavar="N[-M]"),
+    ] = None
+    slots_per_node: Annotated[
+        int, whole_number_option("--slots-per-node", help="processes on each node")
+    ] = 1
+    time: Annotated[
+        str | None,
+        typer.Option(
+            "--time", "-t", help="time limit of each allocation, as for sbatch", metavar="TIME"
+        ),
+    ] = None
+    partition: Annotated[
+        str | None, typer.Option("--partition", "-p", help="partition of the nodes")
+    ] = None
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="further option for sbatch, such as --account=vision; may be repeated",
+            metavar="OPTION",
+        ),
+    ] = None
+    leave_before_s: Annotated[
+        float,
+        number_option(
+            "--leave-before", help="seconds before its time limit that an allocation is left"
+        ),
+    ] = 120.0
+    give_back_after_s: Annotated[
+        float,
+        number_option(
+            "--give-back-after",
+            help="seconds after which a further node that --policy goodput leaves unused is "
+            "given back",
+        ),
+    ] = 120.0
+    resume: Annotated[
+        str | None, typer.Option(help="submit a stopped run again, which goes on", metavar="RUN")
+    ] = None
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the batch scripts, and submit nothing")
+    ] = False
+    as_json: AsJson = False
+
+    @functools.cached_property
+    def allocation(self) -> Allocation:
+        """Return the most nodes that the run may get, under names of no meaning."""
+        if self.nodes is None:
+            raise UsageError("say how many nodes the run may have: --nodes 2-8")
+        _, most = parse_nodes(self.nodes)
+        hosts = (Host(f"node{n}", slots=self.slots_per_node) for n in range(1, most + 1))
+        return Allocation("", tuple(hosts))
+
+    def hosts(self) -> Hostfile:
+        """Return those nodes, named for messages."""
+        return Hostfile(self.allocation.hosts, f"--nodes {self.nodes}")
+
+    def submission(self, run_id: str) -> Submission:
+        """Return what is submitted.
+
+        Raises:
+            UsageError: an option is not valid.
+        """
+        least, most = parse_nodes(self.nodes or "")
+        found = Submission(
+            run_id=run_id,
+            least=least,
+            most=most,
+            folder=str(runs_folder() / run_id / "slurm"),
+            cwd=str(Path.cwd()),
+            python=sys.executable,
+            home=str(home().absolute()),
+            slots_per_node=self.slots_per_node,
+            time=self.time,
+            partition=self.partition,
+            leave_before_s=self.leave_before_s,
+            give_back_after_s=self.give_back_after_s,
+            sbatch=tuple(self.sbatch or ()),
+        )
+        check_submission(found)
+        return found
+
+
+NOT_HERE = ("hostfile", "slurm", "detach", "ssh_config", "mpi", "pin_hosts", "input_hosts")
+"""Options of a run that say where its hosts come from, or name hosts that nobody knows yet."""
+
+
+OF_ALLOCATIONS = (
+    *("nodes", "slots_per_node", "time", "partition", "sbatch"),
+    *("leave_before_s", "give_back_after_s"),
+)
+"""Options that a run may be given anew when it is submitted again."""
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Return the fewest and the most nodes.
+
+    Raises:
+        UsageError: the text is not valid; says what is.
+
+    >>> parse_nodes("2-8"), parse_nodes("4")
+    ((2, 8), (4, 4))
+    """
+    match = _NODES.fullmatch(text)
+    if match is None:
+        raise UsageError(f"--nodes takes a number of nodes or a range such as 2-8, not '{text}'")
+    least, most = int(match["least"]), int(match["most"] or match["least"])
+    if least < 1:
+        raise UsageError(f"--nodes {text}: a run needs at least 1 node")
+    if most < least:
+        raise UsageError(
+            f"--nodes {text}: the most nodes come second, and {most} is below {least}. Did you "
+            f"mean --nodes {most}-{least}?"
+        )
+    return least, most
+
+
+def check_submission(asked: Submission) -> None:
+    """Check what is asked of Slurm.
+
+    Raises:
+        UsageError: an option is not valid; says what is.
+    """
+    for option in asked.sbatch:
+        name = option.partition("=")[0]
+        if name in ("--array", "-a"):
+            raise UsageError(
+                f"--sbatch {option}: each task of an array would lead the same run. Submit "
+                "one run for each, with --run-id"
+            )
+        if not name.startswith("-"):
+            raise UsageError(
+                f"--sbatch {option!r} is no option of sbatch: write it as one word, such as "
+                "--sbatch=--account=vision"
+            )
+        if name in _OF_OURS:
+            raise UsageError(f"--sbatch {option}: this is set by {_OF_OURS[name]}; use that")
+    if asked.time is None:
+        return
+    limit_s = parse_time(asked.time)
+    if limit_s is None:
+        raise UsageError(
+            f"--time {asked.time!r} is no time of Slurm: give minutes, hours:minutes:seconds or "
+            "days-hours:minutes"
+        )
+    least_s = asked.leave_before_s + _START_S
+    if limit_s < least_s:
+        raise UsageError(
+            f"--time {asked.time} leaves no time to train: the run leaves its nodes "
+            f"{asked.leave_before_s:g} s before the limit (--leave-before), and workers need "
+            f"about {_START_S:g} s to start. Give at least {math.ceil(least_s / 60)} minutes"
+        )
