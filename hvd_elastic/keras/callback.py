@@ -20,7 +20,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.frameworks import check_keras_model
 from hvd_elastic.keras.monitors import Monitors
 from hvd_elastic.tensorflow.data import ElasticDataset
-from hvd_elastic.tensorflow.elastic import check_optimizer, rehearse
+from hvd_elastic.tensorflow.frontend import check_optimizer, rehearse
 from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.tensorflow.variables import (

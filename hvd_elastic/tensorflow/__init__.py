@@ -39,10 +39,9 @@ check_tensorflow()
 import tensorflow as tf
 
 from hvd_elastic.tensorflow.data import dataset
-from hvd_elastic.tensorflow.evaluation import evaluate
+from hvd_elastic.tensorflow.evaluation import evaluate, predict
 from hvd_elastic.tensorflow.frontend import TensorFlowFrontend
 from hvd_elastic.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
-from hvd_elastic.tensorflow.prediction import predict
 from hvd_elastic.tensorflow.saving import load_model
 from hvd_elastic.tensorflow.schedule import follow_progress
 from hvd_elastic.tensorflow.state import State

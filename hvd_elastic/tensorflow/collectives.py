@@ -65,7 +65,6 @@ class TensorFlowCollectives(Collectives):
 
     def __init__(self) -> None:
         self.horovod = load_horovod("tensorflow")
-        self._operations = self.horovod.mpi_ops.MPI_LIB
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="collective")
         self._graphs: dict[tuple[Any, ...], Any] = {}
         from horovod.common.exceptions import HorovodInternalError
@@ -142,21 +141,14 @@ class TensorFlowCollectives(Collectives):
         return self._graphs[key]
 
     def _trace(self, kind: str, name: str, dtype: tf.DType, option: int) -> Callable[..., Any]:
-        operations = self._operations
+        options = {"root_rank": option} if kind == "broadcast" else {}
 
         def run(tensor: tf.Tensor, *more: tf.Tensor) -> tf.Tensor:
             if kind == "allreduce":
-                average = option == self.horovod.Average
-                return reduce_in_graph(tensor, name, average=average)
-            if kind == "allgather":
-                return operations.horovod_allgather(tensor, name=name, ignore_name_scope=True)
-            if kind == "broadcast":
-                return operations.horovod_broadcast(
-                    tensor, root_rank=option, name=name, ignore_name_scope=True
-                )
-            return operations.horovod_alltoall(
-                tensor, *more, name=name, ignore_name_scope=True
-            ).output
+                return reduce_in_graph(tensor, name, average=option == self.horovod.Average)
+            operation = getattr(self.horovod.mpi_ops.MPI_LIB, f"horovod_{kind}")
+            result = operation(tensor, *more, name=name, ignore_name_scope=True, **options)
+            return result.output if kind == "alltoall" else result
 
         signature = [tf.TensorSpec(None, dtype)]
         if kind == "alltoall":

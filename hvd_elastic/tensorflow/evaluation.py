@@ -1,14 +1,17 @@
-"""Evaluation of a model of TensorFlow on all ranks: ``hvd.evaluate``."""
+"""A model of TensorFlow on all ranks, not in training: ``hvd.evaluate`` and ``hvd.predict``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from hvd_elastic.errors import ScriptError
-from hvd_elastic.tensorflow.input_source import DatasetSource
+from hvd_elastic.tensorflow.data import DatasetSource
+from hvd_elastic.tensorflow.data import dataset as shares_of
+from hvd_elastic.tensorflow.saving import load_model
+from hvd_elastic.tensorflow.state import State
 from hvd_elastic.tensorflow.variables import (
     KeptValues,
     LiveVariable,
@@ -16,7 +19,8 @@ from hvd_elastic.tensorflow.variables import (
     trainable_of,
     variables_of,
 )
-from hvd_elastic.training.evaluation import evaluate_on_ranks
+from hvd_elastic.training import prediction
+from hvd_elastic.training.evaluation import evaluate_on_ranks, pair_of
 
 Metric = Callable[[Any, Any], Any]
 """Function of (targets, outputs) of a batch that returns one number for each example."""
@@ -57,12 +61,8 @@ def evaluate(
     here = DatasetSource(source)
 
     def predict(batch: Any) -> tuple[Any, Any]:
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ScriptError(
-                "hvd.evaluate: the source gives batches that are no pair (inputs, targets); give "
-                "forward=, a function of such a batch that returns (outputs, targets)"
-            )
-        return outputs_of(model, batch[0]), batch[1]
+        inputs, targets = pair_of(batch)
+        return _outputs_of(model, inputs), targets
 
     def compute(batches: Sequence[range]) -> Iterator[Mapping[str, Any]]:
         for batch in batches:
@@ -79,8 +79,55 @@ def evaluate(
         kept.restore()
 
 
-def outputs_of(model: Any, inputs: Any) -> Any:
+def predict(
+    model: Any,
+    data: Any,
+    *,
+    forward: Callable[[Any], Any | Mapping[str, Any]] | None = None,
+    batch_size: int = 256,
+) -> None:
+    """Compute the outputs of a model for all examples of a data set, on all hosts together.
+
+    It is the whole work of a script that ``hvd-elastic predict`` starts: it loads the weights, and
+    saves the outputs of every batch as a file. Hosts may join, leave and die meanwhile; each
+    example counts once.
+
+    Args:
+        model: model that is built.
+        data: arrays or an object read by index, as for :func:`hvd_elastic.tensorflow.dataset`, or a
+            function that makes one of the folder given with ``--data``.
+        forward: returns the outputs of a batch of tensors: one tensor, or a dict of tensors by
+            name, each with a row for each example. By default the model is given the batch, or its
+            first part where there are several (inputs and label).
+        batch_size: examples of a batch over all ranks together, and of a file of outputs, >= 1.
+
+    Raises:
+        ScriptError: the data cannot be read by index, or outputs do not have one row for each
+            example.
+        CheckpointError: no host has the weights, or they are of another model.
+    """
+    asked = prediction.asked_prediction()
+    source = DatasetSource(prediction.data_of(data, asked))
+    missing = prediction.Missing(source, source.examples, asked.done)
+    batches = shares_of(missing, batch_size)
+
+    def load(path: str) -> None:
+        load_model(path, model, share=True)
+
+    def compute(batch: Any) -> Any:
+        return _outputs_of(model, prediction.inputs_of(batch))
+
+    prediction.predict_missing(
+        State(model=model), asked, missing, batches, batch_size, load, forward or compute, _array
+    )
+
+
+def _outputs_of(model: Any, inputs: Any) -> Any:
     """Return what a model computes of a batch of arrays, not in training mode."""
     if is_model(model):
         return model.predict_on_batch(inputs)  # its graph is traced once
     return model(tf.nest.map_structure(tf.convert_to_tensor, inputs), training=False)
+
+
+def _array(tensor: Any) -> np.ndarray:
+    return np.asarray(tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor)

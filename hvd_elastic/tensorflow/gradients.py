@@ -2,8 +2,8 @@
 
 The reductions are nodes of the script's graph. Nothing in it depends on the number of ranks or on
 this rank's share when it is traced: both are in variables, which are set before each step. So a
-change of the world traces nothing anew. All variables that the step changes depend on all
-reductions, so if one of them fails nothing has changed.
+change of the world traces nothing anew. Whatever changes a variable in the optimizer's step waits
+for all reductions, so if one of them fails nothing has changed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.framework.auto_control_deps_utils import RESOURCE_READ_OPS
 from tensorflow.python.ops import control_flow_util
 
 from hvd_elastic.communicator.buckets import divide
@@ -75,13 +76,20 @@ class GradientAverager(Averager):
         Raises:
             ScriptError: the graph is compiled by XLA, or another optimizer trains.
         """
+        averaged, ended = self._averaged(gradients, variables)
+        with tf.control_dependencies([ended]):
+            return [each if each is None else tf.identity(each) for each in averaged]
+
+    def _averaged(
+        self, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> tuple[list[Any], tf.Tensor]:
+        """Return gradients averaged over the ranks, and a tensor that is there after the last."""
         control = self._begin_graph()
         packed = _Packed(gradients, variables, control.factor)
         sums, told = self._exchanged(packed.first, packed.flats, control.alone)
         with tf.control_dependencies(sums):
             ended = tf.numpy_function(self._end, [told], tf.bool)
-        with tf.control_dependencies([ended]):
-            return packed.unpacked([tf.identity(flat) for flat in sums])
+        return packed.unpacked(sums), ended
 
     @tf.autograph.experimental.do_not_convert
     def apply(
@@ -98,9 +106,8 @@ class GradientAverager(Averager):
         """
         adaptation = self._adaptation
         if adaptation is None or not adaptation.active or all(g is None for g in gradients):
-            averaged = self.average(gradients, variables)
-            # The optimizer's count of steps has no gradient, and must not change before them.
-            with tf.control_dependencies([each for each in averaged if each is not None]):
+            averaged, ended = self._averaged(gradients, variables)
+            with _changes_wait_for(ended):
                 take_step(averaged)
             return
         control = self._begin_graph()
@@ -184,7 +191,6 @@ class GradientAverager(Averager):
         found.set_shape(tensor.shape)
         return found
 
-    @tf.autograph.experimental.do_not_convert
     def _begin(self) -> np.ndarray:
         """Return this rank's flags."""
         if self._rehearses:
@@ -203,7 +209,6 @@ class GradientAverager(Averager):
             self.raised = error
             raise
 
-    @tf.autograph.experimental.do_not_convert
     def _computed(self) -> bool:
         """Note that all gradients of the step are computed: what follows is waiting for others."""
         if not self._rehearses:
@@ -212,14 +217,12 @@ class GradientAverager(Averager):
             self._context.worker.communicator.graph_waits(self._names)
         return True
 
-    @tf.autograph.experimental.do_not_convert
     def _end_pass(self, norm: Any, seconds: Any) -> bool:
         """Note that the gradients of a pass are added up."""
         if self._adaptation is not None and not self._rehearses:
             self._adaptation.pass_ended(float(norm), float(seconds))
         return True
 
-    @tf.autograph.experimental.do_not_convert
     def _end(self, told: np.ndarray, *measured: Any) -> bool:
         """Note that all reductions have succeeded: the step will be taken."""
         if self._rehearses:
@@ -330,6 +333,22 @@ class GradientAverager(Averager):
         self._waits = False
         self.forget()
         self.prepare()
+
+
+@contextlib.contextmanager
+def _changes_wait_for(done: tf.Tensor) -> Iterator[None]:
+    """Have all operations of the block that change something wait for a tensor of the graph.
+
+    What they change it to may be computed before: while other gradients are being reduced.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    known = len(done.graph.get_operations())
+    yield
+    for operation in done.graph.get_operations()[known:]:
+        if operation.op_def.is_stateful and operation.type not in RESOURCE_READ_OPS:
+            operation._add_control_input(done.op)
 
 
 def _reduced_type(tensor: tf.Tensor) -> tf.DType:

@@ -1,13 +1,17 @@
-"""Writes the files that a script saves, and loads them into a model for inference."""
+"""Writes the files that a script saves or exports, and loads weights for inference."""
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import tensorflow as tf
 
 from hvd_elastic.checkpoint.reader import load_file
 from hvd_elastic.checkpoint.whole_files import HashingWriter
@@ -18,8 +22,10 @@ from hvd_elastic.tensorflow.variables import (
     LiveVariable,
     assign,
     has_variables,
+    is_model,
     variables_of,
 )
+from hvd_elastic.training.export import compare_outputs, tried
 from hvd_elastic.training.model_loading import ModelLoader
 from hvd_elastic.training.model_source import another_model, mismatches
 
@@ -27,6 +33,7 @@ _MODEL = "model"
 """Name under which a model is saved."""
 _OF_KERAS = {".keras": "save", ".weights.h5": "save_weights"}
 """Endings of files in formats of Keras, with the method of a model that writes them."""
+_SAVED_MODEL = ".savedmodel.zip"
 _NUMBER = re.compile(r"_\d+(?=\.|$)")
 """What Keras adds to the name of a layer if the process has made one of its kind before."""
 
@@ -109,3 +116,32 @@ def _values(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [*map(_values, value)]
     return value
+
+
+def exported(model: Any, example: Any, name: str) -> Callable[[Path], Any]:
+    """See :meth:`Frontend.exported`."""
+    if not name.endswith(_SAVED_MODEL) or not is_model(model):
+        raise ScriptError(
+            f"hvd.export(..., {name!r}): a {type(model).__name__} is exported under a name that "
+            f"ends in {_SAVED_MODEL}, and has to be a model of Keras. For its weights, or a .keras "
+            "file, use hvd.save"
+        )
+
+    def make(temporary: Path) -> Any:
+        folder = temporary / name.removesuffix(_SAVED_MODEL)
+        inputs = tf.nest.map_structure(tf.convert_to_tensor, example)
+
+        def serve() -> Any:
+            model.export(folder, verbose=False)
+            loaded = tf.saved_model.load(folder)  # its variables live as long as it does
+            return loaded.serve(inputs)
+
+        expected, found = model(inputs, training=False), tried(name, serve)
+        compare_outputs(name, tf.nest.flatten(expected), tf.nest.flatten(found))
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+            for path in sorted(folder.rglob("*")):
+                archive.write(path, path.relative_to(temporary))
+        return buffer.getbuffer()
+
+    return make

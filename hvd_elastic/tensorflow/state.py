@@ -18,7 +18,6 @@ from hvd_elastic.checkpoint.header import encode_values
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.content import TensorFlowContent, pieces_of, type_named
 from hvd_elastic.tensorflow.schedule import counting_schedule
-from hvd_elastic.tensorflow.trained_sums import trained_sums
 from hvd_elastic.tensorflow.variables import (
     KeptValues,
     LiveVariable,
@@ -27,13 +26,14 @@ from hvd_elastic.tensorflow.variables import (
     has_variables,
     is_model,
     is_optimizer,
+    is_variable,
     rates_of,
-    set_by_script,
     trainable_of,
     variable_of,
     variables_of,
 )
 from hvd_elastic.training.frontend import Schedule, TrainedSums
+from hvd_elastic.training.replica_check import parameters_of_check, sums_of
 from hvd_elastic.training.script_state import Everything, ScriptState, Stateful
 from hvd_elastic.training.value_copies import ValueCopies, dump_value, load_value
 
@@ -101,14 +101,18 @@ class State(ScriptState):
 
     def trained_sums(self, signs: np.ndarray, number: int | None) -> TrainedSums:
         lasting = self.lasting()
-        named = {
-            f"{name}.{key}": variable
+        named = [
+            (f"{name}.{key}", variable)
             for name, item in self._with_variables().items()
             if not is_optimizer(item)
             for key, variable in variables_of(item).items()
-            if id(variable) in lasting
-        }
-        return trained_sums(named, signs, number)
+            if id(variable) in lasting and variable.dtype.is_floating
+        ]
+        chosen = parameters_of_check(named, number)
+        sums = [sums_of(LiveVariable(v).view().reshape(-1), signs, number) for _, v in chosen]
+        epsilons = [float(np.array(tf.experimental.numpy.finfo(v.dtype).eps)) for _, v in chosen]
+        names = [name for name, _ in chosen]
+        return TrainedSums(names, np.array(sums).reshape(-1, 2), np.array(epsilons), len(named))
 
     def content(self, *, copy_own: bool = True) -> TensorFlowContent:
         return TensorFlowContent(self._values(), self.lasting(), copy_own=copy_own)
@@ -136,13 +140,16 @@ class State(ScriptState):
             own: only those that the script itself sets: learning rates, and variables that it has
                 given to the State.
         """
-        lasting = self.lasting()
-        return [
+        items = self._with_variables().values()
+        rates = [rate for item in items if is_optimizer(item) for rate in rates_of(item)]
+        others = [
             variable
-            for item in self._with_variables().values()
-            for variable in (set_by_script(item) if own else variables_of(item).values())
-            if id(variable) not in lasting
+            for item in items
+            if not is_optimizer(item) and (is_variable(item) or not own)
+            for variable in variables_of(item).values()
         ]
+        lasting = self.lasting() if others else ()  # to list the variables of a model takes long
+        return rates + [variable for variable in others if id(variable) not in lasting]
 
     def _values(self) -> dict[str, Any]:
         objects = {

@@ -19,8 +19,13 @@ def variable_of(variable: Any) -> tf.Variable:
 
 def has_variables(item: Any) -> bool:
     """Return whether an object's state is its variables."""
-    kinds = (keras.Model, keras.Layer, keras.optimizers.Optimizer, keras.Variable)
-    return isinstance(item, (*kinds, tf.Module, tf.Variable))
+    kinds = (keras.Layer, keras.optimizers.Optimizer, tf.Module)
+    return isinstance(item, kinds) or is_variable(item)
+
+
+def is_variable(item: Any) -> bool:
+    """Return whether an object is a variable of TensorFlow or Keras."""
+    return isinstance(item, (tf.Variable, keras.Variable))
 
 
 def variables_of(item: Any) -> dict[str, tf.Variable]:
@@ -28,7 +33,7 @@ def variables_of(item: Any) -> dict[str, tf.Variable]:
 
     States of random number generators are not among them: each rank has its own.
     """
-    if isinstance(item, (tf.Variable, keras.Variable)):
+    if is_variable(item):
         return {"value": variable_of(item)}
     if is_optimizer(item):  # whose names contain those that Keras numbers models by
         return {str(number): variable_of(each) for number, each in enumerate(item.variables)}
@@ -60,13 +65,6 @@ def rates_of(optimizer: Any) -> list[tf.Variable]:
     """Return the variable of an optimizer's learning rate; none where it is a schedule."""
     rate = getattr(optimizer, "_learning_rate", None)
     return [variable_of(rate)] if isinstance(rate, keras.Variable) else []
-
-
-def set_by_script(item: Any) -> list[tf.Variable]:
-    """Return what a script itself sets of an object: the rate of an optimizer, a variable."""
-    if is_optimizer(item):
-        return rates_of(item)
-    return [variable_of(item)] if isinstance(item, (tf.Variable, keras.Variable)) else []
 
 
 def trainable_of(item: Any) -> list[tf.Variable]:
@@ -113,7 +111,8 @@ class LiveVariable:
 
         On a CPU this copies nothing: TensorFlow writes the next value elsewhere while it is used.
         """
-        array: np.ndarray = self.variable.read_value()._numpy()
+        handle, kind = self.variable.handle, self.variable.dtype
+        array: np.ndarray = tf.raw_ops.ReadVariableOp(resource=handle, dtype=kind)._numpy()
         return np.ascontiguousarray(array).reshape(self.shape)
 
     def copy(self) -> np.ndarray:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.copies import TensorCopies
-from hvd_elastic.training.evaluation import evaluate_on_ranks
+from hvd_elastic.training.evaluation import evaluate_on_ranks, pair_of
 from hvd_elastic.training.input.forked import WorkerStart
 from hvd_elastic.training.planning.choice import examples_of
 
@@ -65,13 +64,8 @@ def evaluate(
     device = torch.device("cpu") if first is None else first.device
 
     def predict(batch: Any) -> tuple[Any, Any]:
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ScriptError(
-                f"hvd.evaluate: the dataset gives batches that are no pair (inputs, targets) but "
-                f"{_described(batch)}; give forward=, a function of such a batch that returns "
-                "(outputs, targets)"
-            )
-        return model(batch[0]), batch[1]
+        inputs, targets = pair_of(batch)
+        return model(inputs), targets
 
     def compute(batches: Sequence[range]) -> Iterator[Mapping[str, Any]]:
         loader = DataLoader(
@@ -124,8 +118,3 @@ def on_device(batch: Any, device: torch.device) -> Any:
 
 def _numbers(values: Any) -> Any:
     return values.detach().double().cpu().numpy() if isinstance(values, torch.Tensor) else values
-
-
-def _described(batch: Any) -> str:
-    kind = type(batch).__name__
-    return f"a {kind} of {len(batch)}" if isinstance(batch, (tuple, list)) else f"a {kind}"

@@ -14,7 +14,6 @@ from hvd_elastic.torch.evaluation import in_evaluation_mode, on_device
 from hvd_elastic.torch.saving import load_model
 from hvd_elastic.torch.state import State
 from hvd_elastic.training import prediction
-from hvd_elastic.training.elastic import run
 from hvd_elastic.training.planning.choice import examples_of
 
 
@@ -66,11 +65,10 @@ def predict(
         given = on_device(batch, device)
         return model(prediction.inputs_of(given)) if forward is None else forward(given)
 
-    def go(_: State) -> None:
-        with in_evaluation_mode(model), torch.no_grad():
-            prediction.predict_missing(asked, missing, loader, batch_size, load, compute, _array)
-
-    run(go)(State(model=model))
+    with in_evaluation_mode(model), torch.no_grad():
+        prediction.predict_missing(
+            State(model=model), asked, missing, loader, batch_size, load, compute, _array
+        )
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

@@ -392,9 +392,7 @@ class Context:
                 self._leave_out(over=False)
             return
         # A script that reads its data itself: this is where its steps end.
-        if not self._exchanges_at_commit:
-            if step.stage is Stage.UNCOMMITTED:
-                step.stage = Stage.NONE
+        if step.stage is not Stage.UNCOMMITTED:  # a step that was taken has exchanged already
             step.is_left_out = several
             try:
                 self.exchange()

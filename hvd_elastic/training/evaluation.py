@@ -80,6 +80,22 @@ def evaluate_on_ranks(
     return {name: math.fsum(own) / examples for name, own in zip(metrics, sums, strict=True)}
 
 
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """Return the inputs and the targets of a batch.
+
+    Raises:
+        ScriptError: it is no pair.
+    """
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    kind = type(batch).__name__
+    described = f"{kind} of {len(batch)}" if isinstance(batch, (tuple, list)) else kind
+    raise ScriptError(
+        "hvd.evaluate: the data set gives batches that are no pair (inputs, targets) but a "
+        f"{described}; give forward=, a function of such a batch that returns (outputs, targets)"
+    )
+
+
 def _check_same(communicator: Communicator, examples: int, batch_size: int) -> None:
     """Raise ScriptError unless all ranks cut the data set into the same batches."""
     own = np.array([[examples, batch_size]])

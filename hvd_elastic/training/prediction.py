@@ -25,7 +25,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.records.outputs import TOTAL_FILE, output_name
 from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
-from hvd_elastic.training.elastic import epochs
+from hvd_elastic.training.elastic import epochs, run
 from hvd_elastic.training.saving import save_file
 from hvd_elastic.training.script_collectives import script_collective
 
@@ -140,6 +140,7 @@ def _named_outputs(outputs: Any, to_array: Callable[[Any], np.ndarray]) -> dict[
 
 
 def predict_missing(
+    state: Any,
     asked: Prediction,
     missing: Missing,
     batches: Iterable[Any],
@@ -148,9 +149,10 @@ def predict_missing(
     compute: Callable[[Any], Any],
     to_array: Callable[[Any], np.ndarray],
 ) -> None:
-    """Save the outputs of all missing examples; called in the training function.
+    """Save the outputs of all missing examples, as the training of this process.
 
     Args:
+        state: the script's State.
         asked: what to predict.
         missing: its examples.
         batches: their batches, of our loader.
@@ -160,12 +162,16 @@ def predict_missing(
         to_array: returns an output as an array.
     """
     ctx = context.current()
-    if asked.checkpoint and not ctx.worker.progress.step:  # later workers get the state
-        load(asked.checkpoint)
-    _save_total(ctx, missing)
-    for _ in epochs(1):
-        for batch in batches:
-            _save_batch(ctx, _named_outputs(compute(batch), to_array), missing, batch_size)
+
+    def go(_: Any) -> None:
+        if asked.checkpoint and not ctx.worker.progress.step:  # later workers get the state
+            load(asked.checkpoint)
+        _save_total(ctx, missing)
+        for _ in epochs(1):
+            for batch in batches:
+                _save_batch(ctx, _named_outputs(compute(batch), to_array), missing, batch_size)
+
+    run(go)(state)
 
 
 def inputs_of(batch: Any) -> Any:

@@ -71,6 +71,27 @@ def parameters_of_check(parameters: Sequence[Parameter], number: int | None) -> 
     return [parameters[place % len(parameters)] for place in range(first, first + count)]
 
 
+def sums_of(flat: np.ndarray, signs: np.ndarray, number: int | None) -> tuple[float, float]:
+    """Return what a check compares of an array: the sum with random signs, and that of squares.
+
+    Args:
+        flat: numbers of a parameter, of shape (n,).
+        signs: random signs; so many numbers at a time.
+        number: number of the check, which chooses some of the numbers; None: all.
+    """
+    length = len(signs)
+    starts = range(0, len(flat), length)
+    if number is not None:
+        start = number * length % max(1, len(flat))
+        starts = range(start, start + 1)
+    signed = squares = 0.0
+    for start in starts:
+        piece = flat[start : start + length].astype(np.float64)
+        signed += float(piece @ signs[: len(piece)])
+        squares += float(piece @ piece)
+    return signed, squares
+
+
 def _refuse_difference(worker: Worker) -> None:
     """Compare all numbers of all parameters; raise ScriptError that names those that differ."""
     assert worker.state is not None

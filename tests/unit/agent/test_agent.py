@@ -327,7 +327,7 @@ def test_what_libraries_read_once_is_set_unless_the_user_sets_it(
         process.environ() for process in agent.marked() if "HVD_ELASTIC_WORKER" in process.environ()
     ]
     assert wanted.items() <= found.items()
-    assert found.keys() >= {"TF_NUM_INTRAOP_THREADS", "MALLOC_MMAP_THRESHOLD_"}
+    assert found.keys() >= {"TF_NUM_INTRAOP_THREADS", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"}
 
 
 @pytest.mark.parametrize("slot", [0, 1])

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_elastic.tensorflow as hvd
-from hvd_elastic.tensorflow.input_source import DatasetSource
+from hvd_elastic.tensorflow.data import DatasetSource
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.input.link import Batch, Failed, Want
 from hvd_elastic.training.input.server import LocalReader
