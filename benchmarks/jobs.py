@@ -134,6 +134,7 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
     if "shared" in options.parts:
         with tempfile.TemporaryDirectory(prefix="jobs-") as scratch:
             folder = options.folder or Path(scratch)
+            folder.mkdir(parents=True, exist_ok=True)
             shared = measure_shared(options.policies, options.minutes, folder.absolute(), say)
     note = "Whole commands, start of Python included; conditions are those of the newest part."
     taken = conditions("this machine, and six virtual hosts of two slots", note, load_before)

@@ -67,6 +67,26 @@ def test_the_batch_grows_and_outlives_a_join_a_departure_a_death_and_a_resume(
     assert f"\nbatch        {sizes(job)[-1]} examples (12 at first, at most 96)" in told
 
 
+def test_a_host_that_joins_late_in_the_last_pass_takes_part_in_it(
+    stage: Stage, start_job: StartJob
+) -> None:
+    one, two = stage.hosts[:2]
+    options = ("--examples", "600", "--max-batch-size", "12", "--epochs", "2")
+    job = start_job({one: 1}, script_options=options)
+    done = lambda: (job.kinds("metrics") or [{"done": 0.0}])[-1]["done"]  # noqa: E731
+    job.wait_for(lambda: done() > 0.8, "more than half of the last pass")
+    stuck = job.folder / "stuck"
+    stuck.touch()
+    since = job.mark()
+    job.use({one: 1, two: 1})
+    job.wait_event("worker_standby", since)
+    stuck.unlink()
+    job.wait_size(2, since)
+    assert job.wait() == 0, job.story()
+    assert job.kinds("metrics", since)[-1]["size"] == 2
+    job.check_audit()
+
+
 def check_tensorboard(job: RunningJob, since: int) -> None:
     """It shows each step once, as it was last made; a leader resumed at the mark."""
     told = [(event["step"], event["global_batch_size"]) for event in job.kinds("metrics")]

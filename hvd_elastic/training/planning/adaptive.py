@@ -93,6 +93,9 @@ class AdaptivePlanner(ReviewedPlanner):
         self.skipped = SkippedSteps()
         self.rule: Rule = adascale
         self.progress = 0.0
+        self._passes_begun: dict[int, float] = {}
+        """Progress in epochs at the beginning of the latest two passes over the data, by number. A
+        rank that enters one in its middle must judge as those did that were there."""
         self._statistics: Statistics | None = None
         self._own_memory_bound = math.inf
         self._may_have_shifted = False
@@ -201,8 +204,21 @@ class AdaptivePlanner(ReviewedPlanner):
         return self.progress if unit == "step" else self.epochs
 
     def is_enough(self, done: int, count: int, unit: str = "epoch") -> bool:
-        """See the base class; rounds to the nearest step, or pass over the data."""
-        return count <= 0 or (done > 0 and self.progress_in(unit) * (1 + 0.5 / done) >= count)
+        """See the base class; rounds to the nearest step, or pass over the data.
+
+        Within a pass the answer is what it was at its beginning.
+        """
+        if count <= 0 or done <= 0:
+            return count <= 0
+        made = self.progress if unit == "step" else self._begun(done)
+        return made * (1 + 0.5 / done) >= count
+
+    def _begun(self, done: int) -> float:
+        """Return the progress in epochs when the pass after ``done`` others began."""
+        if done not in self._passes_begun:
+            last = {n: made for n, made in self._passes_begun.items() if n == done - 1}
+            self._passes_begun = {**last, done: self.epochs}
+        return self._passes_begun[done]
 
     def out_of_memory(self, pass_examples: int) -> bool:
         """See the base class."""
@@ -344,6 +360,7 @@ class AdaptivePlanner(ReviewedPlanner):
         return {
             **super().state_dict(),
             "progress": self.progress,
+            "passes_begun": list(self._passes_begun.items()),
             "seen": self.timings.state_dict(),
             **self.choice.state_dict(),
             **self.noise.state_dict(),
@@ -355,6 +372,8 @@ class AdaptivePlanner(ReviewedPlanner):
         """See the base class."""
         super().load_state_dict(state)
         self.progress = state["progress"]
+        # Checkpoints of earlier releases lack it: the pass counts as begun where it is entered.
+        self._passes_begun = dict(state.get("passes_begun", []))
         self.timings.load_state_dict(state["seen"])
         self.choice.load_state_dict(state)
         self.noise.load_state_dict(state)

@@ -661,6 +661,21 @@ def test_epochs_are_counted_to_the_nearest_pass() -> None:
     assert not adaptation.is_enough(0, 1)
 
 
+def test_a_rank_that_enters_a_pass_in_its_middle_does_not_end_it() -> None:
+    """Nor does one that goes back to the pass before, or a second loop of the same function."""
+    there = AdaptivePlanner(BatchLimits(10, 100), examples=100)
+    there.progress = 62.0  # 6.2 epochs in six passes, so there is a seventh
+    assert not there.is_enough(6, 7)
+    there.progress = 68.0
+    joins = AdaptivePlanner(BatchLimits(10, 100), examples=100)
+    joins.load_state_dict(json.loads(json.dumps(there.state_dict())))
+    for rank in there, joins:
+        assert not rank.is_enough(6, 7), "they are in it"
+        assert rank.is_enough(6, 6), "an earlier loop has ended"
+        assert rank.is_enough(7, 7)
+        assert not rank.is_enough(6, 7), "a failure repeats the end of the pass before"
+
+
 @pytest.mark.parametrize("gain", [1.0, 1.3, 2.7, 8.0])
 def test_steps_of_a_larger_batch_end_at_the_step_nearest_to_the_progress_asked_for(
     gain: float,
