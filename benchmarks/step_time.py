@@ -188,7 +188,7 @@ def _train_ours(args: Any, model: Any, sgd: Any, examples: Any, share: int) -> N
 
     hvd.init()
     batch = share * RANKS
-    steps = itertools.count(1)
+    steps = itertools.count(1 - args.settle)
     compression = hvd.Compression[args.compression]
     optimizer = hvd.DistributedOptimizer(sgd, model, compression=compression)
     largest = batch if args.adaptive else None
@@ -200,7 +200,8 @@ def _train_ours(args: Any, model: Any, sgd: Any, examples: Any, share: int) -> N
         for _ in hvd.epochs(sys.maxsize):
             for (inputs,) in loader:
                 state.commit(loss=_step(model, optimizer, inputs))
-                if train_block is not None and next(steps) % BLOCK == 0:
+                step = next(steps)
+                if train_block is not None and step > 0 and step % BLOCK == 0:
                     train_block()
 
     loop(hvd.State(model=model, optimizer=optimizer))
@@ -285,14 +286,22 @@ def step_cost(bed: Testbed, launcher: Launcher, name: str, variant: Variant) -> 
 
 
 def costs_in_turn(
-    bed: Testbed, name: str, variant: Variant, rounds: int
+    bed: Testbed, name: str, variant: Variant, rounds: int, settle: int
 ) -> tuple[list[Cost], list[Cost]]:
     """Start a job that trains with ours and DDP in turn; return the costs of each one's blocks.
+
+    Args:
+        bed: the hosts.
+        name: name of the model.
+        variant: option of ours.
+        rounds: number of blocks of each.
+        settle: steps that ours takes before the first block.
 
     Raises:
         FailedPlayError: the job ended, or took too long.
     """
     script = [__file__, "--train", "--launcher", "ours", "--model", name, "--in-turn"]
+    script += ["--settle", str(settle)]
     order = Order(
         slots=dict.fromkeys(bed.hosts[:RANKS], 1),
         training=[*script, *variant.arguments],
@@ -303,12 +312,13 @@ def costs_in_turn(
     blocks = 2 * rounds + WARM_BLOCKS
 
     def ranks_are_done(job: Job) -> bool:
-        done = [each for each in job.marks.processes if len(each.steps) >= blocks * BLOCK]
-        return len(done) == RANKS
+        wanted = settle + blocks * BLOCK
+        return len([each for each in job.marks.processes if len(each.steps) >= wanted]) == RANKS
 
     with bed.job(OURS, order) as job:
         job.wait(lambda: ranks_are_done(job), START_LIMIT_S)
-        found = in_blocks([each.steps for each in job.marks.processes], blocks)[WARM_BLOCKS:]
+        ranks = [each.steps[settle:] for each in job.marks.processes]
+        found = in_blocks(ranks, blocks)[WARM_BLOCKS:]
         return found[::2], found[1::2]
 
 
@@ -389,7 +399,8 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
                     rows += _traced(bed, name, rate, options.variants, say)
                     continue
                 for variant in options.variants if options.in_turn else ():
-                    turns = costs_in_turn(bed, name, VARIANTS[variant], options.rounds)
+                    chosen, rounds = VARIANTS[variant], options.rounds
+                    turns = costs_in_turn(bed, name, chosen, rounds, options.settle)
                     pair = dict(zip([("ours", variant), ("ddp", "plain")], turns, strict=True))
                     rows += _rows(name, rate, pair)
                     say(f"{name}, rate {rate}, {variant} / DDP: {rows[-2]['to_ddp']}")
@@ -408,7 +419,8 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
                 rows += _rows(name, rate, found)
     note = "Two ranks with one thread each; every job's figure is the slower rank's median step."
     if options.in_turn:
-        note += f" Ours and DDP in turn in one job, {BLOCK} steps each."
+        note += f" Ours and DDP in turn in one job, {BLOCK} steps each"
+        note += f", after {options.settle} steps of ours." if options.settle else "."
     if options.trace:
         note = "Means of the middle half of the steps [ms], of the rank that waits least."
     hosts = f"{RANKS} virtual hosts (namespaces)"
@@ -460,6 +472,7 @@ def main() -> int:
         parser.add_argument("--adaptive", action="store_true")
         parser.add_argument("--compression", default="none")
         parser.add_argument("--in-turn", action="store_true")
+        parser.add_argument("--settle", type=int, default=0)
         train(parser.parse_known_args()[0])  # torchrun's launcher adds an option of its own
         return 0
     told = "rows, separated by commas"
@@ -473,6 +486,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=at_least_one, default=12, help=told)
     told = "train with ours and DDP in turn in one job; --peers does not matter"
     parser.add_argument("--in-turn", action="store_true", help=told)
+    told = "with --in-turn: steps of ours before the first block, in which the noise becomes known"
+    parser.add_argument("--settle", type=int, default=0, help=told)
     told = "print the parts of a median step of ours, from one job for each variant"
     parser.add_argument("--trace", action="store_true", help=told)
     return run_benchmark(parser, measure)

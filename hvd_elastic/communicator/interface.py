@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
@@ -115,15 +115,30 @@ class Communicator(Protocol):
     def translated(self, message: str) -> Exception:
         """Return what to raise for a reduction of a graph that has failed with a message."""
 
-    def reduce_async(self, array: Array, name: str) -> Any:
+    def reduce_async(self, array: Array, name: str, *, sent_as: str = "") -> Any:
         """Begin averaging ``array`` over all ranks and return a handle for `wait`.
 
         The array may be overwritten, as PyTorch's tensors are, and numpy arrays that share their
         memory.
+
+        Args:
+            array: what is averaged.
+            name: name of the reduction, the same on all ranks.
+            sent_as: another name, under which it meets a collective of ranks that do not call this:
+                then all ranks get an error, and none waits for ever.
         """
 
     def sum_async(self, array: Array, name: str) -> Any:
         """Begin adding ``array`` up over all ranks, as :meth:`reduce_async` averages it."""
+
+    def sum_with_flags_async(
+        self, array: Array, flags: np.ndarray, name: str
+    ) -> tuple[Any, Callable[[], np.ndarray]]:
+        """Begin adding up ``array`` as :meth:`sum_async` does, with flags in its last elements.
+
+        Returns:
+            The handle, and a function that returns the average of all ranks' flags after the wait.
+        """
 
     def exchange_async(self, array: Array, name: str) -> Any:
         """Begin sending one row of ``array`` to each rank; the result has a row from each rank.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvd_elastic.communicator.interface import Array, GenerationBrokenError
+import numpy as np
+
+from hvd_elastic.communicator.interface import FLAGS_NAME, Array, GenerationBrokenError
 
 
 class LocalCommunicator:
@@ -52,13 +54,19 @@ class LocalCommunicator:
     def translated(self, message: str) -> Exception:
         return GenerationBrokenError(message)
 
-    def reduce_async(self, array: Array, name: str) -> Any:
+    def reduce_async(self, array: Array, name: str, *, sent_as: str = "") -> Any:
         return array
 
     def sum_async(self, array: Array, name: str) -> Any:
         # For subclasses that play several ranks: a sum is the average of `size` times as much.
         array *= self.size
         return self.reduce_async(array, name)
+
+    def sum_with_flags_async(
+        self, array: Array, flags: np.ndarray, name: str
+    ) -> tuple[Any, Callable[[], np.ndarray]]:
+        average = self.reduce_async(flags, FLAGS_NAME)
+        return self.sum_async(array, name), lambda: self.wait(average)
 
     def exchange_async(self, array: Array, name: str) -> Any:
         return array

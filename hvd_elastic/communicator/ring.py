@@ -223,11 +223,20 @@ class HorovodCommunicator:
 
     # -- collectives -----------------------------------------------------------------------
 
-    def reduce_async(self, array: Array, name: str) -> _Begun:
-        return self._begin_named("allreduce", self._collectives.average_async, array, name)
+    def reduce_async(self, array: Array, name: str, *, sent_as: str = "") -> _Begun:
+        average = self._collectives.average_async
+        return self._begin_named("allreduce", average, array, name, sent_as=sent_as)
 
     def sum_async(self, array: Array, name: str) -> _Begun:
         return self._begin_named("allreduce", self._collectives.sum_async, array, name)
+
+    def sum_with_flags_async(
+        self, array: Array, flags: np.ndarray, name: str
+    ) -> tuple[_Begun, Callable[[], np.ndarray]]:
+        sums = array[len(array) - len(flags) :]
+        sums[:] = self._collectives.from_numpy(flags)
+        begun = self.sum_async(array, name)
+        return begun, lambda: self._collectives.to_numpy(sums) / self.size
 
     def exchange_async(self, array: Array, name: str) -> _Begun:
         one_each = [1] * self.size
@@ -242,14 +251,20 @@ class HorovodCommunicator:
         return self.wait(self.gather_async(array, name))
 
     def _begin_named(
-        self, kind: str, collective: Callable[..., Any], array: Array, name: str, *args: Any
+        self,
+        kind: str,
+        collective: Callable[..., Any],
+        array: Array,
+        name: str,
+        *args: Any,
+        sent_as: str = "",
     ) -> _Begun:
         if name.startswith(GRADIENT_PREFIX):
             begun = self._begin(gradients_of(name), collective, array, name, *args)
             self._gradients[name] = self._gradients.get(name, 0) + 1
             return begun
         shown = self._count(FLAGS if name == FLAGS_NAME else f"{kind} {_user_name(name)}")
-        return self._begin(shown, collective, array, name, *args)
+        return self._begin(shown, collective, array, sent_as or name, *args)
 
     def broadcast(self, arrays: Sequence[Array], root_rank: int) -> None:
 

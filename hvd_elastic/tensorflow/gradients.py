@@ -46,6 +46,8 @@ class GradientAverager(Averager):
         controls: what the graph of the step depends on.
     """
 
+    flags_meet = ""
+
     def __init__(self, rate: Any, adaptation: Adaptation | None = None) -> None:
         self._context = context.current()
         self.rate = rate

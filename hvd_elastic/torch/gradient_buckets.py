@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from hvd_elastic.communicator.buckets import divide as cut_into_kinds
+from hvd_elastic.training.step import MOST_FLAGS
 
 BUCKET_BYTES = 4 << 20
 """Largest bucket. A smaller one begins to be reduced earlier in the backward pass, and a larger one
@@ -20,6 +21,7 @@ _IN_CACHE = 1 << 17
 core, so that the look reads no memory."""
 _PADDINGS = 1024
 """Number of different paddings of the first bucket, and the most elements of one."""
+_EXACT = (torch.float32, torch.float64)
 _REDUCED_AS = {torch.bfloat16: torch.float32}
 """Types that Horovod's PyTorch binding lacks, with those that they are reduced as."""
 
@@ -38,18 +40,19 @@ class Bucket:
 
     Attributes:
         parameters: its parameters.
-        missing: parameters whose gradients the backward pass has yet to compute.
+        padding: number of elements after the gradients.
+        missing: number of gradients that the backward pass has yet to compute.
     """
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], like: torch.Tensor, padding: int = 0
     ) -> None:
         self.parameters = parameters
-        self.missing: set[torch.Tensor] = set()
+        self.missing = 0
         self._views: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._sent: torch.Tensor | None = None
-        self._padding = padding
+        self.padding = padding
         self._in_place = any(map(is_large, parameters))
         sizes = [parameter.numel() for parameter in parameters]
         elements = 0 if self._in_place else sum(sizes) + padding
@@ -69,7 +72,7 @@ class Bucket:
 
     def open(self) -> None:
         """Begin a step: no gradient is here yet."""
-        self.missing = set(self.parameters)
+        self.missing = len(self.parameters)
         self._held = [False] * len(self.parameters)
         if self._in_place:  # its gradient may be freed
             self._views, self._flat = [self._flat[:0]], self._flat[:0]
@@ -161,7 +164,7 @@ class Bucket:
     @property
     def flat(self) -> torch.Tensor:
         """The gradients of the step in flat memory, without the padding."""
-        return self._flat[: len(self._flat) - self._padding]
+        return self._flat[: len(self._flat) - self.padding]
 
     def to_send(self) -> torch.Tensor:
         """Return the flat tensor to be reduced in place."""
@@ -194,7 +197,8 @@ def divide(
         apart: whether the first bucket has no parameter in any case.
 
     Returns:
-        The buckets; the first is never one of a large parameter, and may have no parameter.
+        The buckets; the first is never one of a large parameter, and may have no parameter. It has
+        room for flags, and so has the last one of small parameters unless ``apart``.
     """
     order = [*reversed(names)]
     kinds = [(group_of[each], each.device, _gradient_type(each)) for each in order]
@@ -204,9 +208,21 @@ def divide(
     large = [each for each in several if is_large(each[0])]
     first, *others = small if small and not apart else [[], *small]
     described = "\n".join(f"{name} {text}" for name, text in description(names, group_of).items())
-    padding = 1 + zlib.crc32(described.encode()) % _PADDINGS
+    padding = MOST_FLAGS + 1 + zlib.crc32(described.encode()) % _PADDINGS
     head = Bucket(first, next(iter(first or group_of)), padding)
-    return [head, *(Bucket(each, each[0]) for each in [*others, *large])]
+    room = 0 if apart else MOST_FLAGS
+    following = [Bucket(each, each[0], room * (each is others[-1])) for each in others]
+    return [head, *following, *(Bucket(each, each[0]) for each in large)]
+
+
+def carrier_of(buckets: Sequence[Bucket]) -> Bucket:
+    """Return the bucket with room for the flags of a step that is filled last."""
+    return next(bucket for bucket in reversed(buckets) if bucket.padding >= MOST_FLAGS)
+
+
+def carry_flags(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether gradients of these parameters can carry flags, which are float32 on a CPU."""
+    return all(not p.is_cuda and _gradient_type(p) in _EXACT for p in parameters)
 
 
 def description(

@@ -18,6 +18,10 @@ class LeftGradients:
         self._left: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self._steps = -1
 
+    def __bool__(self) -> bool:
+        """Whether a body has left gradients that are neither used nor cleared yet."""
+        return bool(self._left)
+
     def begin(self, steps: int) -> bool:
         """Begin a loop body; return whether the one before ended without a step.
 

@@ -81,7 +81,6 @@ class GradientAverager:
         """Whether ``step()`` is running; a composed optimizer calls others in it."""
         self.steps = 0
         """Number of steps that have ended on this rank, taken or left out."""
-        self._hooks: dict[torch.Tensor, Any] = {}
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self._context.register_averager(self)
@@ -97,6 +96,11 @@ class GradientAverager:
 
     def _refuse_left_out(self) -> None:
         self._context.step.refuse_left_out(self._context.worker)
+
+    @property
+    def flags_meet(self) -> str:
+        """See :attr:`Averager.flags_meet`."""
+        return self._reductions.first_name if self._reductions.carry_flags else ""
 
     def learning_rate(self) -> float:
         """Return the learning rate of the first parameter group."""
@@ -123,9 +127,7 @@ class GradientAverager:
     def retire(self, reason: str) -> None:
         """Stop averaging; a later ``step()`` is refused for this reason."""
         self._retired = reason
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        self._trained.unhook()
 
     def restore(self) -> None:
         """Undo the steps since :meth:`drop_copy`."""
@@ -292,11 +294,13 @@ class GradientAverager:
             # A rank that leaves the body out is found before gradients are awaited.
             self._context.exchange()
         try:
-            self._reductions.wait(self._sampling.see_mean)
+            told = self._reductions.wait(self._sampling.see_mean)
         except ScriptError:
             self._refuse_left_out()
             self._reductions.refuse_differences()
             raise
+        if told is not None:
+            self._context.step.receive(told, shared=True)
         self._reductions.are_done = True
         self._context.exchange()
         self._sampling.end_step(self._names)
@@ -379,15 +383,13 @@ class GradientAverager:
     def _begin(self, bucket: Bucket) -> None:
         """Sample, add and reduce the gradients of a bucket in the last pass."""
         self._sampling.move(bucket, self._factor)
-        self._reductions.begin(bucket)
+        carries = bucket is self._reductions.carrier and self._may_carry
+        flags = self._context.begin_exchange(carried=True) if carries else None
+        self._reductions.begin(bucket, flags)
 
     def _add_hooks(self) -> None:
         several = self._context.worker.averagers.several
-        on_ready = self._refuse_second_pass if several else self._ready
-        for parameter in self._names:
-            if parameter not in self._hooks and parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(on_ready)
-                self._hooks[parameter] = hook
+        self._trained.hook(self._refuse_second_pass if several else self._ready)
 
     def _end_alone(self) -> None:
         """Sample the gradients of the last pass of a single rank, and add those of earlier ones."""
@@ -428,28 +430,47 @@ class GradientAverager:
         self._absorbed = -1
 
     def _ready(self, parameter: torch.Tensor) -> None:
+        # Called for each gradient: what holds for all of a pass is looked at with the first one.
+        if not (self._reductions.is_filling or self._is_to_be_averaged(parameter)):
+            return
+        bucket = self._reductions.arrived(parameter)
+        if bucket is not None:
+            self._begin(bucket)
+
+    def _is_to_be_averaged(self, parameter: torch.Tensor) -> bool:
+        """Return whether a gradient that has arrived is one of the last pass; begin that pass.
+
+        Raises:
+            ScriptError: it was averaged already, or holds that of an earlier body.
+        """
         if self._left.added(parameter):
             self._refuse_left(parameter)
         step = self._context.step
         if step.in_no_sync:
-            return
+            return False
         step.continues = False
         if self._communicator.size == 1 or step.accumulating:
-            return
+            return False
         if self._reductions.are_done:
             self._reductions.refuse_twice(parameter)
-        # Where the batch adapts, the step may be called off for lack of memory: on a CPU until all
-        # gradients are there, and on a GPU until its end.
-        adapts = self._context.planner.adapts
-        if not (adapts or step.has_told):
-            self._context.begin_exchange()
         self._open()
-        bucket = self._reductions.arrived(parameter)
-        if bucket is None:
-            return
-        if adapts and not parameter.is_cuda and self._reductions.is_last(bucket):
-            self._context.begin_exchange()  # while the last bucket is filled
-        self._begin(bucket)
+        # Where the batch adapts, the step may be called off for lack of memory: on a CPU until the
+        # last bucket is full, and on a GPU until its end.
+        if not (self._context.planner.adapts or self._may_carry or step.has_told):
+            self._context.begin_exchange()
+        self._reductions.is_filling = not self._left
+        return True
+
+    @property
+    def _may_carry(self) -> bool:
+        """Whether gradients carry the flags of the step.
+
+        A script that reads its data itself may take a step on some ranks alone: flags that have a
+        reduction of their own pass by the gradients then.
+        """
+        several = self._context.worker.averagers.several
+        carried = self._reductions.carrier is not None and not several
+        return carried and bool(self._context.step.passes)
 
     def _refuse_second_pass(self, parameter: torch.Tensor) -> None:
         """Raise ScriptError if a backward pass adds to a gradient that is averaged already."""

@@ -14,7 +14,13 @@ from hvd_elastic.communicator.interface import gradient_prefix
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import plural
 from hvd_elastic.torch.compression import Compression, Packed
-from hvd_elastic.torch.gradient_buckets import Bucket, description, divide
+from hvd_elastic.torch.gradient_buckets import (
+    Bucket,
+    carrier_of,
+    carry_flags,
+    description,
+    divide,
+)
 from hvd_elastic.training.worker import Worker
 
 
@@ -29,6 +35,8 @@ class Reductions:
 
     Attributes:
         is_open: whether gradients of a step are in the buckets, or on their way.
+        is_filling: whether gradients of the last pass of a step arrive.
+        carrier: bucket that can carry the flags of a step; None: gradients cannot.
         are_done: whether the gradients of the step hold their averages.
     """
 
@@ -46,9 +54,12 @@ class Reductions:
         self._prefix = gradient_prefix(0)
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[torch.Tensor, Bucket] = {}
+        self._missing: dict[torch.Tensor, Bucket] = {}
         self._packed: dict[Bucket, Packed] = {}
         self._begun: dict[Bucket, tuple[list[Any], torch.Tensor]] = {}
-        self.is_open = self.are_done = False
+        self.carrier: Bucket | None = None
+        self._flags: Callable[[], np.ndarray] | None = None
+        self.is_open = self.is_filling = self.are_done = False
 
     def number(self, number: int) -> None:
         """Set the optimizer's number among those that train, from 0."""
@@ -62,7 +73,19 @@ class Reductions:
             self._buckets = divide(self._names, self._group_of, apart=apart)
             self._packed = {}
             self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+            self.carrier = carrier_of(self._buckets) if self.carry_flags else None
+            self._missing = self._bucket_of.copy()
         self.is_open = True
+
+    @property
+    def carry_flags(self) -> bool:
+        """Whether gradients can carry the flags of a step."""
+        return carry_flags(self._group_of)
+
+    @property
+    def first_name(self) -> str:
+        """Name of the reduction of the first bucket, which is in every step."""
+        return f"{self._prefix}0"
 
     def arrived(self, parameter: torch.Tensor) -> Bucket | None:
         """Note that a gradient is computed; return its bucket if it was the last one of it.
@@ -70,12 +93,11 @@ class Reductions:
         Raises:
             ScriptError: a gradient of the parameter has arrived before.
         """
-        bucket = self._bucket_of.get(parameter)
+        bucket = self._missing.pop(parameter, None)
         if bucket is None:  # just unfrozen: it takes part from the next step on
-            return None
-        if parameter not in bucket.missing:
             self.refuse_twice(parameter)
-        bucket.missing.discard(parameter)
+            return None
+        bucket.missing -= 1
         return None if bucket.missing else bucket
 
     def refuse_twice(self, parameter: torch.Tensor) -> None:
@@ -93,25 +115,24 @@ class Reductions:
         """Buckets that are not being reduced yet."""
         return [bucket for bucket in self._buckets if bucket not in self._begun]
 
-    def is_last(self, bucket: Bucket) -> bool:
-        """Return whether gradients are missing in no other bucket."""
-        return not any(each.missing for each in self._buckets if each is not bucket)
-
     @property
     def are_begun(self) -> bool:
         """Whether buckets are being reduced, or gradients of the last pass have arrived."""
-        return bool(self._begun) or any(
-            len(bucket.missing) < len(bucket.parameters) for bucket in self._buckets
-        )
+        return bool(self._begun) or len(self._missing) < len(self._bucket_of)
 
-    def begin(self, bucket: Bucket) -> None:
-        """Begin to sum a bucket over the ranks, and set the gradients to its views."""
+    def begin(self, bucket: Bucket, flags: np.ndarray | None = None) -> None:
+        """Begin to sum a bucket over the ranks, and set the gradients to its views.
+
+        Args:
+            bucket: bucket with the gradients of the step.
+            flags: this rank's flags of the step, which the bucket carries.
+        """
         bucket.give(absent=True)
         flat, communicator = bucket.to_send(), self._worker.communicator
         number = self._buckets.index(bucket)
         kind = self._compression.sent_as(flat.dtype) if number and len(flat) else None
         if kind is None:
-            self._begun[bucket] = [self._reduce(number, flat)], flat
+            self._begun[bucket] = [self._reduce(number, flat, flags)], flat
             return
         packed = self._packed.get(bucket)
         if packed is None or not packed.fits(communicator.size):
@@ -146,11 +167,14 @@ class Reductions:
                     "gradients in another way"
                 )
 
-    def wait(self, look: Callable[[Bucket], None] | None = None) -> None:
+    def wait(self, look: Callable[[Bucket], None] | None = None) -> np.ndarray | None:
         """Wait until all gradients hold the sums over the ranks.
 
         Args:
             look: called with each bucket as soon as it holds them, while others are awaited.
+
+        Returns:
+            The average of the flags of all ranks; None: the gradients carried none.
 
         Raises:
             ScriptError: the ranks have reduced tensors of different shapes.
@@ -177,14 +201,19 @@ class Reductions:
             bucket.receive()
             if look is not None:
                 look(bucket)
+        told = None if self._flags is None else self._flags()
         self.clear()
+        return told
 
     def clear(self) -> None:
         """Forget the step: it has ended, or the ring is broken."""
         self._begun.clear()
-        for bucket in self._buckets if self.is_open else ():
-            bucket.open()
-        self.is_open = False
+        if self.is_open:
+            for bucket in self._buckets:
+                bucket.open()
+            self._missing = self._bucket_of.copy()
+        self._flags = None
+        self.is_open = self.is_filling = False
 
     def refuse_differences(self) -> None:
         """Compare the trained parameters of all ranks; all of them call this.
@@ -222,5 +251,9 @@ class Reductions:
                     "order on all ranks, for instance not from a set"
                 )
 
-    def _reduce(self, number: int, tensor: torch.Tensor) -> Any:
-        return self._worker.communicator.sum_async(tensor, f"{self._prefix}{number}")
+    def _reduce(self, number: int, tensor: torch.Tensor, flags: np.ndarray | None = None) -> Any:
+        communicator, name = self._worker.communicator, f"{self._prefix}{number}"
+        if flags is None:
+            return communicator.sum_async(tensor, name)
+        handle, self._flags = communicator.sum_with_flags_async(tensor, flags, name)
+        return handle

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ class TrainedParameters:
         self._every = dict(names)
         self._trained: list[bool] = []
         self._versions: dict[torch.Tensor, int] = {}
+        self._hooks: dict[torch.Tensor, Any] = {}
         self._is_told = False
         self.names: dict[torch.Tensor, str] = {}
         self.follow()
@@ -44,6 +46,19 @@ class TrainedParameters:
         self.names.clear()
         self.names.update(named for named, is_trained in every if is_trained)
         return True
+
+    def hook(self, on_ready: Callable[[torch.Tensor], None]) -> None:
+        """Have a backward pass call a function with each of these whose gradient it has added."""
+        for parameter in self.names:
+            if parameter not in self._hooks and parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(on_ready)
+                self._hooks[parameter] = hook
+
+    def unhook(self) -> None:
+        """Undo :meth:`hook`."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
 
     def drop_late(self) -> None:
         """Drop gradients of parameters that were unfrozen since :meth:`follow`, in a step.

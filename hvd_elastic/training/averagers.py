@@ -84,6 +84,11 @@ class Averagers:
         """Number of steps that an optimizer has taken on its own; with several, bodies count."""
         return 0 if self.several or not self._live else self._live[0].steps
 
+    @property
+    def flags_meet(self) -> str:
+        """See :attr:`Averager.flags_meet`; with several, flags have a reduction of their own."""
+        return "" if self.several or not self._live else self._live[0].flags_meet
+
     def learning_rate(self) -> float | None:
         """Return the learning rate of the first optimizer, or None."""
         return self._live[0].learning_rate() if self._live else None

@@ -175,17 +175,18 @@ class Context:
         if self.step.is_open:
             self.worker.averagers.absorb()
 
-    def begin_exchange(self) -> None:
+    def begin_exchange(self, *, carried: bool = False) -> np.ndarray | None:
         """Begin to send the other ranks what this one wishes; see :meth:`Step.begin_exchange`."""
         if self._exchanges_at_commit:
-            return
+            return None
         self.end_uncommitted()
         worker, step = self.worker, self.step
         place = self.reading.place_hash() if step.passes else 0
         shared = worker.communicator.size > 1
-        begins = step.begin_exchange(worker, self._wishes, place=place, shared=shared)
-        if begins and worker.audit and step.passes:
+        own = step.begin_exchange(worker, self._wishes, place=place, shared=shared, carried=carried)
+        if own is not None and worker.audit and step.passes:
             self._audit.begin(step.passes)
+        return own
 
     @property
     def _exchanges_at_commit(self) -> bool:
@@ -366,7 +367,8 @@ class Context:
         if worker.communicator.size > 1:
             # The same reduction as in a step, so that a rank that has left its loop alone is found.
             turn, place = Step(), worker.progress.place_hash(turn=True)
-            turn.begin_exchange(worker, self._wishes, place=place, shared=True)
+            sent_as = worker.averagers.flags_meet
+            turn.begin_exchange(worker, self._wishes, place=place, shared=True, sent_as=sent_as)
             _, stop, *_ = turn.finish_exchange(worker, adapts=False, turn=True)
         if stop:
             agree_on_stop(worker, worker.progress.step)

@@ -98,6 +98,14 @@ class Averager(Protocol):
     steps: int
     several_steps: bool
 
+    @property
+    def flags_meet(self) -> str:
+        """Name of a gradient reduction of each step, if gradients carry the step's flags; or "".
+
+        Flags that are exchanged at the end of an epoch are sent under this name, so that they meet
+        the gradients of a rank that is still in a step.
+        """
+
     def learning_rate(self) -> float:
         """Return the learning rate of the first parameter group."""
 

@@ -15,6 +15,8 @@ from hvd_elastic.formatting import plural
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.worker import Worker
 
+MOST_FLAGS = 16
+"""Most numbers that a rank tells the others in a step."""
 _PLACE_TOLERANCE = 1e-3
 """Largest variance of the ranks' place hashes that counts as the same place: above the rounding
 error of float32 averages (4e-4), and below the variance that one differing rank of 1000 causes."""
@@ -171,11 +173,16 @@ class Step:
         self.ahead, self.continues, self.in_no_sync = None, False, False
 
     def begin_exchange(
-        self, worker: Worker, wishes: Callable[[], Sequence[bool]], *, place: int, shared: bool
-    ) -> bool:
+        self,
+        worker: Worker,
+        wishes: Callable[[], Sequence[bool]],
+        *,
+        place: int,
+        shared: bool,
+        carried: bool = False,
+        sent_as: str = "",
+    ) -> np.ndarray | None:
         """Begin to exchange this rank's place and wishes with the others; once a step.
-
-        Return whether this call has begun it.
 
         The numbers are reduced together with the gradients, so all ranks learn of a wish in the
         same step and act on it at the same step boundary. The place in the training data is sent
@@ -186,21 +193,28 @@ class Step:
             wishes: returns this rank's wishes; one holds if any rank has it.
             place: hash of this rank's place in the training data.
             shared: whether the ranks exchange them, or each acts on its own.
+            carried: whether the caller reduces them with its gradients, and then calls
+                :meth:`receive`.
+            sent_as: see :meth:`Communicator.reduce_async`.
+
+        Returns:
+            This rank's :meth:`flags`; None: the exchange has begun before.
         """
         if self.is_exchanged or self._told is not None:
-            return False
-        self._told, self._is_shared = self.flags(wishes, place=place), shared
-        if shared:
-            self._told = worker.communicator.reduce_async(self._told, FLAGS_NAME)
-        return True
+            return None
+        own = self.flags(wishes, place=place)
+        self._told, self._is_shared = own, shared
+        if shared and not carried:
+            self._told = worker.communicator.reduce_async(own, FLAGS_NAME, sent_as=sent_as)
+        return own
 
     def flags(self, wishes: Callable[[], Sequence[bool]], *, place: int) -> np.ndarray:
-        """Return what this rank tells the others; a graph may reduce it itself."""
+        """Return what this rank tells the others: at most ``MOST_FLAGS`` numbers."""
         own = [place, place * place, self.is_too_large, self.is_left_out, *wishes()]
         return np.array(own, np.float32)
 
     def receive(self, told: np.ndarray, *, shared: bool) -> None:
-        """Take over the average of all ranks' :meth:`flags` that a graph has computed."""
+        """Take over the average of all ranks' :meth:`flags`, which came with the gradients."""
         self._told, self._is_shared, self._is_received = told, shared, True
 
     def finish_exchange(self, worker: Worker, adapts: bool, *, turn: bool = False) -> list[bool]:
@@ -218,7 +232,12 @@ class Step:
         told, self._told = self._told, None
         received, self._is_received = self._is_received, False
         if self._is_shared and not received:
-            told = worker.communicator.wait(told)
+            try:
+                told = worker.communicator.wait(told)
+            except ScriptError as error:
+                if turn:  # it met gradients
+                    raise _left_alone(worker) from error
+                raise
         place, square, too_large, left_out, *wishes = told.tolist()
         if square - place * place > _PLACE_TOLERANCE:
             if turn:

@@ -91,8 +91,9 @@ def test_a_frozen_rank_0_is_not_the_only_one_that_is_asked(
     job.wait_size(2)
     job.wait_steps(5)
     os.kill(job.worker(a).pid, signal.SIGSTOP)
+    before = made(job)  # steps that the other takes alone after its checkpoint are discarded
     job.command("stop", "--no-wait", job.run_id)
-    assert kept(job) >= made(job)
+    assert kept(job) >= before
     job.check_nothing_left()
 
 

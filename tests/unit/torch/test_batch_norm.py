@@ -39,7 +39,7 @@ class Threads(LocalCommunicator):
         self._barrier.wait()
         return torch.cat(rows)
 
-    def reduce_async(self, array: Any, name: str) -> Any:
+    def reduce_async(self, array: Any, name: str, *, sent_as: str = "") -> Any:
         mine = torch.as_tensor(array)  # the library's own numbers are arrays
         mine.copy_(self.gather(mine[None].clone(), name).mean(0))
         return array

@@ -214,6 +214,48 @@ said += [weights.grad.min().item(), weights.grad.max().item()]
     assert run_ranks(body, worlds(stores, 2)) == [[mean, mean]] * 2
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("compression", ["none", pytest.param("bf16", marks=COSTLY)])
+def test_flags_travel_with_gradients(stores: Any, compression: str) -> None:
+    """And a rank at the end of its epoch meets the gradients of one that takes another step."""
+    pytest.importorskip("horovod.torch", reason="Horovod is not built")
+    body = f"""
+from hvd_elastic.communicator.interface import FLAGS
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.training import context
+from hvd_elastic.training.step import Pass
+import hvd_elastic.torch as hvd
+os.environ.update(generations[0])
+hvd.init()
+ctx = context.current()
+rank, ring = ctx.worker.communicator.rank, ctx.worker.communicator
+ctx.data.register(400)
+weights = torch.nn.Parameter(torch.zeros(400_000)), torch.nn.Parameter(torch.zeros(3))
+sgd = torch.optim.SGD(weights, lr=1.0)
+optimizer = hvd.DistributedOptimizer(sgd, compression=hvd.Compression.{compression})
+def step():
+    ctx.hand_out(Pass(step_examples=4, weight=1.0))
+    ((2 + rank) * (weights[0].sum() + weights[1].sum())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+step()
+step()
+ctx.turn_epoch(0)  # where flags have no gradients to travel with
+ctx.worker.stop_reason = "enough" * rank
+step()
+said += [ctx.worker.progress.stopped, ring.begun().get(FLAGS, 0), weights[0][0].item()]
+ctx.worker.progress.stopped, ctx.worker.stop_reason = False, ""
+try:
+    ctx.turn_epoch(1) if rank else step()
+except (ScriptError, GenerationBrokenError) as error:  # it is broken once the other rank has ended
+    said.append(str(error) if rank else "")
+"""
+    found = run_ranks(body, worlds(stores, 2))
+    assert [each[:3] for each in found] == [[True, 1, -7.5]] * 2
+    assert len(found[0]) == 4, "the other rank has failed as well"
+    assert "rank 1 of 2 is at the end of epoch 1, and other ranks take step 4 of it" in found[1][3]
+
+
 def test_a_full_bucket_is_reduced_while_others_wait(
     alone: Context, ranks: Alike, monkeypatch: pytest.MonkeyPatch
 ) -> None:

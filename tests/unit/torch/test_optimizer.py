@@ -31,7 +31,7 @@ class TwoRanks(LocalCommunicator):
         self.names: list[str] = []
         self.shapes: list[tuple[int, ...]] = []
 
-    def reduce_async(self, tensor: Any, name: str) -> Any:
+    def reduce_async(self, tensor: Any, name: str, *, sent_as: str = "") -> Any:
         if not isinstance(tensor, torch.Tensor):  # both say the same
             return tensor
         self.names.append(name)
@@ -229,7 +229,7 @@ class LeftOut(LocalCommunicator):
         self.first = first
         self.shapes: list[tuple[int, ...]] = []
 
-    def reduce_async(self, tensor: Any, name: str) -> Any:
+    def reduce_async(self, tensor: Any, name: str, *, sent_as: str = "") -> Any:
         self.shapes.append(tuple(tensor.shape))
         if name == "hvd_elastic.change":
             other = tensor.copy()

@@ -33,7 +33,7 @@ class Recording(LocalCommunicator):
         self.other = other
         self.names: list[str] = []
 
-    def reduce_async(self, array: Any, name: str) -> Any:
+    def reduce_async(self, array: Any, name: str, *, sent_as: str = "") -> Any:
         self.names.append(name)
         if self.other is not None and name.startswith("gradient"):
             array.add_(self.other).div_(2)
@@ -105,7 +105,7 @@ def test_a_body_counts_when_it_ends(alone: Context, two: Recording) -> None:
 class LeftOut(Recording):
     """The other rank leaves the body out."""
 
-    def reduce_async(self, array: Any, name: str) -> Any:
+    def reduce_async(self, array: Any, name: str, *, sent_as: str = "") -> Any:
         if name == "hvd_elastic.change":
             other = array.copy()
             other[3] = 1 - array[3]
@@ -296,7 +296,7 @@ class Adversaries(Training):
         monkeypatch.setattr(communicator, "size", 2)
         reduce_async = communicator.reduce_async
 
-        def failing_reduce(tensor: Any, name: str) -> Any:
+        def failing_reduce(tensor: Any, name: str, **_: Any) -> Any:
             if name.startswith("gradient"):
                 self.fail(name)
             return reduce_async(tensor, name)
@@ -483,7 +483,7 @@ class Repeating(Training):
         monkeypatch.setattr(communicator, "size", 2)
         reduce_async = communicator.reduce_async
 
-        def failing_reduce(tensor: Any, name: str) -> Any:
+        def failing_reduce(tensor: Any, name: str, **_: Any) -> Any:
             if name.startswith("gradient"):
                 self.fail(name)
             return reduce_async(tensor, name)

@@ -46,7 +46,7 @@ class Pair:
         if self._other is None and name == self.wanted:  # type: ignore[attr-defined]
             raise Told(tensor)
 
-    def reduce_async(self, tensor: np.ndarray, name: str) -> Any:
+    def reduce_async(self, tensor: np.ndarray, name: str, *, sent_as: str = "") -> Any:
         self._take(tensor, name)
         return (tensor + self._others(name)) / 2 if self._other is not None else tensor + 1e9
 

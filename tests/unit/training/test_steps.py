@@ -459,7 +459,7 @@ class OtherPlace(LocalCommunicator):
 
     size = 2
 
-    def reduce_async(self, tensor: Any, name: str) -> Any:
+    def reduce_async(self, tensor: Any, name: str, *, sent_as: str = "") -> Any:
         if name == "hvd_elastic.change":
             tensor[1] += 100
         return tensor
@@ -609,7 +609,7 @@ class OtherAsks(LocalCommunicator):
         self.calls = 0
         self.at = at
 
-    def reduce_async(self, tensor: Any, name: str) -> Any:
+    def reduce_async(self, tensor: Any, name: str, *, sent_as: str = "") -> Any:
         if name == "hvd_elastic.change":
             self.calls += 1
             if self.calls >= self.at:
