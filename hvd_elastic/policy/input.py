@@ -6,6 +6,7 @@ All ranks of a step wait for the one whose data comes last, so the rank that wai
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -222,8 +223,12 @@ def _remedy(
             "the hosts (copyclust), in shards, or smaller"
         )
         return "storage", None, remedy
-    more = sum(_Need.of(each).more for each in readings)
-    here = _Need.of(reading)
+    ranks = Counter(machines[host][0] for host in hosts if host in machines)
+    more = 0.0
+    for each, host in zip(readings, hosts, strict=True):
+        machine, count = machines.get(host, ("", math.inf))
+        more += _Need.of(each, count / max(ranks[machine], 1)).more
+    here = _Need.of(reading, math.inf)
     helped = any(each.helpers for each in readings)
     if here.more <= idle and not helped:
         remedy = f"num_workers={max(math.ceil(here.needed - 0.01), processes + 1)}"
@@ -244,12 +249,19 @@ class _Need:
     more: float
 
     @classmethod
-    def of(cls, reading: Reading) -> _Need:
+    def of(cls, reading: Reading, cores: float) -> _Need:
+        """Return the need of a rank that has ``cores`` of its machine for itself."""
         # Without the wait, the same examples are read in the rest of the time.
-        needed = reading.cores / max(1 - reading.share, 0.01)
+        trains = max(1 - reading.share, 0.01)
+        needed = reading.cores / trains
         # The training process is not free to read while it trains.
         reads = reading.processes or reading.helpers
-        return cls(needed, needed - (reading.cores if reads else 0.0))
+        more = needed - (reading.cores if reads else 0.0)
+        if not reading.helpers and cores < math.inf:
+            # A core at most, and no more than its readers leave it.
+            rank = min(1.0, max(0.0, cores - (reading.cores if reads else 0.0)) / trains)
+            more = max(more, rank + needed - cores)
+        return cls(needed, more)
 
 
 def _cores_at(
@@ -343,7 +355,7 @@ def _cores(hosts: Sequence[PricedReader]) -> int:
 
 
 def _number(cores: float) -> str:
-    return f"{cores:.1f}" if cores < 10 else f"{cores:.0f}"
+    return f"{max(cores, 0.1):.1f}" if cores < 10 else f"{cores:.0f}"
 
 
 def _milliseconds(seconds: float) -> str:

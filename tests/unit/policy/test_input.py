@@ -49,9 +49,19 @@ def test_decoding_that_needs_more_cores_than_the_host_has_needs_input_hosts() ->
     """Four processes use all cores, and the rank waits for three quarters of the time."""
     found = find_input_bound([reading(7.5, 36.0, 4)], ["a"], FOUR_CORES)
     assert found.bound == "cores"
-    assert found.more_cores == pytest.approx(3.6 / 0.25 - 3.6)
+    # Those that read without a wait, and one for training.
+    assert found.more_cores == pytest.approx(3.6 / 0.25 + 1 - 4)
     assert "--input-hosts" in found.reason
     assert "75 %" in found.reason
+
+
+def test_reading_a_little_beside_training_on_the_only_core_needs_a_part_of_another() -> None:
+    found = find_input_bound([reading(1.0, 1.0, 1)], ["a"], {"a": ("a", 1)})
+    assert found.more_cores == pytest.approx(0.1 / 0.9)
+    assert "0.1 more core of decoding would end it: --input-hosts" in found.reason
+    # Where training does not use the core, as on a GPU, it is left to the readers.
+    found = find_input_bound([reading(5.0, 10.0, 1)], ["a"], {"a": ("a", 1)})
+    assert found.more_cores == pytest.approx(1.0)
 
 
 def test_more_processes_are_advised_where_cores_are_idle() -> None:
