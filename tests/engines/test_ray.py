@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,11 +43,24 @@ def ray_cluster(stage: Stage) -> Iterator[VirtualRay]:
 def test_rows_are_read_exactly_once_by_a_program_on_the_head(
     stage: Stage, ray_cluster: VirtualRay
 ) -> None:
+    """Also where an actor is killed from which its worker reads."""
     folder = stage.folder / "rows"
     folder.mkdir()
     setting = ["env", f"HVD_ELASTIC_HOME={folder}", f"PYTHONPATH={ROOT}"]
-    words = ["--cwd", str(ROOT), "--", *setting, "python", PROGRAM, str(folder), "2", "3", "6"]
-    ray_cluster.call("exec", *words)
+    words = ["--cwd", str(ROOT), "--", *setting, "python", PROGRAM, str(folder), "1", "3", "200"]
+
+    def sizes() -> list[int]:
+        events = [e for path in folder.glob("runs/*/events.jsonl") for e in read_events(path)]
+        return [event["size"] for event in events if event["kind"] == "rescale_finished"]
+
+    with ThreadPoolExecutor(1) as pool:
+        program = pool.submit(ray_cluster.call, "exec", *words)
+        while 3 not in sizes() and not program.done():
+            time.sleep(0.1)
+        (actor,) = ray_cluster.processes(stage.hosts[1], "ray::HostActor")
+        actor.kill()
+        program.result()
+    assert 2 in sizes()[sizes().index(3) :], "the others went on without it"
     result = json.loads((folder / "result.json").read_text())
     assert result["value"]["rank"] == 0
     assert result["value"]["rows"] == 480
