@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ PLACE_VARIABLE = "HVD_ELASTIC_RAY_ROWS"
 """Variable with the socket of the host's actor and the key for it."""
 
 _WINDOW = 16
+_ENDING_S = 10.0
+"""How long a process whose host's actor is gone waits for its own end [s]: its host is lost, and an
+error would be one of the script, which ends the run."""
 
 
 @dataclass(frozen=True)
@@ -278,6 +282,7 @@ def _ask(asked: _Ask) -> Any:
         answer = _link.server.recv()
     except (OSError, EOFError) as error:
         _link.server = None
+        time.sleep(_ENDING_S)
         raise DataError(
             f"data set {asked.name!r}: the actor of this host, which serves it, is gone"
         ) from error

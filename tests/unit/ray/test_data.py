@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -40,6 +41,19 @@ def test_who_has_not_the_key_is_refused(server: RowServer, monkeypatch: pytest.M
     monkeypatch.setenv(PLACE_VARIABLE, f"{name}:{'0' * 32}")
     with pytest.raises((DataError, AuthenticationError)):
         RayDataset()
+
+
+def test_process_of_a_lost_host_waits_for_its_own_end(
+    server: RowServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of its script would end the run."""
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    name, _, key = server.variables[PLACE_VARIABLE].partition(":")
+    monkeypatch.setenv(PLACE_VARIABLE, f"{name}-which-has-ended:{key}")
+    with pytest.raises(DataError, match="the actor of this host, which serves it, is gone"):
+        RayDataset()
+    assert sum(waits) >= 5
 
 
 def test_rows_are_read_by_index_from_their_blocks(
