@@ -27,6 +27,7 @@ def all_commands() -> dict[str, Any]:
     import typer
 
     from hvd_elastic.cli.app import COMMANDS
+    from hvd_elastic.cli.entry import flow_help
     from hvd_elastic.cli.machine import virtclust
 
     found: dict[str, Any] = {}
@@ -45,7 +46,7 @@ def all_commands() -> dict[str, Any]:
     programs = {"runclust": "run", "copyclust": "copy", "killclust": "kill", "checkclust": "check"}
     for program, name in programs.items():
         found[program] = found[f"hvd-elastic cluster {name}"]
-    add("virtclust", typer.main.get_command(virtclust.app))
+    add("virtclust", flow_help(typer.main.get_command(virtclust.app)))
     return found
 
 
@@ -67,7 +68,7 @@ def table(command: Any) -> str:
             continue
         spellings = [f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts)]
         if not parameter.is_flag:
-            spellings[0] = f"`{parameter.opts[0]} {parameter.metavar or _kind(parameter)}`"
+            spellings[0] = f"`{parameter.opts[0]} {parameter.metavar}`"
         text = " ".join(str(parameter.help or "").split()).rstrip(".")
         if not parameter.is_flag and parameter.default not in (None, [], ()):
             text += f" (default: {parameter.default})"
@@ -75,16 +76,6 @@ def table(command: Any) -> str:
             text += f"; also from `{parameter.envvar}`"
         lines.append(f"| {', '.join(spellings)} | {text.replace('|', '&#124;')} |")
     return "\n".join(lines)
-
-
-def _kind(parameter: Any) -> str:
-    # typer with click inside, and typer since it has a parser of its own
-    annotation = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
-    name = getattr(annotation, "__name__", "") or getattr(
-        getattr(parameter, "type", None), "name", ""
-    )
-    kinds = {"int": "N", "float": "NUMBER", "path": "PATH", "integer": "N", "integer range": "N"}
-    return kinds.get(str(name).lower(), "TEXT")
 
 
 def renew(text: str) -> str:

@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import typer
@@ -35,7 +35,10 @@ def enter(program: str, command: Any, arguments: Sequence[str] | None = None) ->
 
 
 def flow_help(command: Any) -> Any:
-    """Join the lines of each paragraph of a command's help, so that the terminal breaks them.
+    """Have a command's help flow in the terminal, and name the kind of each option's value.
+
+    Lines of a paragraph are joined, so that the terminal breaks them. A flag has no value, so
+    nothing stands beside it.
 
     Args:
         command: command made by typer; its subcommands are changed too.
@@ -44,9 +47,35 @@ def flow_help(command: Any) -> Any:
         The same command.
     """
     command.help = _join_lines(inspect.cleandoc(command.help or ""))
+    for parameter in command.params:
+        if parameter.param_type_name == "option" and parameter.metavar is None:
+            parameter.metavar = "" if parameter.is_flag else _kind(parameter)
+    command.get_help_option = _without_kind(command.get_help_option)
     for each in getattr(command, "commands", {}).values():
         flow_help(each)
     return command
+
+
+def _kind(parameter: Any) -> str:
+    # typer with click inside, and typer since it has a parser of its own
+    annotation = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
+    name = getattr(annotation, "__name__", "") or getattr(
+        getattr(parameter, "type", None), "name", ""
+    )
+    kinds = {"int": "N", "float": "NUMBER", "path": "PATH", "integer": "N", "integer range": "N"}
+    return kinds.get(str(name).lower(), "TEXT")
+
+
+def _without_kind(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that makes the option ``--help`` as a flag without a kind of value."""
+
+    def make_help_option(context: Any) -> Any:
+        option = make(context)
+        if option is not None:
+            option.metavar = ""
+        return option
+
+    return make_help_option
 
 
 def _join_lines(text: str) -> str:

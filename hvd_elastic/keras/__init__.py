@@ -14,6 +14,8 @@ Outline of a script::
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hvd_elastic.frameworks import check_keras_backend, check_tensorflow
 from hvd_elastic.training.uncaught import tell_uncaught
 
@@ -39,6 +41,7 @@ from hvd_elastic.tensorflow import (
     size,
     stop,
 )
+from hvd_elastic.training.horovod_names import missing_name
 
 __all__ = [
     "DistributedOptimizer",
@@ -58,3 +61,6 @@ __all__ = [
     "size",
     "stop",
 ]
+
+if not TYPE_CHECKING:  # else mypy would take any name for one of this module
+    __getattr__ = missing_name(__name__)

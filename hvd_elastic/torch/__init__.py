@@ -21,6 +21,8 @@ Outline of a script::
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from hvd_elastic.torch.accumulator import Accumulator
@@ -37,6 +39,7 @@ from hvd_elastic.torch.state import State
 from hvd_elastic.training import context as _context
 from hvd_elastic.training.elastic import epochs, run, steps, stop
 from hvd_elastic.training.export import export
+from hvd_elastic.training.horovod_names import missing_name
 from hvd_elastic.training.saving import save
 from hvd_elastic.training.script_collectives import allgather, allreduce
 from hvd_elastic.training.script_ranks import local_rank, rank, report, size
@@ -67,6 +70,9 @@ __all__ = [
     "steps",
     "stop",
 ]
+
+if not TYPE_CHECKING:  # else mypy would take any name for one of this module
+    __getattr__ = missing_name(__name__)
 
 
 def init() -> None:

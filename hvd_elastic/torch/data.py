@@ -41,8 +41,8 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
     ranks; gradients are weighted by examples, so the gradient of every step is that of its global
     batch.
 
-    ``len()`` is the number of steps of a whole epoch at the present world size;
-    :meth:`steps_left` is the number that remains of the current epoch.
+    ``len()`` is the number of steps of a whole epoch at the present world size, before training
+    that of one rank; :meth:`steps_left` is the number that remains of the current epoch.
 
     With ``max_batch_size`` the batch adapts: the global batch size, and the number of passes in
     which a rank computes its share, are chosen between steps for the most progress per second, the

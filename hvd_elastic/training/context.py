@@ -14,7 +14,7 @@ from hvd_elastic.training.agent_link import installed_modules
 from hvd_elastic.training.audit import Audit
 from hvd_elastic.training.checkpointing import Checkpointing
 from hvd_elastic.training.frontend import Averager, Frontend, State
-from hvd_elastic.training.launch import Mode, detect_mode
+from hvd_elastic.training.launch import Mode, detect_mode, refuse_other_launchers
 from hvd_elastic.training.membership import Membership
 from hvd_elastic.training.metrics import Metrics
 from hvd_elastic.training.planning.planner import Planner
@@ -490,6 +490,7 @@ def initialize(frontend: Frontend) -> Context:
     global _context
     if _context is None:
         tell_uncaught()
+        refuse_other_launchers(os.environ)
         _context = Context(detect_mode(os.environ), frontend)
         if _context.worker.mode is Mode.AGENT:
             tell_uncaught(_context.script_failed)

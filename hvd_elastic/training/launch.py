@@ -14,6 +14,15 @@ import os
 from collections.abc import Mapping
 from enum import Enum
 
+from hvd_elastic.errors import RunError
+
+_OTHER_LAUNCHERS = {
+    "WORLD_SIZE": "torchrun, or a launcher like it,",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "PMI_SIZE": "an mpirun other than Open MPI's",
+}
+"""Variables with the number of processes that a launcher has started, and what launcher it is."""
+
 
 class Mode(Enum):
     """Launcher of this process, which decides on its rank."""
@@ -37,6 +46,26 @@ def detect_mode(environment: Mapping[str, str]) -> Mode:
     if "HOROVOD_RANK" in environment or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return Mode.STATIC
     return Mode.ALONE
+
+
+def refuse_other_launchers(environment: Mapping[str, str]) -> None:
+    """Raise RunError if a launcher whose ranks are not used here has started several processes.
+
+    Each of them would train on all the data, alone, without a word.
+
+    >>> refuse_other_launchers({"WORLD_SIZE": "1"})
+    """
+    if detect_mode(environment) is not Mode.ALONE:
+        return
+    for name, launcher in _OTHER_LAUNCHERS.items():
+        count = environment.get(name, "")
+        if count.isdigit() and int(count) > 1:
+            raise RunError(
+                f"{launcher} has started {count} of this process ({name}={count}), and each would "
+                "train alone, on all the data. Start the script once instead: hvd-elastic run "
+                f"--hostfile HOSTS -- python train.py (on this machine: --np {count}), or use "
+                f"horovodrun. To train in one process, unset {name}"
+            )
 
 
 def local_rank() -> int:

@@ -90,6 +90,12 @@ def test_command_that_does_not_exist(home: Path) -> None:
     no_run(home)
 
 
+def test_a_script_without_python_before_it(home: Path, script: Path) -> None:
+    done = call("run", "--", script, "--lr", 0.1, home=home)
+    refused(done, 2, f"{script} is no executable file", f"-- python {script} --lr 0.1")
+    no_run(home)
+
+
 def test_min_np_above_the_slots(home: Path, script: Path) -> None:
     hostfile = hostfile_of(home / "hosts", ["a", "b"], slots=2)
     done = call("run", "-H", hostfile, "--min-np", 5, "--", sys.executable, script, home=home)

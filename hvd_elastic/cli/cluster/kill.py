@@ -64,8 +64,8 @@ def kill(
 
     if [run_id is not None, every, strays, user_processes is not None].count(True) != 1:
         raise UsageError(
-            "say what to end: --run RUN for one run (hvd-elastic list shows them), --all, "
-            "--strays, or --user-processes PATTERN"
+            "say what to end, by one of: --run RUN for one run (hvd-elastic list shows them), "
+            "--all, --strays, --user-processes PATTERN"
         )
     if run_id == "":
         raise UsageError("--run '': it is empty. Is a variable of your script not set?")

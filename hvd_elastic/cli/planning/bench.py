@@ -305,7 +305,8 @@ def _read(path: Path) -> Mapping[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{path} cannot be read as a result of bench synthetic: {error}"
+            f"{path} cannot be read as a result of bench synthetic: "
+            f"{getattr(error, 'strerror', None) or error}"
         ) from error
     if not isinstance(found, dict) or not isinstance(found.get("sizes"), list):
         raise UsageError(f"{path} is no result of bench synthetic (made with --out FILE.json)")

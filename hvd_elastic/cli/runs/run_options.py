@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Collection
@@ -408,6 +409,11 @@ class RunOptions:
         if not command:
             raise UsageError("no command to run. Give it after --, for example: -- python train.py")
         if shutil.which(command[0]) is None:
+            if command[0].endswith(".py") and Path(command[0]).is_file():
+                raise UsageError(
+                    f"the script {command[0]} is no executable file. Start it with Python: "
+                    f"-- python {shlex.join(command)}"
+                )
             raise UsageError(
                 f"the command {command[0]!r} is not on PATH, nor an executable file. Give the "
                 "command after --, for example: -- python train.py"

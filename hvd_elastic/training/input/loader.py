@@ -38,14 +38,16 @@ class OrderedLoader:
         return context
 
     def __len__(self) -> int:
-        """Return the number of steps of a whole epoch at the present world size."""
-        return self._steps_from(0)
+        """Return the number of steps of a whole epoch at the present world size.
+
+        Before the ranks are known it is that of one rank. No world size has more steps, and at most
+        the last two of an epoch are one elsewhere, so a schedule of this length is never too short.
+        """
+        worker = self._context().worker
+        return self._order.steps_from(0, worker.communicator.size if worker.has_ranks else 1)
 
     def steps_left(self) -> int:
         """Return the number of steps left in the current epoch at the present world size."""
-        return self._steps_from(self._context().reading.position)
-
-    def _steps_from(self, position: int) -> int:
         worker = self._context().worker
-        worker.check_has_ranks("the number of steps")
-        return self._order.steps_from(position, worker.communicator.size)
+        worker.check_has_ranks("the number of steps that are left")
+        return self._order.steps_from(self._context().reading.position, worker.communicator.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 
@@ -40,6 +41,13 @@ def test_help_lists_commands_in_the_table_s_order(capsys):
     out = capsys.readouterr().out
     places = [out.index(f"│ {name} ") for name in COMMANDS]
     assert places == sorted(places)
+
+
+def test_a_flag_has_no_kind_of_value_in_the_help(capsys):
+    assert status_of("run", "--help") == 0
+    out = capsys.readouterr().out
+    assert "<bool>" not in out
+    assert re.search(r"--run-id +TEXT +name", out)
 
 
 def test_every_command_loads():
@@ -141,3 +149,12 @@ def test_options_after_the_script_belong_to_the_script(command, capsys, line):
     command(take, **COMMANDS["run"].context_settings)
     assert status_of("probe", *line) == 0
     assert capsys.readouterr().out == "2 ['python', 'train.py', '--lr', '0.1', '--np', '9']\n"
+
+
+def test_a_result_that_is_missing_is_named_in_words(capsys, tmp_path):
+    assert status_of("bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")) == 2
+    error = capsys.readouterr().err
+    assert error.endswith(
+        "a.json cannot be read as a result of bench synthetic: No such file or directory\n"
+    )
+    assert "Errno" not in error

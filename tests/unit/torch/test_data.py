@@ -526,6 +526,14 @@ def test_length_is_a_whole_epoch_and_steps_left_is_the_rest() -> None:
     assert len(list(loader)) == 2
 
 
+def test_length_before_the_ranks_are_known_is_that_of_one_rank() -> None:
+    context = fake(size=8)
+    loader: Any = DataLoader(Numbers(100), 32, context=context)
+    assert len(loader) == 3  # the rest of four examples is too little for eight ranks
+    context.worker.has_ranks = False
+    assert len(loader) == 4
+
+
 def test_drop_last_leaves_the_short_step_out() -> None:
     context = fake(size=3)
     loader: Any = DataLoader(Numbers(100), 32, drop_last=True, context=context)

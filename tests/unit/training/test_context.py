@@ -18,14 +18,14 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.control.progress import Position
-from hvd_elastic.errors import ScriptError
+from hvd_elastic.errors import RunError, ScriptError
 from hvd_elastic.model.sharding import permutation
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.training import context, metrics, worker
 from hvd_elastic.training.context import Context
-from hvd_elastic.training.launch import Mode, detect_mode
+from hvd_elastic.training.launch import Mode, detect_mode, refuse_other_launchers
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.sink import Sink
 from hvd_elastic.training.step import Pass
@@ -47,6 +47,15 @@ from tests.tensorboard_files import read_scalars
 )
 def test_how_a_process_was_launched(environment: dict[str, str], mode: Mode) -> None:
     assert detect_mode(environment) is mode
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"])
+def test_processes_of_another_launcher_are_refused(name: str) -> None:
+    with pytest.raises(RunError, match=rf"started 4 of this process \({name}=4\).*--np 4"):
+        refuse_other_launchers({name: "4"})
+    refuse_other_launchers({name: "1"})
+    refuse_other_launchers({name: "4", "HVD_ELASTIC_AGENT": "x"})
+    refuse_other_launchers({name: "4", "HOROVOD_RANK": "0"})
 
 
 def test_init_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,3 +403,10 @@ def test_a_variable_of_a_loop_that_did_not_run_is_explained(alone: Context) -> N
         with pytest.raises(UnboundLocalError) as error:
             train(hvd.State(model=model, optimizer=optimizer))
         assert ("after a failure or in a resumed run" in str(error.value)) is explained
+
+
+@pytest.mark.parametrize("name", ["broadcast_parameters", "Sum", "local_size", "barrier"])
+def test_a_name_of_horovod_that_is_missing_says_what_to_use(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': .*docs/migration.md"):
+        getattr(hvd, name)
+    assert not hasattr(hvd, "no_such_name")
