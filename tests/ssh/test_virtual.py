@@ -692,6 +692,9 @@ def test_the_commands(home: Path, loopback: bool) -> None:
     assert virtclust("hostfile", "--path").stdout.strip() == record["hostfile"]
     ran = virtclust("run", "tryout-1", "--", "sh", "-c", "echo '$HOME is' $0; exit 7", "a b")
     assert (ran.stdout, ran.returncode) == ("$HOME is a b\n", 7)
+    late = virtclust("run", "tryout-1", "--name", "tryout", "--", "hostname")
+    assert (late.returncode, late.stdout) == (2, "")
+    assert late.stderr.startswith("error: --name stands after the host")
     assert json.loads(virtclust("crash", "2", "--json").stdout) == {
         "host": "tryout-2",
         "status": "off",

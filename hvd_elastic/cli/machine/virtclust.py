@@ -294,6 +294,11 @@ def run(host: str = _HOST, command: list[str] = _COMMAND, name: str | None = _NA
     """Run a command on a host through ssh; its exit status is the command's."""
     cluster, full_name = VirtualCluster.find_host(host, name)
     words = list(command or [])
+    if words and words[0].startswith("-") and words[0] != "--":
+        raise UsageError(
+            f"{words[0]} stands after the host, where the command begins. Options come before the "
+            f"host, for example: virtclust run --name {cluster.name} {host} -- hostname"
+        )
     # The parser keeps this separator, since options after the host belong to the command.
     if words[:1] == ["--"]:
         del words[0]
