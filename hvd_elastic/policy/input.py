@@ -342,6 +342,8 @@ def _cores(hosts: Sequence[PricedReader]) -> int:
 
 
 def _number(cores: float) -> str:
+    if cores < 0.05:
+        return "less than 0.1"
     return f"{cores:.1f}" if cores < 10 else f"{cores:.0f}"
 
 
