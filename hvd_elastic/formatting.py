@@ -53,6 +53,15 @@ def worker_name(host: object, slot: object) -> str:
     return f"{host}:{slot}"
 
 
+def shown_line(line: str) -> str:
+    r"""Return what a terminal shows of a line: the last state of a progress bar that rewrites it.
+
+    >>> shown_line("\r 50 % of the epoch\r100 % of the epoch\r")
+    '100 % of the epoch'
+    """
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
 def number_words(value: Any) -> str:
     """Return a number to three significant digits.
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hvd_elastic.formatting import shown_line
 from hvd_elastic.records.json_lines import EventLog, RecordNotWrittenError
 from hvd_elastic.records.run_folder import RunFolder
 
@@ -66,6 +67,7 @@ class Journal:
 
     def output(self, host: str, local_rank: int, line: str) -> None:
         """Record and show a line that rank 0 printed."""
+        line = shown_line(line)
         self._show_output(host, local_rank, line)
         with contextlib.suppress(RecordNotWrittenError):  # the event log warns about the disk
             self._output.append("output", {"host": host, "local_rank": local_rank, "line": line})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,6 +17,8 @@ from hvd_elastic.torch.elastic import training
 from hvd_elastic.torch.export import exported
 from hvd_elastic.torch.saving import write_object
 from hvd_elastic.training.frontend import Frontend
+
+_KILLED_READER = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: Killed")
 
 
 class TorchFrontend(Frontend):
@@ -43,6 +46,16 @@ class TorchFrontend(Frontend):
         return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or (
             isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
         )
+
+    def killed_reader(self, error: BaseException) -> str:
+        """See :meth:`Frontend.killed_reader`; PyTorch may raise another error from it."""
+        cause: BaseException | None = error
+        while cause is not None:
+            found = isinstance(cause, RuntimeError) and _KILLED_READER.search(str(cause))
+            if found:
+                return found[0]
+            cause = cause.__cause__
+        return ""
 
     def free_memory(self) -> None:
         if torch.cuda.is_available():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
+import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,6 +25,7 @@ from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import Phase
 from hvd_elastic.training.rollback import StepVoidedError
 from hvd_elastic.training.script_state import ScriptState
+from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
 
 Result = TypeVar("Result")
@@ -112,6 +116,9 @@ def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Res
                     error.args = (f"{error}. {_AFTER_A_FAILURE}",)
                 raise
             except Exception as error:
+                killed = frontend.killed_reader(error)
+                if killed and worker.mode is Mode.AGENT:
+                    _end_as_killed(worker, killed)
                 failed = frontend.failed_collective(error)
                 if failed is not None:
                     raise failed from error
@@ -130,6 +137,21 @@ def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Res
             return _run_with_horovod_elastic(ctx, train)
         case _:
             return _run_static(ctx, train)
+
+
+def _end_as_killed(worker: Worker, killed: str) -> NoReturn:
+    """End this process as if it had been killed itself: the others go on, and it is replaced.
+
+    Else its error would count as one of the script, and end the run on all hosts.
+    """
+    worker.warn(
+        f"{killed}. The kernel does that where a host is out of memory, the largest process first: "
+        "then lower num_workers. Its rank is replaced"
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("a killed process goes on")
 
 
 def epochs(count: int) -> Iterator[int]:

@@ -54,6 +54,10 @@ class Frontend(Protocol):
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether an error means that a pass did not fit into memory."""
 
+    def killed_reader(self, error: BaseException) -> str:
+        """Return what an error says of a process of the loader that was killed; "": nothing."""
+        return ""
+
     def free_memory(self) -> None:
         """Free cached memory after a pass that did not fit."""
 

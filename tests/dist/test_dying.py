@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hvd_elastic.agent.template.process import TITLE
 from hvd_elastic.hosts.programs.processes import command_line, read
 from tests.dist.conftest import EVERY_STYLE, StartJob
+from tests.dist.jobs import call, write_script
 from tests.dist.running import CLEAN_S, RunningJob, Stage, WorkerProcess
 from tests.paths import COSTLY
 
@@ -253,3 +257,52 @@ def test_kill_9_of_the_leader_while_a_generation_forms(stage: Stage, start_job: 
     job.process.kill()
     job.wait()
     job.check_nothing_left(but_spools=True)
+
+
+KILLED_READER = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import hvd_elastic.torch as hvd
+
+killed = Path(sys.argv[1])
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+    def __getitem__(self, index):
+        if index == 205 and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(2), torch.ones(1)
+
+hvd.init()
+model = torch.nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+loader = hvd.DataLoader(Data(), 10, num_workers=1)
+
+@hvd.run
+def train(state):
+    for epoch in hvd.epochs(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+
+train(hvd.State(model=model, optimizer=optimizer))
+"""
+
+
+def test_a_killed_process_of_the_loader_costs_its_rank_alone(tmp_path: Path) -> None:
+    script = write_script(tmp_path, KILLED_READER)
+    options = ["--np", 2, "--run-id", "job", "--audit", "--checkpoint-every", 0]
+    words = [sys.executable, script, tmp_path / "killed"]
+    done = call("run", *options, "--", *words, home=tmp_path, timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout + done.stderr
+    assert "is killed by signal: Killed. The kernel does that" in printed
+    assert "was killed by signal 9" in printed
+    assert "run succeeded after 80 steps, 800 examples" in printed
+    assert "Traceback" not in printed
+    report = call("report", "job", "--json", home=tmp_path)
+    assert json.loads(report.stdout)["audit"]["ok"]

@@ -22,6 +22,7 @@ from hvd_elastic.formatting import (
     count,
     duration_words,
     number_words,
+    shown_line,
     worker_name,
 )
 from hvd_elastic.records.json_lines import EventFollower, LineFollower, Record, iter_events
@@ -395,8 +396,7 @@ def _last_lines(path: Path, count: int, *, whole: bool) -> tuple[list[bytes], Li
 
 
 def _print_log_line(path: Path, line: bytes, as_json: bool) -> None:
-    # Of a progress bar that rewrites its line, only the last state is shown.
-    text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
+    text = shown_line(line.decode("utf-8", "replace"))
     host, local_rank = _worker_of(path)
     if as_json:
         print(json.dumps({"host": host, "local_rank": local_rank, "line": text}), flush=True)

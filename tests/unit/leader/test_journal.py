@@ -1,0 +1,20 @@
+"""What the leader records and shows of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hvd_elastic.leader.journal import Journal
+from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.run_folder import RunFolder
+
+
+def test_of_a_progress_bar_the_last_state_is_shown(tmp_path: Path) -> None:
+    folder = RunFolder.create("bars", root=tmp_path)
+    shown: list[str] = []
+    journal = Journal(folder, lambda _: None, lambda *line: shown.append(line[2]), audit=False)
+    for line in ("\r 0%|  |\r50%|##|\r100%|####|", "epoch 1\r", "plain"):
+        journal.output("n1", 0, line)
+    journal.close()
+    assert shown == ["100%|####|", "epoch 1", "plain"]
+    assert [event["line"] for event in read_events(folder.output)] == shown
