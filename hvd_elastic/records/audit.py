@@ -194,14 +194,14 @@ class _Step:
     Attributes:
         turn: orders the reports of a step, of which the newest counts: how often training had gone
             back to a checkpoint before it, and its generation.
-        epoch, position: where it began.
+        epoch, position: where it began; a record need not tell the position.
         indices, padding: indices of the examples, and number of padding examples.
         later: indices of the examples in the following epochs, if the step reaches into them.
     """
 
     turn: tuple[int, int]
     epoch: int
-    position: int
+    position: int | None
     indices: NDArray[int64]
     padding: int
     later: tuple[NDArray[int64], ...] = ()
@@ -264,7 +264,7 @@ class _Steps:
         new = _Step(
             (self._times_restored, int(record.get("generation") or 0)),
             int(record["epoch"]),
-            int(record["position"]),
+            record.get("position"),
             np.asarray(record["indices"], dtype=np.int64).reshape(-1),
             len(record.get("padding") or ()),
             tuple(np.asarray(part, dtype=np.int64) for part in record.get("later") or ()),
@@ -295,7 +295,11 @@ class _Steps:
         if length <= 0:
             return found
         last = end = 0
-        starts = [(n, step.epoch * length + step.position) for n, step in self.by_number.items()]
+        starts = [
+            (number, step.epoch * length + step.position)
+            for number, step in self.by_number.items()
+            if step.position is not None
+        ]
         for number, start in [*sorted(starts), (steps_made + 1, examples_made)]:
             if number > last + 1:
                 for epoch in range(end // length, -(-start // length)):
