@@ -8,7 +8,7 @@ mapped into memory, so all processes of a host share one copy.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -229,12 +229,8 @@ def save_table(shard: Path, examples: Sequence[Example]) -> None:
     write_whole(table_path(shard), out.getvalue())
 
 
-def verify(folder: Path, say: Callable[[str], None] = lambda _: None) -> Index:
-    """Read every shard of a folder and compare it with the index.
-
-    Args:
-        folder: with an index.
-        say: called with the name of each shard that is right.
+def verify(folder: Path) -> Index:
+    """Read every shard of a folder and compare it with its index, which is returned.
 
     Raises:
         DataError: names the first shard that has changed, and how.
@@ -250,7 +246,6 @@ def verify(folder: Path, say: Callable[[str], None] = lambda _: None) -> Index:
         found = make_table(list(LAYOUTS[index.layout].scan(path)))
         if found.tobytes() != load_table(path, len(index.fields), shard.examples).tobytes():
             raise DataError(f"the table of {path} does not fit the shard; {_again(folder)}")
-        say(shard.name)
     return index
 
 

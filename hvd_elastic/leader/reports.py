@@ -90,9 +90,8 @@ class Reports:
             strays = count(hello.swept, "stray process")
             self._run.journal.warn(f"host {host}: ended {strays} of this run")
         for found in hello.held.workers if hello.held is not None else ():
-            if (
-                found.worker not in self._run.workers.places
-            ):  # its agent answered after the takeover
+            # Of an agent that answered after the takeover.
+            if found.worker not in self._run.workers.places:
                 agent.send(msg.Kill(found.worker))
         self._fetching.offered(agent, hello)
         self._executor.tell(ev.AgentReady(host))
