@@ -250,7 +250,8 @@ class JobQueue:
 
     def ended(self, job: Job, status: JobStatus, message: str) -> Job:
         """Record the end of a job; return the job."""
-        ended = _ended(job, status, message, time.time())
+        failures = job.failures + (status is JobStatus.FAILED)
+        ended = replace(_ended(job, status, message, time.time()), failures=failures)
         self._save([ended])
         self._tell_ended([ended])
         return ended

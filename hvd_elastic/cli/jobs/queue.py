@@ -184,10 +184,9 @@ def _why_rows(job: Job, awaits: bool) -> list[tuple[str, str]]:
     rows.append(("asked", limits))
     if request.after:
         rows.append(("after", ", ".join(f"{each.outcome}:{each.job}" for each in request.after)))
-    if job.attempts > 1 or job.failures:
-        rows.append(
-            ("attempts", f"{job.attempts}; failed {job.failures} of {request.retries + 1} times")
-        )
+    if job.attempts > 1:
+        failed = f"failed {count(job.failures, 'time')}, of {request.retries + 1} at most"
+        rows.append(("attempts", f"{job.attempts}; {failed}"))
     if job.attempts:
         rows.append(("more", f"hvd-elastic status {job.run_id}, logs, attach, report"))
     return rows

@@ -158,6 +158,7 @@ def test_job_that_has_ended_is_queued_again_with_the_environment_of_its_requeuer
 ) -> None:
     number = made.add()
     made.end(number, JobStatus.FAILED)
+    assert made.queue.store.jobs([number])[number].failures == 1
     (job,) = made.queue.requeue([number], {"NEW": "1"}, None)
     assert (job.status, job.failures) == (JobStatus.QUEUED, 0)
     assert made.queue.store.environment(job) == {"NEW": "1"}
