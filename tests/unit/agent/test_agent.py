@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import http.client
+import io
 import json
 import os
 import secrets
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,10 +26,12 @@ import psutil
 import pytest
 
 from hvd_elastic import __version__
+from hvd_elastic.agent import agent as agent_module
 from hvd_elastic.agent.template.process import TITLE
 from hvd_elastic.checkpoint.saved import find_spooled, spool_file
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.endings import crash_stack
+from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.interfaces import interface_of
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import compress, decompress, encode
@@ -466,6 +471,30 @@ def test_a_stranger_on_the_socket_is_not_heard(start_agent: StartAgent) -> None:
             assert stranger.recv(100) == b"", f"{line!r} is answered by the end"
     agent.say(op="tell", worker="w0", message={"kind": "hold"})
     assert agent.told_by_worker() == {"kind": "hold"}
+
+
+def test_a_worker_that_falls_silent_is_told_of_when_its_silence_reaches_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not with the next heartbeat: with many hosts these come less often."""
+    now, told = 0.0, []
+    worker = SimpleNamespace(name="w", activity=Activity(), silent_s=lambda at: max(0.0, at - 0.5))
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now > 10:
+            raise asyncio.CancelledError
+
+    made: Any = agent_module.Agent(io.BytesIO())
+    made._hello = leader_hello(heartbeat_s=2.0, failure_timeout_s=5.0)
+    made._workers = [worker]
+    made._link.send = lambda beat: told.append(beat.workers["w"].silent_s)
+    monkeypatch.setattr(agent_module, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(agent_module, "time", SimpleNamespace(monotonic=lambda: now))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(made._beat())
+    assert told == [0.0, 1.5, 3.5, 5.0, 7.0, 9.0]
 
 
 def test_interfaces_are_found_by_address() -> None:
