@@ -254,6 +254,36 @@ def test_the_end_of_a_worker_is_told_after_its_last_words(start_agent: StartAgen
     assert len(text) > 300_000
 
 
+EARLY = """
+import fcntl, struct, sys, termios, time
+early = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\\n"
+for kind in "IWE":
+    early += f"{kind}0000 00:00:1795644382.496079   22540 port.cc:153] a message\\n"
+sys.stderr.write(early)
+sys.stderr.write("I0000 is the script's own\\n")
+while struct.unpack("i", fcntl.ioctl(2, termios.FIONREAD, bytes(4)))[0]:  # until it was read
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"), [(None, "E"), ("1", "WE"), ("0", "WIWE"), ("", "WIWE")]
+)
+def test_what_tensorflow_prints_before_it_reads_its_level_is_left_out(
+    start_agent: StartAgent, level: str | None, shown: str
+) -> None:
+    env = {} if level is None else {"TF_CPP_MIN_LOG_LEVEL": level}
+    agent = start_agent(EARLY + WORKER, env=env)
+    agent.start_worker()
+    agent.say(op="tell", worker="w0", message={"kind": "leave"})
+    text = ""
+    while (message := agent.hear(lambda m: m["ev"] in ("log", "worker_exited")))["ev"] == "log":
+        text += message["data"]
+    *early, own, _ = text.splitlines()
+    assert own == "I0000 is the script's own"
+    assert "".join(line[0] for line in early) == shown
+
+
 def test_a_kill_is_told_as_a_signal(start_agent: StartAgent) -> None:
     agent = start_agent()
     agent.start_worker()
