@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -15,8 +15,12 @@ from hvd_elastic.torch.optimizer import GradientAverager, averager_of
 from hvd_elastic.torch.state import State
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Averager
+from hvd_elastic.training.horovod_names import missing_name
 from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.training.worker import Worker
+
+if not TYPE_CHECKING:  # hvd.elastic is this module, and another one in Horovod
+    __getattr__ = missing_name(__name__)
 
 
 @contextlib.contextmanager
