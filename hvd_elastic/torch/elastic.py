@@ -77,7 +77,21 @@ def _averagers_of(worker: Worker, state: State) -> list[Averager]:
             "is in the State, so a worker that joins would not have their state; put them there: "
             "hvd.State(model=..., optimizer=..., second_optimizer=...)"
         )
+    if not found:
+        for averager in worker.averagers:
+            _check_is_held(averager, storages)
     return list(found.values() or worker.averagers)
+
+
+def _check_is_held(averager: Averager, storages: set[int]) -> None:
+    """Raise ScriptError if the State lacks what an optimizer that is not in it trains."""
+    unknown = averager.first_not_in(storages) if isinstance(averager, GradientAverager) else ""
+    if unknown:
+        raise ScriptError(
+            f"State(...): the optimizer trains {unknown}, which is in no module or value of the "
+            "State, so a worker that joins would begin with a value of its own. Give it model and "
+            "optimizer: hvd.State(model=model, optimizer=optimizer)"
+        )
 
 
 class _OptimizerWatch:
