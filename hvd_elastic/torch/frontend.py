@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.collectives import TorchCollectives
 from hvd_elastic.torch.elastic import training
@@ -55,7 +56,13 @@ class TorchFrontend(Frontend):
             torch.cuda.empty_cache()
 
     def script_tensor(self, kind: str, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        value = tensor.detach()
+        try:
+            value = torch.as_tensor(tensor).detach()  # a number, such as loss.item(), is one too
+        except (RuntimeError, TypeError, ValueError):
+            raise ScriptError(
+                f"hvd.{kind}(..., {name!r}) takes a tensor or a number, not a "
+                f"{type(tensor).__name__}"
+            ) from None
         return value.clone() if kind == "allreduce" else value
 
     training = staticmethod(training)

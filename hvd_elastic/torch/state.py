@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.checkpoint import TorchContent, content_of, dtype_named
@@ -39,12 +41,20 @@ class State(ScriptState):
             modules, and the learning rates of optimizers are first restored.
 
     Raises:
-        ScriptError: a value is neither, or is PyTorch's own gradient scaler; names it.
+        ScriptError: what is given as model or optimizer is none, or a value is neither, or is
+            PyTorch's own gradient scaler; names it.
     """
 
     _content_kind = TorchContent
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
+        for name, value in (("model", model), ("optimizer", optimizer)):
+            swapped = isinstance(value, Optimizer if name == "model" else Module)
+            if value is not None and (swapped or not isinstance(value, Stateful)):
+                raise ScriptError(
+                    f"State({name}=...) was given a {type(value).__name__}; give it the {name} "
+                    "itself: hvd.State(model=model, optimizer=optimizer)"
+                )
         self._tensors = TensorCopies()
         super().__init__(model, optimizer, **values)
 

@@ -178,6 +178,14 @@ def test_a_parameter_that_the_state_lacks_is_refused(alone: Context) -> None:
     run(hvd.State(**state, values={"alpha": [alpha]}))
 
 
+def test_what_is_trained_is_in_the_state_without_its_optimizer_too(alone: Context) -> None:
+    model = linear()
+    sgd(model)
+    with pytest.raises(ScriptError, match=r"the optimizer trains weight of shape.*State\(model="):
+        run(hvd.State(seen=0))
+    run(hvd.State(model=model))
+
+
 def test_what_no_optimizer_trains_in_a_trained_module_is_undone(alone: Context) -> None:
     """A momentum encoder beside its query encoder, in one module."""
     query, key, other = linear(), linear(), linear()
