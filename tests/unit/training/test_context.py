@@ -416,7 +416,8 @@ def test_a_name_of_horovod_that_is_missing_says_what_to_use(name: str) -> None:
 
 
 def test_horovods_elastic_module_says_what_to_use() -> None:
-    with pytest.raises(AttributeError, match=r"'TorchState': hvd.run, hvd.State and hvd.DataLoader"):
+    wanted = r"'TorchState': hvd.run, hvd.State and hvd.DataLoader"
+    with pytest.raises(AttributeError, match=wanted):
         hvd.elastic.TorchState  # noqa: B018
 
 
