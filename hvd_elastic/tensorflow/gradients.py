@@ -26,6 +26,7 @@ from hvd_elastic.tensorflow.controls import Control, Controls
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.uncaught import show_instead
 
 BUCKET_BYTES = 4 << 20
 """Largest bucket; a larger gradient is reduced where it is."""
@@ -195,6 +196,14 @@ class GradientAverager(Averager):
             return np.zeros(1, np.float32)
         try:
             if self._begun or self._told is not None:
+                if not self._context.has_trained:
+                    error = ScriptError(
+                        "gradients are applied, and training has not begun, so no rank knows of "
+                        "the others: give model.fit callbacks=[hvd.ElasticCallback()], or put a "
+                        "loop of your own into a function under @hvd.run"
+                    )
+                    show_instead(error)
+                    raise error
                 raise ScriptError(
                     "optimizer.apply, or tape.gradient of DistributedGradientTape, is called twice "
                     "in one step. A step applies the gradients of all variables at once: add the "

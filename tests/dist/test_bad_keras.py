@@ -76,6 +76,10 @@ REFUSED = {
         "fit(kind(make_layers())); fit(kind(make_layers()))",
         "is a second training in this script",
     ),
+    "no callback": (
+        "m = kind(make_layers()); m.compile(optimizer(), 'mse'); m.fit(dataset, verbose=0)",
+        "give model.fit callbacks=[hvd.ElasticCallback()]",
+    ),
     "no cardinality": (ENDLESS, "has to come from hvd.dataset"),
     "strategy": (STRATEGY, "a tf.distribute strategy"),
 }
