@@ -419,7 +419,7 @@ def test_a_name_of_horovod_that_is_missing_says_what_to_use(name: str) -> None:
 
 
 def test_horovods_elastic_module_says_what_to_use() -> None:
-    with pytest.raises(AttributeError, match="'TorchState': hvd.run, hvd.State and "):
+    with pytest.raises(AttributeError, match=r"'TorchState': hvd.run, hvd.State and "):
         _ = ANY.elastic.TorchState
 
 
