@@ -78,8 +78,8 @@ def _averagers_of(worker: Worker, state: State) -> list[Averager]:
             "hvd.State(model=..., optimizer=..., second_optimizer=...)"
         )
     if not found:
-        for averager in worker.averagers:
-            _check_is_held(averager, storages)
+        for unnamed in worker.averagers:
+            _check_is_held(unnamed, storages)
     return list(found.values() or worker.averagers)
 
 
