@@ -6,7 +6,8 @@ emulated device, and an input host of twice its cores, both held by control grou
 - ``throughput``: a transform takes as much processor time as the device takes for a step; beside
   the training host alone, Ray Data and the service of ``tf.data``.
 - ``overhead``: input hosts where a transform costs nothing.
-- ``words``: what the run says that training waits for, and what happens if one does what it says.
+- ``words``: what the run, and ``hvd-elastic bench input`` before it, say that training waits for,
+  and what happens if one does what they say, or something else.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ from benchmarks.step_time import interval
 from benchmarks.testbed.command import Say, at_least_one, check_names, names, run_benchmark
 from benchmarks.testbed.figures import Result, conditions
 from benchmarks.testbed.hosts import Testbed, end_processes, make_testbed
-from benchmarks.testbed.launchers import OURS, ROOT, Order
+from benchmarks.testbed.launchers import OUR_PROGRAM, OURS, ROOT, Order
+from benchmarks.testbed.links import limit_link
 from benchmarks.testbed.ray import VirtualRay
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.records.json_lines import Record
 from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.virtual.cpushare import CpuGroups
+from hvd_elastic.virtual.netns import Namespaces
+from hvd_elastic.virtual.plan import parse_rate
 
 PARTS = ("throughput", "overhead", "words")
 TRAINS_CORES, READS_CORES = 0.5, 1.0
@@ -74,9 +79,11 @@ class Hosts:
         return self.cluster.hosts[1]
 
     def give_cores(self, trains: float, reads: float) -> None:
-        """Hold the hosts to these numbers of cores."""
-        groups = CpuGroups.find(self.cluster.name)
+        """Hold the hosts to these numbers of cores, which they have before other programs."""
+        groups = CpuGroups.find(Namespaces(self.cluster.folder).group_name)
         assert groups is not None
+        name, most = ("cpu.shares", 262144) if groups.version == 1 else ("cpu.weight", 10000)
+        (groups.folder / name).write_text(str(most))
         for host, cores in ((self.trains, trains), (self.reads, reads)):
             groups.make(host, cores)
 
@@ -95,14 +102,13 @@ class Hosts:
         """Return the blocks that a script has written."""
         return list(json.loads(self.result.read_text(encoding="utf-8")))
 
-    def train(self, *options: str, **script: Any) -> tuple[list[dict[str, Any]], str]:
-        """Train with ours; return the blocks, and what the run last said of its input."""
+    def train(self, *options: str, **script: Any) -> tuple[list[dict[str, Any]], list[Record]]:
+        """Train with ours; return the blocks, and what the run has said of its input."""
         _, *training = self.script("read_ours", **script)
         options = ("--checkpoint-every", "0", *options)
         with self.bed.job(OURS, Order({self.trains: 1}, training, options=options)) as job:
             job.wait(lambda: job.ended() == 0, _LIMIT_S, "the end")
-            said = [event["reason"] for event in job.events("input")]
-        return self.blocks(), said[-1] if said else ""
+            return self.blocks(), job.events("input")
 
     def on(self, host: str, words: Sequence[str], **variables: str) -> list[str]:
         """Return the words of a command that runs on a host, within its cores."""
@@ -110,9 +116,8 @@ class Hosts:
         command = ["env", *(f"{name}={value}" for name, value in given.items()), *words]
         return ["ssh", "-F", str(self.cluster.ssh_config), host, shlex.join(command)]
 
-    def read_on_trains(self, words: Sequence[str], **variables: str) -> list[dict[str, Any]]:
-        """Run the script of a peer on the training host; return its blocks."""
-        self.result.unlink(missing_ok=True)
+    def call(self, words: Sequence[str], **variables: str) -> str:
+        """Run a command on the training host; return what it printed."""
         done = subprocess.run(
             self.on(self.trains, words, **variables),
             capture_output=True,
@@ -122,6 +127,12 @@ class Hosts:
         )
         if done.returncode:
             raise RunError(f"{words[1]}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        return done.stdout
+
+    def read_on_trains(self, words: Sequence[str], **variables: str) -> list[dict[str, Any]]:
+        """Run the script of a peer on the training host; return its blocks."""
+        self.result.unlink(missing_ok=True)
+        self.call(words, **variables)
         return self.blocks()
 
 
@@ -251,19 +262,23 @@ def measure_overhead(hosts: Hosts, say: Say) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Trial:
-    """A remedy that is tried.
+    """Something that is tried against a wait for data.
 
     Attributes:
         what: what is done, as on the command line.
+        said: whether the run says to do so.
         helped: whether the input host reads.
-        script: options of the script that change.
-        cores: of the training host.
+        script: options of the script that change; None: without the option.
+        cores: of the training host and of the input host.
+        rate: of the links of the hosts.
     """
 
     what: str
+    said: bool = False
     helped: bool = False
-    cores: float = 1.0
     script: Mapping[str, Any] = field(default_factory=dict)
+    cores: tuple[float, float] = (1.0, 1.0)
+    rate: str = "1gbit"
 
 
 @dataclass(frozen=True)
@@ -272,47 +287,58 @@ class Bound:
 
     Attributes:
         name: what it waits for.
+        found: name of that in the events of the run.
         script: options of the script.
+        trials: what is tried.
         helped: whether an input host reads from the beginning.
-        trials: what is tried: first what the run says, then something else.
-        rate: of the links of the hosts; None: not limited.
+        rate: of the links of the hosts.
     """
 
     name: str
+    found: str
     script: Mapping[str, Any]
     trials: tuple[Trial, ...]
     helped: bool = False
-    rate: str | None = None
+    rate: str = "1gbit"
 
 
+_SLOW = "13mbit"
+"""A batch takes 120 ms over this link: longer than a step of 80 ms, and less than the step and the
+reading of a rank alone, beyond which the link would not be used."""
 BOUNDS = (
     Bound(
         "decoding",
+        "cores",
         {"transform_ms": 2 * AS_HEAVY_MS, "num_workers": 1},
         (
-            Trial("--input-hosts", helped=True),
+            Trial("--input-hosts", said=True, helped=True),
             Trial("num_workers=3", script={"num_workers": 3}),
         ),
     ),
     Bound(
         "storage",
+        "storage",
         {"wait_ms": 2 * AS_HEAVY_MS, "num_workers": 1},
         (
-            Trial("num_workers=2", script={"num_workers": 2}),
-            Trial("twice the cores", cores=2.0),
+            Trial("num_workers=2", said=True, script={"num_workers": 2}),
+            Trial("twice the cores", cores=(2.0, 1.0)),
         ),
     ),
     Bound(
         "link",
-        {"transform_ms": AS_HEAVY_MS, "noise": True, "num_workers": 0},
+        "link",
+        {"transform_ms": 0.4 * AS_HEAVY_MS, "noise": True, "num_workers": 0},
         (
-            Trial("num_workers=1", helped=True, script={"num_workers": 1}),
-            Trial("pictures that can be compressed", helped=True, script={"noise": None}),
+            Trial("num_workers=1", said=True, helped=True, script={"num_workers": 1}, rate=_SLOW),
+            Trial("cropped pictures", said=True, helped=True, script={"side": 32}, rate=_SLOW),
+            Trial("a link of 1 Gbit/s", said=True, helped=True),
+            Trial("an input host of two cores", helped=True, cores=(1.0, 2.0), rate=_SLOW),
         ),
         helped=True,
-        rate="13mbit",
+        rate=_SLOW,
     ),
     Bound(
+        "nothing",
         "nothing",
         {"transform_ms": AS_HEAVY_MS / 10, "num_workers": 1},
         (
@@ -323,40 +349,66 @@ BOUNDS = (
 )
 WORDS_STEPS = 110
 """Steps of a run whose words are read: some 9 s, and a finding needs 5 s."""
+_ALONE_S = 4.0
+"""How long ``hvd-elastic bench input`` reads [s]."""
 
 
-def measure_words(bounds: Sequence[str], say: Say) -> Iterator[dict[str, Any]]:
-    """Yield what runs say that they wait for, and the throughput with each remedy."""
+def measure_words(bounds: Sequence[str], hosts: Hosts, say: Say) -> Iterator[dict[str, Any]]:
+    """Yield what runs say that they wait for, and the throughput with what is tried."""
     for bound in BOUNDS:
         if bound.name not in bounds:
             continue
-        with two_hosts(1, bound.rate) as hosts:
-            said, before = _run(hosts, bound, Trial("", bound.helped))
-            say(f"{bound.name}: {said}")
-            yield {"bound": bound.name, "said": said, "tried": "", "examples_per_s": before}
-            for trial in bound.trials:
-                _, after = _run(hosts, bound, trial)
-                say(f"{bound.name}, {trial.what}: {after / before:.2f} of the throughput")
-                yield {
-                    "bound": bound.name,
-                    "tried": trial.what,
-                    "examples_per_s": after,
-                    "of_before": round(after / before, 2),
-                }
+        before, said = _run(hosts, bound, Trial("", helped=bound.helped, rate=bound.rate))
+        last = said[-1] if said else {"bound": "", "reason": "nothing was said"}
+        say(f"{bound.name}: {last['reason']}")
+        yield {
+            "bound": bound.name,
+            "found": last["bound"],
+            "right": last["bound"] == bound.found,
+            "said": last["reason"],
+            "alone": _alone(hosts, bound),
+            "examples_per_s": before,
+        }
+        for trial in bound.trials:
+            after, _ = _run(hosts, bound, trial)
+            say(f"{bound.name}, {trial.what}: {after / before:.2f} of the throughput")
+            yield {
+                "bound": bound.name,
+                "tried": trial.what,
+                "as_said": trial.said,
+                "examples_per_s": after,
+                "of_before": round(after / before, 2),
+            }
 
 
-def _run(hosts: Hosts, bound: Bound, trial: Trial) -> tuple[str, float]:
-    hosts.give_cores(trial.cores, 1.0)
+def _options(bound: Bound, trial: Trial) -> dict[str, Any]:
     usual = {"step_ms": STEP_MS, "batch": BATCH, "only": True, "steps": WORDS_STEPS}
     script: dict[str, Any] = {**usual, **bound.script, **trial.script}
-    script = {name: value for name, value in script.items() if value is not None}
+    return {name: value for name, value in script.items() if value is not None}
+
+
+def _run(hosts: Hosts, bound: Bound, trial: Trial) -> tuple[float, list[Record]]:
+    """Return the throughput, and what the run has said of its input."""
+    hosts.give_cores(*trial.cores)
+    for host in (hosts.trains, hosts.reads):
+        limit_link(hosts.cluster, host, parse_rate(trial.rate).bits_per_s)
     options = ["--input-hosts", hosts.reads] if trial.helped else []
-    (block,), said = hosts.train(*options, **script)
-    return said, round(BATCH * WORDS_STEPS / block["seconds"], 1)
+    (block,), said = hosts.train(*options, **_options(bound, trial))
+    return round(BATCH * WORDS_STEPS / block["seconds"], 1), said
+
+
+def _alone(hosts: Hosts, bound: Bound) -> str:
+    """Return what ``hvd-elastic bench input`` says of the loader on the training host."""
+    hosts.give_cores(1.0, 1.0)
+    script = hosts.script("read_ours", **_options(bound, Trial("")))
+    words = [*OUR_PROGRAM, "bench", "input", "--seconds", f"{_ALONE_S:g}", "--json", "--", *script]
+    found = json.loads(hosts.call(words))
+    feeds_ms = 1000 * found["batch_size"] / found["examples_per_s"]
+    return f"feeds steps of {feeds_ms:.0f} ms, limited by {found['bound']}"
 
 
 @contextlib.contextmanager
-def two_hosts(rounds: int, rate: str | None = None) -> Iterator[Hosts]:
+def two_hosts(rounds: int) -> Iterator[Hosts]:
     """Make the hosts for the length of the block.
 
     Raises:
@@ -366,7 +418,7 @@ def two_hosts(rounds: int, rate: str | None = None) -> Iterator[Hosts]:
         raise UsageError(
             "cores of hosts are held by control groups: run it as root, where they are"
         )
-    with make_testbed(2, cpus=TRAINS_CORES, rate=rate) as bed:
+    with make_testbed(2, cpus=TRAINS_CORES) as bed:
         hosts = Hosts(bed, rounds)
         hosts.give_cores(TRAINS_CORES, READS_CORES)
         yield hosts
@@ -386,7 +438,8 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
             if "overhead" in options.parts:
                 body["overhead"] = measure_overhead(hosts, say)
     if "words" in options.parts:
-        body["words"] = [*measure_words(options.bounds, say)]
+        with two_hosts(1) as hosts:
+            body["words"] = [*measure_words(options.bounds, hosts, say)]
     note = (
         f"Training host of {TRAINS_CORES:g} core, input host of {READS_CORES:g}; for `words`, one "
         f"core each. Prices: {options.price_trains:g} and {options.price_reads:g} per hour. Steps "

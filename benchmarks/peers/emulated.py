@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 SHAPE = (64, 64, 3)
-"""Of a picture, 12 KB."""
+"""Of a picture, 12 KB, unless ``--side`` crops it."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--wait-ms", type=float, default=0.0, help="wait for an example")
     made.add_argument("--noise", action="store_true", help="pictures that cannot be compressed")
+    made.add_argument("--side", type=int, default=SHAPE[0], help="rows and columns of a picture")
     made.add_argument("--step-ms", type=float, default=80.0, help="device time of a step")
     made.add_argument("--batch", type=int, default=16, help="examples of a step")
     made.add_argument("--warm", type=int, default=6, help="first steps of a block, not timed")
@@ -43,9 +44,10 @@ def picture(args: argparse.Namespace, index: int) -> np.ndarray:
     end = time.thread_time() + args.transform_ms / 1000
     while time.thread_time() < end:
         pass
+    shape = (args.side, args.side, SHAPE[2])
     if args.noise:
-        return np.random.default_rng(index).integers(0, 256, SHAPE, np.uint8)
-    return np.full(SHAPE, index % 256, np.uint8)
+        return np.random.default_rng(index).integers(0, 256, shape, np.uint8)
+    return np.full(shape, index % 256, np.uint8)
 
 
 def examples(args: argparse.Namespace) -> int:

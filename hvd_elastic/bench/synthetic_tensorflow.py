@@ -44,16 +44,11 @@ def is_too_large(error: Exception) -> bool:
 
 
 def try_step(name: str, batch_size: int) -> None:
-    """Make a model, and run its passes."""
+    """Make a model, and run its passes, eagerly: a graph would take longer to trace than to run."""
     model, loss = made(name, batch_size)
-
-    @tf.function
-    def run_passes() -> Any:
-        with tf.GradientTape() as tape:
-            value = loss()
-        return tape.gradient(value, model.trainable_variables)
-
-    run_passes()
+    with tf.GradientTape() as tape:
+        value = loss()
+    tape.gradient(value, model.trainable_variables)
 
 
 def main() -> None:

@@ -157,7 +157,7 @@ def main() -> None:
         ranks = None if on_gpu else args.ranks
         refuse_too_large(args.model, args.batch_size, try_step, is_too_large, ranks)
     with device:
-        model, loss = made(args.model, args.batch_size)
+        model, loss = made(args.model, args.batch_size if args.emulate is None else 1)
     sgd: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     if args.emulate is not None:
         loss, sgd = Device(model, args.emulate).loss, UpdatedOnDevice(model)

@@ -22,11 +22,11 @@ _NOTABLE = 0.05
 _MOVED = 0.05
 """Change of that part that is recorded again."""
 _COMPUTES = 0.6
-"""Part of its time that a reader uses a core, above which it computes rather than waits."""
-_NOTABLE_SENDING = 0.2
-"""Part of the time of input hosts in which they send and could read instead."""
-_CROWDED = 0.85
-"""Part of a machine's cores in use above which its processes wait for each other."""
+"""Part of its time that a reader uses a core or waits for one, above which it computes."""
+_NOTABLE_LINK = 0.3
+"""Part of the time of input hosts in which they wait for the link and could read instead."""
+_NOTABLE_DELAY = 0.2
+"""Part of the time that readers use a core or wait for one, for which they wait, worth telling."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,28 @@ class Reading:
     Attributes:
         loop_s: time in the loop over the loader [s].
         wait_s: part of it that waited for data [s]; on a GPU, the time that the GPU was idle.
+        starved_s: part of it in steps that waited, since no batch was ahead: its readers were busy
+            all the time [s].
         cpu_s: processor time that reading took, on input hosts too [s]; None: not known.
+        delay_s: time in which reading waited for a core, on input hosts too [s].
         examples: number of examples.
         processes: number of processes of the worker that read; 0: the training process itself;
             None: not known.
         helpers: number of processes of input hosts that read for it.
-        sent_s: time in which these have sent their batches [s].
+        helped_s: time in which these have made batches [s].
+        link_s: time in which they could have, and waited for the link [s].
     """
 
     loop_s: float = 0.0
     wait_s: float = 0.0
+    starved_s: float = 0.0
     cpu_s: float | None = None
+    delay_s: float = 0.0
     examples: int = 0
     processes: int | None = None
     helpers: int = 0
-    sent_s: float = 0.0
+    helped_s: float = 0.0
+    link_s: float = 0.0
 
     def since(self, then: Reading) -> Reading:
         """Return what was read after an earlier reading of the same process."""
@@ -58,11 +65,14 @@ class Reading:
         return Reading(
             self.loop_s - then.loop_s,
             self.wait_s - then.wait_s,
+            self.starved_s - then.starved_s,
             max(0.0, (self.cpu_s or 0.0) - (then.cpu_s or 0.0)) if known else None,
+            self.delay_s - then.delay_s,
             self.examples - then.examples,
             self.processes,
             self.helpers,
-            self.sent_s - then.sent_s,
+            self.helped_s - then.helped_s,
+            self.link_s - then.link_s,
         )
 
     @property
@@ -76,19 +86,24 @@ class Reading:
         return (self.cpu_s or 0.0) / self.loop_s if self.loop_s > 0 else 0.0
 
     @property
+    def demand(self) -> float:
+        """Mean number of cores that read, and of readers that wait for one."""
+        return self.cores + (self.delay_s / self.loop_s if self.loop_s > 0 else 0.0)
+
+    @property
     def computes(self) -> bool:
         """Whether what is waited for uses the processor, and not storage or the network."""
         if self.cpu_s is None:
             return False
-        readers = (self.processes or 0) + self.helpers
-        if readers:  # they are all busy while they are waited for
-            return self.cores >= _COMPUTES * readers * self.share
-        return self.cpu_s >= _COMPUTES * self.wait_s
+        busy_s = (self.processes or 0) * self.starved_s + self.helped_s
+        if not (self.processes or self.helpers):
+            busy_s = self.wait_s
+        return self.cpu_s + self.delay_s >= _COMPUTES * busy_s
 
     @property
     def waits_for_link(self) -> bool:
-        """Whether input hosts make no batches for a notable time, since they send others."""
-        return self.sent_s > _NOTABLE_SENDING * self.helpers * self.loop_s
+        """Whether input hosts make no batches for a notable time, since the link is the limit."""
+        return self.link_s > _NOTABLE_LINK * (self.link_s + self.helped_s)
 
 
 @dataclass(frozen=True)
@@ -125,8 +140,8 @@ class InputFinding:
     Attributes:
         share: part of the time that the rank waits which waits most, in [0, 1].
         shares: that of each rank.
-        bound: what is waited for: ``cores``, ``storage`` (or the network), ``unknown``, or
-            ``nothing``.
+        bound: what is waited for: ``cores``, ``storage`` (or the network that it is reached by),
+            ``link`` to the input hosts, ``unknown``, or ``nothing``.
         more_cores: further cores that would end the wait; None: not known, or no remedy.
         core_s: processor time to read an example [s]; None: not known.
         helpers: number of processes of input hosts that read for the ranks.
@@ -164,7 +179,7 @@ def find_input_bound(
         hosts: host of each rank.
         machines: machine of each known host, and its number of cores.
 
-    >>> one = Reading(loop_s=10, wait_s=5, cpu_s=5, examples=100, processes=0)
+    >>> one = Reading(loop_s=10, wait_s=5, starved_s=10, cpu_s=5, examples=100, processes=0)
     >>> find_input_bound([one], ["a"], {"a": ("a", 4)}).reason
     'ranks wait 50 % of the time for data: reading takes 50 ms of a core for each example, and 1.0 \
 more core of decoding would end it: num_workers=1'
@@ -191,6 +206,9 @@ more core of decoding would end it: num_workers=1'
     else:
         bound, more, remedy = _remedy(worst, readings, hosts, machines)
         takes = f"reading takes {_milliseconds(core_s or 0.0)} of a core for each example"
+        delay_s = sum(each.delay_s for each in readings)
+        if delay_s > _NOTABLE_DELAY * (cpu_s + delay_s):
+            takes += f" (and waits {_milliseconds(delay_s / examples)} for it)"
         reason = f"{waits}: {takes}, and {remedy}"
     return InputFinding(share, shares, bound, more, core_s, helpers, reason)
 
@@ -204,25 +222,21 @@ def _remedy(
     """Return what rank ``worst`` waits for, how many more cores would end it, and what to do."""
     reading = readings[worst]
     processes = reading.processes or 0
-    if reading.helpers and (reading.waits_for_link or not reading.computes):
-        limit = (
-            "have to wait until their batches are sent: the link to them is the limit"
-            if reading.waits_for_link
-            else "are not busy: the link to them is the limit, or their storage"
-        )
+    if reading.waits_for_link:
         remedy = (
-            f"the processes of input hosts {limit}; send less (uint8, cropped pictures), or read "
-            f"more on this host: num_workers={processes + 1}"
+            "the processes of input hosts wait until their batches are sent: the link to them is "
+            "the limit; send less (uint8, cropped pictures), or read more on this host: "
+            f"num_workers={processes + 1}"
         )
-        return "storage", None, remedy
-    crowded, idle = _cores_at(hosts[worst], readings, hosts, machines)
-    if not reading.computes and not crowded:
+        return "link", None, remedy
+    if not reading.computes:
         remedy = (
             "the rest of the wait is for storage or the network, which more cores do not shorten: "
             f"num_workers={max(2, 2 * processes)} waits for more files at a time; keep the data on "
-            "the hosts (copyclust), in shards, or smaller"
+            "the hosts that read (copyclust), in shards, or smaller"
         )
         return "storage", None, remedy
+    idle = _idle_cores(hosts[worst], readings, hosts, machines)
     ranks = Counter(machines[host][0] for host in hosts if host in machines)
     more = 0.0
     for each, host in zip(readings, hosts, strict=True):
@@ -264,24 +278,24 @@ class _Need:
         return cls(needed, more)
 
 
-def _cores_at(
+def _idle_cores(
     host: str,
     readings: Sequence[Reading],
     hosts: Sequence[str],
     machines: Mapping[str, tuple[str, int]],
-) -> tuple[bool, float]:
-    """Return whether the cores of a host's machine are in use, and idle cores for each rank."""
+) -> float:
+    """Return how many cores of a host's machine are idle, for each rank on it."""
     if host not in machines:
-        return False, math.inf
+        return math.inf
     machine, cores = machines[host]
     there = [
         r for r, h in zip(readings, hosts, strict=True) if machines.get(h, ("",))[0] == machine
     ]
     # A rank that does not wait for data is taken to use one core.
     used = sum(
-        (reading.cores if reading.processes else 0.0) + 1 - reading.share for reading in there
+        (reading.demand if reading.processes else 0.0) + 1 - reading.share for reading in there
     )
-    return used >= _CROWDED * cores, max(0.0, cores - used) / len(there)
+    return max(0.0, cores - used) / len(there)
 
 
 class PricedReader(PricedHost, Protocol):

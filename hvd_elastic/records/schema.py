@@ -193,7 +193,7 @@ class Input(_Event, tag="input"):
 
     share: float
     shares: list[float]
-    bound: Literal["nothing", "cores", "storage", "unknown"]
+    bound: Literal["nothing", "cores", "storage", "link", "unknown"]
     more_cores: float | None
     core_s: float | None
     helpers: int

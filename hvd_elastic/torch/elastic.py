@@ -78,8 +78,8 @@ def _averagers_of(worker: Worker, state: State) -> list[Averager]:
             "hvd.State(model=..., optimizer=..., second_optimizer=...)"
         )
     if not found:
-        for unnamed in worker.averagers:
-            _check_is_held(unnamed, storages)
+        for each in worker.averagers:
+            _check_is_held(each, storages)
     return list(found.values() or worker.averagers)
 
 

@@ -96,6 +96,7 @@ def input_(
         f"feeds        steps of {duration_words(feeds_s)} or longer with {rate.batch_size} "
         "examples on this host; a rank that is faster would wait"
     )
+    print(f"faster by    {rate.remedy}")
 
 
 @bench.command()

@@ -44,7 +44,7 @@ class Process(NamedTuple):
         return self.pid, self.started
 
 
-def read(pid: int, name: str) -> bytes:
+def read(pid: int | str, name: str) -> bytes:
     """Return a file in the process's /proc folder; empty if the process is gone or not readable."""
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:  # noqa: PTH123  # importing pathlib is slow
@@ -70,6 +70,29 @@ def _read_entry(pid: int) -> Process | None:
     cpu_s = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
     parent, session, started = int(fields[1]), int(fields[3]), int(fields[19])
     return Process(pid, started, parent, session, fields[0].decode(), cpu_s)
+
+
+def run_delay_s(pid: int) -> float:
+    """Return how long the living threads of a process have waited for a core, ready to run [s].
+
+    Time in which a quota of their control group holds them back counts. It is 0 if the process is
+    gone, or the kernel does not measure it.
+    """
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
+    except OSError:
+        return 0.0
+    return sum(_delay_s(read(pid, f"task/{thread}/schedstat")) for thread in threads)
+
+
+def own_delay_s() -> float:
+    """Return :func:`run_delay_s` of the calling thread alone."""
+    return _delay_s(read("thread-self", "schedstat"))
+
+
+def _delay_s(schedstat: bytes) -> float:
+    fields = schedstat.split()
+    return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
 
 
 def all_processes() -> dict[int, Process]:

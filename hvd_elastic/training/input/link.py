@@ -50,24 +50,33 @@ class Offer(_Frame, tag="offer"):
 
 
 class Want(_Frame, tag="want"):
-    """A rank asks for a batch of the examples with these dataset indices."""
+    """A rank asks for a batch of the examples with these dataset indices.
+
+    ``held_back``: the rank had enough batches ahead, and asks for this one later for that reason.
+    """
 
     number: int
     epoch: int
     indices: list[int]
+    held_back: bool = False
 
 
 class Batch(_Frame, tag="batch"):
     """A batch, in the buffers of the frame; ``indices`` were read for it.
 
-    ``cpu_s`` is the processor time that it took, ``sent_s`` the time to send the one before it [s].
-    ``sizes`` are those of the buffers before they were compressed [bytes]; empty: they were not.
+    ``busy_s`` is the time that it took to make, the wait for the turn of its connection included,
+    ``cpu_s`` the processor time and ``delay_s`` the wait for a core in it [s]. ``link_s`` is the
+    time before it in which nothing was made since the link had not carried the batch before, or
+    the request [s]. ``sizes`` are those of the buffers before they were compressed [bytes]; empty:
+    they were not.
     """
 
     number: int
     indices: list[int]
     cpu_s: float
-    sent_s: float = 0.0
+    delay_s: float = 0.0
+    busy_s: float = 0.0
+    link_s: float = 0.0
     sizes: list[int] = []
 
 

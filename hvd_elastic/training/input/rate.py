@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from hvd_elastic.formatting import count
 from hvd_elastic.hosts.programs.cores import usable_cores
 from hvd_elastic.policy.input import Reading
 from hvd_elastic.training.input.times import InputTimes
@@ -17,6 +18,8 @@ SECONDS_VARIABLE = "HVD_ELASTIC_BENCH_INPUT_S"
 """Environment variable with the time to read for [s]; the script does not train if it is set."""
 RESULT_VARIABLE = "HVD_ELASTIC_BENCH_INPUT_RESULT"
 """Environment variable with the path of the file for the result."""
+_IDLE = 0.5
+"""Cores of a host that are not used, from which on another process would be faster."""
 _WARM_SHARE = 0.25
 """Part of the time that is not counted: loader processes start, and have read ahead."""
 
@@ -28,7 +31,9 @@ class InputRate:
     Attributes:
         examples, seconds: examples that were read, and the time that it took [s].
         cpu_s: processor time of that [s]; None: not known.
+        delay_s: time in which the readers waited for a core [s].
         processes: number of processes that read; 0: the training process; None: not known.
+        bound: what limits the rate: ``cores``, ``storage`` (or the network), or ``unknown``.
         batch_size: examples in a step of the script.
         cores: number of cores of this host.
     """
@@ -36,7 +41,9 @@ class InputRate:
     examples: int
     seconds: float
     cpu_s: float | None
+    delay_s: float
     processes: int | None
+    bound: str
     batch_size: int
     cores: int
 
@@ -45,6 +52,25 @@ class InputRate:
         """Examples that this host reads in a second."""
         return self.examples / self.seconds
 
+    @property
+    def remedy(self) -> str:
+        """What would make it faster, in words."""
+        match self.bound:
+            case "unknown":
+                return "more prefetch and num_parallel_calls of map, or a cheaper transform"
+            case "storage":
+                return (
+                    "the readers wait for storage or the network: more num_workers wait for more "
+                    "files at a time, data on this host, in shards, or smaller; not more cores"
+                )
+        in_use = ((self.cpu_s or 0.0) + self.delay_s) / self.seconds
+        more = (
+            "a further host that reads (--input-hosts)"
+            if in_use > self.cores - _IDLE
+            else f"more num_workers, up to the {count(self.cores, 'core')} of this host"
+        )
+        return f"the readers compute: {more}, or a cheaper transform such as a scaled decode"
+
     @classmethod
     def read(cls, path: Path) -> InputRate | None:
         """Return the result in a file; None if there is none."""
@@ -52,6 +78,12 @@ class InputRate:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             return None
+
+
+def _bound(read: Reading) -> str:
+    if read.cpu_s is None:
+        return "unknown"
+    return "cores" if read.computes else "storage"
 
 
 class InputBench:
@@ -108,7 +140,9 @@ class InputBench:
             examples=read.examples,
             seconds=self._clock() - since,
             cpu_s=read.cpu_s,
+            delay_s=read.delay_s,
             processes=read.processes,
+            bound=_bound(read),
             batch_size=batch_size,
             cores=usable_cores(),
         )

@@ -52,7 +52,7 @@ class InputReader:
         self._refused: set[str] = set()
         self._has_warned = False
         """Whether a batch was told of that only the rank itself can read."""
-        self._helped_cpu_s = self._helped_sent_s = 0.0
+        self._helped = Helpers()
         self._batch_bytes = 0
         """Size of the last batch that was read elsewhere [bytes]."""
 
@@ -112,8 +112,7 @@ class InputReader:
     def helpers(self) -> Helpers:
         """Return what the processes of input hosts have done so far."""
         remote = [each for each in self._threads.copy().values() if each.host]
-        number = sum(each.is_connected for each in remote)
-        return Helpers(number, self._helped_cpu_s, self._helped_sent_s)
+        return self._helped._replace(number=sum(each.is_connected for each in remote))
 
     def close(self) -> None:
         """End the rank's own processes and all connections."""
@@ -224,14 +223,18 @@ class InputReader:
     def take(self, thread: AskingThread, *, wait: bool) -> Request | None:
         """Return what a process is to read next; None: nothing now, or it is not needed further."""
         requests = self._requests
+        held_back = False
         with self._change:
             while not thread.is_stopped:
                 was_over = requests.is_over
                 request = requests.take(thread, time.monotonic(), self._window)
                 if requests.is_over and not was_over:
                     self._change.notify_all()  # the rank may wait for a batch that is not there
+                if request is not None:
+                    request.want.held_back = held_back
                 if request is not None or not wait:
                     return request
+                held_back = True
                 self._change.wait()
             return None
 
@@ -248,8 +251,7 @@ class InputReader:
             took_s = time.monotonic() - request.sent_at
             self._times.answered(request.host, took_s, answer.cpu_s)
             if request.host:
-                self._helped_cpu_s += answer.cpu_s
-                self._helped_sent_s += answer.sent_s
+                self._helped = self._helped.with_batch(answer)
             if request.by is not None:
                 request.by.is_late = False
             self._requests.answered(request, batch, answer.indices)

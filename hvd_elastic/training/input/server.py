@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hvd_elastic.hosts.programs.processes import own_delay_s
 from hvd_elastic.training.input.compression import LinkLimit, compress, size_of
 from hvd_elastic.training.input.link import (
     Batch,
@@ -93,35 +94,41 @@ def serve(
     turn = turn or threading.Lock()
     with contextlib.suppress(OSError, LinkError):
         link.send(Offer(source.examples))
-        sent_s = 0.0
+        size, made_s, made_at = 0, 0.0, 0.0
         while True:
+            free_at = time.perf_counter()
             want, _ = link.receive()
             if not isinstance(want, Want):
                 return
+            asked_at = time.perf_counter()
+            # The batch before, or this request, was on its way, unless the rank held it back.
+            link_s = (free_at if want.held_back else asked_at) - made_at if size else 0.0
+            if limit is not None and size:
+                limit.sent(size, made_s, link_s)
             with turn:
                 began = time.perf_counter()
                 answer, buffers = _read(want, source)
-                made = time.perf_counter()
-            size = size_of(buffers)
+                made_at = time.perf_counter()
+            size, made_s = size_of(buffers), made_at - began
             if isinstance(answer, Batch):
-                answer.sent_s = sent_s
+                answer.busy_s, answer.link_s = made_at - asked_at, link_s
+                # In others' turns the processor was used and waited for as in this one.
+                answer.delay_s += (began - asked_at) * (answer.cpu_s + answer.delay_s) / made_s
                 if limit is not None and limit.compresses:
                     cpu_began = time.thread_time()
                     buffers, answer.sizes = compress(buffers)
                     answer.cpu_s += time.thread_time() - cpu_began
             link.send(answer, buffers)
-            sent_s = time.perf_counter() - made
-            if limit is not None:
-                limit.sent(size, made - began, sent_s)
 
 
 def _read(want: Want, source: Source) -> tuple[Batch | Failed, Buffers]:
-    began = time.thread_time()
+    began, delay_began = time.thread_time(), own_delay_s()
     try:
         buffers = source.pack(source.make(want.epoch, want.indices))
     except Exception:  # noqa: BLE001  (whatever the script's data set raises)
         return Failed(want.number, traceback.format_exc(limit=-8)), []
-    return Batch(want.number, want.indices, time.thread_time() - began), buffers
+    cpu_s, delay_s = time.thread_time() - began, own_delay_s() - delay_began
+    return Batch(want.number, want.indices, cpu_s, delay_s), buffers
 
 
 class LocalReader:

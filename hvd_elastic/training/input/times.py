@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from hvd_elastic.hosts.programs.processes import own_delay_s, read_process, run_delay_s
 from hvd_elastic.policy.input import Reading
 from hvd_elastic.training.planning.compute_times import (
     DeviceEvent,
@@ -17,9 +16,13 @@ from hvd_elastic.training.planning.compute_times import (
     no_event,
 )
 
+if TYPE_CHECKING:
+    from hvd_elastic.training.input.link import Batch
+
 _AHEAD = 64
 """Most waits on a device that are pending; a device is a few steps behind at the most."""
-_TICKS = os.sysconf("SC_CLK_TCK")
+_WAITED = 0.05
+"""Part of a step that is spent in the loader, above which no batch was ahead."""
 
 
 class Helpers(NamedTuple):
@@ -27,17 +30,28 @@ class Helpers(NamedTuple):
 
     Attributes:
         number: number of those that are connected.
-        cpu_s: processor time that all have taken so far [s].
-        sent_s: time in which they have sent batches [s].
+        cpu_s, delay_s, busy_s, link_s: totals of all their batches so far; see :class:`Batch`.
     """
 
     number: int = 0
     cpu_s: float = 0.0
-    sent_s: float = 0.0
+    delay_s: float = 0.0
+    busy_s: float = 0.0
+    link_s: float = 0.0
+
+    def with_batch(self, batch: Batch) -> Helpers:
+        """Return them after another batch."""
+        return Helpers(
+            self.number,
+            self.cpu_s + batch.cpu_s,
+            self.delay_s + batch.delay_s,
+            self.busy_s + batch.busy_s,
+            self.link_s + batch.link_s,
+        )
 
 
 class InputTimes:
-    """Adds up this rank's waits for data, and the processor time of reading.
+    """Adds up this rank's waits for data, and what reading takes of the cores.
 
     On a CPU a wait is the time that the loop spends in the loader. A GPU works asynchronously, so
     the loader may be waited for while the GPU is busy. Two events in its queue, before and after
@@ -46,6 +60,7 @@ class InputTimes:
     Args:
         clock: returns the time [s].
         cpu_clock: returns the processor time of this process [s].
+        delay_clock: returns how long this thread has waited for a core [s].
 
     Attributes:
         new_event: creates an event on the training device; returns None where that is the CPU.
@@ -58,16 +73,20 @@ class InputTimes:
         self,
         clock: Callable[[], float] = time.perf_counter,
         cpu_clock: Callable[[], float] = time.process_time,
+        delay_clock: Callable[[], float] = own_delay_s,
     ) -> None:
         self.new_event: NewEvent = no_event
         self.processes: int | None = None
         self.pids: Callable[[], Sequence[int]] = tuple
         self.helpers: Callable[[], Helpers] = Helpers
-        self._clock, self._cpu_clock = clock, cpu_clock
-        self._began = self._cpu_began = 0.0
+        self._clock, self._cpu_clock, self._delay_clock = clock, cpu_clock, delay_clock
+        self._began = self._cpu_began = self._delay_began = 0.0
+        self._last_wait_s = 0.0
         self._mark: DeviceEvent | None = None
         self._device = KnownTimes(_AHEAD)
-        self._loop_s = self._wait_s = self._cpu_s = 0.0
+        self._loop_s = self._wait_s = self._starved_s = self._cpu_s = self._delay_s = 0.0
+        self._delays: dict[int, float] = {}
+        """Wait for a core of each process that was seen last [s]."""
         self._examples = 0
 
     def read_begins(self) -> None:
@@ -76,14 +95,15 @@ class InputTimes:
         if self._mark is not None:
             self._mark.record()
         if self.processes == 0:
-            self._cpu_began = self._cpu_clock()
+            self._cpu_began, self._delay_began = self._cpu_clock(), self._delay_clock()
         self._began = self._clock()
 
     def read_ends(self, examples: int) -> None:
         """Note that the loader has returned a batch of this rank's ``examples``."""
-        wait_s = self._clock() - self._began
+        wait_s = self._last_wait_s = self._clock() - self._began
         if self.processes == 0:
             self._cpu_s += self._cpu_clock() - self._cpu_began
+            self._delay_s += self._delay_clock() - self._delay_began
         last = None if self._mark is None else self.new_event()
         if self._mark is None or last is None:
             self._wait_s += wait_s
@@ -96,7 +116,10 @@ class InputTimes:
 
     def body_ends(self) -> None:
         """Note that the loop body has ended for the batch that was read last."""
-        self._loop_s += self._clock() - self._began
+        took_s = self._clock() - self._began
+        self._loop_s += took_s
+        if self._last_wait_s > _WAITED * took_s:
+            self._starved_s += took_s
 
     @property
     def waited(self) -> tuple[float, float]:
@@ -112,11 +135,14 @@ class InputTimes:
         return Reading(
             loop_s=round(self._loop_s, 4),
             wait_s=round(self._wait_s, 4),
+            starved_s=round(self._starved_s, 4),
             cpu_s=None if cpu_s is None else round(cpu_s + helpers.cpu_s, 4),
+            delay_s=round(self._reading_delay_s() + helpers.delay_s, 4),
             examples=self._examples,
             processes=self.processes,
             helpers=helpers.number,
-            sent_s=round(helpers.sent_s, 4),
+            helped_s=round(helpers.busy_s, 4),
+            link_s=round(helpers.link_s, 4),
         )
 
     def _reading_cpu_s(self) -> float | None:
@@ -126,15 +152,14 @@ class InputTimes:
             return self._cpu_s
         # Those of an earlier epoch have ended, and count as reaped children.
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        alive = sum(_cpu_s(pid) for pid in self.pids())
-        return ended.ru_utime + ended.ru_stime + alive
+        alive = [process for pid in self.pids() if (process := read_process(pid)) is not None]
+        return ended.ru_utime + ended.ru_stime + sum(process.cpu_s for process in alive)
 
-
-def _cpu_s(pid: int) -> float:
-    """Return the processor time of a process [s]; 0 if it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return 0.0
-    fields = stat.rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+    def _reading_delay_s(self) -> float:
+        """Return how long reading has waited for a core so far [s]."""
+        if self.processes:
+            now = {pid: run_delay_s(pid) for pid in self.pids()}
+            # Of processes and threads that have ended nothing is known any more.
+            self._delay_s += sum(max(0.0, s - self._delays.get(pid, 0.0)) for pid, s in now.items())
+            self._delays = now
+        return self._delay_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 
+import psutil
 import pytest
 
 from hvd_elastic.bench.memory import refuse_too_large
@@ -29,11 +30,12 @@ def refuse(batch_size: int, run: object, ranks: int | None = 1) -> None:
     refuse_too_large("net", batch_size, run, never, ranks)  # type: ignore[arg-type]
 
 
-def test_what_fits_is_tried_once_and_leaves_the_limit_as_it_was() -> None:
+@pytest.mark.parametrize(("ranks", "sizes"), [(None, [64]), (1, [1, 2, 4, 8, 16, 32, 64])])
+def test_what_fits_leaves_the_limit_as_it_was(ranks: int | None, sizes: list[int]) -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     tried, run = holds(64)
-    refuse(64, run)
-    assert tried == [64]
+    refuse(64, run, ranks)
+    assert tried == sizes
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
@@ -43,8 +45,41 @@ def test_the_largest_half_that_fits_is_named() -> None:
         refuse(64, run)
     with pytest.raises(ScriptError, match="which 4 ranks share"):
         refuse(64, run, ranks=4)
-    with pytest.raises(ScriptError, match="memory of the GPU"):
+    with pytest.raises(ScriptError, match="memory of the GPU; --batch-size 16 does"):
         refuse(64, run, ranks=None)
+
+
+def test_a_hopeless_batch_is_refused_after_a_few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an example takes is seen as it is used."""
+    memory = psutil.virtual_memory()._replace(available=1 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr("hvd_elastic.bench.memory._MEASURABLE_BYTES", 64 << 20)
+    tried: list[int] = []
+
+    def run(examples: int) -> None:
+        tried.append(examples)
+        assert b"\1" * (examples * 48 << 20)
+
+    with pytest.raises(ScriptError) as refused:
+        refuse(1 << 20, run)
+    assert tried == [1, 2, 4]
+    named = int(str(refused.value).rpartition("--batch-size ")[2].split()[0])
+    assert 11 <= named <= 21  # 21 times 48 MB are 1 GB
+    refuse(named, run)
+
+
+def test_a_model_may_not_take_few_examples() -> None:
+    tried: list[int] = []
+
+    def run(examples: int) -> None:
+        tried.append(examples)
+        if examples % 8:
+            raise ValueError("a multiple of 8")
+
+    refuse(24, run)
+    assert tried == [1, 3, 6, 12, 24]
+    with pytest.raises(ValueError, match="a multiple of 8"):
+        refuse(12, run)
 
 
 def test_nothing_may_fit() -> None:

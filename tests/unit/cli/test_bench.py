@@ -65,6 +65,7 @@ def test_a_loader_is_measured_without_training(tmp_path: Path) -> None:
     assert found["examples_per_s"] <= 1 / 0.002
     assert (found["batch_size"], found["processes"]) == (8, 0)
     assert found["cpu_s"] < found["seconds"]
+    assert found["bound"] == "storage"  # it sleeps
     assert "made by the script" in done.stderr
 
 

@@ -224,7 +224,7 @@ def priced(name: str, price: float) -> Host:
 def wait_for_data(play: Play, until_s: float) -> None:
     """gpu1 trains, waits half of the time, and reads in its training process."""
     for loop_s in (until_s - 6.0, until_s):
-        reading = Reading(loop_s, loop_s / 2, loop_s / 2, int(100 * loop_s), 0)
+        reading = Reading(loop_s, loop_s / 2, loop_s, loop_s / 2, 0.0, int(100 * loop_s), 0)
         play.hosts.watch.note("gpu1:0", reading)
     play.hosts.watch.machines["gpu1"] = ("gpu1", 1)
     play.hosts.watch_ranks([("gpu1:0", "gpu1")])

@@ -26,8 +26,22 @@ from tests.unit.policy.snapshots import snapshot, well_known
 FOUR_CORES = {"a": ("a", 4), "b": ("b", 4)}
 
 
-def reading(wait_s: float, cpu_s: float | None, processes: int | None) -> Reading:
-    return Reading(loop_s=10.0, wait_s=wait_s, cpu_s=cpu_s, examples=1000, processes=processes)
+def reading(
+    wait_s: float,
+    cpu_s: float | None,
+    processes: int | None,
+    *,
+    starved_s: float = 10.0,
+    delay_s: float = 0.0,
+) -> Reading:
+    return Reading(10.0, wait_s, starved_s, cpu_s, delay_s, examples=1000, processes=processes)
+
+
+def helped(cpu_s: float, *, helped_s: float, link_s: float) -> Reading:
+    """Two processes of input hosts read, and the rank waits for half of the time."""
+    return Reading(
+        10.0, 5.0, 10.0, cpu_s, 0.0, 1000, 0, helpers=2, helped_s=helped_s, link_s=link_s
+    )
 
 
 def test_ranks_that_do_not_wait_are_not_bound_by_input() -> None:
@@ -56,7 +70,8 @@ def test_decoding_that_needs_more_cores_than_the_host_has_needs_input_hosts() ->
 
 
 def test_reading_a_little_beside_training_on_the_only_core_needs_a_part_of_another() -> None:
-    found = find_input_bound([reading(1.0, 1.0, 1)], ["a"], {"a": ("a", 1)})
+    a_little = reading(1.0, 1.0, 1, starved_s=2.0, delay_s=0.5)
+    found = find_input_bound([a_little], ["a"], {"a": ("a", 1)})
     assert found.more_cores == pytest.approx(0.1 / 0.9)
     assert "0.1 more core of decoding would end it: --input-hosts" in found.reason
     # Where training does not use the core, as on a GPU, it is left to the readers.
@@ -80,28 +95,44 @@ def test_processes_that_wait_for_storage_are_not_helped_by_cores(
     assert "--input-hosts" not in found.reason
 
 
+@pytest.mark.parametrize("cpu_s", [3.0, 9.0])
+def test_readers_whose_cores_are_used_by_others_compute(cpu_s: float) -> None:
+    """On a busy machine a reader has a core for a part of the time, and is ready for the rest."""
+    busy = reading(7.0, cpu_s, 1, delay_s=9.5 - cpu_s)
+    found = find_input_bound([busy], ["a"], FOUR_CORES)
+    assert found.bound == "cores"
+    assert ("(and waits 6.5 ms for it)" in found.reason) == (cpu_s == 3.0)
+
+
+def test_readers_that_wait_for_a_core_now_and_then_still_wait_for_storage() -> None:
+    found = find_input_bound([reading(6.0, 0.5, 1, delay_s=3.0)], ["a"], FOUR_CORES)
+    assert found.bound == "storage"
+
+
+def test_readers_that_are_idle_between_bursts_compute() -> None:
+    """One step in five waits, and the reader has enough ahead before the others."""
+    found = find_input_bound([reading(1.0, 2.5, 1, starved_s=2.5)], ["a"], FOUR_CORES)
+    assert found.bound == "cores"
+
+
 def test_input_hosts_that_are_busy_need_further_ones() -> None:
     """Two of their cores are busy all the time, and the rank waits for half of it."""
-    helped = Reading(10.0, 5.0, 20.0, 1000, 0, helpers=2)
-    found = find_input_bound([helped], ["a"], FOUR_CORES)
+    found = find_input_bound([helped(20.0, helped_s=20.0, link_s=0.0)], ["a"], FOUR_CORES)
     assert (found.bound, found.helpers) == ("cores", 2)
     assert found.more_cores == pytest.approx(2.0)
     assert "further --input-hosts" in found.reason
 
 
 def test_input_hosts_that_are_idle_wait_for_the_link() -> None:
-    helped = Reading(10.0, 8.0, 2.0, 1000, 0, helpers=2)
-    found = find_input_bound([helped], ["a"], FOUR_CORES)
-    assert found.bound == "storage"
+    found = find_input_bound([helped(2.0, helped_s=2.0, link_s=18.0)], ["a"], FOUR_CORES)
+    assert (found.bound, found.more_cores) == ("link", None)
     assert "the link to them is the limit" in found.reason
-
-
-def test_input_hosts_that_compute_and_then_wait_to_send_wait_for_the_link() -> None:
-    helped = Reading(10.0, 4.0, 14.0, 1000, 0, helpers=2, sent_s=6.0)
-    found = find_input_bound([helped], ["a"], FOUR_CORES)
-    assert (found.bound, found.more_cores) == ("storage", None)
-    assert "have to wait until their batches are sent" in found.reason
     assert found.reason.endswith("read more on this host: num_workers=1")
+
+
+def test_input_hosts_that_are_busy_and_do_not_compute_wait_for_their_storage() -> None:
+    found = find_input_bound([helped(2.0, helped_s=19.0, link_s=1.0)], ["a"], FOUR_CORES)
+    assert (found.bound, found.more_cores) == ("storage", None)
 
 
 def test_an_unknown_processor_time_leaves_the_cores_open() -> None:
@@ -130,12 +161,12 @@ def test_a_watch_tells_once_until_it_moves(
     watch = InputWatch()
     watch.machines |= FOUR_CORES
     members = [("w", "a")]
-    watch.note("w", Reading(0.0, 0.0, 0.0, 1, 0))
+    watch.note("w", Reading(examples=1, cpu_s=0.0, processes=0))
     assert watch.look(members) is None
     told, total = [], 0.0
     for window, share in enumerate(shares, 1):
         total += 10 * share
-        watch.note("w", Reading(10.0 * window, total, total, 100 * window, 0))
+        watch.note("w", Reading(10.0 * window, total, total, total, 0.0, 100 * window, 0))
         found = watch.look(members)
         told.append(None if found is None else found.bound)
     assert told == bounds
@@ -143,8 +174,8 @@ def test_a_watch_tells_once_until_it_moves(
 
 def test_a_watch_waits_for_all_ranks() -> None:
     watch = InputWatch()
-    watch.note("v", Reading(0.0, 0.0, 0.0, 1, 0))
-    watch.note("v", Reading(10.0, 5.0, 5.0, 100, 0))
+    watch.note("v", Reading(examples=1, cpu_s=0.0, processes=0))
+    watch.note("v", Reading(10.0, 5.0, 10.0, 5.0, 0.0, 100, 0))
     assert watch.look([("v", "a"), ("w", "b")]) is None
 
 
@@ -257,10 +288,10 @@ def test_a_reader_of_unknown_cores_counts_as_one() -> None:
 def test_a_watch_that_begins_anew_looks_at_a_whole_window_again() -> None:
     watch = InputWatch()
     for loop_s in (0.0, 6.0):
-        watch.note("w", Reading(loop_s, loop_s / 2, loop_s / 2, int(100 * loop_s), 0))
+        watch.note("w", Reading(loop_s, loop_s / 2, loop_s, loop_s / 2, 0.0, int(100 * loop_s), 0))
     assert watch.look([("w", "a")])
     watch.begin_anew()
     assert watch.look([("w", "a")]) is None
     for loop_s in (7.0, 13.0):
-        watch.note("w", Reading(loop_s, loop_s / 2, loop_s / 2, int(100 * loop_s), 0))
+        watch.note("w", Reading(loop_s, loop_s / 2, loop_s, loop_s / 2, 0.0, int(100 * loop_s), 0))
     assert watch.look([("w", "a")])

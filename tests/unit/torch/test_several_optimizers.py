@@ -184,7 +184,7 @@ def test_an_optimizer_whose_parameters_are_all_frozen_trains_them_later(alone: C
     body.requires_grad_(False)
     before = body.weight.detach().clone()
     slow, fast = sgd(body), sgd(head)
-    loader = hvd.DataLoader(TensorDataset(torch.ones(8, 2)), 4)
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(TensorDataset(torch.ones(8, 2)), 4)
     frozen = []
 
     def train(state: hvd.State) -> None:

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -14,7 +16,9 @@ from hvd_elastic.hosts.programs.processes import (
     environment,
     is_alive,
     own_ancestors,
+    own_delay_s,
     read_process,
+    run_delay_s,
 )
 
 TIMEOUT_S = 60
@@ -137,3 +141,34 @@ def test_children_of_a_process_whose_first_thread_has_ended_are_found() -> None:
         """
     )
     assert said == "False"
+
+
+def test_processes_that_share_a_core_wait_for_it() -> None:
+    """Two that compute have half of it each; one that sleeps waits for little."""
+    said = supervise(
+        """
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+        both = [start("print(1, flush=True)\\nwhile True: pass") for _ in range(2)]
+        asleep = start("import time; print(1, flush=True); time.sleep(1000)")
+        for _, output in [*both, asleep]: output.readline()
+        before = [run_delay_s(each.pid) for each, _ in [*both, asleep]]
+        time.sleep(1.0)
+        after = [run_delay_s(each.pid) for each, _ in [*both, asleep]]
+        end_processes(descendants, 0)
+        both[0][0].wait()
+        print(*(now - then for now, then in zip(after, before)), run_delay_s(both[0][0].pid))
+        """
+    )
+    first, second, asleep, ended = map(float, said.split())
+    assert first + second > 0.8  # at each moment one of them waits
+    assert asleep < min(first, second)
+    assert ended == 0.0
+
+
+def test_a_thread_knows_its_own_wait_for_a_core() -> None:
+    found: list[float] = []
+    thread = threading.Thread(target=lambda: found.append(own_delay_s()))
+    thread.start()
+    thread.join()
+    assert 0.0 <= found[0] <= time.monotonic()
+    assert run_delay_s(os.getpid()) >= own_delay_s() > 0.0

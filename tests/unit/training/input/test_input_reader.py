@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import socket
@@ -18,7 +19,7 @@ import pytest
 
 from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.training.input.asking import InputServer
-from hvd_elastic.training.input.link import Link, Offer
+from hvd_elastic.training.input.link import Batch, Link, Offer, Want
 from hvd_elastic.training.input.reader import InputReader
 from hvd_elastic.training.input.requests import Requests
 from hvd_elastic.training.input.server import (
@@ -488,7 +489,10 @@ def test_a_process_of_its_own_that_is_killed_is_told_and_replaced_by_the_rank(
 
 
 def test_processes_of_an_input_host_listen_each_on_its_own_port(start: Any) -> None:
-    processes = ReadingProcesses(Source(), 2, "127.0.0.1", CERTIFICATE)
+    source = Source()
+    with pytest.raises(AttributeError):
+        pickle.dumps(source)  # its transform is a lambda; the processes are forked
+    processes = ReadingProcesses(source, 2, "127.0.0.1", CERTIFICATE)
     try:
         assert len({*processes.ports}) == 2
         reader = start(Source())
@@ -507,6 +511,53 @@ def test_a_process_that_speaks_nonsense_is_given_up() -> None:
         other.sendall(b"GET / HTTP/1.1\r\n\r\n")
         other.shutdown(socket.SHUT_WR)
         serve(Link(own, "a rank"), Source())  # returns, and raises nothing
+
+
+def test_what_a_process_does_between_two_batches_is_told_apart() -> None:
+    """It waits for a request that was on its way, then for one that the rank held back, and then
+    for its turn while another rank's batch is made."""
+    own, other = socket.socketpair()
+    source, turn = Source(), threading.Lock()
+    source.before = lambda: time.sleep(0.1)
+    thread = threading.Thread(target=serve, args=(Link(own, "a rank"), source, turn))
+    thread.start()
+    link = Link(other, "a process")
+    link.receive()
+
+    def ask(number: int, *, held_back: bool = False) -> Batch:
+        time.sleep(0.2)
+        link.send(Want(number, 0, [number], held_back))
+        answer: Batch = link.receive()[0]
+        return answer
+
+    first, on_its_way, held_back = ask(0), ask(1), ask(2, held_back=True)
+    assert first.link_s == 0.0
+    assert on_its_way.link_s >= 0.2
+    assert held_back.link_s < 0.2
+    threading.Timer(0.5, turn.release).start()
+    turn.acquire()
+    waited = ask(3)
+    assert waited.busy_s >= 0.2 + 0.1  # 0.3 s of the other's turn, at the least 0.2, and its own
+    assert waited.cpu_s + waited.delay_s < 0.5 * waited.busy_s  # as its own, which sleeps
+    link.cut()
+    thread.join()
+    own.close()
+    other.close()
+
+
+def test_a_rank_with_enough_batches_ahead_holds_requests_back(start: Any) -> None:
+    host = Host(Source())
+    reader = start(Source())
+    reader.use([host.server])
+    wait_until(lambda: reader.helpers().number == 1)
+    reader.begin(0, passes(60))
+    for _ in range(20):  # as a step that takes longer than to read a batch
+        take(reader, 1)
+        time.sleep(0.02)
+    found = reader.helpers()
+    assert found.link_s < 0.2  # of 0.4 s
+    assert 0.0 < found.cpu_s <= found.busy_s + 0.01
+    host.close()
 
 
 def test_seeds_differ_by_seed_epoch_and_index() -> None:

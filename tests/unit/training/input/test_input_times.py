@@ -33,19 +33,34 @@ class Event:
 
 
 def test_the_time_in_the_loader_is_the_wait() -> None:
-    wall, cpu = Clock(), Clock()
-    times = InputTimes(wall, cpu)
+    wall, cpu, delay = Clock(), Clock(), Clock()
+    times = InputTimes(wall, cpu, delay)
     assert times.reading() is None
     times.processes = 0
     for _ in range(2):
         times.read_begins()
-        wall.now, cpu.now = wall.now + 3.0, cpu.now + 2.0
+        wall.now, cpu.now, delay.now = wall.now + 3.0, cpu.now + 2.0, delay.now + 0.5
         times.read_ends(8)
-        wall.now, cpu.now = wall.now + 1.0, cpu.now + 1.0
+        wall.now, cpu.now, delay.now = wall.now + 1.0, cpu.now + 1.0, delay.now + 1.0
         times.body_ends()
     found = times.reading()
     assert found is not None
     assert (found.loop_s, found.wait_s, found.cpu_s, found.examples) == (8.0, 6.0, 4.0, 16)
+    assert (found.starved_s, found.delay_s) == (8.0, 1.0)
+
+
+def test_a_step_whose_batch_was_ahead_is_not_starved() -> None:
+    wall = Clock()
+    times = InputTimes(wall)
+    for wait_s in (0.1, 3.0, 0.0):
+        times.read_begins()
+        wall.now += wait_s
+        times.read_ends(1)
+        wall.now += 5.0
+        times.body_ends()
+    found = times.reading()
+    assert found is not None
+    assert found.starved_s == 8.0
 
 
 def test_what_lies_between_two_loops_is_not_counted() -> None:
