@@ -195,15 +195,17 @@ class GradientAverager(Averager):
         if self._rehearses:
             return np.zeros(1, np.float32)
         try:
-            if self._begun or self._told is not None:
-                if not self._context.has_trained:
-                    error = ScriptError(
-                        "gradients are applied, and training has not begun, so no rank knows of "
-                        "the others: give model.fit callbacks=[hvd.ElasticCallback()], or put a "
-                        "loop of your own into a function under @hvd.run"
-                    )
-                    show_instead(error)
-                    raise error
+            again = self._begun or self._told is not None
+            led = self._context.worker.mode is Mode.AGENT
+            if (again or led) and not self._context.has_trained:
+                early = ScriptError(
+                    "gradients are applied, and training has not begun, so no rank knows of the "
+                    "others: give model.fit callbacks=[hvd.ElasticCallback()], or put a loop of "
+                    "your own into a function under @hvd.run"
+                )
+                show_instead(early)
+                raise early
+            if again:
                 raise ScriptError(
                     "optimizer.apply, or tape.gradient of DistributedGradientTape, is called twice "
                     "in one step. A step applies the gradients of all variables at once: add the "

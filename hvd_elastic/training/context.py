@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -494,6 +495,7 @@ def initialize(frontend: Frontend) -> Context:
         _context = Context(detect_mode(os.environ), frontend)
         if _context.worker.mode is Mode.AGENT:
             tell_uncaught(_context.script_failed)
+            gc.freeze()  # else the interpreter visits all imported objects again as it ends
     return _context
 
 
