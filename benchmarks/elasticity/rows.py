@@ -186,6 +186,21 @@ def kill_without_spare(stage: Stage, launcher: Launcher) -> Figures:
             yield "of that the script before run", newcomer.ready - newcomer.born
 
 
+def new_host(stage: Stage, launcher: Launcher) -> Figures:
+    """Add a host; time its worker until it calls ``run``, and plain Python there before that."""
+    bed = stage.bed()
+    host = bed.hosts[2]
+    with stage.training(bed, launcher, Order(bed.slots(1, 1), max_np=3)) as job:
+        plain_s = job.time_plain(launcher, host, stage.limit_s)
+        asked = use(1, 1, 1)(job)
+        job.wait(lambda: newcomer_step(job.marks.processes, asked, 3), stage.limit_s)
+        ready = job.newest((host, 0)).ready
+    assert ready is not None  # since it has finished a step
+    yield "until its worker calls run", ready - asked
+    yield "plain Python until there", plain_s
+    yield "beyond plain Python", ready - asked - plain_s
+
+
 def _templates(bed: Testbed) -> int:
     """Return the number of templates on all hosts that can be forked."""
     pids = [pid for host in bed.hosts for pid in bed.cluster.pids(host)]
@@ -373,6 +388,10 @@ _KILL = "kill -9 of a worker beside another on its host (2 → 1)"
 _SPARE = "kill -9 with a warm spare (ours: --spares 1)"
 _NO_SPARE = "kill -9 without a spare (ours: with a template on each host)"
 _REFILL_CASES = [Case("full size again", target=1.0), Case("of that the script before run")]
+_NEW_HOST = "a host is added: its start beside that of plain Python on it"
+_NEW_HOST_CASES = [Case("until its worker calls run"), Case("plain Python until there")]
+_NEW_HOST_CASES += [Case("beyond plain Python", target=0.7)]
+_OWN_PLAIN = dict.fromkeys(("horovod", "torchrun", "torchft"), "is not compared with plain Python")
 _BELOW = "fewer than the minimum are left, then a host joins"
 _SIXTEEN = "16 ranks on 4 hosts, the last one joins (15 → 16), 50 ms steps"
 _GROWTH = "world sizes 2 to 16, join (to n) and kill -9 (of n), 50 ms steps"
@@ -406,6 +425,7 @@ ROWS = (
     Row(13, _SIXTEEN, partial(grow, 16), [Case("join 16", target=1.0)]),
     Row(14, _GROWTH, growth, _GROWTH_CASES, _ROW_13),
     Row(15, _NO_SPARE, kill_without_spare, _REFILL_CASES),
+    Row(16, _NEW_HOST, new_host, _NEW_HOST_CASES, _OWN_PLAIN),
 )
 
 

@@ -130,6 +130,30 @@ class Job(abc.ABC):
     def processes(self) -> list[subprocess.Popen[bytes]]:
         """Return the processes on this machine whose end means the end of the job."""
 
+    def time_plain(self, launcher: Launcher, host: str, limit_s: float) -> float:
+        """Run the workload on a host without a launcher until it is ready, and return the time [s].
+
+        Of our own launchers only: their workloads run under plain ``python`` too.
+        """
+        folder = self.folder / "plain"
+        (folder / "marks").mkdir(parents=True)
+        command = [sys.executable, *_marked(folder, self.order, *launcher.marking)]
+        found, began = MarkFolder(folder / "marks"), time.monotonic()
+
+        def ready() -> Process | None:
+            found.poll()
+            return next((each for each in found.processes if each.ready is not None), None)
+
+        with (folder / "output").open("wb") as out:
+            streams = {"stdout": out, "stderr": subprocess.STDOUT}
+            environment = _driver_environment(self.order)
+            plain = self.bed.cluster.popen_on(host, command, env=environment, **streams)
+        process = self.wait(ready, limit_s, "plain Python was not ready")
+        self.bed.kill(host, process.pid)
+        plain.wait()
+        assert process.ready is not None
+        return process.ready - began
+
     def sleep(self) -> None:
         """Sleep between two checks: short compared with the figures, long compared with a check."""
         time.sleep(_POLL_S)
@@ -291,12 +315,14 @@ class Launcher(abc.ABC):
         script: name of its version of the workload in ``benchmarks/peers/``.
         needs: module that must be importable, and how to install it.
         is_ours: whether it is ``hvd-elastic run``.
+        marking: options of :mod:`benchmarks.testbed.marking` for its workload.
     """
 
     key: ClassVar[str]
     name: ClassVar[str]
     script: ClassVar[str]
     is_ours: ClassVar[bool] = False
+    marking: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[tuple[str, str]] = ("torch", "PyTorch is not installed; use: make env")
 
     @property
@@ -378,7 +404,6 @@ class _Ours(Launcher):
     name = "hvd-elastic run"
     script = "train_ours.py"
     is_ours = True
-    marking: ClassVar[tuple[str, ...]] = ()
 
     def launch(self, bed: Testbed, folder: Path, order: Order) -> DriverJob:
         np = () if order.np is None else ("--np", str(order.np))
@@ -405,7 +430,6 @@ class _StaticHorovod(Launcher):
     name = "horovodrun -np"
     script = "train_horovod.py"
     needs = ("horovod", "Horovod is not installed; use: make horovod")
-    marking: ClassVar[tuple[str, ...]] = ()
 
     def hosts(self, bed: Testbed, order: Order) -> list[str]:
         """Return the options that name the hosts."""

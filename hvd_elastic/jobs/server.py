@@ -24,6 +24,8 @@ _PATIENCE_S = 10.0
 """How long a client may take to send its request, or to read its answer [s]."""
 _FULL_S = 0.05
 """Time until another try to connect while too many others do [s]."""
+_ANSWER_S = 60.0
+"""Longest wait of a caller for the daemon [s]."""
 _CREDENTIALS = struct.Struct("3i")
 _decoder = msgspec.json.Decoder(Request)
 
@@ -148,9 +150,9 @@ class RequestServer:
         client.socket.close()
 
 
-def _connect(place: ClusterFolder, connection: socket.socket, timeout_s: float) -> None:
+def _connect(place: ClusterFolder, connection: socket.socket) -> None:
     """Connect to a daemon, at which others may be waiting to be let in as well."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + _ANSWER_S
     with place.socket_address() as address:
         while True:
             try:
@@ -161,7 +163,7 @@ def _connect(place: ClusterFolder, connection: socket.socket, timeout_s: float) 
                 time.sleep(_FULL_S)
 
 
-def ask_daemon(place: ClusterFolder, request: Request, *, timeout_s: float = 60.0) -> Answer:
+def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
     """Send a request to the daemon of a cluster and return its answer.
 
     Raises:
@@ -169,9 +171,9 @@ def ask_daemon(place: ClusterFolder, request: Request, *, timeout_s: float = 60.
     """
     ask = f"Start it with: hvd-elastic up HOSTFILE --name {place.name}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
-        connection.settimeout(timeout_s)
+        connection.settimeout(_ANSWER_S)
         try:
-            _connect(place, connection, timeout_s)
+            _connect(place, connection)
             connection.sendall(msgspec.json.encode(request))
             connection.shutdown(socket.SHUT_WR)
             received = b"".join(iter(lambda: connection.recv(1 << 20), b""))

@@ -73,6 +73,8 @@ class GradientAverager:
         self._forget_scaling: Callable[[], None] = lambda: None
         self._copy = OptimizerCopy(optimizer)
         self._left = LeftGradients()
+        self._computed: set[torch.Tensor] = set()
+        """Parameters whose gradients the last pass of a single rank has computed."""
         self._retired = ""
         """Why another optimizer trains; empty: this one does."""
         self.forgotten: list[LRScheduler] = []
@@ -427,6 +429,7 @@ class GradientAverager:
 
     def _forget_step(self) -> None:
         self._reductions.are_done = False
+        self._computed.clear()
         self._absorbed = -1
 
     def _ready(self, parameter: torch.Tensor) -> None:
@@ -449,10 +452,15 @@ class GradientAverager:
         if step.in_no_sync:
             return False
         step.continues = False
-        if self._communicator.size == 1 or step.accumulating:
+        if step.accumulating:
+            return False
+        if self._communicator.size == 1:
+            if parameter in self._computed:
+                self._reductions.refuse_twice(parameter)
+            self._computed.add(parameter)
             return False
         if self._reductions.are_done:
-            self._reductions.refuse_twice(parameter)
+            self._reductions.refuse_if_reduced(parameter)
         self._open()
         # Where the batch adapts, the step may be called off for lack of memory: on a CPU until the
         # last bucket is full, and on a GPU until its end.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -95,20 +95,24 @@ class Reductions:
         """
         bucket = self._missing.pop(parameter, None)
         if bucket is None:  # just unfrozen: it takes part from the next step on
-            self.refuse_twice(parameter)
+            self.refuse_if_reduced(parameter)
             return None
         bucket.missing -= 1
         return None if bucket.missing else bucket
 
-    def refuse_twice(self, parameter: torch.Tensor) -> None:
+    def refuse_if_reduced(self, parameter: torch.Tensor) -> None:
         """Raise ScriptError if a gradient is computed that has been reduced in this step."""
         if parameter in self._bucket_of:
-            raise ScriptError(
-                f"the gradient of {self._names[parameter]!r} was computed twice before "
-                "optimizer.step(). Call step() after each backward(), or add gradients up: put "
-                "every backward() of a step but the last into `with optimizer.no_sync():`. Compute "
-                "gradients that step() does not use, as SAM's first, by torch.autograd.grad()"
-            )
+            self.refuse_twice(parameter)
+
+    def refuse_twice(self, parameter: torch.Tensor) -> NoReturn:
+        """Raise ScriptError since a gradient is computed twice in a step."""
+        raise ScriptError(
+            f"the gradient of {self._names[parameter]!r} was computed twice before "
+            "optimizer.step(). Call step() after each backward(), or add gradients up: put "
+            "every backward() of a step but the last into `with optimizer.no_sync():`. Compute "
+            "gradients that step() does not use, as SAM's first, by torch.autograd.grad()"
+        )
 
     @property
     def waiting(self) -> list[Bucket]:

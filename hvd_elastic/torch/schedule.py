@@ -93,13 +93,21 @@ def forgotten_schedulers(worker: Worker, optimizer: Optimizer) -> list[LRSchedul
     """Return the schedulers of an optimizer that no object of the State holds, and warn of them.
 
     Their step count is kept in this process only: after a failure it is not rolled back with the
-    rest, and a rank that joins begins at 0. Called in the optimizer's first step. The search takes
-    about 50 ms, so only rank 0 does it, and the first step of a newcomer is not delayed.
+    rest, and a rank that joins begins at 0. The optimizer is warned of as well if nothing there
+    holds it, and it has a state. Called in its first step. The search takes about 50 ms, so only
+    rank 0 does it, and the first step of a newcomer is not delayed.
     """
     state: Any = worker.state
     if state is None or worker.communicator.rank != 0:
         return []
     kept = {id(found) for item in state.named_objects().values() for found in _held_by(item)}
+    has_state = any(part is not None for own in optimizer.state.values() for part in own.values())
+    if has_state and id(optimizer) not in kept:
+        worker.warn(
+            f"the {type(optimizer).__name__} is not in the State: what it has gathered, such as "
+            "momentum, would be lost in a worker that joins and in a run that is resumed. Give it "
+            "to the State: hvd.State(model=..., optimizer=optimizer)"
+        )
     # The garbage collector's list is searched because optimizers do not refer to schedulers.
     users = {
         id(found): found

@@ -54,9 +54,9 @@ def test_rows_are_numbered_in_order_and_name_launchers_that_exist():
         assert len(set(names)) == len(names) > 0
 
 
-@pytest.mark.parametrize("text", ["0", "16", "3-1", "a", "", "1,,2", "1-99"])
+@pytest.mark.parametrize("text", ["0", "17", "3-1", "a", "", "1,,2", "1-99"])
 def test_what_is_no_row_is_refused_with_what_is_valid(text: str):
-    with pytest.raises(UsageError, match="from 1 to 15"):
+    with pytest.raises(UsageError, match="from 1 to 16"):
         parse_rows(text)
 
 

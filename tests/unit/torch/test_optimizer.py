@@ -177,9 +177,13 @@ def test_clipping_what_is_on_its_way_is_refused(
         optimizer.step()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_two_backward_passes_for_one_step_are_refused_with_a_way_out(
-    alone: Context, two: TwoRanks
+    alone: Context, request: pytest.FixtureRequest, ranks: int
 ) -> None:
+    """On a single rank too: the script will not stay alone."""
+    if ranks == 2:
+        request.getfixturevalue("two")
     model = linear()
     DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
     hand_out(alone)
