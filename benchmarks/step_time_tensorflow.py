@@ -3,6 +3,10 @@
 Run it: ``python benchmarks/step_time_tensorflow.py --out step_time_tensorflow.json``. Each round
 starts every launcher once for each model. A row's figure is the median over the rounds of ours
 divided by the peer, where each is the median step of its job, of the slower rank.
+
+With ``--in-turn`` one job trains with ours and with stock Horovod in turn, in the same processes
+and the same ring, ten steps each, and a row's figure is the median over pairs of blocks. So a
+machine that is busy with other things disturbs both alike.
 """
 
 from __future__ import annotations
@@ -13,14 +17,23 @@ import os
 import random
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.peers.options import mark_step
-from benchmarks.step_time import RANKS, START_LIMIT_S, WARM_STEPS, Cost, interval
+from benchmarks.step_time import (
+    BLOCK,
+    RANKS,
+    START_LIMIT_S,
+    WARM_BLOCKS,
+    WARM_STEPS,
+    Cost,
+    in_blocks,
+    interval,
+)
 from benchmarks.testbed.command import Say, at_least_one, check_names, names, run_benchmark
 from benchmarks.testbed.figures import Result, conditions
 from benchmarks.testbed.hosts import Testbed, make_testbed
@@ -31,6 +44,7 @@ SHARE = 32
 SHAPE = {"small": (28, 28, 1), "large": (1024,)}
 LAUNCHERS = {"ours": KERAS, "horovod": STATIC_TENSORFLOW, "mirrored": MIRRORED}
 VARIANTS = {"ours": "ours", "adaptive": "ours", "horovod": "horovod", "mirrored": "mirrored"}
+ENVIRONMENT = {"TF_NUM_INTRAOP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 # -- the training script, in a worker --------------------------------------------------------
@@ -72,8 +86,8 @@ def step_of(model: Any, apply: Callable[[Any, Any, Any], object]) -> Any:
     return step
 
 
-def train_ours(name: str, *, adaptive: bool) -> None:
-    """Train with this library."""
+def train_ours(name: str, *, adaptive: bool, in_turn: bool, settle: int) -> None:
+    """Train with this library; with ``in_turn`` and with stock Horovod, after ``settle`` steps."""
     import keras
 
     import hvd_elastic.tensorflow as hvd
@@ -84,13 +98,19 @@ def train_ours(name: str, *, adaptive: bool) -> None:
     largest = batch if adaptive else None
     dataset = hvd.dataset(examples(name), batch, shuffle=True, max_batch_size=largest)
     step = step_of(model, lambda tape, loss, v: optimizer.apply(tape.gradient(loss, v), v))
+    steps = itertools.count(1 - settle)
 
     @hvd.run
     def train(state: Any) -> None:
+        others = horovod_steps(name, hvd.rank()) if in_turn else iter(())
         for _ in hvd.epochs(10**9):
             for inputs in dataset:
                 state.commit(loss=step(inputs))
                 mark_step(hvd.size())
+                number = next(steps)
+                if number > 0 and number % BLOCK == 0:
+                    for _ in itertools.islice(others, BLOCK):
+                        mark_step(hvd.size())
 
     train(hvd.State(model=model, optimizer=optimizer))
 
@@ -106,9 +126,17 @@ def shuffled(name: str, rank: int) -> Any:
 def train_horovod(name: str) -> None:
     """Train with stock Horovod."""
     import horovod.tensorflow as hvd
-    import keras
 
     hvd.init()
+    for _ in horovod_steps(name, hvd.rank()):
+        mark_step(hvd.size())
+
+
+def horovod_steps(name: str, rank: int) -> Iterator[None]:
+    """Take a step with stock Horovod for each item."""
+    import horovod.tensorflow as hvd
+    import keras
+
     model, optimizer = build(name), keras.optimizers.SGD(1e-4)
 
     def apply(tape: Any, loss: Any, variables: Any) -> None:
@@ -117,9 +145,9 @@ def train_horovod(name: str) -> None:
         optimizer.apply(averaged, variables)
 
     step = step_of(model, apply)
-    for inputs in shuffled(name, hvd.rank()).prefetch(1):
+    for inputs in shuffled(name, rank).prefetch(1):
         float(step(inputs))
-        mark_step(hvd.size())
+        yield
 
 
 def train_mirrored(name: str) -> None:
@@ -159,7 +187,7 @@ def step_cost(bed: Testbed, who: str, name: str) -> Cost:
         slots=dict.fromkeys(bed.hosts[:RANKS], 1),
         training=[__file__, "--train", who, "--model", name],
         min_np=RANKS,
-        environment={"TF_NUM_INTRAOP_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        environment=ENVIRONMENT,
     )
     wanted = WARM_STEPS + STEPS[name]
 
@@ -173,6 +201,41 @@ def step_cost(bed: Testbed, who: str, name: str) -> Cost:
         return max(costs, key=lambda cost: cost.step_s)
 
 
+def costs_in_turn(
+    bed: Testbed, who: str, name: str, rounds: int, settle: int
+) -> dict[str, list[Cost]]:
+    """Start a job that trains with ours and stock Horovod in turn; return the costs of each block.
+
+    Args:
+        bed: the hosts.
+        who: ``ours`` or ``adaptive``.
+        name: name of the model.
+        rounds: number of blocks of each.
+        settle: steps of ours before the first block.
+
+    Raises:
+        FailedPlayError: the job ended, or took too long.
+    """
+    script = [__file__, "--train", who, "--model", name, "--in-turn", "--settle", str(settle)]
+    order = Order(
+        slots=dict.fromkeys(bed.hosts[:RANKS], 1),
+        training=script,
+        min_np=RANKS,
+        environment=ENVIRONMENT,
+    )
+    blocks = WARM_BLOCKS + 2 * rounds
+    wanted = settle + blocks * BLOCK
+
+    def ranks_are_done(job: Job) -> bool:
+        return sum(len(each.steps) >= wanted for each in job.marks.processes) == RANKS
+
+    with bed.job(LAUNCHERS["ours"], order) as job:
+        job.wait(lambda: ranks_are_done(job), START_LIMIT_S)
+        ranks = [each.steps[settle:wanted] for each in job.marks.processes]
+        found = in_blocks(ranks, blocks)[WARM_BLOCKS:]
+        return {who: found[::2], "horovod": found[1::2]}
+
+
 def measure(options: argparse.Namespace, say: Say) -> Result:
     """Measure all rows, one job of each launcher in every round."""
     check_names("--models", options.models, STEPS)
@@ -180,7 +243,12 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
     load_before = os.getloadavg()
     rows: list[dict[str, Any]] = []
     with make_testbed(RANKS) as bed:
-        for name in options.models:
+        for who, name in itertools.product(options.launchers, options.models):
+            if options.in_turn and VARIANTS[who] == "ours":
+                turns = costs_in_turn(bed, who, name, options.rounds, options.settle)
+                rows += [_row(name, each, turns) for each in turns]
+                say(f"{name}, {who} / horovod: {rows[-2]['to_horovod']}")
+        for name in options.models if not options.in_turn else ():
             found: dict[str, list[Cost]] = {who: [] for who in options.launchers}
             for number in range(1, options.rounds + 1):
                 for who in random.Random(number).sample(options.launchers, len(found)):
@@ -189,6 +257,9 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
                 say(f"{name}, round {number} of {options.rounds} [ms]: {latest}")
             rows += [_row(name, who, found) for who in found]
     note = "Two ranks with one thread each; every job's figure is the slower rank's median step."
+    if options.in_turn:
+        note = f"Two ranks with one thread each; ours and Horovod in turn in one job, {BLOCK} steps"
+        note += f" each, after {options.settle} steps of ours."
     hosts = f"{RANKS} virtual hosts (namespaces)"
     return Result("step_time_tensorflow", conditions(hosts, note, load_before), {"steps": rows})
 
@@ -213,9 +284,12 @@ def main() -> int:
     if "--train" in sys.argv:
         parser.add_argument("--train", choices=VARIANTS)
         parser.add_argument("--model", choices=STEPS)
+        parser.add_argument("--in-turn", action="store_true")
+        parser.add_argument("--settle", type=int, default=0)
         args = parser.parse_args()
         if VARIANTS[args.train] == "ours":
-            train_ours(args.model, adaptive=args.train == "adaptive")
+            adaptive = args.train == "adaptive"
+            train_ours(args.model, adaptive=adaptive, in_turn=args.in_turn, settle=args.settle)
         else:
             {"horovod": train_horovod, "mirrored": train_mirrored}[args.train](args.model)
         return 0
@@ -225,6 +299,10 @@ def main() -> int:
     parser.add_argument("--launchers", type=names, default=list(VARIANTS), help=told)
     told = "jobs of each launcher; 12 at least decide a ratio"
     parser.add_argument("--rounds", type=at_least_one, default=12, help=told)
+    told = "train with ours and stock Horovod in turn in one job"
+    parser.add_argument("--in-turn", action="store_true", help=told)
+    told = "with --in-turn: steps of ours first; after 600 an adaptive batch knows its noise"
+    parser.add_argument("--settle", type=int, default=0, help=told)
     return run_benchmark(parser, measure)
 
 

@@ -6,9 +6,9 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +29,8 @@ OTHER = {"goodput": "equal", "equal": "goodput", "fifo": "goodput"}
 _LONGEST = 6.0
 """All jobs have to end within this many times the time over which they come."""
 _MEASURED = "measured.json"
+_OTHER_STEPS = ("rescale_started", "batch_plan")
+"""Events after which the steps of a run may take another time."""
 _Step = tuple[float, float]
 """A value from a time on [Unix s, value]."""
 
@@ -43,6 +45,7 @@ class Shared:
         training: processes that train or execute a command, over time.
         waiting: jobs that wait for slots, over time.
         pauses_s: pauses of training jobs when slots were given up, and when some came [s].
+        stalls_s: by how much each of them is longer than a step [s].
         audits: whether every example of a job was used exactly once an epoch, by run id.
         history: the jobs with their measured speeds.
         loads: load average of the machine, sampled.
@@ -53,6 +56,7 @@ class Shared:
     training: Sequence[_Step]
     waiting: Sequence[_Step]
     pauses_s: Sequence[float]
+    stalls_s: Sequence[float]
     audits: Mapping[str, bool]
     history: History
     loads: Sequence[float]
@@ -130,7 +134,7 @@ def _read(home: Path) -> Shared:
         history = read_history(summary)
     waiting: list[_Step] = []
     training: list[_Step] = []
-    pauses_s: list[float] = []
+    pauses: list[tuple[float, float]] = []
     audits = {}
     changes = {"job_submitted": 1, "job_requeued": 1, "job_started": -1}
     running: set[Any] = set()
@@ -151,31 +155,43 @@ def _read(home: Path) -> Shared:
             continue
         folder = home / "runs" / run_id
         audits[run_id] = check_audit(read_events(folder / "audit.jsonl"), finished=True).ok
-        sizes = _sizes(read_events(folder / "events.jsonl"), pauses_s)
+        events = read_events(folder / "events.jsonl")
+        pauses += pauses_of(events)
+        sizes = _sizes(events)
         training += [(at, after - before) for (_, before), (at, after) in pairwise(sizes)]
     return Shared(
         told["minutes"],
         summary,
         _summed(training),
         _summed(waiting),
-        pauses_s,
+        [pause_s for pause_s, _ in pauses],
+        [max(0.0, pause_s - step_s) for pause_s, step_s in pauses],
         audits,
         history,
         told["loads"],
     )
 
 
-def _sizes(events: Iterable[Mapping[str, Any]], pauses_s: list[float]) -> list[_Step]:
-    """Return how many processes of a run train over time, and add its pauses."""
+def _sizes(events: Iterable[Mapping[str, Any]]) -> list[_Step]:
+    """Return how many processes of a run train over time."""
     sizes: list[_Step] = [(0.0, 0)]
     for event in events:
         if event["kind"] == "rescale_finished":
-            if sizes[-1][1] and event.get("pause_s") is not None:
-                pauses_s.append(float(event["pause_s"]))
             sizes.append((event["t"], event["size"]))
         elif event["kind"] == "run_finished":
             sizes.append((event["t"], 0))
     return sizes
+
+
+def pauses_of(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, float]]:
+    """Yield each pause of a run, which ends with a whole step, and the time of a step then [s]."""
+    for number, event in enumerate(events, 1):
+        if event["kind"] != "rescale_finished" or event.get("pause_s") is None:
+            continue
+        later = takewhile(lambda each: each["kind"] not in _OTHER_STEPS, events[number:])
+        marks = [(each["step"], each["mono"]) for each in later if each["kind"] == "metrics"]
+        steps = [(end - begin) / (to - at) for (at, begin), (to, end) in pairwise(marks) if to > at]
+        yield float(event["pause_s"]), statistics.median(steps) if steps else 0.0
 
 
 def _summed(changes: Iterable[_Step]) -> list[_Step]:
@@ -252,6 +268,8 @@ def _row(policy: str, found: Mapping[str, Shared]) -> dict[str, Any]:
         "rescales": len(one.pauses_s),
         "pause": figure(one.pauses_s),
         "pauses_above_half_a_second": sum(pause > 0.5 for pause in one.pauses_s),
+        "stall": figure(one.stalls_s),
+        "stalls_above_half_a_second": sum(stall > 0.5 for stall in one.stalls_s),
         "audits_exact": f"{sum(one.audits.values())} of {len(one.audits)}",
         "load_average": round(statistics.fmean(one.loads), 1),
         "completion_s": [round(seconds, 1) for seconds in one.completion_s.values()],

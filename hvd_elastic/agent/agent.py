@@ -248,8 +248,11 @@ class Agent:
             # A leader that is only frozen may continue, and is not needed while nothing changes.
             if self._link.is_open and silent_s > max(self._leader_timeout_s, self._leader_grace_s):
                 self._lose_leader(silent_s)
-            self._link.send(msg.AgentBeat(self._activities(now)))
-            await asyncio.sleep(interval_s)
+            activities = self._activities(now)
+            self._link.send(msg.AgentBeat(activities))
+            # A worker whose silence reaches the failure timeout does not wait for the next one.
+            left = [self._leader_timeout_s - each.silent_s for each in activities.values()]
+            await asyncio.sleep(min([interval_s, *(left_s for left_s in left if left_s > 0)]))
 
     def _activities(self, now: float) -> dict[str, Activity]:
         return {

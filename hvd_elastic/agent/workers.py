@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvd_elastic.agent.early_messages import without_early_messages
 from hvd_elastic.agent.leader_link import read_line
 from hvd_elastic.agent.liveness import Liveness
 from hvd_elastic.agent.scratch import make_scratch, scratch_variables
@@ -33,8 +34,8 @@ _SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """Signals that somebody sends to a process, which does not send them to itself."""
 _CALM_S = 5.0
 """Time from a worker's joining until the template may start, so that it delays no joining."""
-_TENSORFLOW_ERRORS = "2"
-"""Level of TensorFlow's messages at which errors are printed, and warnings are not."""
+_TENSORFLOW_LEVEL, _TENSORFLOW_ERRORS = "TF_CPP_MIN_LOG_LEVEL", "2"
+"""Level of TensorFlow's messages; at 2 it prints errors, and neither warnings nor information."""
 _MAPPED_BYTES, _KEPT_BYTES = 128 << 20, 256 << 20
 """Least size of a block of memory that is mapped by itself, and most memory at the end of the heap
 that a worker keeps while it is free; see mallopt(3)."""
@@ -205,7 +206,7 @@ class Workers:
             "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES),
             "MALLOC_TOP_PAD_": str(_HEAP_BYTES),
             # TensorFlow would print what it was compiled for, for every rank.
-            "TF_CPP_MIN_LOG_LEVEL": _TENSORFLOW_ERRORS,
+            _TENSORFLOW_LEVEL: _TENSORFLOW_ERRORS,
             # The leader reports why a ring broke; Horovod would print errors for every rank.
             "HOROVOD_LOG_LEVEL": "fatal",
             # A worker that is killed by a signal then prints its Python stack.
@@ -337,7 +338,10 @@ class Workers:
         if not data:
             asyncio.get_running_loop().remove_reader(worker.log)
             return False
-        self._tell(msg.Log(worker.name, data.decode(errors="replace")))
+        if not worker.is_ready:
+            data = without_early_messages(data, worker.start.variables[_TENSORFLOW_LEVEL])
+        if data:
+            self._tell(msg.Log(worker.name, data.decode(errors="replace")))
         return True
 
     # -- end --------------------------------------------------------------------------------

@@ -452,14 +452,16 @@ class RunMachine:
             blame = f"the script {how} before it joined; its log says more"
             self._gone(worker, Departure.DIED, what, now, blame=blame)
         elif worker.joined_at is not None:
-            self._fail(worker, f"{how} before its training function returned")
+            hint = "" if code else "; hvd.stop(reason) ends training early on all of them"
+            self._fail(worker, f"{how} before its training function returned", hint)
         elif code == 0:
             self._fail(worker, f"{how} without ever calling the run function of hvd_elastic")
         else:
             self._fail(worker, f"{how} before training began")
 
-    def _fail(self, worker: Worker, how: str) -> None:
-        self._out.send(Finish("failed", f"the training script {how} in worker {worker.place}"))
+    def _fail(self, worker: Worker, how: str, hint: str = "") -> None:
+        text = f"the training script {how} in worker {worker.place}{hint}"
+        self._out.send(Finish("failed", text))
 
     def _can_do_without(self, worker: Worker) -> bool:
         """Return whether a failed worker is a newcomer to a run whose state others hold.

@@ -8,9 +8,10 @@ import pwd
 import signal as signals
 import subprocess
 import threading
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.account import command_shell
@@ -19,12 +20,14 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.process import Command, RemoteProcess, Sink, as_command, has_room
 
 
-class LocalConnection(Connection):
-    """This machine as a host: runs commands without ssh, in the way sshd would."""
+class ProgramConnection(Connection):
+    """A host of which each command is a program on this machine, or is carried by one."""
+
+    error: ClassVar[type[SshError]] = SshError
+    """Raised where a command cannot be started."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.peer_address = "::1" if host.name == "::1" else "127.0.0.1"
         self._processes: list[PopenEnds] = []
         self._closed = False
 
@@ -36,23 +39,42 @@ class LocalConnection(Connection):
         self, command: Command, on_stderr: Sink = None, on_stdout: Sink = None
     ) -> RemoteProcess:
         if self._closed:
-            raise SshError(f"host {self.host.name}: the connection is closed")
+            raise self.error(f"host {self.host.name}: the connection is closed")
         command = as_command(command)
-        account = pwd.getpwuid(os.getuid())
-        folder = account.pw_dir if Path(account.pw_dir).is_dir() else "/"
-        # As sshd does: the user's shell, in the home folder, in a new session.
         try:
-            popen = start_here([command_shell(account), "-c", command], cwd=folder)
+            ends = self.begin(command)
         except SshError as error:
-            raise SshError(f"host {self.host.name}: {error}") from error
-        ends = PopenEnds(popen, self.host.name)
+            raise self.error(f"host {self.host.name}: {error}") from error
         self._processes = [known for known in self._processes if not known.ended] + [ends]
         return RemoteProcess(ends, command, self.host.name, on_stderr, on_stdout)
+
+    @abstractmethod
+    def begin(self, command: str) -> PopenEnds:
+        """Start the program for a shell command.
+
+        Raises:
+            SshError: it cannot be started.
+        """
 
     def close(self) -> None:
         self._closed = True
         for process in self._processes:
             process.close()
+
+
+class LocalConnection(ProgramConnection):
+    """This machine as a host: runs commands without ssh, in the way sshd would."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self.peer_address = "::1" if host.name == "::1" else "127.0.0.1"
+
+    def begin(self, command: str) -> PopenEnds:
+        account = pwd.getpwuid(os.getuid())
+        folder = account.pw_dir if Path(account.pw_dir).is_dir() else "/"
+        # As sshd does: the user's shell, in the home folder, in a new session.
+        argv = [command_shell(account), "-c", command]
+        return PopenEnds(start_here(argv, cwd=folder), self.host.name)
 
 
 def start_here(

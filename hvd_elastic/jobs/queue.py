@@ -126,12 +126,16 @@ class JobQueue:
                     f"job {number} ({job.run_id}) is being cancelled. Queue it again when it has "
                     f"ended: hvd-elastic wait {number}"
                 )
-            if after is not None:
-                self._refuse_circle(number, after)
+        if after is not None:
+            found = {
+                number: replace(job, request=replace(job.request, after=tuple(after)))
+                for number, job in found.items()
+            }
+        waiting = {**self.active, **found}
+        for number in found:
+            self._refuse_circle(number, waiting)
         changed = []
         for job in found.values():
-            if after is not None:
-                job = replace(job, request=replace(job.request, after=tuple(after)))
             if job.status is JobStatus.RUNNING:
                 changed.append(replace(job, stop=StopReason.REQUEUE, reason="asked to by requeue"))
                 continue
@@ -174,17 +178,20 @@ class JobQueue:
             raise RunError(f"there is no job {number}; see: hvd-elastic queue --all")
         raise RunError(f"job {number} ({ended.run_id}) {_ended_words(ended.status)} already")
 
-    def _refuse_circle(self, number: int, after: Iterable[After]) -> None:
-        """Raise UsageError if the jobs that a job is to wait for wait for it themselves."""
-        paths = [[each.job] for each in after]
+    def _refuse_circle(self, number: int, waiting: Mapping[int, Job]) -> None:
+        """Raise UsageError if a job would wait for jobs that wait for it themselves."""
+        paths = [[each.job] for each in waiting[number].request.after]
         seen: set[int] = set()
         while paths:
             path = paths.pop()
             last = path[-1]
             if last == number:
                 circle = ", which waits for job ".join(str(each) for each in [number, *path])
-                raise UsageError(f"--after makes a circle: job {circle}. Leave one of them out.")
-            job = self.active.get(last)
+                raise UsageError(
+                    f"--after makes a circle: job {circle}. Leave one of them out, or queue the "
+                    "job again with another --after."
+                )
+            job = waiting.get(last)
             if job is not None and last not in seen:
                 seen.add(last)
                 paths += [[*path, each.job] for each in job.request.after]

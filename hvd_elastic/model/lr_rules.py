@@ -129,6 +129,15 @@ def scaled_betas(betas: tuple[float, float], rate: float) -> tuple[float, float]
     return first, second
 
 
+def scaled_epsilon(epsilon: float, rate: float) -> float:
+    """Return Adam's epsilon for a batch that is ``rate`` times as large.
+
+    >>> scaled_epsilon(1e-8, 4.0)
+    5e-09
+    """
+    return epsilon / math.sqrt(rate)
+
+
 def legw(warmup_epochs: float) -> Rule:
     """Return LEGW: the square root rule, with a linear warm-up that grows with the batch size.
 

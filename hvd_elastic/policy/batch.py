@@ -46,7 +46,11 @@ _MEMORY_MARGIN = 0.9
 _REVIEW_S = 1.0
 """Wanted time between reviews."""
 _REVIEW_STEPS = (10, 50)
-"""Fewest and most steps between reviews."""
+"""Fewest and most steps between reviews, unless these cost too much."""
+_REVIEW_SHARE = 0.003
+"""Part of the time to spend on deciding in reviews, for which all ranks wait."""
+_COSTLY_STEPS = 200
+"""Most steps between reviews whatever they cost."""
 
 
 class BatchChoice:
@@ -235,15 +239,19 @@ class BatchChoice:
         self._better = state.get("wished", 0)
 
 
-def steps_to_review(step_s: Sequence[float]) -> int:
-    """Return the number of steps until the next review, which take about a second.
+def steps_to_review(step_s: Sequence[float], cost_s: float = 0.0) -> int:
+    """Return the number of steps until the next review: those of about a second, or more.
 
     Args:
         step_s: times of the steps since the last review [s]; may be empty.
+        cost_s: time that rank 0 took to decide in the last review [s].
     """
     few, many = _REVIEW_STEPS
-    wished = _REVIEW_S / median(step_s) if step_s else few
-    return int(min(max(wished, few), many))
+    if not step_s:
+        return few
+    typical_s = median(step_s)
+    affordable = min(cost_s / (_REVIEW_SHARE * typical_s), _COSTLY_STEPS)
+    return int(max(min(max(_REVIEW_S / typical_s, few), many), affordable))
 
 
 def _why_changed(noise: float, now: float, expected: float, hoped: float) -> str:

@@ -13,11 +13,15 @@ import numpy as np
 from hvd_elastic.model.noise_scale import NoiseTracker
 from hvd_elastic.model.step_time import StepTimeModel
 
-_FIRST_STEPS = 200
-"""Number of first samples for which every step is sampled."""
-_UNCERTAIN_STEPS = 400
+_FIRST_SAMPLES = 50
+"""Number of first samples for which every step is sampled: the batch grows fastest by them."""
+_LEARNING_SAMPLES = 200
+"""Number of samples until the noise counts as known."""
+_UNCERTAIN_SAMPLES = 400
 """The same while the relative standard error of the noise is above ``_UNCERTAIN``."""
 _UNCERTAIN = 0.05
+_LEARNING_SHARE = 0.01
+"""Part of the time to spend on sampling until then, if that is a sample in 4 steps or more."""
 _CHANGING = 0.2
 """Relative standard error above which the noise is assumed to change, if it was smaller before."""
 _SAMPLE_EVERY = (4, 64)
@@ -74,27 +78,26 @@ class GradientSampling:
             model: step-time model; None: not known.
             batch: global batch size.
         """
-        self.every = self._next_every(tracker, step_s, cost_s, bad_steps)
-        self.probe_every = 1 if self.every == 1 else _affordable_probes(model, batch)
-
-    def _next_every(
-        self, tracker: NoiseTracker, step_s: Sequence[float], cost_s: float, bad_steps: bool
-    ) -> int:
-        if tracker.steps < _FIRST_STEPS:
-            return 1
         uncertainty = tracker.uncertainty()
-        if tracker.steps < _UNCERTAIN_STEPS and uncertainty > _UNCERTAIN:
-            return 1
+        few = _UNCERTAIN_SAMPLES if uncertainty > _UNCERTAIN else _LEARNING_SAMPLES
+        cost = cost_s / median(step_s) if step_s else math.nan
+        often, seldom = _SAMPLE_EVERY
+        if tracker.steps < few:
+            is_first = tracker.steps < _FIRST_SAMPLES or math.isnan(cost)
+            self.every = 1 if is_first else min(max(math.ceil(cost / _LEARNING_SHARE), 1), often)
+            self.probe_every = 1
+            return
+        self.probe_every = _affordable_probes(model, batch)
         certain = uncertainty <= _CHANGING
         if certain:
             self._certain_at = tracker.steps
-        often, seldom = _SAMPLE_EVERY
         changing = not certain and tracker.steps < self._certain_at + _SAMPLES_AFTER_CHANGE
         if changing or bad_steps:
-            return often
-        if not step_s or math.isnan(cost_s):
-            return max(self.every, often)
-        return min(max(math.ceil(cost_s / (_SAMPLING_SHARE * median(step_s))), often), seldom)
+            self.every = often
+        elif math.isnan(cost):
+            self.every = max(self.every, often)
+        else:
+            self.every = min(max(math.ceil(cost / _SAMPLING_SHARE), often), seldom)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain data, for a broadcast or a checkpoint."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hvd_elastic.errors import RunError
 
@@ -86,10 +85,6 @@ class Submission:
     def further_name(self) -> str:
         """Name of the jobs that add a node."""
         return f"{self.job_name}+"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for run.json."""
-        return asdict(self)
 
     def check_left(self, left_s: float) -> None:
         """Check that an allocation lasts long enough for anything to be trained in it.

@@ -10,8 +10,7 @@ from pathlib import Path
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.hostfile import Host, write_hostfile
-from hvd_elastic.hosts.local import LocalConnection, PopenEnds, start_here
-from hvd_elastic.hosts.process import Command, RemoteProcess, Sink, as_command
+from hvd_elastic.hosts.local import LocalConnection, PopenEnds, ProgramConnection, start_here
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.slurm.allocation import Allocation
 from hvd_elastic.slurm.commands import clean_environment
@@ -20,9 +19,13 @@ _STEP_S = 10
 """How long srun may wait for a node to take a step [s]; longer, and the node counts as lost."""
 _TELL_ADDRESS = "export HVD_ELASTIC_LEADER_ADDRESS=$SLURM_LAUNCH_NODE_IPADDR; "
 """The agent finds by it which of the node's addresses the other hosts use."""
-
-
 _OF_SRUN = re.compile(rb"(?m)^srun: (error: \S+: task 0: |.*lacks support for cpu binding).*\n")
+
+
+class SrunError(SshError):
+    """A node cannot be used through srun."""
+
+    brief = "cannot be used through srun"
 
 
 class SlurmEngine:
@@ -82,7 +85,7 @@ class SlurmEngine:
         write_hostfile(self._folder.hosts, self._hosts.values())
 
 
-class SrunConnection(Connection):
+class SrunConnection(ProgramConnection):
     """A node of an allocation: each command is a step of the job.
 
     Args:
@@ -92,18 +95,14 @@ class SrunConnection(Connection):
             sees the same files.
     """
 
+    error = SrunError
+
     def __init__(self, host: Host, job_id: str, seen: Path) -> None:
-        self.host = host
+        super().__init__(host)
         self.job_id = job_id
         self._seen = seen
-        self._ends: list[PopenEnds] = []
-        self._closed = False
         self._looking = threading.Lock()
         self._files: Connection | None = None
-
-    @property
-    def alive(self) -> bool:
-        return not self._closed
 
     @property
     def files(self) -> Connection:
@@ -115,26 +114,17 @@ class SrunConnection(Connection):
                 self._files = LocalConnection(self.host) if same else self
             return self._files
 
-    def start(
-        self, command: Command, on_stderr: Sink = None, on_stdout: Sink = None
-    ) -> RemoteProcess:
-        if self._closed:
-            raise SrunError(f"host {self.host.name}: the connection is closed")
+    def begin(self, command: str) -> PopenEnds:
         environment = clean_environment(os.environ)
         # The variables of the user's ssh session do not belong to this node.
         environment = {k: v for k, v in environment.items() if not k.startswith("SSH_")}
-        command = as_command(command)
         argv = srun_command(self.job_id, self.host.name, command)
-        ends = _SrunEnds(start_here(argv, cwd="/", env=environment), self.host.name)
-        self._ends = [known for known in self._ends if not known.ended] + [ends]
-        return RemoteProcess(ends, command, self.host.name, on_stderr, on_stdout)
+        return _SrunEnds(start_here(argv, cwd="/", env=environment), self.host.name)
 
     def close(self) -> None:
-        self._closed = True
+        super().close()
         if self._files is not None and self._files is not self:
             self._files.close()
-        for ends in self._ends:
-            ends.close()
 
 
 class _SrunEnds(PopenEnds):
@@ -147,12 +137,6 @@ class _SrunEnds(PopenEnds):
         data = super().read_stderr(size)
         rest = _OF_SRUN.sub(b"", data)
         return rest or (self.read_stderr(size) if data else b"")
-
-
-class SrunError(SshError):
-    """A node cannot be used through srun."""
-
-    brief = "cannot be used through srun"
 
 
 def srun_command(job_id: str, host: str, command: str) -> list[str]:

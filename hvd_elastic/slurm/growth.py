@@ -62,11 +62,8 @@ def parse_queue(text: str) -> list[Job]:
     >>> parse_queue("7|PENDING||1:00:00\n8|RUNNING|gpu3|UNLIMITED\n")[0].left_s
     3600.0
     """
-    jobs = []
-    for line in text.splitlines():
-        job_id, state, node, left = line.split("|")
-        jobs.append(Job(job_id, state, node, parse_left(left)))
-    return jobs
+    rows = (line.split("|") for line in text.splitlines())
+    return [Job(job_id, state, node, parse_left(left)) for job_id, state, node, left in rows]
 
 
 class Growth:
@@ -190,12 +187,8 @@ class Growth:
                 self._ask("scancel", job_id)
 
     def _note_use(self, now: float) -> None:
-        used = self.run.generation_hosts
-        for name in self._hosts():
-            if name in used:
-                self._unused.pop(name, None)
-            else:
-                self._unused.setdefault(name, now)
+        unused = {*self._hosts()} - {*self.run.generation_hosts}
+        self._unused = {name: self._unused.get(name, now) for name in unused}
 
     def _hosts(self) -> list[str]:
         return [*self.first, *self._joined.values()]
@@ -218,19 +211,16 @@ class Growth:
 
     def wanted(self, now: float) -> int:
         """Return how many further nodes the run should have."""
-        lost = sum(now - self._lost.get(name, now) >= _LOST_S for name in self.first)
-        limit = self._submission.most - (len(self.first) - lost)
+        first = sum(now - self._lost.get(name, now) < _LOST_S for name in self.first)
+        limit = self._submission.most
         processes = self.run.scaled_to or self._spec.np or self._spec.max_np
-        if self._spec.policy == "fixed":
-            if processes is not None:
-                per_node = self._submission.slots_per_node
-                nodes = math.ceil((processes + self._spec.spares) / per_node)
-                limit = min(limit, nodes - (len(self.first) - lost))
-            return max(0, limit)
-        have = len(self._joined)
-        if self.run.size == 0 or self._unused or now < self._not_before:
-            return min(have, limit)
-        return min(have + 1, limit)
+        if self._spec.policy != "fixed":
+            uses_all = self.run.size > 0 and not self._unused and now >= self._not_before
+            limit = min(limit, first + len(self._joined) + uses_all)
+        elif processes is not None:
+            all_processes = processes + self._spec.spares
+            limit = min(limit, math.ceil(all_processes / self._submission.slots_per_node))
+        return max(0, limit - first)
 
     def _submit(self, jobs: list[Job], now: float) -> None:
         pending = [job for job in jobs if not job.runs]

@@ -7,7 +7,6 @@ the learning rate follows the batch. The graph reads all that changes from :clas
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,14 +16,14 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.model.lr_rules import Adjustment, Rule, scaled_betas
+from hvd_elastic.model.lr_rules import Adjustment, Rule, scaled_betas, scaled_epsilon
 from hvd_elastic.tensorflow.controls import Control
 from hvd_elastic.tensorflow.gradient_statistics import GradientStatistics
 from hvd_elastic.tensorflow.schedule import follows_progress
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 from hvd_elastic.training.planning.canaries import canaries
-from hvd_elastic.training.planning.rules import chosen_rule
+from hvd_elastic.training.planning.rules import chosen_rule, whole_steps
 
 
 class Adaptation:
@@ -89,7 +88,7 @@ class Adaptation:
             alone=control.alone,
             last=not step.accumulating,
             sampled=self._sampling,
-            progress=planner.progress if follows_progress(self._optimizer) else 0.0,
+            progress=whole_steps(planner.progress) if follows_progress(self._optimizer) else 0,
         )
 
     def undisturbed(self, adjustment: Adjustment | None = None) -> Control:
@@ -98,7 +97,7 @@ class Adaptation:
         if not self.statistics.has_betas:
             return Control(rate=adjustment.factor)
         betas = scaled_betas((optimizer.beta_1, optimizer.beta_2), adjustment.rate)
-        epsilon = getattr(optimizer, "epsilon", 0.0) / math.sqrt(adjustment.rate)
+        epsilon = scaled_epsilon(getattr(optimizer, "epsilon", 0.0), adjustment.rate)
         return Control(rate=adjustment.factor, beta_1=betas[0], beta_2=betas[1], epsilon=epsilon)
 
     def pass_ended(self, norm: float, seconds: float) -> None:
@@ -154,33 +153,23 @@ class Adaptation:
 
     # -- in the graph ----------------------------------------------------------------------
 
-    def add(self, flats: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Add the gradients of a pass to those of the step's earlier ones; return true."""
+    def added(self, flats: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the gradients of a pass with those of the step's earlier ones added."""
         sums = self._sums_like(flats)
-
-        def more() -> tf.Tensor:
-            added = [each.assign_add(flat) for each, flat in zip(sums, flats, strict=True)]
-            with tf.control_dependencies(added):
-                return tf.constant(True)
-
-        def first() -> tf.Tensor:
-            begun = [each.assign(flat) for each, flat in zip(sums, flats, strict=True)]
-            with tf.control_dependencies(begun):
-                return tf.constant(True)
-
-        return tf.cond(_holds(sums), more, first)
-
-    def whole(self, flats: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return the gradients of the last pass with those of the earlier ones added."""
-        sums = self._sums_like(flats)
+        holds = tf.raw_ops.VariableShape(input=sums[0].handle)[0] > 0  # reading would copy
 
         def more() -> list[tf.Tensor]:
             return [flat + each.read_value() for each, flat in zip(sums, flats, strict=True)]
 
-        found = tf.cond(_holds(sums), more, lambda: [tf.identity(flat) for flat in flats])
+        found = tf.cond(holds, more, lambda: [tf.identity(flat) for flat in flats])
         for each, flat in zip(found, flats, strict=True):
             each.set_shape(flat.shape)
         return list(found)
+
+    def keep(self, added: Sequence[tf.Tensor]) -> list[tf.Operation]:
+        """Keep what :meth:`added` has returned for the step's next pass."""
+        sums = zip(self._sums, added, strict=True)
+        return [each.assign(flat, read_value=False) for each, flat in sums]
 
     def _sums_like(self, flats: Sequence[tf.Tensor]) -> list[tf.Variable]:
         """Return a variable for each flat tensor, empty until a step has a second pass."""
@@ -224,8 +213,3 @@ class Adaptation:
         finally:
             own.update(before)
             self.rate = None
-
-
-def _holds(sums: Sequence[tf.Variable]) -> tf.Tensor:
-    """Return whether a step's earlier passes are in the sums; reading them would copy them."""
-    return tf.raw_ops.VariableShape(input=sums[0].handle)[0] > 0

@@ -20,7 +20,6 @@ _THREADS = 8
 """Most collectives in flight outside of graphs: each blocks a thread. More than the buckets of the
 state that are sent at the same time."""
 _MESSAGE = re.compile(r"^(?:\{\{.*?\}\}|\[_Derived_\]|Graph execution error:|\s)*")
-_DETECTED = re.compile(r"\n\s*(?:\[\[\{\{|\t)")
 
 
 def reason_of(error: tf.errors.OpError) -> str:

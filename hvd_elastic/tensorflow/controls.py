@@ -12,14 +12,14 @@ class Control(NamedTuple):
     """Numbers outside of graphs, and tensors in them.
 
     Attributes:
-        factor: factor on this rank's gradients in the sum over passes and ranks.
+        factor: factor on the gradients of this pass before the average over the ranks.
         alone: whether there is one rank.
         last: whether the pass is the last of its step.
         sampled: whether the gradients of the step are sampled.
         rate: factor on the learning rate.
         beta_1, beta_2, epsilon: those of Adam.
-        progress: scale-invariant progress [steps at the initial batch size]; 0 where no schedule
-            follows it.
+        progress: scale-invariant progress [whole steps at the initial batch size]; 0 where no
+            schedule follows it.
     """
 
     factor: Any = 1.0
@@ -30,7 +30,7 @@ class Control(NamedTuple):
     beta_1: Any = 0.0
     beta_2: Any = 0.0
     epsilon: Any = 0.0
-    progress: Any = 0.0
+    progress: Any = 0
 
 
 class Controls:

@@ -20,6 +20,7 @@ from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDatase
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training import context as training
 from hvd_elastic.training.data_order import DataOrder, Place
+from hvd_elastic.training.horovod_names import explain_arguments
 from hvd_elastic.training.input.forked import WorkerStart
 from hvd_elastic.training.input.indexed import Arrays, IndexedSource, collated
 from hvd_elastic.training.input.loader import OrderedLoader
@@ -34,6 +35,7 @@ _KEEPS_BATCHES = (
 """Methods of a dataset after which a batch that comes out is one that went in."""
 
 
+@explain_arguments
 def dataset(
     source: Any,
     batch_size: int | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -12,13 +13,7 @@ from hvd_elastic.tensorflow.data import DatasetSource
 from hvd_elastic.tensorflow.data import dataset as shares_of
 from hvd_elastic.tensorflow.saving import load_model
 from hvd_elastic.tensorflow.state import State
-from hvd_elastic.tensorflow.variables import (
-    KeptValues,
-    LiveVariable,
-    is_model,
-    trainable_of,
-    variables_of,
-)
+from hvd_elastic.tensorflow.variables import KeptValues, LiveVariable, trainable_of, variables_of
 from hvd_elastic.training import prediction
 from hvd_elastic.training.evaluation import evaluate_on_ranks, pair_of
 
@@ -111,20 +106,15 @@ def predict(
     missing = prediction.Missing(source, source.examples, asked.done)
     batches = shares_of(missing, batch_size)
 
-    def load(path: str) -> None:
-        load_model(path, model, share=True)
-
-    def compute(batch: Any) -> Any:
-        return _outputs_of(model, prediction.inputs_of(batch))
-
+    compute = forward or (lambda batch: _outputs_of(model, prediction.inputs_of(batch)))
     prediction.predict_missing(
-        State(model=model), asked, missing, batches, batch_size, load, forward or compute, _array
+        State(model=model), asked, missing, batches, batch_size, load_model, compute, _array
     )
 
 
 def _outputs_of(model: Any, inputs: Any) -> Any:
     """Return what a model computes of a batch of arrays, not in training mode."""
-    if is_model(model):
+    if isinstance(model, keras.Model):
         return model.predict_on_batch(inputs)  # its graph is traced once
     return model(tf.nest.map_structure(tf.convert_to_tensor, inputs), training=False)
 

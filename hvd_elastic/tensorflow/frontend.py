@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
-from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.collectives import TensorFlowCollectives, reason_of
 from hvd_elastic.tensorflow.content import load_checkpoint
 from hvd_elastic.tensorflow.optimizer import averager_of, tape_averager
 from hvd_elastic.tensorflow.saving import exported, write_object
 from hvd_elastic.tensorflow.state import State
-from hvd_elastic.tensorflow.variables import is_optimizer
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Frontend
 
@@ -34,9 +32,6 @@ class TensorFlowFrontend(Frontend):
 
     def plain(self, value: Any) -> Any:
         return value.numpy().item() if hasattr(value, "numpy") else value
-
-    def load_checkpoint(self, path: str) -> dict[str, Any]:
-        return load_checkpoint(path)
 
     def failed_collective(self, error: BaseException) -> BaseException | None:
         if not isinstance(error, tf.errors.OpError):
@@ -73,11 +68,9 @@ class TensorFlowFrontend(Frontend):
             )
         return tf.convert_to_tensor(tensor)
 
-    def write_object(self, name: str, obj: Any, file: HashingWriter) -> None:
-        write_object(name, obj, file)
-
-    def exported(self, model: Any, example: Any, name: str) -> Callable[[Path], Any]:
-        return exported(model, example, name)
+    load_checkpoint = staticmethod(load_checkpoint)
+    write_object = staticmethod(write_object)
+    exported = staticmethod(exported)
 
 
 def rehearse(state: State, steps: Callable[[], object]) -> None:
@@ -92,7 +85,7 @@ def rehearse(state: State, steps: Callable[[], object]) -> None:
 
 def check_optimizer(state: State) -> None:
     """Raise ScriptError unless the gradients of the State's only optimizer are averaged."""
-    optimizers = {n: i for n, i in state.named_objects().items() if is_optimizer(i)}
+    optimizers = {n: i for n, i in state.named_objects().items() if isinstance(i, Optimizer)}
     if len(optimizers) > 1:
         raise ScriptError(
             f"State({'=..., '.join(optimizers)}=...): a script has one optimizer with TensorFlow; "

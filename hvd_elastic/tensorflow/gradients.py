@@ -26,6 +26,7 @@ from hvd_elastic.tensorflow.controls import Control, Controls
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.uncaught import show_instead
 
 BUCKET_BYTES = 4 << 20
 """Largest bucket; a larger gradient is reduced where it is."""
@@ -116,12 +117,14 @@ class GradientAverager(Averager):
         packed = _Packed(gradients, variables, control.factor)
         norm, seconds = adaptation.statistics.measure(control.sampled, packed.dense, variables)
 
+        # Each branch reads the sums itself: read before both, they would make a reduction wait for
+        # all gradients.
         def add_pass() -> tf.Tensor:
-            with tf.control_dependencies([adaptation.add(packed.flats)]):
+            with tf.control_dependencies(adaptation.keep(adaptation.added(packed.flats))):
                 return tf.numpy_function(self._end_pass, [norm, seconds], tf.bool)
 
         def end_step() -> tf.Tensor:
-            flats = adaptation.whole(packed.flats)
+            flats = adaptation.added(packed.flats)
             sums, told = self._exchanged(packed.first, flats, control.alone)
             with tf.control_dependencies(sums):
                 averaged = packed.unpacked([tf.identity(flat) for flat in sums])
@@ -140,14 +143,10 @@ class GradientAverager(Averager):
 
         tf.cond(control.last, end_step, add_pass)
 
-    def _begin_graph(self) -> Control:
-        self._check_graph()
-        return self.controls.read()
-
     def _exchanged(
         self, first: tf.Tensor | None, flats: Sequence[tf.Tensor], alone: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Return the sums of flat gradients over the ranks, and the average of their flags.
+        """Return the averages of flat gradients over the ranks, and of their flags.
 
         The flags are exchanged while gradients are computed.
 
@@ -158,7 +157,7 @@ class GradientAverager(Averager):
         """
         with tf.control_dependencies([] if first is None else [first]):
             flags = tf.numpy_function(self._begin, [], tf.float32)
-        told = self._reduced(flags, FLAGS_NAME, alone, average=True)
+        told = self._reduced(flags, FLAGS_NAME, alone)
         prefix = gradient_prefix(0)
         self._names = [f"{prefix}{number}" for number in range(len(flats))]
         with tf.control_dependencies(flats):
@@ -169,7 +168,8 @@ class GradientAverager(Averager):
         with tf.control_dependencies([computed]):
             return sums, tf.identity(told)
 
-    def _check_graph(self) -> None:
+    def _begin_graph(self) -> Control:
+        """Return what the graph that is traced depends on."""
         if self._retired:
             raise ScriptError(f"this optimizer does not train, since {self._retired}")
         graph = tf.compat.v1.get_default_graph()
@@ -180,16 +180,13 @@ class GradientAverager(Averager):
                 "gradients (Keras: model.compile(..., jit_compile=False)); functions that it "
                 "calls, such as the model itself, may have it"
             )
+        return self.controls.read()
 
-    def _reduced(
-        self, tensor: tf.Tensor, name: str, alone: tf.Tensor, *, average: bool = False
-    ) -> tf.Tensor:
-        """Return the sum over the ranks; the tensor itself where there is only one."""
+    def _reduced(self, tensor: tf.Tensor, name: str, alone: tf.Tensor) -> tf.Tensor:
+        """Return the average over the ranks; the tensor itself where there is only one."""
         if not self._in_ring:
             return tensor
-        found = tf.cond(
-            alone, lambda: tensor, lambda: reduce_in_graph(tensor, name, average=average)
-        )
+        found = tf.cond(alone, lambda: tensor, lambda: reduce_in_graph(tensor, name, average=True))
         found.set_shape(tensor.shape)
         return found
 
@@ -199,6 +196,14 @@ class GradientAverager(Averager):
             return np.zeros(1, np.float32)
         try:
             if self._begun or self._told is not None:
+                if not self._context.has_trained:
+                    error = ScriptError(
+                        "gradients are applied, and training has not begun, so no rank knows of "
+                        "the others: give model.fit callbacks=[hvd.ElasticCallback()], or put a "
+                        "loop of your own into a function under @hvd.run"
+                    )
+                    show_instead(error)
+                    raise error
                 raise ScriptError(
                     "optimizer.apply, or tape.gradient of DistributedGradientTape, is called twice "
                     "in one step. A step applies the gradients of all variables at once: add the "
@@ -255,7 +260,7 @@ class GradientAverager(Averager):
     def prepare(self) -> None:
         self._begun = False
         size = self._context.worker.communicator.size
-        now = Control(self._context.step.weight / size, size == 1)
+        now = Control(self._context.step.weight, size == 1)
         if self._adaptation is not None and self._adaptation.active:
             now = self._adaptation.control(now)
         self.controls.set(now)
@@ -276,8 +281,7 @@ class GradientAverager(Averager):
         """Return progress in whole steps at the initial batch size; None: the batch is fixed."""
         if self._adaptation is None or not self._adaptation.active:
             return None
-        # 1e-6 more, since rounding may leave a sum of fractions just below a whole number.
-        return tf.cast(self.controls.read().progress + 1e-6, tf.int64)
+        return tf.cast(self.controls.read().progress, tf.int64)
 
     def learning_rate(self) -> float:
         return float(self.rate())
@@ -325,7 +329,7 @@ class GradientAverager(Averager):
         if communicator.size > 1:
             try:
                 number = np.zeros((1, 1, 1), np.float32)  # the others' gradients have another shape
-                communicator.wait(communicator.sum_async(number, f"{gradient_prefix(0)}0"))
+                communicator.wait(communicator.reduce_async(number, f"{gradient_prefix(0)}0"))
             except ScriptError:
                 self._context.step.refuse_left_out(self._context.worker)
                 raise
@@ -389,8 +393,11 @@ class _Packed:
         sizes = [_bytes(self.dense[number]) for number in order]
         self._buckets = [[order[at] for at in each] for each in divide(kinds, sizes, BUCKET_BYTES)]
         self._count = len(gradients)
+        with tf.device("CPU:0"):
+            is_one = tf.equal(factor, 1)
         self.flats = [
-            _flat([self.dense[number] for number in bucket], factor) for bucket in self._buckets
+            _flat([self.dense[number] for number in bucket], factor, is_one)
+            for bucket in self._buckets
         ]
 
     def unpacked(self, flats: Sequence[tf.Tensor]) -> list[Any]:
@@ -403,12 +410,17 @@ class _Packed:
         return result
 
 
-def _flat(tensors: Sequence[tf.Tensor], factor: tf.Tensor) -> tf.Tensor:
-    """Return gradients as one flat tensor, times a factor; 0 times NaN is 0."""
+def _flat(tensors: Sequence[tf.Tensor], factor: tf.Tensor, is_one: tf.Tensor) -> tf.Tensor:
+    """Return gradients as one flat tensor, times a factor; 0 times NaN is 0.
+
+    The factor is 1 where all ranks have equal shares: then nothing is multiplied.
+    """
     kind = _reduced_type(tensors[0])
     pieces = [tf.cast(tf.reshape(tensor, [-1]), kind) for tensor in tensors]
     flat = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
-    return tf.math.multiply_no_nan(flat, tf.cast(factor, kind))
+    return tf.cond(
+        is_one, lambda: flat, lambda: tf.math.multiply_no_nan(flat, tf.cast(factor, kind))
+    )
 
 
 def _parts(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:

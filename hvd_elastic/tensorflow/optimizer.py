@@ -16,6 +16,7 @@ from hvd_elastic.tensorflow.gradients import GradientAverager
 from hvd_elastic.tensorflow.schedule import scheduled_rate
 from hvd_elastic.tensorflow.variables import check_no_loss_scaling
 from hvd_elastic.training import context
+from hvd_elastic.training.horovod_names import explain_arguments
 
 Optimizer = TypeVar("Optimizer", bound=Any)
 _AVERAGER = "_hvd_elastic_averager"
@@ -27,6 +28,7 @@ def averager_of(optimizer: Any) -> GradientAverager | None:
     return found if isinstance(found, GradientAverager) else None
 
 
+@explain_arguments
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     optimizer: Optimizer, *, lr_rule: str | Rule | None = None
 ) -> Optimizer:
@@ -111,6 +113,7 @@ class DistributedGradientTape:
 
     _averager: GradientAverager | None = None
 
+    @explain_arguments
     def __init__(self, tape: tf.GradientTape | None = None) -> None:
         self._tape = tf.GradientTape() if tape is None else tape
 

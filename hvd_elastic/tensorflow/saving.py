@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvd_elastic.checkpoint.reader import load_file
@@ -22,7 +23,6 @@ from hvd_elastic.tensorflow.variables import (
     LiveVariable,
     assign,
     has_variables,
-    is_model,
     variables_of,
 )
 from hvd_elastic.training.export import compare_outputs, tried
@@ -120,7 +120,7 @@ def _values(value: Any) -> Any:
 
 def exported(model: Any, example: Any, name: str) -> Callable[[Path], Any]:
     """See :meth:`Frontend.exported`."""
-    if not name.endswith(_SAVED_MODEL) or not is_model(model):
+    if not name.endswith(_SAVED_MODEL) or not isinstance(model, keras.Model):
         raise ScriptError(
             f"hvd.export(..., {name!r}): a {type(model).__name__} is exported under a name that "
             f"ends in {_SAVED_MODEL}, and has to be a model of Keras. For its weights, or a .keras "

@@ -7,26 +7,25 @@ every survivor of a failure holds the state before or after the step in flight.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from hvd_elastic.checkpoint.header import encode_values
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.content import TensorFlowContent, pieces_of, type_named
 from hvd_elastic.tensorflow.schedule import counting_schedule
 from hvd_elastic.tensorflow.variables import (
+    VARIABLES,
     KeptValues,
     LiveVariable,
     assign,
     check_built,
     has_variables,
-    is_model,
-    is_optimizer,
-    is_variable,
     rates_of,
     trainable_of,
     variable_of,
@@ -34,8 +33,8 @@ from hvd_elastic.tensorflow.variables import (
 )
 from hvd_elastic.training.frontend import Schedule, TrainedSums
 from hvd_elastic.training.replica_check import parameters_of_check, sums_of
-from hvd_elastic.training.script_state import Everything, ScriptState, Stateful
-from hvd_elastic.training.value_copies import ValueCopies, dump_value, load_value
+from hvd_elastic.training.script_state import ScriptState, Stateful
+from hvd_elastic.training.value_copies import ValueCopies, dump_value
 
 
 class State(ScriptState):
@@ -54,6 +53,7 @@ class State(ScriptState):
         ScriptError: a value is neither, or a model is not built; names it.
     """
 
+    _content_kind = TensorFlowContent
     plain_kinds = "numbers, strings, lists, dicts, arrays"
     object_kinds = "variables, or with state_dict() and load_state_dict()"
 
@@ -71,7 +71,7 @@ class State(ScriptState):
             check_built(model, f"State({name}=...)")
         trainable = [v for item in models.values() for v in item.trainable_variables]
         for item in self._objects.values():
-            if isinstance(item, keras.optimizers.Optimizer) and not item.built and trainable:
+            if isinstance(item, Optimizer) and not item.built and trainable:
                 item.build(trainable)
 
     @contextlib.contextmanager
@@ -80,8 +80,8 @@ class State(ScriptState):
         every: list[tf.Variable] = []
         for item in self._with_variables().values():
             every += variables_of(item).values()
-            more = [*item.variables, *item.metrics_variables] if is_model(item) else []
-            every += [variable_of(variable) for variable in more]
+            if isinstance(item, keras.Model):
+                every += map(variable_of, [*item.variables, *item.metrics_variables])
         before = KeptValues(every)
         snapshot = self.take_snapshot()
         try:
@@ -93,7 +93,7 @@ class State(ScriptState):
     # -- for the library -------------------------------------------------------------------
 
     def schedules(self) -> dict[str, Schedule]:
-        optimizers = filter(is_optimizer, self._objects.values())
+        optimizers = [item for item in self._objects.values() if isinstance(item, Optimizer)]
         return {key: each for item in optimizers for key, each in counting_schedule(item).items()}
 
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
@@ -104,7 +104,7 @@ class State(ScriptState):
         named = [
             (f"{name}.{key}", variable)
             for name, item in self._with_variables().items()
-            if not is_optimizer(item)
+            if not isinstance(item, Optimizer)
             for key, variable in variables_of(item).items()
             if id(variable) in lasting and variable.dtype.is_floating
         ]
@@ -114,13 +114,10 @@ class State(ScriptState):
         names = [name for name, _ in chosen]
         return TrainedSums(names, np.array(sums).reshape(-1, 2), np.array(epsilons), len(named))
 
-    def content(self, *, copy_own: bool = True) -> TensorFlowContent:
-        return TensorFlowContent(self._values(), self.lasting(), copy_own=copy_own)
-
     def lasting(self) -> set[int]:
         found: set[int] = set()
         for item in self._with_variables().values():
-            if is_optimizer(item):
+            if isinstance(item, Optimizer):
                 found |= {id(variable) for variable in variables_of(item).values()}
                 found -= {id(variable) for variable in rates_of(item)}
             else:
@@ -141,11 +138,11 @@ class State(ScriptState):
                 given to the State.
         """
         items = self._with_variables().values()
-        rates = [rate for item in items if is_optimizer(item) for rate in rates_of(item)]
+        rates = [rate for item in items for rate in rates_of(item)]
         others = [
             variable
             for item in items
-            if not is_optimizer(item) and (is_variable(item) or not own)
+            if not isinstance(item, Optimizer) and (isinstance(item, VARIABLES) or not own)
             for variable in variables_of(item).values()
         ]
         lasting = self.lasting() if others else ()  # to list the variables of a model takes long
@@ -157,9 +154,6 @@ class State(ScriptState):
             for name, item in self._objects.items()
         }
         return {"objects": objects, "plain": self._plain}
-
-    def _live_content(self) -> TensorFlowContent:
-        return TensorFlowContent(self._values(), Everything(), copy_own=False)
 
     def _known(self, content: Any) -> list[bool]:
         lasting = self.lasting()
@@ -205,19 +199,15 @@ class Snapshot(ValueCopies):
                 self.dumped[name] = dump_value(name, item.state_dict())
         self._variables = KeptValues(variables)
 
-    def restore(self, plain: dict[str, Any], objects: dict[str, Any]) -> None:
-        """Restore everything in place, and remove plain values that were added since."""
-        self.restore_values(plain, objects, _copy_array)
-        for name, dumped in self.dumped.items():
-            objects[name].load_state_dict(load_value(dumped))
+    def restore(self, plain: dict[str, Any], objects: Mapping[str, Any]) -> None:
+        super().restore(plain, objects)
         self._variables.restore()
 
-
-def _copy_array(present: Any, saved: Any) -> bool:
-    if not (isinstance(saved, np.ndarray) and present.shape == saved.shape):
-        return False
-    present[...] = saved
-    return True
+    def copy_tensor(self, present: Any, saved: Any) -> bool:
+        if not (isinstance(saved, np.ndarray) and present.shape == saved.shape):
+            return False
+        present[...] = saved
+        return True
 
 
 def _encode_array(value: Any, _: tuple[Any, ...]) -> Any:

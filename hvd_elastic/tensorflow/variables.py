@@ -8,8 +8,11 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from hvd_elastic.errors import ScriptError
+
+VARIABLES = (tf.Variable, keras.Variable)
 
 
 def variable_of(variable: Any) -> tf.Variable:
@@ -19,13 +22,7 @@ def variable_of(variable: Any) -> tf.Variable:
 
 def has_variables(item: Any) -> bool:
     """Return whether an object's state is its variables."""
-    kinds = (keras.Layer, keras.optimizers.Optimizer, tf.Module)
-    return isinstance(item, kinds) or is_variable(item)
-
-
-def is_variable(item: Any) -> bool:
-    """Return whether an object is a variable of TensorFlow or Keras."""
-    return isinstance(item, (tf.Variable, keras.Variable))
+    return isinstance(item, (keras.Layer, Optimizer, tf.Module, *VARIABLES))
 
 
 def variables_of(item: Any) -> dict[str, tf.Variable]:
@@ -33,9 +30,9 @@ def variables_of(item: Any) -> dict[str, tf.Variable]:
 
     States of random number generators are not among them: each rank has its own.
     """
-    if is_variable(item):
+    if isinstance(item, VARIABLES):
         return {"value": variable_of(item)}
-    if is_optimizer(item):  # whose names contain those that Keras numbers models by
+    if isinstance(item, Optimizer):  # whose names contain those that Keras numbers models by
         return {str(number): variable_of(each) for number, each in enumerate(item.variables)}
     found = item.weights if isinstance(item, keras.Layer) else item.variables
     named: dict[str, tf.Variable] = {}
@@ -49,16 +46,6 @@ def variables_of(item: Any) -> dict[str, tf.Variable]:
             name = f"{base}~{number}"
         named[name] = variable_of(variable)
     return named
-
-
-def is_model(item: Any) -> bool:
-    """Return whether an object is a model of Keras."""
-    return isinstance(item, keras.Model)
-
-
-def is_optimizer(item: Any) -> bool:
-    """Return whether an object is an optimizer of Keras."""
-    return isinstance(item, keras.optimizers.Optimizer)
 
 
 def rates_of(optimizer: Any) -> list[tf.Variable]:

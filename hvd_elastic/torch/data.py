@@ -18,6 +18,7 @@ from hvd_elastic.torch.input_source import LoaderSource
 from hvd_elastic.torch.plain_reading import PlainReading
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.data_order import Place
+from hvd_elastic.training.horovod_names import explain_arguments
 from hvd_elastic.training.input.forked import WorkerStart
 from hvd_elastic.training.input.loader import OrderedLoader
 from hvd_elastic.training.input.shared import SharedReading
@@ -82,6 +83,7 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
             each other.
     """
 
+    @explain_arguments
     def __init__(
         self,
         dataset: Any,
@@ -109,6 +111,11 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
         context: Context | None = None,
     ) -> None:
         _refuse_samplers(sampler=sampler, batch_sampler=batch_sampler, generator=generator)
+        if isinstance(dataset, tuple) and all(isinstance(each, torch.Tensor) for each in dataset):
+            raise ScriptError(
+                f"DataLoader(dataset): a tuple of {len(dataset)} tensors would be read as so many "
+                "examples; make a data set of their rows: TensorDataset(*tensors)"
+            )
         examples = examples_of(
             dataset,
             isinstance(dataset, IterableDataset),
@@ -205,5 +212,6 @@ def _refuse_samplers(**given: object) -> None:
                 f"DataLoader({name}={type(value).__name__}): leave it out: batch_size is "
                 "that of all ranks together, shuffle=True and seed=... draw the order of an epoch, "
                 "and each rank is given its share of every batch, so no DistributedSampler and no "
-                "set_epoch() is needed"
+                "set_epoch() is needed. For examples of different weight (WeightedRandomSampler) "
+                "make a hvd_elastic.data.Mixture of the classes (docs/example-scripts.md)"
             )

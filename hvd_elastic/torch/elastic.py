@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -15,8 +15,12 @@ from hvd_elastic.torch.optimizer import GradientAverager, averager_of
 from hvd_elastic.torch.state import State
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Averager
+from hvd_elastic.training.horovod_names import missing_name
 from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.training.worker import Worker
+
+if not TYPE_CHECKING:  # hvd.elastic is this module, and another one in Horovod
+    __getattr__ = missing_name(__name__)
 
 
 @contextlib.contextmanager
@@ -73,7 +77,21 @@ def _averagers_of(worker: Worker, state: State) -> list[Averager]:
             "is in the State, so a worker that joins would not have their state; put them there: "
             "hvd.State(model=..., optimizer=..., second_optimizer=...)"
         )
+    if not found:
+        for each in worker.averagers:
+            _check_is_held(each, storages)
     return list(found.values() or worker.averagers)
+
+
+def _check_is_held(averager: Averager, storages: set[int]) -> None:
+    """Raise ScriptError if the State lacks what an optimizer that is not in it trains."""
+    unknown = averager.first_not_in(storages) if isinstance(averager, GradientAverager) else ""
+    if unknown:
+        raise ScriptError(
+            f"State(...): the optimizer trains {unknown}, which is in no module or value of the "
+            "State, so a worker that joins would begin with a value of its own. Give it model and "
+            "optimizer: hvd.State(model=model, optimizer=optimizer)"
+        )
 
 
 class _OptimizerWatch:

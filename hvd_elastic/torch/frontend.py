@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from hvd_elastic.checkpoint.whole_files import HashingWriter
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.collectives import TorchCollectives
 from hvd_elastic.torch.elastic import training
@@ -35,9 +32,6 @@ class TorchFrontend(Frontend):
     def plain(self, value: Any) -> Any:
         return value.item() if isinstance(value, torch.Tensor) else value
 
-    def load_checkpoint(self, path: str) -> dict[str, Any]:
-        return load_checkpoint(path)
-
     def failed_collective(self, error: BaseException) -> None:
         """Return None: PyTorch runs no collective of ours in a graph."""
 
@@ -61,17 +55,17 @@ class TorchFrontend(Frontend):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def training(
-        self, state: Any, warmup: Callable[[], object] | None
-    ) -> AbstractContextManager[None]:
-        return training(state, warmup)
-
     def script_tensor(self, kind: str, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        value = tensor.detach()
+        try:
+            value = torch.as_tensor(tensor).detach()  # a number, such as loss.item(), is one too
+        except (RuntimeError, TypeError, ValueError):
+            raise ScriptError(
+                f"hvd.{kind}(..., {name!r}) takes a tensor or a number, not a "
+                f"{type(tensor).__name__}"
+            ) from None
         return value.clone() if kind == "allreduce" else value
 
-    def write_object(self, name: str, obj: Any, file: HashingWriter) -> None:
-        write_object(name, obj, file)
-
-    def exported(self, model: Any, example: Any, name: str) -> Callable[[Path], Any]:
-        return exported(model, example, name)
+    training = staticmethod(training)
+    load_checkpoint = staticmethod(load_checkpoint)
+    write_object = staticmethod(write_object)
+    exported = staticmethod(exported)

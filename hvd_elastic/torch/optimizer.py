@@ -31,6 +31,7 @@ from hvd_elastic.torch.schedule import forgotten_schedulers
 from hvd_elastic.torch.step_sampling import StepSampling
 from hvd_elastic.torch.trained_parameters import TrainedParameters
 from hvd_elastic.training import context
+from hvd_elastic.training.horovod_names import explain_arguments
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 from hvd_elastic.training.rollback import StepVoidedError
 from hvd_elastic.training.step import Stage
@@ -544,6 +545,7 @@ def averager_of(optimizer: torch.optim.Optimizer) -> GradientAverager | None:
     return owner if isinstance(owner, GradientAverager) else None
 
 
+@explain_arguments
 def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module | None = None,
@@ -590,6 +592,11 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
         raise ScriptError(
             f"DistributedOptimizer() wraps a torch.optim optimizer, not a "
             f"{type(optimizer).__name__}"
+        )
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise ScriptError(
+            "DistributedOptimizer(optimizer, model): model is the torch.nn.Module whose parameters "
+            f"messages are to name, not a {type(model).__name__}"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ScriptError(_NO_CLOSURE)

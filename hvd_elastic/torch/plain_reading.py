@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from multiprocessing.sharedctypes import RawValue
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.training.data_order import Place
@@ -15,6 +22,9 @@ from hvd_elastic.training.worker import Worker
 
 class PlainReading:
     """The loader of PyTorch that a loader reads through, and its processes.
+
+    Within a loop over the loader its processes are kept, whatever the world does: PyTorch's
+    persistent workers are given other passes.
 
     Args:
         dataset: the script's data set.
@@ -34,9 +44,13 @@ class PlainReading:
     ) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
         self._options = dict(options)
+        self._kept_after_loop = options["persistent_workers"]
         if options["num_workers"] > 0:
-            self._options["worker_init_fn"] = worker_start
-        self._next_passes = _NextPasses()
+            self._options["worker_init_fn"] = functools.partial(_start_process, worker_start)
+            self._options["persistent_workers"] = True
+        self._passes = _Passes()
+        self._wanted = RawValue(ctypes.c_longlong, 0)
+        """Number of the reading whose passes are wanted, for all processes."""
         # Created now, so that PyTorch raises on bad options here and not in the first epoch.
         self._inner = self._make_inner(audit=False)
         self._audited = False
@@ -64,34 +78,46 @@ class PlainReading:
         # Batches read ahead stay valid in a new generation if this rank's place is the same.
         if self._batches is not None and self._next_place == place:
             return
-        # They are for another place in the world or the epoch. The old worker processes end
-        # before new ones start, which avoids holding their memory twice.
-        self.stop()
-        self._next_passes.indices = order()
-        # By default each new iterator draws a seed from the script's generator, which would
-        # make the script's own random numbers depend on rescales.
-        seeds = np.random.SeedSequence((self._seed, *place.world, place.start))
-        self._options["generator"].manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-        self._batches = iter(self._inner)
+        # They are for another place in the world or the epoch.
+        self._next_place = None
+        seed = self._seed_of_processes(place)
+        self._wanted.value = reading = self._wanted.value + 1
+        self._passes.asked = (_Pass(reading, seed, indices) for indices in order())
+        try:
+            self._batches = iter(self._inner)
+        except BaseException:
+            self.close()  # which answers are still to come from the processes is unknown
+            raise
         times = worker.input_times
         times.processes, times.pids = self._options["num_workers"], self._pids
         times.new_event = cuda_event
+
+    def _seed_of_processes(self, place: Place) -> int:
+        """Return what PyTorch draws as the seed of processes that it starts at a place.
+
+        By default each new iterator draws from the script's generator, which would make the
+        script's own random numbers depend on rescales.
+        """
+        drawn = np.random.SeedSequence((self._seed, *place.world, place.start))
+        seed = int(drawn.generate_state(1, np.uint64)[0])
+        generator: torch.Generator = self._options["generator"]
+        generator.manual_seed(seed)
+        found = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+        generator.manual_seed(seed)
+        return found
 
     def read(self, following: Place) -> tuple[Any, list[int] | None]:
         """Return the next batch; see :class:`hvd_elastic.training.data_order.Read`."""
         # The iterator's place is unknown if next() raises.
         self._next_place = None
         assert self._batches is not None
-        read = next(self._batches)
+        indices, batch = next(self._batches)
         self._next_place = following
-        if self._audited:
-            indices, batch = read
-            return batch, list(indices)
-        return read, None
+        return batch, indices
 
     def stop(self) -> None:
         """Stop reading; processes end unless ``persistent_workers`` keeps them."""
-        if self._options["persistent_workers"]:
+        if self._kept_after_loop:
             self._next_place = self._batches = None
         else:
             self.close()
@@ -113,61 +139,97 @@ class PlainReading:
         return [process.pid for process in workers if process.pid is not None]
 
     def _make_inner(self, audit: bool) -> TorchDataLoader[Any]:
-        dataset, collate = self._dataset, self._collate
-        if audit:
-            dataset, collate = _TellingDataset(dataset), _TellingCollate(collate)
-        return TorchDataLoader(
-            dataset, batch_sampler=self._next_passes, collate_fn=collate, **self._options
-        )
+        dataset: Any = _WantedPasses(self._dataset, self._wanted, tells=audit)
+        passes: Any = self._passes  # PyTorch hands each on to the data set as it is
+        collate: Any = _Collate(self._collate)
+        return TorchDataLoader(dataset, batch_sampler=passes, collate_fn=collate, **self._options)
 
 
-class _NextPasses:
-    """Batch sampler that yields the indices of this rank's passes from a given place."""
+class _Pass(NamedTuple):
+    """What a process is asked to read.
+
+    Attributes:
+        reading: number of the reading that it is of: of passes from one place on.
+        seed: of the processes that read it; each adds its number.
+        indices: of the examples.
+    """
+
+    reading: int
+    seed: int
+    indices: list[int]
+
+
+class _Passes:
+    """Batch sampler that yields the passes of this rank from a given place."""
 
     def __init__(self) -> None:
-        self.indices: Iterator[list[int]] = iter(())
+        self.asked: Iterator[_Pass] = iter(())
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self.indices
+    def __iter__(self) -> Iterator[_Pass]:
+        return self.asked
 
 
-class _TellingDataset:
-    """Wraps a dataset to return with each sample the index that was really read."""
+class _WantedPasses:
+    """Data set for PyTorch that reads the passes of the script's, if they are still wanted.
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    Args:
+        dataset: the script's data set.
+        wanted: number of the reading whose passes are wanted.
+        tells: whether to return the indices that were really read.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        # A worker_init_fn may use get_worker_info().dataset and expects the script's own. Pickle
-        # asks for dunder names before _dataset exists.
-        if name.startswith("__") or name == "_dataset":
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
+    def __init__(self, dataset: Any, wanted: Any, *, tells: bool) -> None:
+        self.dataset = dataset
+        self._wanted = wanted
+        self._tells = tells
+        self._reading = 0
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> tuple[list[int], list[Any]]:
-        return [index], [self._dataset[index]]
-
-    def __getitems__(self, indices: list[int]) -> tuple[list[int], Any]:
-        at_once = getattr(self._dataset, "__getitems__", None)
+    def __getitems__(self, asked: _Pass) -> tuple[list[int] | None, Any] | None:
+        """Return the indices, if they are told, and examples of a pass; None: it is not wanted."""
+        if asked.reading != self._wanted.value:
+            return None
+        info = get_worker_info()
+        # The numbers of a new process come from PyTorch, and from a worker_init_fn.
+        if info is not None and 0 < self._reading < asked.reading:
+            _seed(asked.seed, info.id)
+        self._reading = asked.reading
+        read: list[int] = []
+        at_once = getattr(self.dataset, "__getitems__", None)
         if at_once:
-            return list(indices), at_once(indices)
-        told: list[int] = []
-        samples = []
-        for index in indices:
-            samples.append(self._dataset[index])
-            told.append(index)
-        return told, samples
+            samples = at_once(asked.indices)
+            read += asked.indices
+        else:
+            samples = []
+            for index in asked.indices:
+                samples.append(self.dataset[index])
+                read.append(index)
+        return read if self._tells else None, samples
 
 
-class _TellingCollate:
-    """Collates samples with the script's function, and returns the indices with them."""
+class _Collate:
+    """Collates the examples of a pass with the script's function."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, told: Any) -> tuple[list[int], Any]:
-        indices, samples = told
+    def __call__(self, read: tuple[list[int] | None, Any] | None) -> Any:
+        if read is None:
+            return None
+        indices, samples = read
         return indices, self._collate(samples)
+
+
+def _start_process(then: Callable[[int], None], number: int) -> None:
+    """Let a process begin: its ``worker_init_fn`` sees the script's data set."""
+    info: Any = get_worker_info()
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=number, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset.dataset
+    )
+    then(number)
+
+
+def _seed(seed: int, number: int) -> None:
+    """Seed the random numbers as PyTorch does in a process that it starts."""
+    random.seed(seed + number)
+    torch.manual_seed(seed + number)
+    np.random.seed(torch_worker._generate_state(seed, number))

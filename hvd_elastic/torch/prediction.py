@@ -58,16 +58,13 @@ def predict(
     first = next(iter(model.parameters()), None)
     device = torch.device("cpu") if first is None else first.device
 
-    def load(path: str) -> None:
-        load_model(path, model, share=True)
-
     def compute(batch: Any) -> Any:
         given = on_device(batch, device)
         return model(prediction.inputs_of(given)) if forward is None else forward(given)
 
     with in_evaluation_mode(model), torch.no_grad():
         prediction.predict_missing(
-            State(model=model), asked, missing, loader, batch_size, load, compute, _array
+            State(model=model), asked, missing, loader, batch_size, load_model, compute, _array
         )
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import cmath
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from hvd_elastic.model.lr_rules import Adjustment, Rule, scaled_betas
+from hvd_elastic.model.lr_rules import Adjustment, Rule, scaled_betas, scaled_epsilon
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 from hvd_elastic.training.planning.canaries import canaries
 from hvd_elastic.training.planning.rules import chosen_rule
@@ -94,7 +93,7 @@ def rates_scaled(
         if adjustment.rate != 1.0 and "betas" in group:
             changed["betas"] = scaled_betas(group["betas"], adjustment.rate)
             if "eps" in group:
-                changed["eps"] = group["eps"] / math.sqrt(adjustment.rate)
+                changed["eps"] = scaled_epsilon(group["eps"], adjustment.rate)
         before.append({name: group[name] for name in changed})
         group.update(changed)
     try:

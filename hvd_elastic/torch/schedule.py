@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import (
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Schedule
+from hvd_elastic.training.planning.rules import whole_steps
 from hvd_elastic.training.worker import Worker
 
 Scheduler = TypeVar("Scheduler", bound=Any)
@@ -66,8 +67,7 @@ def follow_progress(scheduler: Scheduler, per: Literal["step", "epoch"] = "step"
         if progress is None:
             kind.step(self, *args, **options)
             return
-        # 1e-6 more, since rounding may leave a sum of fractions just below a whole number.
-        last = min(int(progress + 1e-6), _last(self))
+        last = min(whole_steps(progress), _last(self))
         while _count(self) < last:
             kind.step(self, *args, **options)
 

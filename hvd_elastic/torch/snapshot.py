@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvd_elastic.training.value_copies import ValueCopies, dump_value, load_value
+from hvd_elastic.training.value_copies import ValueCopies, dump_value
 
 _LARGE_BYTES = 1 << 20
 """Helper objects with a larger state (such as a copy of the model) are copied at the end of an
@@ -64,31 +64,27 @@ class Snapshot(ValueCopies):
             ]
 
     def restore(self, plain: dict[str, Any], objects: Mapping[str, Any]) -> None:
-        """Restore everything in place, and remove plain values that were added since."""
-        self.restore_values(plain, objects, _copy_tensor)
-        for name, item in objects.items():
-            if name not in self.dumped:
-                continue
-            if isinstance(item, torch.optim.Optimizer):
-                saved = load_value(self.dumped[name])
-                for group, options in zip(item.param_groups, saved, strict=False):
-                    _set_options(group, options)
-            else:
-                item.load_state_dict(load_value(self.dumped[name]))
+        super().restore(plain, objects)
         for tensor, copied in self._tensors:
             _copy(tensor, copied)
+
+    def copy_tensor(self, present: Any, saved: Any) -> bool:
+        if not (isinstance(saved, torch.Tensor) and present.shape == saved.shape):
+            return False
+        _copy(present, saved)
+        return True
+
+    def set_back(self, item: Any, state: Any) -> None:
+        if not isinstance(item, torch.optim.Optimizer):
+            super().set_back(item, state)
+            return
+        for group, options in zip(item.param_groups, state, strict=False):
+            _set_options(group, options)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     with torch.no_grad():
         target.copy_(source)
-
-
-def _copy_tensor(present: Any, saved: Any) -> bool:
-    if not (isinstance(saved, torch.Tensor) and present.shape == saved.shape):
-        return False
-    _copy(present, saved)
-    return True
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

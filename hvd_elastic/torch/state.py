@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.checkpoint import TorchContent, content_of, dtype_named
@@ -23,7 +25,7 @@ from hvd_elastic.torch.schedule import counting_schedules
 from hvd_elastic.torch.snapshot import Snapshot, untrained_tensors
 from hvd_elastic.torch.trained_sums import trained_sums
 from hvd_elastic.training.frontend import Schedule, TrainedSums
-from hvd_elastic.training.script_state import Everything, ScriptState, Stateful
+from hvd_elastic.training.script_state import ScriptState, Stateful
 
 
 class State(ScriptState):
@@ -39,10 +41,20 @@ class State(ScriptState):
             modules, and the learning rates of optimizers are first restored.
 
     Raises:
-        ScriptError: a value is neither, or is PyTorch's own gradient scaler; names it.
+        ScriptError: what is given as model or optimizer is none, or a value is neither, or is
+            PyTorch's own gradient scaler; names it.
     """
 
+    _content_kind = TorchContent
+
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
+        for name, value in (("model", model), ("optimizer", optimizer)):
+            swapped = isinstance(value, Optimizer if name == "model" else Module)
+            if value is not None and (swapped or not isinstance(value, Stateful)):
+                raise ScriptError(
+                    f"State({name}=...) was given a {type(value).__name__}; give it the {name} "
+                    "itself: hvd.State(model=model, optimizer=optimizer)"
+                )
         self._tensors = TensorCopies()
         super().__init__(model, optimizer, **values)
 
@@ -109,9 +121,6 @@ class State(ScriptState):
         found = chain(_tensors_in(objects), _tensors_in(self._plain))
         return {tensor.untyped_storage().data_ptr() for tensor in found}
 
-    def _live_content(self) -> TorchContent:
-        return TorchContent(self._values(), Everything(), copy_own=False)
-
     def _known(self, content: Any) -> list[bool]:
         lasting = self.lasting()
         return [tensor.data_ptr() in lasting for tensor in content.tensors]
@@ -138,12 +147,12 @@ class State(ScriptState):
         frozen = {name: _frozen(module) for name, module in self.named_modules().items()}
         return {"objects": objects, "plain": self._plain, "frozen": frozen}
 
-    def content(self, *, copy_own: bool = True) -> TorchContent:
+    def _shared(self) -> set[int]:
         shared = self.lasting()
         for item in self.named_modules().values():
             shared |= {parameter.data_ptr() for parameter in item.parameters()}
         shared.discard(0)  # the address of tensors without elements
-        return TorchContent(self._values(), shared, copy_own=copy_own)
+        return shared
 
     def lasting(self) -> set[int]:
         """Return ``data_ptr()`` of the tensors that change only in an optimizer's step.

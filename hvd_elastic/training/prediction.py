@@ -145,27 +145,27 @@ def predict_missing(
     missing: Missing,
     batches: Iterable[Any],
     batch_size: int,
-    load: Callable[[str], object],
+    load_model: Callable[..., object],
     compute: Callable[[Any], Any],
     to_array: Callable[[Any], np.ndarray],
 ) -> None:
     """Save the outputs of all missing examples, as the training of this process.
 
     Args:
-        state: the script's State.
+        state: a State with the model.
         asked: what to predict.
         missing: its examples.
         batches: their batches, of our loader.
         batch_size: examples of a batch over all ranks.
-        load: loads the weights of a file on all ranks.
+        load_model: that of the frontend.
         compute: returns the outputs of a batch.
         to_array: returns an output as an array.
     """
     ctx = context.current()
 
-    def go(_: Any) -> None:
+    def go(state: Any) -> None:
         if asked.checkpoint and not ctx.worker.progress.step:  # later workers get the state
-            load(asked.checkpoint)
+            load_model(asked.checkpoint, state.model, share=True)
         _save_total(ctx, missing)
         for _ in epochs(1):
             for batch in batches:

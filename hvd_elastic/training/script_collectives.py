@@ -9,6 +9,7 @@ from typing import TypeVar
 from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training import context
+from hvd_elastic.training.horovod_names import explain_arguments
 
 Tensor = TypeVar("Tensor")
 
@@ -32,6 +33,7 @@ def script_collective(kind: str, name: str) -> Iterator[Communicator]:
         ) from None
 
 
+@explain_arguments
 def allreduce(tensor: Tensor, name: str, *, average: bool = True) -> Tensor:
     """Return the mean (or sum) of ``tensor`` over all ranks; all ranks must call it."""
     value = context.current().worker.frontend.script_tensor("allreduce", tensor, name)
@@ -41,6 +43,7 @@ def allreduce(tensor: Tensor, name: str, *, average: bool = True) -> Tensor:
         return result
 
 
+@explain_arguments
 def allgather(tensor: Tensor, name: str) -> Tensor:
     """Return the tensors of all ranks, concatenated along the first dimension in rank order."""
     value = context.current().worker.frontend.script_tensor("allgather", tensor, name)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from hvd_elastic.checkpoint.header import decode_values
+from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.training import context
@@ -27,7 +28,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
-class Everything(Container[int]):
+class _Everything(Container[int]):
     """Contains the key of every tensor, so that every one is sent from its live memory."""
 
     def __contains__(self, key: object) -> bool:
@@ -49,6 +50,8 @@ class ScriptState(State):
         plain_kinds, object_kinds: what plain data is, and what objects have, for messages.
     """
 
+    _content_kind: type[Any]
+    """The framework's Content, called with values, addresses and ``copy_own``."""
     plain_kinds = "numbers, strings, lists, dicts, tensors"
     object_kinds = "state_dict() and load_state_dict()"
 
@@ -122,6 +125,14 @@ class ScriptState(State):
 
     def module_versions(self) -> int:
         return 0  # not every framework counts changes
+
+    def content(self, *, copy_own: bool = True) -> Content:
+        made: Content = self._content_kind(self._values(), self._shared(), copy_own=copy_own)
+        return made
+
+    def _live_content(self) -> Any:
+        """Return the Content of all of the state, with ``tensors``: those of its stream."""
+        return self._content_kind(self._values(), _Everything(), copy_own=False)
 
     def sync(
         self,
@@ -199,8 +210,12 @@ class ScriptState(State):
         """Create what objects create late, so that all ranks have the same from the beginning."""
 
     @abstractmethod
-    def _live_content(self) -> Any:
-        """Return the Content of all of the state, with ``tensors``: those of its stream."""
+    def _values(self) -> dict[str, Any]:
+        """Return all of the state as nested values: ``objects`` and ``plain``, by name."""
+
+    def _shared(self) -> set[int]:
+        """Return the addresses of the tensors that are the same on all ranks."""
+        return self.lasting()
 
     @abstractmethod
     def _known(self, content: Any) -> list[bool]:

@@ -47,7 +47,9 @@ class Session:
             raise ScriptError(
                 f"{self._name} is a second training in this script, which has one: it is where "
                 "hosts join, a failure is undone, and a resumed run goes on. Train in one call, "
-                "with more epochs, and change the learning rate in it by a schedule or a callback"
+                "with more epochs, and change the learning rate in it by a schedule or a callback. "
+                "For another compile(), as after layers were unfrozen, start another script, which "
+                f"begins with {ctx.worker.frontend.module}.load_model(run, model)"
             )
         if worker.mode is Mode.HOROVOD_ELASTIC:
             raise ScriptError(

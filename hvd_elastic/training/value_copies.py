@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,15 +51,15 @@ def put_back(present: Any, saved: Any, copy_tensor: Callable[[Any, Any], bool]) 
     return present
 
 
-class ValueCopies:
-    """Copies of a state's plain values, and of objects of the library.
+class ValueCopies(ABC):
+    """Copies of a state's plain values, and of objects.
 
     Args:
         plain: plain values by name.
         objects: objects by name, of which those that are a :class:`SnapshotSource` are copied.
 
     Attributes:
-        dumped: copies of further values by name, which a frontend adds.
+        dumped: copies of the states of further objects by name, which a frontend adds.
 
     Raises:
         ScriptError: a value cannot be copied; names it.
@@ -73,24 +74,28 @@ class ValueCopies:
         }
         self.dumped: dict[str, bytes] = {}
 
-    def restore_values(
-        self,
-        plain: dict[str, Any],
-        objects: Mapping[str, Any],
-        copy_tensor: Callable[[Any, Any], bool],
-    ) -> None:
-        """Restore all but :attr:`dumped` in place, and remove plain values added since.
+    def restore(self, plain: dict[str, Any], objects: Mapping[str, Any]) -> None:
+        """Restore everything in place, and remove plain values that were added since.
 
         Args:
             plain, objects: as they are now.
-            copy_tensor: as for :func:`put_back`.
         """
         for name in [name for name in plain if name not in self._plain]:
             del plain[name]
         for name, dumped in self._plain.items():
-            plain[name] = put_back(plain.get(name), load_value(dumped), copy_tensor)
+            plain[name] = put_back(plain.get(name), load_value(dumped), self.copy_tensor)
         for name, values in self._own.items():
             objects[name].roll_back(values)
+        for name, dumped in self.dumped.items():
+            self.set_back(objects[name], load_value(dumped))
+
+    @abstractmethod
+    def copy_tensor(self, present: Any, saved: Any) -> bool:
+        """Overwrite a tensor with another of its type; return whether that is possible."""
+
+    def set_back(self, item: Any, state: Any) -> None:
+        """Set an object to its state in :attr:`dumped`."""
+        item.load_state_dict(state)
 
     def differences(self, later: ValueCopies) -> set[str]:
         """Return the names of the values that differ in a later copy."""

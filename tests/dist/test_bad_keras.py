@@ -76,6 +76,10 @@ REFUSED = {
         "fit(kind(make_layers())); fit(kind(make_layers()))",
         "is a second training in this script",
     ),
+    "no callback": (
+        "m = kind(make_layers()); m.compile(optimizer(), 'mse'); m.fit(dataset, verbose=0)",
+        "give model.fit callbacks=[hvd.ElasticCallback()]",
+    ),
     "no cardinality": (ENDLESS, "has to come from hvd.dataset"),
     "strategy": (STRATEGY, "a tf.distribute strategy"),
 }
@@ -93,6 +97,7 @@ def job_of(text: str, folder: Path) -> Job:
 def test_it_trains(case: str, tmp_path: Path) -> None:
     with job_of(WORKS[case], tmp_path) as job:
         assert job.wait(120) == 0, job.text
+    assert "oneDNN" not in job.text, "what TensorFlow prints while it is loaded"
     assert [event["steps"] for event in job.events("run_finished")] == [6]
 
 

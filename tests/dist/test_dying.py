@@ -72,7 +72,7 @@ def test_kill_9_of_a_worker_leaves_the_others_of_its_host_alone(
     check_went_on_from_live_state(job, since, before)
 
 
-@pytest.mark.parametrize("style", ["torch"], indirect=True, scope="module")
+@EVERY_STYLE
 def test_a_killed_worker_is_replaced_by_a_fork_of_the_template(
     stage: Stage, job: RunningJob
 ) -> None:
@@ -95,6 +95,8 @@ def test_a_killed_worker_is_replaced_by_a_fork_of_the_template(
     replaced = job.worker(b)
     assert arguments_at(replaced.pid) == arguments_at(pid)
     assert command_line(replaced.pid) == shown
+    log = job.home / "runs" / job.run_id / "logs" / f"{b}.{killed.slot}.log"
+    assert "absl::InitializeLog" not in log.read_text(), "TensorFlow prints it while it is loaded"
     check_went_on_from_live_state(job, since, before)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typing_extensions import Self
 
@@ -257,3 +259,90 @@ def test_jobs_share_hosts_lose_one_and_leave_nothing(
             run_id = cluster.job(number)["run_id"]
             assert audit_of(cluster.home / "runs" / run_id).ok, run_id
             assert_nothing_left(run_id=run_id)
+
+
+ALONE = """\
+exec 9>>{lock}
+flock --nonblock 9 || echo twice >> {ran}
+echo begun >> {ran}
+while [ ! -e {enough} ]; do sleep 0.1; done
+echo done >> {ran}
+"""
+"""A plain command that tells if another process of its job is still there."""
+
+
+@pytest.mark.root
+def test_a_pulled_cable_and_killed_agents_cost_slots_and_no_job(
+    stage: Stage, shared: Path, tmp_path: Path
+) -> None:
+    """The link of the host that a plain command runs on is cut; it runs elsewhere, once."""
+    if stage.cluster.loopback:
+        pytest.skip("hosts on the loopback network have no cables to pull")
+    stage.boot_all()
+    script = write_script(shared)
+    hostfile = hostfile_of(tmp_path / "hosts", stage.hosts[:3], slots=2)
+    names = ("lock", "ran", "enough")
+    files = {name: shared / f"{tmp_path.name}.{name}" for name in names}
+    limits = ("--failure-timeout", 2, "--leader-grace", 3)
+    cluster = Cluster(tmp_path, hostfile, "cut", ("-F", stage.cluster.ssh_config))
+    script_call = (sys.executable, script, "--until", files["enough"], "--example-time", 0.005)
+    train = ("--audit", "--checkpoint-every", 1, *limits, "--", *script_call)
+    with cluster:
+        alone = cluster.submit("--plain", *limits, "--", "sh", "-c", ALONE.format(**files))
+        until(lambda: files["ran"].exists() and files["ran"].read_text(), "the command runs")
+        trains = [cluster.submit("--name", name, *train) for name in ("one", "two")]
+        every = [alone, *trains]
+
+        def taken() -> int:
+            return sum(map(cluster.slots, every))
+
+        def happened(kind: str) -> list[int]:
+            runs = [cluster.job(number)["run_id"] for number in trains]
+            return [len(cluster.events(kind, run_id)) for run_id in runs]
+
+        def all_train_on() -> None:
+            before = happened("metrics")
+            until(lambda: all(map(operator.gt, happened("metrics"), before)), "both train on")
+
+        until(lambda: taken() > 4, "jobs grow over all hosts")
+        all_train_on()
+        (host,) = cluster.job(alone)["hosts"]
+        stage.cluster.cut(host)
+        try:
+            until(lambda: "lost" in cluster.states(), "the loss is seen")
+            assert cluster.states().count("lost") == 1
+            until(lambda: taken() <= 4, "jobs shrink")
+            until(
+                lambda: files["ran"].read_text().count("begun") == 2,
+                "the command begins anew on another host",
+            )
+            all_train_on()
+        finally:
+            stage.cluster.heal(host)
+        until(lambda: "lost" not in cluster.states(), "the host is back")
+        until(lambda: taken() > 4, "jobs grow again")
+        all_train_on()
+        used = {host for number in trains for host in cluster.job(number)["hosts"]}
+        (other,) = {*cluster.job(alone)["hosts"]}
+        before = sum(happened("host_lost"))
+        for pid in agents(stage, (used - {other}).pop()):
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: sum(happened("host_lost")) > before, "their runs lose the host")
+        until(lambda: taken() > 4 and "lost" not in cluster.states(), "other agents are started")
+        all_train_on()
+        files["enough"].touch()
+        cluster.call("wait", *every)
+        assert files["ran"].read_text().split() == ["begun", "begun", "done"]
+        for number in trains:
+            assert audit_of(cluster.home / "runs" / cluster.job(number)["run_id"]).ok
+        for number in every:
+            assert_nothing_left(run_id=cluster.job(number)["run_id"])
+
+
+def agents(stage: Stage, host: str) -> list[int]:
+    """Processes of the agents on a host."""
+    found = []
+    for pid in stage.cluster.pids(host):
+        with contextlib.suppress(psutil.Error):
+            found += [pid] if "hvd_elastic.agent.agent" in psutil.Process(pid).cmdline() else []
+    return found

@@ -45,6 +45,7 @@ model = torch.nn.Linear(5, 3)
 
 def forward(batch):
     (folder / f"rank-{hvd.rank()}").touch()
+    time.sleep(0.2 * (folder / "slow").exists())
     while (folder / "wait").exists():
         time.sleep(0.02)
     time.sleep(0.02)
@@ -72,6 +73,7 @@ model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
 
 def forward(batch):
     (folder / f"rank-{hvd.rank()}").touch()
+    time.sleep(0.2 * (folder / "slow").exists())
     while (folder / "wait").exists():
         time.sleep(0.02)
     inputs, index = batch
@@ -198,11 +200,13 @@ def test_prediction_with_a_join_a_kill_and_an_interruption(
     folder = predicting.folder
     weights, weight, bias = write_weights(style, folder)
 
+    (folder / "slow").touch()  # else a busy machine interrupts what is done already
     predicting.use(first)
     leader = predicting.start(weights)
     predicting.wait_for(lambda: predicting.files() >= 5, "some outputs")
     leader.send_signal(signal.SIGINT)
     assert leader.wait(60) == 130, predicting.said()
+    (folder / "slow").unlink()
     found = len(list(predicting.out.glob("outputs-*")))
     assert 5 <= found < 90
     assert "give the same command again" in predicting.said()

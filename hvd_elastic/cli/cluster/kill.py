@@ -12,6 +12,7 @@ import typer
 from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
 from hvd_elastic.cli.cluster.host_report import Printer, finish
 from hvd_elastic.cli.cluster.kill_report import describe_ended, show_ended
+from hvd_elastic.cli.jobs.naming import run_id_of
 from hvd_elastic.cli.numbers import number_option
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.hosts.fanout import HostResult
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 def kill(
     chosen: Chosen,
     run_id: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="End what this run left.")
+        str | None,
+        typer.Option("--run", metavar="RUN", help="End what this run left, or a job's run."),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="End every run's processes.")] = False,
     strays: Annotated[
@@ -71,6 +73,8 @@ def kill(
         raise UsageError("--run '': it is empty. Is a variable of your script not set?")
     if user_processes is not None:
         _check_pattern(user_processes)
+    if run_id is not None:
+        run_id = run_id_of(run_id)
     printer = Printer(chosen.hosts)
     target = Target(run_id, strays, user_processes)
     seen: list[HostResult[Ended]] = []

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
@@ -87,10 +87,10 @@ def submit(context: typer.Context, options: SubmitOptions) -> None:
         return
     require_commands("sbatch", "squeue", "scancel")
     if options.resume is None:
-        fields = {**options.spec().as_dict(), "slurm": submission.as_dict()}
+        fields = {**options.spec().as_dict(), "slurm": asdict(submission)}
         folder = RunFolder.create(submission.run_id, fields)
     else:
-        folder.write_run({**folder.read_run(), "slurm": submission.as_dict()})
+        folder.write_run({**folder.read_run(), "slurm": asdict(submission)})
     try:
         submission.write_scripts()
         job_id = _sbatch(submission)

@@ -94,6 +94,19 @@ def run_of_job(words: str) -> RunFolder | None:
     return None
 
 
+def run_id_of(words: str) -> str:
+    """Return the id of the run that a user names as for :func:`open_run`.
+
+    Words that name nothing here may be the id of a run that another machine has led.
+
+    Raises:
+        UsageError: as of :func:`open_run`.
+        RunError: as of :func:`run_of_job`.
+    """
+    run = RunFolder.find(words) or run_of_job(words)
+    return words if run is None else run.run_id
+
+
 def source_of(words: str) -> str:
     """Return a source of weights as it is named, or the run folder of the job that is named.
 

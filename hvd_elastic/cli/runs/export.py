@@ -149,11 +149,12 @@ def _keras(path: Path, name: str, target: Path, function: str | None) -> int:
     if target.suffix != ".keras":
         raise UsageError(f"--out {target}: Keras reads a whole model from a name ending in .keras")
     make = _function(function or "")
-    from hvd_elastic.tensorflow.saving import load_model
-    from hvd_elastic.tensorflow.variables import is_model
+    from hvd_elastic.tensorflow.saving import load_model  # checks the versions
 
     made = make()
-    if not is_model(made):
+    import keras
+
+    if not isinstance(made, keras.Model):
         raise UsageError(f"--model {function} made a {type(made).__name__}, no model of Keras")
     load_model(path, made, name=name)
     with _whole(target) as temporary:

@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from hvd_elastic.cli.jobs.naming import run_id_of
 from hvd_elastic.cli.runs.leading import STARTED, fork_leader, lead
 from hvd_elastic.cli.runs.run_options import (
     RunOptions,
@@ -24,11 +25,10 @@ from hvd_elastic.cli.runs.run_options import (
     ssh_config_for,
     takes_options,
 )
-from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.records.run_folder import RunFolder, check_run_id
+from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
 
 # Parameters that may be given with --resume; the run keeps all others from its start.
@@ -87,9 +87,9 @@ def run(context: typer.Context, options: RunOptions) -> None:
 
 def _folder_to_resume(options: RunOptions) -> RunFolder:
     """Return the run's folder, created from its hosts' records if another machine led the run."""
-    run_id, hostfile = options.resume or "", options.hostfile
-    if (runs_folder() / check_run_id(run_id)).is_dir():
-        return RunFolder.open(run_id)
+    run_id, hostfile = run_id_of(options.resume or ""), options.hostfile
+    if (folder := RunFolder.find(run_id)) is not None:
+        return folder
     if hostfile is None:
         try:
             return RunFolder.open(run_id)

@@ -297,8 +297,9 @@ class AdaptivePlanner(ReviewedPlanner):
         reason = self.choice.keep_to_limits(ranks)
         if self._may_have_shifted:
             return reason  # the next review can tell a lasting change from a short disturbance
-        model, noise = self.timings.model(), self.noise.cautious_scale
-        if model is None or math.isnan(noise):
+        noise = self.noise.cautious_scale
+        model = None if math.isnan(noise) else self.timings.model()
+        if model is None:
             return reason
         slowness = self.choice.slowness([report.compute_s for report in reports])
         found = self.choice.follow_goodput(model, noise, _hosts(reports), ranks, slowness)

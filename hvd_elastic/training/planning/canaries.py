@@ -17,11 +17,15 @@ def canaries(sizes: Sequence[int]) -> list[int]:
     """Return the indices of the parameters to check.
 
     Args:
-        sizes: number of elements of each parameter, in the order of the model; one at least.
+        sizes: number of elements of each parameter, in the order of the model.
 
     >>> canaries([5, 3, 20_000, 7])
     [0, 1, 3]
+    >>> canaries([])  # all of them are frozen
+    []
     """
+    if not sizes:
+        return []
     length = -(-len(sizes) // _PARTS)
     parts = [range(at, min(at + length, len(sizes))) for at in range(0, len(sizes), length)]
     smallest = [min(part, key=sizes.__getitem__) for part in parts]

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import socket
+import time
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from statistics import median
@@ -164,6 +165,8 @@ class ReviewedPlanner(Planner):
         self.times = times
         self._ranks = 1
         self._rank_s: list[float | None] = []
+        self._decision_s = 0.0
+        """Time that the last decision of this rank took [s]; 0: it made none."""
         self._next_review = 0
         self._generation = -1
         """Generation of the last review; -1: this process has had none."""
@@ -205,12 +208,14 @@ class ReviewedPlanner(Planner):
         before = self._planned
         why_plan = why_shares = ""
         if communicator.rank == 0:
+            began = time.perf_counter()
             reports = Report.unpack(gathered, own.samples.shape[1])
             compute_s = [report.compute_s for report in reports]
             self._rank_s = [each if math.isfinite(each) else None for each in compute_s]
             why_shares, why_plan = self._decide(reports, moved=moved)
             if self._planned != before:
                 self._rank_s = []  # these times belong to the previous plan
+            self._decision_s = time.perf_counter() - began
             self._next_review = step + self._steps_to_review(step)
         if self._ranks > 1:
             decided = communicator.broadcast_bytes(json.dumps(self.state_dict()).encode(), 0)
@@ -249,7 +254,7 @@ class ReviewedPlanner(Planner):
 
     def _steps_to_review(self, step: int) -> int:
         """Return how many steps after ``step`` the next review is due."""
-        return steps_to_review(self.times.all_step_s())
+        return steps_to_review(self.times.all_step_s(), self._decision_s)
 
     def _announce(self, worker: Worker, before: Any, why: str, *, first: bool) -> None:
         """Report the plan to the leader if it differs from ``before``."""

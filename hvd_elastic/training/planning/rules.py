@@ -26,6 +26,17 @@ def chosen_rule(rule: str | Rule | None, *, has_betas: bool) -> Rule:
         raise ScriptError(f"DistributedOptimizer(lr_rule=...): {error}") from None
 
 
+def whole_steps(progress: float) -> int:
+    """Return the whole steps of a schedule that progress has made.
+
+    Rounding may leave a sum of fractions just below a whole number.
+
+    >>> whole_steps(2.9999999), whole_steps(2.9)
+    (3, 2)
+    """
+    return int(progress + 1e-6)
+
+
 def _checked(rule: Rule) -> Rule:
     def answering(now: Situation) -> Adjustment:
         found = rule(now)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import http.client
+import io
 import json
 import os
 import secrets
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,10 +26,12 @@ import psutil
 import pytest
 
 from hvd_elastic import __version__
+from hvd_elastic.agent import agent as agent_module
 from hvd_elastic.agent.template.process import TITLE
 from hvd_elastic.checkpoint.saved import find_spooled, spool_file
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.endings import crash_stack
+from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.interfaces import interface_of
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import compress, decompress, encode
@@ -249,6 +254,36 @@ def test_the_end_of_a_worker_is_told_after_its_last_words(start_agent: StartAgen
     assert len(text) > 300_000
 
 
+EARLY = """
+import fcntl, struct, sys, termios, time
+early = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\\n"
+for kind in "IWE":
+    early += f"{kind}0000 00:00:1795644382.496079   22540 port.cc:153] a message\\n"
+sys.stderr.write(early)
+sys.stderr.write("I0000 is the script's own\\n")
+while struct.unpack("i", fcntl.ioctl(2, termios.FIONREAD, bytes(4)))[0]:  # until it was read
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"), [(None, "E"), ("1", "WE"), ("0", "WIWE"), ("", "WIWE")]
+)
+def test_what_tensorflow_prints_before_it_reads_its_level_is_left_out(
+    start_agent: StartAgent, level: str | None, shown: str
+) -> None:
+    env = {} if level is None else {"TF_CPP_MIN_LOG_LEVEL": level}
+    agent = start_agent(EARLY + WORKER, env=env)
+    agent.start_worker()
+    agent.say(op="tell", worker="w0", message={"kind": "leave"})
+    text = ""
+    while (message := agent.hear(lambda m: m["ev"] in ("log", "worker_exited")))["ev"] == "log":
+        text += message["data"]
+    *early, own, _ = text.splitlines()
+    assert own == "I0000 is the script's own"
+    assert "".join(line[0] for line in early) == shown
+
+
 def test_a_kill_is_told_as_a_signal(start_agent: StartAgent) -> None:
     agent = start_agent()
     agent.start_worker()
@@ -466,6 +501,30 @@ def test_a_stranger_on_the_socket_is_not_heard(start_agent: StartAgent) -> None:
             assert stranger.recv(100) == b"", f"{line!r} is answered by the end"
     agent.say(op="tell", worker="w0", message={"kind": "hold"})
     assert agent.told_by_worker() == {"kind": "hold"}
+
+
+def test_a_worker_that_falls_silent_is_told_of_when_its_silence_reaches_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not with the next heartbeat: with many hosts these come less often."""
+    now, told = 0.0, []
+    worker = SimpleNamespace(name="w", activity=Activity(), silent_s=lambda at: max(0.0, at - 0.5))
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now > 10:
+            raise asyncio.CancelledError
+
+    made: Any = agent_module.Agent(io.BytesIO())
+    made._hello = leader_hello(heartbeat_s=2.0, failure_timeout_s=5.0)
+    made._workers = [worker]
+    made._link.send = lambda beat: told.append(beat.workers["w"].silent_s)
+    monkeypatch.setattr(agent_module, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(agent_module, "time", SimpleNamespace(monotonic=lambda: now))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(made._beat())
+    assert told == [0.0, 1.5, 3.5, 5.0, 7.0, 9.0]
 
 
 def test_interfaces_are_found_by_address() -> None:

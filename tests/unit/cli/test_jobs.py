@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.cli.app import main
-from hvd_elastic.cli.jobs.naming import find_numbers, source_of
+from hvd_elastic.cli.jobs.naming import find_numbers, run_id_of, source_of
 from hvd_elastic.cli.jobs.queue import parse_after
 from hvd_elastic.jobs.job import After, JobKind, JobRequest, JobStatus
 from hvd_elastic.jobs.messages import Answer, Submit
@@ -68,6 +68,11 @@ def test_run_is_named_by_number_or_name_of_its_job(
     assert source_of("train") == str(RunFolder.open(last.run_id).path)
     assert "run train-5 has no live leader" in told("stop", "train", status="1")
     assert "there is no run 'trains'" in told("report", "trains", status="1")
+    assert run_id_of("2") == "train-2"
+    assert run_id_of("of-another-machine") == "of-another-machine"
+    RunFolder.open(last.run_id).write_run({"command": ["train"], "cwd": "/no/such/folder"})
+    resumed = told("run", "--resume", "train", status="1")
+    assert f"run {last.run_id} was started in the folder '/no/such/folder'" in resumed
     store.add([last.request] * 2, {}, now=4.0)
     assert "'train' stands for 2 jobs" in told("get", "train", status="1")
     RunFolder.create("2")

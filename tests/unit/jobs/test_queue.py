@@ -94,6 +94,23 @@ def test_unknown_and_circular_dependencies_are_refused(made: Recorded) -> None:
     assert made.queue.active[first].request.after == ()
 
 
+def test_jobs_that_have_ended_do_not_wait_for_each_other_when_they_come_back(
+    made: Recorded,
+) -> None:
+    """Each may wait for the other while that one has ended, but not both of them at once."""
+    first = made.add()
+    second = made.add(After("any", first))
+    made.end(first, JobStatus.SUCCEEDED)
+    made.end(second, JobStatus.SUCCEEDED)
+    made.queue.requeue([first], {}, [After("any", second)])
+    with pytest.raises(UsageError, match=f"circle: job {second}, which waits for job {first}"):
+        made.queue.requeue([second], {}, None)
+    made.end(first, JobStatus.SUCCEEDED)
+    with pytest.raises(UsageError, match="circle"):
+        made.queue.requeue([first, second], {}, None)
+    assert made.queue.requeue([second], {}, None)
+
+
 def test_cancel_ends_what_waits_and_asks_what_runs(made: Recorded) -> None:
     waiting, running = made.add(), made.add()
     job = made.queue.started(made.queue.active[running], "run", {"a": 1})

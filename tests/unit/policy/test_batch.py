@@ -80,6 +80,8 @@ def test_what_lasts_is_loaded_also_from_early_checkpoints() -> None:
     assert other.plan == choice.plan
 
 
-def test_reviews_come_about_once_a_second() -> None:
+def test_reviews_come_about_once_a_second_and_less_often_if_they_cost_much() -> None:
     waits = [steps_to_review(times) for times in ([], [0.001], [0.04, 0.04, 9.0], [2.0])]
     assert waits == [10, 50, 25, 10]
+    waits = [steps_to_review([0.01], cost_s) for cost_s in (0.0, 0.001, 0.003, 0.1)]
+    assert waits == [50, 50, 100, 200]

@@ -46,8 +46,11 @@ def test_sampling_costs_little_of_the_time_unless_something_changes() -> None:
         add(tracker, random.normal(size=(steps, 2, 100)) / 4 + mean)
         return schedule(sampling, tracker, cost_s)
 
-    assert interval(150, 1.0, cost_s=0.01) == 1, "the noise is not known yet"
-    assert interval(100, 1.0, cost_s=math.nan) == 4, "no sample was timed in this process"
+    assert interval(40, 1.0, cost_s=0.01) == 1, "the batch grows by the first samples"
+    found = [interval(10, 1.0, cost_s) for cost_s in (math.nan, 0.0, 0.0005, 0.0015, 0.01)]
+    assert found == [1, 1, 1, 2, 4], "1 % of the time until the noise is known"
+    assert sampling.probe_every == 1
+    assert interval(160, 1.0, cost_s=math.nan) == 4, "no sample was timed in this process"
     found = [interval(1, 1.0, cost_s) for cost_s in (0.0, 0.001, 0.005, 0.01, 0.05)]
     assert found == [4, 4, 17, 34, 64], "0.3 % of the time, within bounds"
     assert interval(1, 1.0, cost_s=math.nan) == 64, "as before where nothing was timed"

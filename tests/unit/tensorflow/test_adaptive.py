@@ -16,6 +16,7 @@ import tensorflow as tf
 import torch
 
 import hvd_elastic.tensorflow as hvd
+from hvd_elastic.communicator.interface import FLAGS_NAME
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.model.lr_rules import Adjustment
@@ -359,11 +360,14 @@ def test_the_samples_of_two_ranks_are_those_of_two_passes_of_one(
     (expected,) = statistics_of(alone).drain()
     sent: dict[tuple[int, str], np.ndarray] = {}
 
-    def reduce(tensor: tf.Tensor, name: str, *, average: bool = False) -> tf.Tensor:
+    def reduce(tensor: tf.Tensor, name: str, *, average: bool) -> tf.Tensor:
+        assert average
+
         def exchange(values: np.ndarray) -> np.ndarray:
             rank = unreviewed.worker.communicator.rank
             sent[rank, name] = np.array(values)
-            return values if average else values + sent.get((1 - rank, name), np.zeros(1, "f4"))
+            other = values if name == FLAGS_NAME else sent.get((1 - rank, name), np.zeros(1, "f4"))
+            return (values + other) / np.float32(2)
 
         return tf.numpy_function(exchange, [tensor], tensor.dtype)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import random
 import select
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -575,6 +578,82 @@ def test_a_rescale_inside_the_boundary_takes_effect_on_the_next_share() -> None:
     context = fake(boundary=grow)
     loader: Any = DataLoader(Numbers(32), 16, num_workers=1, context=context)
     assert [values.tolist() for values, _ in loader] == [list(range(16)), list(range(24, 32))]
+
+
+class ReadByKeptProcesses(Numbers):
+    """Tells what is read; index 4 takes until the world has changed."""
+
+    handle = -1
+    wanted: Any = None
+
+    def __init__(self, n: int, told: int) -> None:
+        super().__init__(n)
+        self.told = told
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        assert self.handle == os.getpid(), "set by worker_init_fn"
+        os.write(self.told, f"{index} ".encode())
+        while index == 4 and self.wanted.value < 2:
+            time.sleep(0.001)
+        return super().__getitem__(index)
+
+
+def test_processes_are_kept_while_the_world_changes_and_skip_what_is_of_no_use() -> None:
+    reader, writer = os.pipe()
+    pids: list[list[int]] = []
+
+    def start(_: int) -> None:
+        os.write(writer, b"started ")
+        info: Any = get_worker_info()
+        info.dataset.handle = os.getpid()
+
+    def change(context: FakeContext) -> None:
+        if context.progress.position:
+            pids.append(loader._plain._pids())
+        if context.progress.position == 4:
+            context.rank, context.size, context.generation = 1, 2, 2
+
+    dataset = ReadByKeptProcesses(36, writer)
+    loader: Any = DataLoader(
+        *(dataset, 4),
+        num_workers=1,
+        prefetch_factor=4,
+        worker_init_fn=start,
+        context=fake(boundary=change),
+    )
+    dataset.wanted = loader._plain._wanted
+    read = [values.tolist() for values, _ in loader]
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        words = told.read().split()
+    assert read == [[0, 1, 2, 3], *([first, first + 1] for first in range(6, 36, 4))]
+    second_of_old_world = range(4, 8)
+    assert words[0] == "started"
+    assert [*map(int, words[1:])] == [*range(4), *second_of_old_world, *chain(*read[1:])]
+    (pid,) = pids[0]
+    assert pids == len(pids) * [[pid]]
+    assert not Path(f"/proc/{pid}").exists(), "it ends with the loop"
+
+
+class Augmented(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return index, [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+def test_random_numbers_of_kept_processes_are_those_of_new_ones() -> None:
+    def change(context: FakeContext) -> None:
+        if context.progress.position == 16:
+            context.rank, context.size, context.generation = 1, 2, 2
+
+    options: Any = {"num_workers": 2, "seed": 3}
+    changed: Any = DataLoader(Augmented(64), 16, context=fake(boundary=change), **options)
+    later = fake(1, 2, progress=Progress(position=16))
+    new: Any = DataLoader(Augmented(64), 16, context=later, **options)
+    kept = [(values.tolist(), torch.stack(drawn).tolist()) for values, drawn in changed]
+    expected = [(values.tolist(), torch.stack(drawn).tolist()) for values, drawn in new]
+    assert len(expected) == 3
+    assert kept[1:] == expected
+    assert kept[0][1] != kept[1][1]
 
 
 def test_an_interruption_at_the_boundary_is_the_scripts_to_see_and_reading_goes_on_after() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchPlan
-from hvd_elastic.policy import batch
+from hvd_elastic.policy import batch, sampling
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
@@ -102,6 +103,8 @@ def test_a_changing_scale_changes_no_step_and_no_estimate(
 ) -> None:
     # Else a slow machine samples other steps.
     monkeypatch.setattr(batch, "_REVIEW_STEPS", (10, 10))
+    monkeypatch.setattr(batch, "_REVIEW_SHARE", math.inf)
+    monkeypatch.setattr(sampling, "_LEARNING_SHARE", math.inf)
     found = []
     for scaled in (False, True):
         monkeypatch.setattr(context, "_context", Context(Mode.ALONE, TorchFrontend()))

@@ -178,6 +178,39 @@ def test_a_parameter_that_the_state_lacks_is_refused(alone: Context) -> None:
     run(hvd.State(**state, values={"alpha": [alpha]}))
 
 
+def test_an_optimizer_whose_parameters_are_all_frozen_trains_them_later(alone: Context) -> None:
+    """As that of a backbone, while the head is trained first."""
+    body, head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    body.requires_grad_(False)
+    before = body.weight.detach().clone()
+    slow, fast = sgd(body), sgd(head)
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(TensorDataset(torch.ones(8, 2)), 4)
+    frozen = []
+
+    def train(state: hvd.State) -> None:
+        for epoch in hvd.epochs(4):
+            body.requires_grad_(epoch >= 2)
+            for (inputs,) in loader:
+                slow.zero_grad()
+                fast.zero_grad()
+                head(body(inputs)).square().mean().backward()
+                if epoch >= 2:
+                    slow.step()
+                fast.step()
+            frozen.append(torch.equal(body.weight, before))
+
+    hvd.run(train)(hvd.State(body=body, head=head, slow=slow, fast=fast))
+    assert frozen == [True, True, False, False]
+
+
+def test_what_is_trained_is_in_the_state_without_its_optimizer_too(alone: Context) -> None:
+    model = linear()
+    sgd(model)
+    with pytest.raises(ScriptError, match=r"the optimizer trains weight of shape.*State\(model="):
+        run(hvd.State(seen=0))
+    run(hvd.State(model=model))
+
+
 def test_what_no_optimizer_trains_in_a_trained_module_is_undone(alone: Context) -> None:
     """A momentum encoder beside its query encoder, in one module."""
     query, key, other = linear(), linear(), linear()

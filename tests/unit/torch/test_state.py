@@ -249,6 +249,16 @@ def test_what_is_neither_plain_nor_stateful_is_named() -> None:
         _ = State(a=1).nothing
 
 
+def test_a_state_dict_and_swapped_arguments_are_refused() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for wrong in ((model.state_dict(), optimizer), (model, optimizer.state_dict()), (optimizer,)):
+        with pytest.raises(ScriptError, match=r"itself: hvd.State\(model=model"):
+            State(*wrong)
+    with pytest.raises(ScriptError, match=r"State\(optimizer=...\) was given a Linear"):
+        State(None, model)
+
+
 def test_plain_data_travels_and_code_does_not(tmp_path: Path) -> None:
     value = {"a": [1, 2.5, None, "x"], "t": torch.arange(3)}
     taken = load_plain(dump_plain(value))

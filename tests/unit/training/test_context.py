@@ -5,6 +5,7 @@ import inspect
 import json
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
@@ -25,6 +27,7 @@ from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.training import context, metrics, worker
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.horovod_names import explain_arguments
 from hvd_elastic.training.launch import Mode, detect_mode, refuse_other_launchers
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.sink import Sink
@@ -405,8 +408,54 @@ def test_a_variable_of_a_loop_that_did_not_run_is_explained(alone: Context) -> N
         assert ("after a failure or in a resumed run" in str(error.value)) is explained
 
 
+ANY: Any = hvd  # mypy knows that these calls are wrong
+
+
 @pytest.mark.parametrize("name", ["broadcast_parameters", "Sum", "local_size", "barrier"])
 def test_a_name_of_horovod_that_is_missing_says_what_to_use(name: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}': .*docs/migration.md"):
         getattr(hvd, name)
     assert not hasattr(hvd, "no_such_name")
+
+
+def test_horovods_elastic_module_says_what_to_use() -> None:
+    with pytest.raises(AttributeError, match=r"'TorchState': hvd.run, hvd.State and "):
+        _ = ANY.elastic.TorchState
+
+
+NET = torch.nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: ANY.DistributedOptimizer(SGD(NET.parameters()), named_parameters=[]),
+            r"no argument named_parameters=: give the model in its place: .*\(optimizer, model\)",
+        ),
+        (lambda: ANY.DistributedOptimizer(SGD(NET.parameters()), NET.parameters()), "a generator"),
+        (lambda: ANY.allreduce(torch.ones(1)), r'needs name=.*hvd.allreduce\(tensor, "'),
+        (lambda: ANY.allgather(torch.ones(1)), "hvd.allgather.* needs name="),
+        (lambda: ANY.allreduce(torch.ones(1), "a", op=None), "op=: .*average=False"),
+        (lambda: ANY.DataLoader([1], 1, shuffel=True), "shuffel=: do you mean shuffle="),
+        (lambda: ANY.DataLoader([1], 1, True), "give these by name: shuffle, "),
+        (lambda: ANY.DataLoader((torch.ones(3), torch.ones(3)), 1), r"TensorDataset\(\*tensors"),
+        (lambda: ANY.allreduce({}, "a"), "takes a tensor or a number, not a dict"),
+    ],
+)
+def test_a_call_in_horovods_way_says_what_to_write(
+    call: Callable[[], object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "_context", Context(Mode.ALONE, TorchFrontend()))
+    with pytest.raises(ScriptError, match=words):
+        call()
+
+
+def test_a_number_is_averaged_like_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "_context", Context(Mode.ALONE, TorchFrontend()))
+    assert ANY.allreduce(1.5, "loss").item() == 1.5
+
+
+def test_a_type_error_inside_of_a_function_stays_what_it_is() -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        explain_arguments(lambda number: number + "b")(1)
