@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -74,7 +75,8 @@ class BackgroundRun:
     def __exit__(self, *error: object) -> None:
         """End the run, and wait until its leader has ended."""
         if self.folder.leader_alive():
-            self.folder.ask_leader("stop", {"reason": f"{self._name} is over"})
+            with contextlib.suppress(RunError):  # it may just end, and an error is told already
+                self.folder.ask_leader("stop", {"reason": f"{self._name} is over"})
             deadline = time.monotonic() + PATIENCE_S
             while self.folder.leader_alive() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_elastic.errors import UsageError
-from hvd_elastic.formatting import count, duration_words
+from hvd_elastic.formatting import count, duration_words, plural
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -137,7 +137,7 @@ def tables_of(found: Scaling, examples: int, epochs: float) -> list[Table]:
             )
         tables.append(("predicted", rows))
     if priced := costs(found, examples, epochs):
-        rows = [["slots", "an epoch", f"{epochs:g} epochs", "time"]]
+        rows = [["slots", "an epoch", f"{epochs:g} {plural('epoch', epochs)}", "time"]]
         rows += [
             [
                 f"{cost.slots}{'' if cost.measured else ' (predicted)'}",
@@ -173,7 +173,7 @@ def notes_of(found: Scaling, examples: int, epochs: float, deadline_h: float | N
         if deadline_h is not None:
             best = cheapest_by(priced, deadline_h)
             notes.append(
-                f"No size trains {epochs:g} epochs within {deadline_h:g} h."
+                f"No size trains {epochs:g} {plural('epoch', epochs)} within {deadline_h:g} h."
                 if best is None
                 else f"The cheapest within {deadline_h:g} h: {_cost_words(best)}."
             )

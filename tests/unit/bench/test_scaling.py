@@ -123,3 +123,12 @@ def test_results_of_different_settings_are_not_compared() -> None:
 def test_settings_that_are_not_valid(settings: Settings, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         settings.check()
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_a_framework_that_is_not_installed_is_told(
+    monkeypatch: pytest.MonkeyPatch, framework: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=f"{framework} is not installed here"):
+        Settings(framework=framework).check()
