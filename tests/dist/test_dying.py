@@ -86,7 +86,7 @@ def test_a_killed_worker_is_replaced_by_a_fork_of_the_template(
         """Address of the arguments, which a fork inherits, and each new program has another."""
         return read(pid, "stat").rpartition(b")")[2].split()[45]
 
-    pid = job.wait_for(template, "a template")
+    pid = job.wait_for(template, "a template", 200)  # it imports at the lowest priority
     killed = job.worker(b)
     shown = command_line(killed.pid)
     since, before = job.mark(), job.step
@@ -95,8 +95,8 @@ def test_a_killed_worker_is_replaced_by_a_fork_of_the_template(
     replaced = job.worker(b)
     assert arguments_at(replaced.pid) == arguments_at(pid)
     assert command_line(replaced.pid) == shown
-    log = job.home / "runs" / job.run_id / "logs" / f"{b}.{killed.slot}.log"
-    assert "absl::InitializeLog" not in log.read_text(), "TensorFlow prints it while it is loaded"
+    logs = (job.home / "runs" / job.run_id / "logs").glob("*")  # a worker that is silent has none
+    assert not any("absl::InitializeLog" in log.read_text() for log in logs)
     check_went_on_from_live_state(job, since, before)
 
 
