@@ -1,4 +1,4 @@
-"""Delays attempts after failures in a row; gives up when generations break without a death."""
+"""Delays attempts after failures in a row; gives up when generations break at the same place."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def backoff(delays: Sequence[float], tries: int) -> float:
 
 
 class FailureBackoff:
-    """Counts failures in a row that are not explained by the death of a worker.
+    """Counts failures in a row that are not explained by a worker that somebody killed.
 
     Args:
         delays: pauses before the next attempt after 2, 3, … such failures [s].
-        max_stuck: number of generations in a row that may break at the same step.
+        max_stuck: number of generations in a row that may break at the same step, or by crashes
+            without progress.
     """
 
     def __init__(self, delays: Sequence[float], max_stuck: int) -> None:
@@ -28,11 +29,13 @@ class FailureBackoff:
         self._in_a_row = 0
         self._stuck = 0
         self._stuck_at = -1
+        self._crashes = 0
+        self._furthest = self._saved = -1
         self.pause_until = 0.0
         """Time before which no new attempt may begin [s]."""
 
     def explained(self) -> None:
-        """Reset the counts: the death of a member explains the failure, so it need not recur."""
+        """Reset the counts: the end of a member explains the failure, so it need not recur."""
         self._in_a_row = self._stuck = 0
 
     def broke_while_running(self, step: int, now: float) -> int:
@@ -54,6 +57,30 @@ class FailureBackoff:
         self._in_a_row = self._stuck
         self._pause(now)
         return self._stuck if self._stuck >= self._max_stuck else 0
+
+    def crashed(self, step: int, now: float) -> int:
+        """Count a generation that broke by the crash of a member.
+
+        An example that crashes the process that reads it does so on any rank, and again.
+
+        Args:
+            step: step of the survivors; -1: there are none.
+            now: time [s].
+
+        Returns:
+            How often members crashed without progress between, once ``max_stuck`` is reached; 0
+            before.
+        """
+        self._crashes = 1 if step > self._furthest else self._crashes + 1
+        self._furthest = max(self._furthest, step)
+        self._in_a_row = self._crashes
+        self._pause(now)
+        return self._crashes if self._crashes >= self._max_stuck else 0
+
+    def saved(self, step: int) -> None:
+        """Note that a checkpoint of a step exists: if it is later than others, that is progress."""
+        if step > self._saved:
+            self._saved, self._crashes = step, 0
 
     def did_not_form(self, now: float) -> None:
         """Count a generation in which workers that had trained together could not connect."""

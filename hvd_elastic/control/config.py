@@ -28,7 +28,8 @@ class MachineConfig:
             never trained and knows none of them.
         slow_start_s: how long workers may take to start before the slow ones are reported [s].
         max_stuck_generations: number of generations in a row that may break at the same step
-            without a death before the run fails; another attempt would not help.
+            without a death, or by crashes without progress, before the run fails; another attempt
+            would not help.
         plain: whether the command is no training script: then it succeeds with exit status 0, and
             is not started again if a signal ends it.
 

@@ -10,6 +10,8 @@ from hvd_elastic.control.events import WorkerExited
 
 _SHELL_SIGNAL_BASE = 128  # a shell reports a child that died of signal N as exit status 128 + N
 _LAST_SIGNAL = 31  # the last of the standard signals
+_CRASHES = {4, 6, 7, 8, 11}
+"""Signals that a process causes itself: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV."""
 
 # Patterns in the output of Python's tracebacks, of its faulthandler, and of the C++ runtime.
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
@@ -95,6 +97,16 @@ def how_it_ended(event: WorkerExited) -> tuple[int | None, str]:
     if signal is not None:
         return None, f"was killed by signal {signal}"
     return None, "ended for an unknown reason"
+
+
+def crashed(event: WorkerExited) -> bool:
+    """Return whether a worker was ended by what its own code did, and not by somebody else.
+
+    >>> crashed(WorkerExited("w", signal=11)), crashed(WorkerExited("w", signal=9))
+    (True, False)
+    """
+    number = event.signal if event.code is None else event.code - _SHELL_SIGNAL_BASE
+    return number in _CRASHES
 
 
 def explain_script_error(traceback: str) -> str | None:

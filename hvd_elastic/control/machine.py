@@ -38,7 +38,7 @@ from hvd_elastic.control.commands import (
     SaveState,
 )
 from hvd_elastic.control.config import MachineConfig
-from hvd_elastic.control.endings import Departure, Endings, how_it_ended
+from hvd_elastic.control.endings import Departure, Endings, crashed, how_it_ended
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker
 from hvd_elastic.control.membership import SlotId, assign_ranks, describe_change
@@ -74,6 +74,7 @@ class Generation:
         formed: whether all members have joined it.
         broken: why it broke; empty: it continues, or was held on purpose.
         member_lost: whether a member died, which explains why it broke.
+        crashed: whether one was ended by a signal that its own code caused.
         losses: what happened to lost members, by slot.
     """
 
@@ -83,6 +84,7 @@ class Generation:
     formed: bool = False
     broken: str = ""
     member_lost: bool = False
+    crashed: bool = False
     losses: dict[SlotId, str] = field(default_factory=dict)
 
 
@@ -205,6 +207,7 @@ class RunMachine:
                     self._plan.drain_only(set(self._plan.draining) - {event.host})
                     self._out.emit("host_returned", host=event.host)
             case ev.StateSaved():
+                self._backoff.saved(event.step)
                 for waiting in self._fleet.present(Stage.WAITING):
                     if waiting.saved is not None:
                         waiting.saved = event.step >= waiting.step
@@ -447,6 +450,8 @@ class RunMachine:
             status = "succeeded" if code == 0 else "failed"
             self._out.send(Finish(status, f"the command {how} on host {worker.host}"))
         elif code is None:
+            if crashed(event) and worker.member_of == self._current.number > 0:
+                self._current.crashed = True
             self._gone(worker, Departure.DIED, what, now, blame=what)
         elif self._can_do_without(worker):
             blame = f"the script {how} before it joined; its log says more"
@@ -579,13 +584,18 @@ class RunMachine:
         waiting = self._fleet.present(Stage.WAITING)
         newest = max((w.step for w in waiting if w.holds_state), default=-1)
         delays = self._config.restart_backoff_s
-        if self._current.member_lost:
+        broken = self._current.broken
+        if self._current.crashed and self._current.formed:
+            if times := self._backoff.crashed(newest, now):
+                where = f", now at step {newest}" if newest >= 0 else " and none is left"
+                text = f"workers crashed {times} times without progress{where}: {broken}"
+                self._out.send(Finish("failed", text))
+        elif self._current.member_lost:
             self._backoff.explained()
         elif self._current.formed:
-            times = self._backoff.broke_while_running(newest, now)
-            if times:
+            if times := self._backoff.broke_while_running(newest, now):
                 text = f"training broke {times} times at step {newest} though no worker died"
-                self._out.send(Finish("failed", f"{text}: {self._current.broken}"))
+                self._out.send(Finish("failed", f"{text}: {broken}"))
         elif newcomers := [w for w in waiting if not w.holds_state]:
             # Workers that have trained together can probably connect, so newcomers are suspected.
             for worker in newcomers:

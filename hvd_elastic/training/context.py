@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import time
@@ -495,7 +496,7 @@ def initialize(frontend: Frontend) -> Context:
         _context = Context(detect_mode(os.environ), frontend)
         if _context.worker.mode is Mode.AGENT:
             tell_uncaught(_context.script_failed)
-            gc.freeze()  # else the interpreter visits all imported objects again as it ends
+            atexit.register(gc.freeze)  # else the interpreter visits all objects again as it ends
     return _context
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.commands import (
@@ -235,6 +237,52 @@ def test_training_that_always_breaks_at_the_same_step_fails():
             "worker a:0 broke off: shapes differ",
         )
     ]
+
+
+def crash(play: Play, number: int, step: int = -1, signal: int = 11) -> list[str]:
+    """The worker on host a ends for the ``number``-th time; that on b, if any, holds ``step``."""
+    answer = play.tell(ev.WorkerExited(f"a:0.{number}", None, signal))
+    others = ["b:0.1"] if step >= 0 else []
+    for other in others:
+        answer += play.broken(other, step)
+    for _ in range(3):
+        play.tell(ev.Tick(), after=20)
+    play.ready(f"a:0.{number + 1}")
+    for _ in range(3):
+        play.tell(ev.Tick(), after=20)
+    play.joined(f"a:0.{number + 1}", *others)
+    return [command.message for command in answer if isinstance(command, Finish)]
+
+
+def test_crashes_without_progress_end_the_run():
+    """An example that crashes whichever rank reads it would be read for ever."""
+    play = start("a", "b", min_np=2, max_stuck_generations=3)
+    assert [crash(play, number, 12) for number in (1, 2)] == [[], []]
+    text = "workers crashed 3 times without progress, now at step 12: worker a:0 was killed by "
+    assert crash(play, 3, 12) == [text + "signal 11"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "signal"), [((12, 12, 13, 13, 14), 11), ((12,) * 5, 9), ((12,) * 5, 15)]
+)
+def test_crashes_with_progress_and_workers_that_are_killed_do_not(
+    steps: tuple[int, ...], signal: int
+):
+    play = start("a", "b", min_np=2, max_stuck_generations=3)
+    for number, step in enumerate(steps, 1):
+        assert crash(play, number, step, signal) == []
+        assert is_running(play)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_crashes_that_leave_nobody_end_the_run_unless_checkpoints_progress(saves: bool):
+    play = start("a", max_stuck_generations=3)
+    for number in range(1, 3):
+        assert crash(play, number) == []
+    if saves:
+        play.tell(ev.StateSaved(10))
+    text = "workers crashed 3 times without progress and none is left: worker a:0 was killed by "
+    assert crash(play, 3) == ([] if saves else [text + "signal 11"])
 
 
 def test_ranks_that_block_each_other_by_the_script_end_the_run():
