@@ -39,6 +39,7 @@ class Journal:
         self._show_output = show_output
         self.listeners = [show]
         self.recorded_step: int | None = None
+        self._goes_back = False
 
     def emit(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Record an event and pass it to the listeners, even if it cannot be written to disk."""
@@ -58,12 +59,21 @@ class Journal:
         """Record which examples were read, or that a checkpoint was restored, if audited."""
         if self._audit is None:
             return
+        self._goes_back |= kind == "restored"
         try:
             self._audit.append(kind, fields)
         except RecordNotWrittenError as error:
             self.warn(str(error))
         else:
             self.recorded_step = fields.get("step", self.recorded_step)
+
+    def read_before(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Record what was read before an agent ended, unless training has gone back since.
+
+        Then it would count as read after the checkpoint that was restored.
+        """
+        if not self._goes_back:
+            self.read(kind, fields)
 
     def output(self, host: str, local_rank: int, line: str) -> None:
         """Record and show a line that rank 0 printed."""

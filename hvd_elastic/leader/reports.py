@@ -68,7 +68,7 @@ class Reports:
             case msg.HostSample():
                 self._run.journal.emit("host_sample", message.event_fields(host))
             case msg.PastReading(message=reading):
-                self._run.journal.read(*reading.as_event())
+                self._run.journal.read_before(*reading.as_event())
             case msg.Log() | msg.WorkerEnded() | msg.WorkerNotStarted() | msg.WorkerSaid():
                 if message.worker in self._run.workers.places:
                     self._on_worker(message)

@@ -18,3 +18,20 @@ def test_of_a_progress_bar_the_last_state_is_shown(tmp_path: Path) -> None:
     journal.close()
     assert shown == ["100%|####|", "epoch 1", "plain"]
     assert [event["line"] for event in read_events(folder.output)] == shown
+
+
+def test_what_an_ended_agent_tells_late_is_not_read_after_the_checkpoint(tmp_path: Path) -> None:
+    """It would look as if training had gone on from there."""
+    folder = RunFolder.create("late", root=tmp_path)
+    journal = Journal(folder, lambda _: None, lambda *_: None, audit=True)
+    journal.read_before("used", {"step": 20})
+    journal.read("restored", {"step": 10})
+    journal.read_before("used", {"step": 19})
+    journal.read("used", {"step": 11})
+    journal.close()
+    assert [(line["kind"], line["step"]) for line in read_events(folder.audit)] == [
+        ("used", 20),
+        ("restored", 10),
+        ("used", 11),
+    ]
+    assert journal.recorded_step == 11
