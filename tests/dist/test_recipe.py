@@ -164,7 +164,7 @@ def test_the_recipe_of_keras_trains_and_evaluates(recipe: Recipe) -> None:
     assert found.groups()[:2] == passes[1][1:]
 
     # The options for large batches, by one process.
-    large = ("--optimizer", "lars", "--lr", 4, "--max-batch-size", 128, "--epochs", 2)
+    large = ("--optimizer", "lars", "--lr", 1, "--max-batch-size", 128, "--epochs", 3)
     alone = ("--framework", "tensorflow", "--run-id", "large")
     said = recipe.call("train_imagenet.sh", 1, *alone, *data, *large, "--warmup", 1)
     losses = [float(each) for each in re.findall(r"pass \d: loss ([\d.]+)", said)]
