@@ -1,6 +1,6 @@
 """Measures the time of a training step beside DDP and Horovod's optimizer; see README.md here.
 
-Run it: ``python benchmarks/step_time.py --out benchmarks/results/step_time.json``. Each round
+Run it: ``python benchmarks/step_time.py --out step_time.json``. Each round
 starts every launcher once for each row, so a disturbance of the machine meets all. A row's figure
 is the median over the rounds of ours / DDP, where each is the median step of its job. With
 ``--in-turn`` one job trains with ours and DDP in turn, in blocks of steps, and a round is a block
