@@ -30,14 +30,10 @@ _LOGINS = 32
 the time limit of a connection."""
 _BEATS_PER_S = 100
 """Number of hosts above which heartbeats come less than once a second, and so many in a second."""
-_BEATS_IN_TIMEOUT = 2.5
-"""Least number of heartbeats of a host within the failure timeout: the second may be late by a
-fifth of it."""
 _MANY_HOSTS = 64
 _LEADER_BEATS = 1.5
-"""Multiple of the time between heartbeats of an agent after which the leader sends one, at least
-twice in the failure timeout: an agent needs them only to decide whether it has a leader, and waits
-for one more before it says no."""
+"""Multiple of the time between heartbeats of an agent after which the leader sends one: an agent
+needs them only to decide whether it has a leader, and waits for one more before it says no."""
 _LONG_TURN_S = 0.05
 """How long a thread may run while others wait, with many hosts [s]. Hundreds wake at once,
 and each looks again after this time whether it may run; with Python's 5 ms that takes long."""
@@ -136,8 +132,8 @@ class Agents:
     def heartbeat_s(self, hosts: int) -> float:
         """Return the time between heartbeats of an agent [s], for a number of hosts."""
         spec = self._spec
-        longest_s = min(spec.failure_timeout_s / _BEATS_IN_TIMEOUT, _LONGEST_BEAT_S)
-        return max(spec.heartbeat_s, min(hosts / _BEATS_PER_S, longest_s))
+        slow = min(hosts / _BEATS_PER_S, spec.failure_timeout_s / 3, _LONGEST_BEAT_S)
+        return max(spec.heartbeat_s, slow)
 
     def _own_address(self, host: Host, others: Iterable[Host]) -> str:
         """Return the address by which ``others`` reach this machine, if ``host`` is this machine.
@@ -181,8 +177,7 @@ class Agents:
     def beat(self, now: float, recorded_step: int | None) -> None:
         """Send a heartbeat to all agents when the next one is due."""
         if now >= self._next_beat:
-            interval_s = _LEADER_BEATS * self.heartbeat_s(len(self.by_host))
-            self._next_beat = now + min(interval_s, self._spec.failure_timeout_s / 2)
+            self._next_beat = now + _LEADER_BEATS * self.heartbeat_s(len(self.by_host))
             for agent in self.usable:
                 agent.beat(recorded_step)
 
