@@ -189,9 +189,12 @@ class _WantedPasses:
         if asked.reading != self._wanted.value:
             return None
         info = get_worker_info()
-        # The numbers of a new process come from PyTorch, and from a worker_init_fn.
-        if info is not None and 0 < self._reading < asked.reading:
-            _seed(asked.seed, info.id)
+        if info is not None and asked.reading != self._reading:
+            # The numbers of a process that was started for this reading come from PyTorch, and from
+            # a worker_init_fn. Others may have been started for one that they read nothing of.
+            is_of_start = not self._reading and info.seed == asked.seed + info.id
+            if not is_of_start:
+                _seed(asked.seed, info.id)
         self._reading = asked.reading
         read: list[int] = []
         at_once = getattr(self.dataset, "__getitems__", None)

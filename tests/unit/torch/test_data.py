@@ -640,12 +640,18 @@ class Augmented(Numbers):
         return index, [random.random(), float(np.random.random()), float(torch.rand(()))]
 
 
-def test_random_numbers_of_kept_processes_are_those_of_new_ones() -> None:
+@pytest.mark.parametrize("slow_s", [0.0, 0.5])
+def test_random_numbers_of_kept_processes_are_those_of_new_ones(slow_s: float) -> None:
+    """Those of one too that is not ready before it is asked for other passes."""
+
+    def begin_slowly(number: int) -> None:
+        time.sleep(number * slow_s)
+
     def change(context: FakeContext) -> None:
         if context.progress.position == 16:
             context.rank, context.size, context.generation = 1, 2, 2
 
-    options: Any = {"num_workers": 2, "seed": 3}
+    options: Any = {"num_workers": 2, "seed": 3, "worker_init_fn": begin_slowly}
     changed: Any = DataLoader(Augmented(64), 16, context=fake(boundary=change), **options)
     later = fake(1, 2, progress=Progress(position=16))
     new: Any = DataLoader(Augmented(64), 16, context=later, **options)
