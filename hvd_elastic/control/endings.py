@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import enum
 import re
+import signal
 
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.control.events import WorkerExited
 
 _SHELL_SIGNAL_BASE = 128  # a shell reports a child that died of signal N as exit status 128 + N
 _LAST_SIGNAL = 31  # the last of the standard signals
-_CRASHES = {4, 6, 7, 8, 11}
-"""Signals that a process causes itself: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV."""
+_CRASHES = {signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV}
+"""Signals that a process causes itself."""
 
 # Patterns in the output of Python's tracebacks, of its faulthandler, and of the C++ runtime.
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
@@ -89,13 +90,11 @@ def how_it_ended(event: WorkerExited) -> tuple[int | None, str]:
     >>> how_it_ended(WorkerExited("w", code=137))
     (None, 'was killed by signal 9')
     """
-    code, signal = event.code, event.signal
-    if code is not None and 0 < code - _SHELL_SIGNAL_BASE <= _LAST_SIGNAL:
-        return None, f"was killed by signal {code - _SHELL_SIGNAL_BASE}"
-    if code is not None:
-        return code, f"ended with exit status {code}"
-    if signal is not None:
-        return None, f"was killed by signal {signal}"
+    number = _signal_of(event)
+    if number is not None:
+        return None, f"was killed by signal {number}"
+    if event.code is not None:
+        return event.code, f"ended with exit status {event.code}"
     return None, "ended for an unknown reason"
 
 
@@ -105,8 +104,15 @@ def crashed(event: WorkerExited) -> bool:
     >>> crashed(WorkerExited("w", signal=11)), crashed(WorkerExited("w", signal=9))
     (True, False)
     """
-    number = event.signal if event.code is None else event.code - _SHELL_SIGNAL_BASE
-    return number in _CRASHES
+    return _signal_of(event) in _CRASHES
+
+
+def _signal_of(event: WorkerExited) -> int | None:
+    """Return the signal that ended a process, or its child under a shell; None: none did."""
+    if event.code is None:
+        return event.signal
+    number = event.code - _SHELL_SIGNAL_BASE
+    return number if 0 < number <= _LAST_SIGNAL else None
 
 
 def explain_script_error(traceback: str) -> str | None:

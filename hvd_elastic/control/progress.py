@@ -126,11 +126,10 @@ class ProgressWatch:
 
     def silent(self) -> list[WorkerSilent]:
         """Return an event for each worker whose heartbeats have stopped."""
-        least_s = self._failure_timeout_s  # one that has finished may be silent for longer
         return [
             WorkerSilent(worker, f"gave no sign of life for {activity.silent_s:.1f} s")
             for worker, activity in self._activities.items()
-            if activity.silent_s >= least_s and activity.silent_s >= self._silence_limit(worker)
+            if activity.silent_s >= self._silence_limit(worker)
         ]
 
     def stuck(

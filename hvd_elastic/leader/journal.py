@@ -39,7 +39,8 @@ class Journal:
         self._show_output = show_output
         self.listeners = [show]
         self.recorded_step: int | None = None
-        self._goes_back = False
+        self._has_gone_back = False
+        """Whether training has gone back to a checkpoint."""
 
     def emit(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Record an event and pass it to the listeners, even if it cannot be written to disk."""
@@ -59,7 +60,7 @@ class Journal:
         """Record which examples were read, or that a checkpoint was restored, if audited."""
         if self._audit is None:
             return
-        self._goes_back |= kind == "restored"
+        self._has_gone_back |= kind == "restored"
         try:
             self._audit.append(kind, fields)
         except RecordNotWrittenError as error:
@@ -72,7 +73,7 @@ class Journal:
 
         Then it would count as read after the checkpoint that was restored.
         """
-        if not self._goes_back:
+        if not self._has_gone_back:
             self.read(kind, fields)
 
     def output(self, host: str, local_rank: int, line: str) -> None:

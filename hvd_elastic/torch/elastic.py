@@ -63,13 +63,12 @@ def _averagers_of(worker: Worker, state: State) -> list[Averager]:
                     f"{shared!r}, and a parameter has one: the two would change it against each "
                     "other. Leave it out of one of them"
                 )
-        unknown = averager.first_not_in(storages)
-        if unknown:
-            raise ScriptError(
-                f"State({name}=...): this {kind} trains {unknown}, which is in no module or value "
-                "of the State, so a worker that joins would begin with a value of its own. Put the "
-                "module, or the tensor itself, there: hvd.State(..., log_alpha=log_alpha)"
-            )
+        _check_is_held(
+            averager,
+            storages,
+            f"State({name}=...): this {kind}",
+            "Put the module, or the tensor itself, there: hvd.State(..., log_alpha=log_alpha)",
+        )
         found[name] = averager
     if not found and worker.averagers.several:
         raise ScriptError(
@@ -79,18 +78,23 @@ def _averagers_of(worker: Worker, state: State) -> list[Averager]:
         )
     if not found:
         for each in worker.averagers:
-            _check_is_held(each, storages)
+            if isinstance(each, GradientAverager):
+                _check_is_held(
+                    each,
+                    storages,
+                    "State(...): the optimizer",
+                    "Give it model and optimizer: hvd.State(model=model, optimizer=optimizer)",
+                )
     return list(found.values() or worker.averagers)
 
 
-def _check_is_held(averager: Averager, storages: set[int]) -> None:
-    """Raise ScriptError if the State lacks what an optimizer that is not in it trains."""
-    unknown = averager.first_not_in(storages) if isinstance(averager, GradientAverager) else ""
+def _check_is_held(averager: GradientAverager, storages: set[int], which: str, way: str) -> None:
+    """Raise ScriptError if the State lacks a parameter of an optimizer; ``way`` says what to do."""
+    unknown = averager.first_not_in(storages)
     if unknown:
         raise ScriptError(
-            f"State(...): the optimizer trains {unknown}, which is in no module or value of the "
-            "State, so a worker that joins would begin with a value of its own. Give it model and "
-            "optimizer: hvd.State(model=model, optimizer=optimizer)"
+            f"{which} trains {unknown}, which is in no module or value of the State, so a worker "
+            f"that joins would begin with a value of its own. {way}"
         )
 
 

@@ -184,6 +184,28 @@ def test_a_schedule_that_keeps_up_is_not_warned_of(
     assert trained(alone, monkeypatch, made, per, most=most) == []
 
 
+def train_once(
+    state: hvd.State,
+    loader: hvd.DataLoader[Any],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *schedulers: torch.optim.lr_scheduler.LRScheduler,
+) -> None:
+    """One epoch, in which the schedulers are stepped after each step."""
+
+    @hvd.run
+    def train(state: hvd.State) -> None:
+        for _ in hvd.epochs(1):
+            for (inputs,) in loader:
+                optimizer.zero_grad()
+                model(inputs).mean().backward()
+                optimizer.step()
+                for scheduler in schedulers:
+                    scheduler.step()
+
+    train(state)
+
+
 def forgetting(alone: Context, monkeypatch: pytest.MonkeyPatch, kept: str, most: int) -> list[str]:
     """Return the warnings of a training with a chain of two schedulers and what is kept of it."""
     told: list[str] = []
@@ -205,20 +227,12 @@ def forgetting(alone: Context, monkeypatch: pytest.MonkeyPatch, kept: str, most:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             chain.load_state_dict(state)
 
-    @hvd.run
-    def train(state: hvd.State) -> None:
-        for _ in hvd.epochs(1):
-            for (inputs,) in loader:
-                optimizer.zero_grad()
-                model(inputs).mean().backward()
-                optimizer.step()
-                chain.step()
-
     loader: hvd.DataLoader[Any] = hvd.DataLoader(
         TensorDataset(torch.ones(64, 1)), 8, max_batch_size=most
     )
     values: dict[str, Any] = {"itself": {"chain": chain}, "a wrapper": {"wrapper": Wrapper()}}
-    train(hvd.State(model=model, optimizer=optimizer, **values.get(kept, {})))
+    state = hvd.State(model=model, optimizer=optimizer, **values.get(kept, {}))
+    train_once(state, loader, model, optimizer, chain)
     assert unrelated.optimizer is other
     return told
 
@@ -252,15 +266,8 @@ def test_an_optimizer_with_momentum_that_is_not_in_the_state_is_named(
     optimizer = hvd.DistributedOptimizer(sgd, model)
     loader: hvd.DataLoader[Any] = hvd.DataLoader(TensorDataset(torch.ones(16, 1)), 8)
 
-    @hvd.run
-    def train(state: hvd.State) -> None:
-        for _ in hvd.epochs(1):
-            for (inputs,) in loader:
-                optimizer.zero_grad()
-                model(inputs).mean().backward()
-                optimizer.step()
-
-    train(hvd.State(model=model, **({"optimizer": optimizer} if kept else {})))
+    state = hvd.State(model=model, **({"optimizer": optimizer} if kept else {}))
+    train_once(state, loader, model, optimizer)
     assert len(told) == warns
     assert all("the SGD is not in the State" in each for each in told)
 
