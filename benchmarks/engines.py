@@ -62,8 +62,8 @@ _WARM_STEPS, _STEPS_S = 60, 8.0
 """Steps before those of the case "a step", and time for both [s]."""
 _NOTE = (
     "Steps are padded to 15 ms, except where they are measured. One round before the measured ones "
-    "warms the file cache for all. A lost node has all its processes killed at once; on Spark it is "
-    "the executor that is killed."
+    "warms the file cache for all. A lost node has all its processes killed at once; on Spark, "
+    "the executor is killed."
 )
 
 
