@@ -478,11 +478,13 @@ def measure_engines(options: argparse.Namespace, say: Say) -> Result:
         Row(key, case, launcher.name, figure(samples.get(place, [])), failed.get(place, ""))
         for key, case, launcher in _plays(options.engines)
         for place in [(key, case, launcher.name)]
+        if case in options.cases or place in samples
     ]
     rows += [
         Row(key, case, ENGINES[key].theirs.name, figure([]), f"not measured: {why}")
         for key in options.engines
         for case, why in ENGINES[key].cannot.items()
+        if case in options.cases
     ]
     headings = ("engine", "case", "launcher", "median (range)")
     shown = [(row.engine, row.case, row.launcher, row.text) for row in rows]
