@@ -66,6 +66,8 @@ from hvd_elastic.hosts.programs.processes import (
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import ProtocolError, compress, decompress
 
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Exit statuses of a process that SIGKILL has ended, and of a shell after one."""
 _PROOF_S = 2.0
 """Least wait for a message of a leader that may live [s]; two of its heartbeats if longer."""
 
@@ -271,7 +273,9 @@ class Agent:
                 if self._preemption is not None and self._preemption.reaped(pid, code):
                     continue
                 if self._workers is not None and (worker := self._workers.with_pid(pid)):
-                    self._begin(self._workers.report_end(worker, code))
+                    killed = code in _KILLED and self._sampler.memory_kills.any_new()
+                    ending = self._workers.report_end(worker, code, out_of_memory=killed)
+                    self._begin(ending)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine as a task and keep a reference, since the event loop keeps none."""

@@ -1,13 +1,15 @@
 """Measures how busy a host is: processors, memory, network, disk, GPUs, and the run's workers.
 
 The numbers are those of the whole machine as its kernel counts them, whoever uses it; hosts that
-share a machine share them, but for the network of a namespace.
+share a machine share them, but for the network of a namespace. Memory is that of the agent's
+control groups if they are limited to less.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from statistics import fmean
 
@@ -15,6 +17,7 @@ import psutil
 
 from hvd_elastic.agent.gpus import Gpus
 from hvd_elastic.control.progress import Activity
+from hvd_elastic.hosts.programs.memory import memory_kills, usable_memory
 from hvd_elastic.wire import messages as msg
 
 _EVERY_S = 10.0
@@ -39,6 +42,7 @@ class HostSampler:
         self._counted = self._counters()
         self._activities: dict[str, Activity] = {}
         self._at = time.monotonic()
+        self.memory_kills = MemoryKills()
         self.hosts = 1
         """Number of hosts of the run."""
 
@@ -69,7 +73,8 @@ class HostSampler:
             max(0, round((count - then) / elapsed_s))
             for count, then in zip(self._counted, before, strict=True)
         ]
-        memory = psutil.virtual_memory()
+        memory = usable_memory()
+        self.memory_kills.look()
         step_s, rank_wait = self._workers(activities, elapsed_s)
         return msg.HostSample(
             cpu=round(psutil.cpu_percent() / 100, 3),
@@ -118,6 +123,33 @@ class HostSampler:
         if not steps_s:
             return None, None
         return round(fmean(steps_s), 6), round(fmean(waits), 4)
+
+
+class MemoryKills:
+    """Tells whether the kernel has lately killed a process of the host for lack of memory.
+
+    The kernel counts such kills, and does not say whose. A worker that SIGKILL ends shortly after
+    one is taken for its victim; nobody else is likely to have killed it just then.
+
+    Args:
+        count: returns the number of kills so far.
+    """
+
+    def __init__(self, count: Callable[[], int] = memory_kills) -> None:
+        self._count = count
+        self._seen = deque([count()] * 2, maxlen=2)
+        """Number at the last two looks: a large process takes seconds to end."""
+
+    def look(self) -> None:
+        """Count anew; called every few seconds."""
+        self._seen.append(self._count())
+
+    def any_new(self) -> bool:
+        """Return whether there was one since the look before the last one, once for each."""
+        now = self._count()
+        is_new = now > self._seen[0]
+        self._seen.extend([now, now])
+        return is_new
 
 
 def _waited_for_data_s(activity: Activity) -> float:

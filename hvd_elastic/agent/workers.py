@@ -377,8 +377,14 @@ class Workers:
         """Return the worker with this process id."""
         return next((worker for worker in self if worker.pid == pid), None)
 
-    async def report_end(self, worker: Worker, code: int) -> None:
-        """Report a worker's end to the leader, then end the processes that it left behind."""
+    async def report_end(self, worker: Worker, code: int, *, out_of_memory: bool) -> None:
+        """Report a worker's end to the leader, then end the processes that it left behind.
+
+        Args:
+            worker: the worker.
+            code: its exit status; below 0: the signal that ended it.
+            out_of_memory: whether the kernel has killed it for lack of memory.
+        """
         # Its last messages and output must be sent before the report of its end.
         for _ in range(64):
             if worker.connection is None or worker.connection.done():
@@ -396,11 +402,8 @@ class Workers:
         if worker.was_meant and code == -signal.SIGKILL:
             # Report the signal that somebody sent, not the kill that followed.
             code = -worker.outlived
-        self._tell(
-            msg.WorkerEnded(
-                worker.name, code=code if code >= 0 else None, signal=-code if code < 0 else None
-            )
-        )
+        status, number = (code, None) if code >= 0 else (None, -code)
+        self._tell(msg.WorkerEnded(worker.name, status, number, out_of_memory))
         for stray in _strays_of(worker):
             send(stray, signal.SIGTERM)
         await asyncio.sleep(_STRAY_GRACE_S)

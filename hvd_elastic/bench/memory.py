@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.hosts.programs.memory import usable_memory
 
 Step = Callable[[int], object]
 """Makes the model, and runs its passes over so many examples."""
@@ -130,7 +131,7 @@ def _share_of_memory(ranks: int) -> Iterator[int]:
     Without it the kernel grants them, and kills a process when they are used. Yields the most
     memory that this process may hold [bytes].
     """
-    now, share = psutil.Process().memory_info(), psutil.virtual_memory().available // ranks
+    now, share = psutil.Process().memory_info(), usable_memory().available // ranks
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
     if before != resource.RLIM_INFINITY:
         share = min(share, max(0, before - now.data))

@@ -12,7 +12,6 @@ several hosts can be put together.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import time
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.checkpoint.whole_files import (
-    CHUNK_BYTES,
     HashingWriter,
     explained,
     failures_logged,
@@ -31,6 +29,7 @@ from hvd_elastic.checkpoint.whole_files import (
     write_json,
 )
 from hvd_elastic.errors import CheckpointError
+from hvd_elastic.hosts.programs.file_hash import hash_of
 
 FORMAT = 3
 """Format that is written. Format 2, with a header pickled by PyTorch and without ``world``, can
@@ -316,11 +315,8 @@ def wrong_size(shard: ShardInfo) -> str | None:
 
 def wrong_content(shard: ShardInfo) -> str | None:
     """Return how the content of the file differs from that described; None if it does not."""
-    digest = hashlib.sha256()
     with shard.path.open("rb") as data:
-        while chunk := data.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return _mismatch(shard, shard.bytes, digest.hexdigest())
+        return _mismatch(shard, shard.bytes, hash_of(data.fileno()).hexdigest())
 
 
 def _mismatch(shard: ShardInfo, size: int, sha256: str) -> str | None:

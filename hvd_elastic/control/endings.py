@@ -13,6 +13,10 @@ _SHELL_SIGNAL_BASE = 128  # a shell reports a child that died of signal N as exi
 _LAST_SIGNAL = 31  # the last of the standard signals
 _CRASHES = {signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV}
 """Signals that a process causes itself."""
+NEEDS_LESS_MEMORY = (
+    "Its host, or the control group there, has too little memory for the script: a smaller batch, "
+    "fewer num_workers, or fewer slots in the hostfile need less"
+)
 
 # Patterns in the output of Python's tracebacks, of its faulthandler, and of the C++ runtime.
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
@@ -89,8 +93,12 @@ def how_it_ended(event: WorkerExited) -> tuple[int | None, str]:
     (1, 'ended with exit status 1')
     >>> how_it_ended(WorkerExited("w", code=137))
     (None, 'was killed by signal 9')
+    >>> how_it_ended(WorkerExited("w", signal=9, out_of_memory=True))
+    (None, 'was killed by the kernel, out of memory')
     """
     number = _signal_of(event)
+    if event.out_of_memory:
+        return None, "was killed by the kernel, out of memory"
     if number is not None:
         return None, f"was killed by signal {number}"
     if event.code is not None:
@@ -104,7 +112,7 @@ def crashed(event: WorkerExited) -> bool:
     >>> crashed(WorkerExited("w", signal=11)), crashed(WorkerExited("w", signal=9))
     (True, False)
     """
-    return _signal_of(event) in _CRASHES
+    return event.out_of_memory or _signal_of(event) in _CRASHES
 
 
 def _signal_of(event: WorkerExited) -> int | None:

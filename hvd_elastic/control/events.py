@@ -180,11 +180,15 @@ class WorkerReady:
 
 @dataclass(frozen=True)
 class WorkerExited:
-    """A worker's process ended, with exit status ``code`` or by ``signal``."""
+    """A worker's process ended, with exit status ``code`` or by ``signal``.
+
+    ``out_of_memory``: the signal was sent by the kernel for lack of memory.
+    """
 
     worker: str
     code: int | None = None
     signal: int | None = None
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,13 @@ from hvd_elastic.control.commands import (
     SaveState,
 )
 from hvd_elastic.control.config import MachineConfig
-from hvd_elastic.control.endings import Departure, Endings, crashed, how_it_ended
+from hvd_elastic.control.endings import (
+    NEEDS_LESS_MEMORY,
+    Departure,
+    Endings,
+    crashed,
+    how_it_ended,
+)
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker
 from hvd_elastic.control.membership import SlotId, assign_ranks, describe_change
@@ -74,7 +80,8 @@ class Generation:
         formed: whether all members have joined it.
         broken: why it broke; empty: it continues, or was held on purpose.
         member_lost: whether a member died, which explains why it broke.
-        crashed: whether one was ended by a signal that its own code caused.
+        crashed: whether one was ended by what its own code did.
+        out_of_memory: whether the kernel killed it for lack of memory.
         losses: what happened to lost members, by slot.
     """
 
@@ -85,6 +92,7 @@ class Generation:
     broken: str = ""
     member_lost: bool = False
     crashed: bool = False
+    out_of_memory: bool = False
     losses: dict[SlotId, str] = field(default_factory=dict)
 
 
@@ -452,6 +460,7 @@ class RunMachine:
         elif code is None:
             if crashed(event) and worker.member_of == self._current.number > 0:
                 self._current.crashed = True
+                self._current.out_of_memory |= event.out_of_memory
             self._gone(worker, Departure.DIED, what, now, blame=what)
         elif self._can_do_without(worker):
             blame = f"the script {how} before it joined; its log says more"
@@ -589,7 +598,8 @@ class RunMachine:
             if times := self._backoff.crashed(newest, now):
                 where = f", now at step {newest}" if newest >= 0 else " and none is left"
                 text = f"workers crashed {times} times without progress{where}: {broken}"
-                self._out.send(Finish("failed", text))
+                way = f". {NEEDS_LESS_MEMORY}" if self._current.out_of_memory else ""
+                self._out.send(Finish("failed", text + way))
         elif self._current.member_lost:
             self._backoff.explained()
         elif self._current.formed:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import stat
 from pathlib import Path
 
-_BLOCK = 1 << 20
+from hvd_elastic.hosts.programs.file_hash import hash_of
+
 _OTHERS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -34,10 +34,7 @@ def file_size(path: Path) -> int:
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
-        found = hashlib.sha256()
-        while block := file.read(_BLOCK):
-            found.update(block)
-    return found.hexdigest()
+        return str(hash_of(file.fileno()).hexdigest())
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -56,22 +56,7 @@ class Mixture:
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
-        if not parts:
-            raise DataError("Mixture([]): give pairs of a data set and its weight")
-        for number, (dataset, weight) in enumerate(parts):
-            if not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
-                raise DataError(f"Mixture: weight {number} is {weight!r}, it must be above 0")
-            if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-                raise DataError(
-                    f"Mixture: data set {number} ({type(dataset).__name__}) cannot be read by "
-                    "index; give one with __getitem__ and __len__"
-                )
-            if not len(dataset):
-                raise DataError(f"Mixture: data set {number} is empty; leave it out")
-        if length is not None and length < 1:
-            raise DataError(f"Mixture: length is {length}, it must be 1 or more")
-        if seed < 0:
-            raise DataError(f"Mixture: seed is {seed}, it must be 0 or more")
+        _check(parts, length, seed)
         self._datasets = [dataset for dataset, _ in parts]
         self._lengths = [len(dataset) for dataset in self._datasets]
         self._seed, self._shuffle = seed, shuffle
@@ -183,6 +168,26 @@ class Mixture:
                 return False
             left -= taken
         return True
+
+
+def _check(parts: Sequence[tuple[Any, float]], length: int | None, seed: int) -> None:
+    """Raise DataError if a mixture cannot be made of this; see :class:`Mixture`."""
+    if not parts:
+        raise DataError("Mixture([]): give pairs of a data set and its weight")
+    for number, (dataset, weight) in enumerate(parts):
+        if not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
+            raise DataError(f"Mixture: weight {number} is {weight!r}, it must be above 0")
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise DataError(
+                f"Mixture: data set {number} ({type(dataset).__name__}) cannot be read by "
+                "index; give one with __getitem__ and __len__"
+            )
+        if not len(dataset):
+            raise DataError(f"Mixture: data set {number} is empty; leave it out")
+    if length is not None and length < 1:
+        raise DataError(f"Mixture: length is {length}, it must be 1 or more")
+    if seed < 0:
+        raise DataError(f"Mixture: seed is {seed}, it must be 0 or more")
 
 
 def _order_key(dataset: Any, shuffle: bool) -> Any:

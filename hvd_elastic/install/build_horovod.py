@@ -32,6 +32,7 @@ from hvd_elastic.frameworks import (
     version_of,
 )
 from hvd_elastic.hosts.programs.cores import usable_cores
+from hvd_elastic.hosts.programs.memory import usable_memory
 from hvd_elastic.install.cuda import (
     assemble_toolkit,
     find_cuda_home,
@@ -392,7 +393,7 @@ def _build_and_keep(inputs: BuildInputs, log: Path, jobs: int | None) -> Path:
     temporary = Path(tempfile.gettempdir())
     check_machine(inputs, temporary)
     if jobs is None:
-        jobs = parallel_jobs(usable_cores(), _available_memory())
+        jobs = parallel_jobs(usable_cores(), usable_memory().available)
     with tempfile.TemporaryDirectory(prefix="hvd_elastic-build-", dir=temporary) as work:
         wheel = build_wheel(inputs, Path(work), log, jobs)
         install_wheel(wheel, inputs, log)
@@ -403,12 +404,3 @@ def _install_missing(packages: Sequence[str], what: str, log: Path) -> None:
     lacking = [name for name in packages if version_of(name) is None]
     if lacking:
         run_quietly([*_PIP, "install", *lacking], label=f"Installing {what}", log=log)
-
-
-def _available_memory() -> int:
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-        (line,) = [line for line in text.splitlines() if line.startswith("MemAvailable:")]
-        return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return 2 * MEMORY_PER_JOB_BYTES

@@ -178,6 +178,7 @@ class ElasticCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave together with the other ranks."""
+        self._ctx.idle_check.training_ends()
         self._warn_of_little_progress()
         self.model.train_function, self.model._initial_epoch = self._train, None
         self._callbacks_ended()

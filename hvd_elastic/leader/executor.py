@@ -200,7 +200,7 @@ class Executor:
             self._run.journal.warn("there is no complete checkpoint: training begins anew")
         else:
             restored = {"step": newest.step, "epoch": newest.epoch, "examples": newest.examples}
-        self._run.journal.read("restored", restored)
+        self._run.journal.read("restored", {**restored, "generation": command.generation})
         by_host = {member.host: member.worker for member in reversed(command.members)}
         path = None if newest is None else str(newest.path)
         rooted = replace(command, root=by_host.get(brought.host))

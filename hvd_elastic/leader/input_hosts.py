@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_elastic.control.backoff import backoff
-from hvd_elastic.control.events import AgentFailed, WorkerExited
+from hvd_elastic.control.endings import how_it_ended
+from hvd_elastic.control.events import AgentFailed
 from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.hosts.engine import Engine
 from hvd_elastic.hosts.hostfile import Host
@@ -252,14 +253,14 @@ class InputHosts:
                 self._warn(f"input host {name}: {text}")
 
     def _ended(self, known: _InputHost, message: msg.WorkerEnded) -> None:
-        exited = WorkerExited(message.worker, message.code, message.signal)
+        exited = message.event()
         self._workers.failure_told = True  # the run does not fail, so its log need not be shown
         self._workers.ended(exited)
+        _, how = how_it_ended(exited)
         if message.signal is None:
-            ended = f"its script ended with exit status {message.code}"
-            self._script_failed(known, known.error or ended)
+            self._script_failed(known, known.error or f"its script {how}")
         else:
-            self._failed(known.host.name, f"its worker ended by signal {message.signal}")
+            self._failed(known.host.name, f"its worker {how}")
 
     # -- ends --------------------------------------------------------------------------------
 

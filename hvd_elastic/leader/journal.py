@@ -39,8 +39,6 @@ class Journal:
         self._show_output = show_output
         self.listeners = [show]
         self.recorded_step: int | None = None
-        self._has_gone_back = False
-        """Whether training has gone back to a checkpoint."""
 
     def emit(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Record an event and pass it to the listeners, even if it cannot be written to disk."""
@@ -56,25 +54,22 @@ class Journal:
         """Record a warning."""
         self.emit("warning", {"message": message})
 
-    def read(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Record which examples were read, or that a checkpoint was restored, if audited."""
+    def read(self, kind: str, fields: Mapping[str, Any], *, late: bool = False) -> None:
+        """Record which examples were read, or that a checkpoint was restored, if audited.
+
+        Args:
+            kind, fields: of the record.
+            late: whether it was read before the agent that tells it was started.
+        """
         if self._audit is None:
             return
-        self._has_gone_back |= kind == "restored"
         try:
             self._audit.append(kind, fields)
         except RecordNotWrittenError as error:
             self.warn(str(error))
         else:
-            self.recorded_step = fields.get("step", self.recorded_step)
-
-    def read_before(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Record what was read before an agent ended, unless training has gone back since.
-
-        Then it would count as read after the checkpoint that was restored.
-        """
-        if not self._has_gone_back:
-            self.read(kind, fields)
+            if not late:
+                self.recorded_step = fields.get("step", self.recorded_step)
 
     def output(self, host: str, local_rank: int, line: str) -> None:
         """Record and show a line that rank 0 printed."""

@@ -222,6 +222,7 @@ class Leader:
                 "steps": reached.step,
                 "examples": reached.examples,
                 "epochs": reached.epoch,
+                "exact": run.progress.is_exact,
                 "checkpoint_step": newest if newest >= 0 else None,
                 "led_elsewhere": run.fence.led_elsewhere,
             },

@@ -24,20 +24,27 @@ class TrainingProgress:
 
     Attributes:
         reached: newest position that a worker reported.
+        is_exact: whether training has not gone on from there, as far as is known: metrics come less
+            often than steps, and who crashes tells nothing more.
         written: position of the newest checkpoint of which a worker has written its shard.
         is_known: False after a takeover of workers, until they report their position.
         stopped: why the script has ended training early; empty: it has not.
     """
 
     reached: Position = _START
+    is_exact: bool = True
     written: Position = _START
     is_known: bool = True
     stopped: str = ""
 
-    def note_if_further(self, progress: Position | None) -> None:
-        """Update ``reached`` if ``progress`` is at a later step: metrics come less often."""
-        if progress is not None and progress.step > self.reached.step:
-            self.reached = progress
+    def passed(self, progress: Position) -> None:
+        """Note where training is, and goes on."""
+        self.reached, self.is_exact = progress, False
+
+    def ended_at(self, progress: Position | None) -> None:
+        """Note where a worker has ended its part, unless another one was further."""
+        if progress is not None and progress.step >= self.reached.step:
+            self.reached, self.is_exact = progress, True
 
 
 @dataclass(frozen=True)

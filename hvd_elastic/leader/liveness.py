@@ -86,7 +86,7 @@ class Liveness:
         members = [member.worker for member in ranks if member.worker in places]
         found = self._watch.stuck(generation, members)
         if isinstance(found, ev.GenerationStuck):
-            self._run.progress.note_if_further(self._watch.furthest(members))
+            self._run.progress.ended_at(self._watch.furthest(members))
         for event in found if isinstance(found, list) else [found]:
             executor.tell(event)
         for worker, step_s, line in self._watch.busy(generation, members):

@@ -68,7 +68,7 @@ class Reports:
             case msg.HostSample():
                 self._run.journal.emit("host_sample", message.event_fields(host))
             case msg.PastReading(message=reading):
-                self._run.journal.read_before(*reading.as_event())
+                self._run.journal.read(*reading.as_event(), late=True)
             case msg.Log() | msg.WorkerEnded() | msg.WorkerNotStarted() | msg.WorkerSaid():
                 if message.worker in self._run.workers.places:
                     self._on_worker(message)
@@ -108,8 +108,8 @@ class Reports:
                 if members and members[0].worker == worker:
                     for line in lines:
                         self._run.journal.output(host, slot, line)
-            case msg.WorkerEnded(code=code, signal=number):
-                exited = ev.WorkerExited(worker, code, number)
+            case msg.WorkerEnded():
+                exited = message.event()
                 match self._run.workers.ended(exited):
                     case ev.ScriptFailed() as failed:
                         self._executor.tell(failed)
@@ -137,22 +137,22 @@ class Reports:
                     self._run.journal.emit("training_goes_on", {"step": said.step})
                 tell(ev.WorkerJoined(worker, generation))
             case msg.Broken(generation=generation, step=step, error=error, state=state):
-                progress.note_if_further(said.progress)
+                progress.ended_at(said.progress)
                 tell(ev.WorkerBroken(worker, generation, step, error, state))
             case msg.Held(generation=generation, step=step, state=state):
                 tell(ev.WorkerHeld(worker, generation, step, state))
             case msg.Finished(progress=reached):
-                progress.reached = reached
+                progress.reached, progress.is_exact = reached, True
                 self._liveness.finished(worker)
                 tell(ev.WorkerFinished(worker))
             case msg.ScriptRaised(traceback=traceback, progress=reached):
                 # Workers do not print it themselves, so that the terminal shows it once.
                 self._run.workers.write(worker, traceback)
                 self._run.workers.failure_told = True
-                progress.note_if_further(reached)
+                progress.ended_at(reached)
                 tell(ev.ScriptFailed(worker, explain_script_error(traceback) or traceback))
             case msg.Metrics(progress=reached):
-                progress.reached = reached
+                progress.passed(reached)
                 self._run.journal.emit(*said.as_event())
             case msg.TrainingStopped(reason=reason):
                 progress.stopped = reason
@@ -179,8 +179,10 @@ class Reports:
         match said:
             case msg.CheckpointWritten(step=step):
                 self._stopping.shard_written(step)
-                self._run.progress.written = Position(step, said.epoch, 0, said.examples)
-                self._run.progress.note_if_further(self._run.progress.written)
+                progress = self._run.progress
+                progress.written = Position(step, said.epoch, 0, said.examples)
+                if step > progress.reached.step:
+                    progress.passed(progress.written)
                 checkpoints.written(host, self._run.agents.by_host[host], said)
             case msg.CheckpointFailed(message=text):
                 checkpoints.failed(host, text)

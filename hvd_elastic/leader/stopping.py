@@ -123,7 +123,8 @@ class Stopping:
             return
         if newest_step == self._run.progress.written.step:
             # Steps after the last checkpoint are discarded by the stop.
-            self._run.progress.reached = self._run.progress.written
+            progress = self._run.progress
+            progress.reached, progress.is_exact = progress.written, True
         self._stop_now()
 
     def _stop_now(self) -> None:

@@ -6,8 +6,11 @@ A step can occur in ``audit.jsonl`` more than once without an error:
 - only workers that died had finished the step, and the next generation repeated it from the state
   of the survivors: the newer generation counts, and all steps of the older one from there on are
   void;
-- all workers died and training went back to a checkpoint (``restored``): all later steps that were
-  recorded before that are void.
+- all workers died and training went back to a checkpoint (``restored``): all later steps of older
+  generations are void, also if a host that was cut off tells of them afterwards.
+
+Generations have numbers that rise throughout a run, also when it is resumed. Without a leader they
+begin anew in each process, and then what was recorded before the ``restored`` is older.
 
 The remaining steps are those that led to the final parameters. A step of them may lack its record,
 as when the leader and all agents were killed at once. How many examples it used follows from where
@@ -192,8 +195,8 @@ class _Step:
     """One worker's report of one step.
 
     Attributes:
-        turn: orders the reports of a step, of which the newest counts: how often training had gone
-            back to a checkpoint before it, and its generation.
+        turn: orders the reports of a step, of which the newest counts: how often the numbers of
+            generations had begun anew before it, and its generation.
         epoch, position: where it began; a record need not tell the position.
         indices, padding: indices of the examples, and number of padding examples.
         later: indices of the examples in the following epochs, if the step reaches into them.
@@ -240,7 +243,8 @@ class _Steps:
         self.by_number: dict[int, _Step] = {}
         self.conflicts: set[int] = set()
         self.voided = self.repeated = 0
-        self._times_restored = 0
+        self._times_restored = 0  # without a leader
+        self._restored: list[tuple[int, int]] = []  # first generation after it, and its step
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Process the next record."""
@@ -250,8 +254,12 @@ class _Steps:
                 self.epochs = int(record.get("epochs") or 0)
                 self.dropped = int(record.get("dropped") or 0)
             case "restored":
-                self._times_restored += 1
-                later = [number for number in self.by_number if number > int(record["step"])]
+                step, generation = int(record["step"]), record.get("generation")
+                if generation is None:
+                    self._times_restored += 1
+                else:
+                    self._restored.append((int(generation), step))
+                later = [number for number in self.by_number if number > step]
                 self.voided += len(later)
                 self._drop(later)
             case "used":
@@ -260,9 +268,11 @@ class _Steps:
     def _add_used(self, record: Mapping[str, Any]) -> None:
         import numpy as np
 
-        number = int(record["step"])
+        number, generation = int(record["step"]), int(record.get("generation") or 0)
+        if any(generation < first and number > step for first, step in self._restored):
+            return  # it is void, and was told late
         new = _Step(
-            (self._times_restored, int(record.get("generation") or 0)),
+            (self._times_restored, generation),
             int(record["epoch"]),
             record.get("position"),
             np.asarray(record["indices"], dtype=np.int64).reshape(-1),

@@ -327,6 +327,7 @@ class RunFinished(_Event, tag="run_finished"):
     steps: int
     examples: int
     epochs: int
+    exact: bool
     checkpoint_step: int | None
     led_elsewhere: bool
 

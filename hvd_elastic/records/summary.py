@@ -171,6 +171,7 @@ class RunSummary:
         status: ``running`` (as far as the events tell), ``succeeded``, ``failed``, ``stopped``,
             or ``unknown`` before the first event.
         started, ended: times of the first and of the last event [Unix seconds].
+        exact: whether ``steps`` and ``examples`` are exact, else there may have been more.
         ended_in: epoch of training when the run ended; None before.
         first_step_s: time from the start of the run to its first completed step [s].
         size: number of processes that train now; 0 after the end.
@@ -209,6 +210,7 @@ class RunSummary:
     steps: int = 0
     examples: int = 0
     epochs: int = 0
+    exact: bool = True
     ended_in: int | None = None
     size: int = 0
     largest_size: int = 0
@@ -261,6 +263,11 @@ class RunSummary:
     def live_rescales(self) -> list[Rescale]:
         """Return the rescales except the start of the run and its resumes."""
         return [rescale for rescale in self.rescales if rescale.from_size > 0]
+
+    @property
+    def generation(self) -> int:
+        """Return the number of the last announced generation; 0: there is none."""
+        return max((rescale.generation for rescale in self.rescales), default=0)
 
     @property
     def present_use(self) -> dict[str, HostUse]:
@@ -481,7 +488,6 @@ def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) ->
 def _rescale_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     generation, size = _count(record, "generation"), _count(record, "size")
     pause_s = _number(record.get("pause_s"))
-    # Search from the end, since a resumed run may number its generations from 1 again.
     for place in reversed(range(len(run.rescales))):
         begun = run.rescales[place]
         if begun.generation == generation and not begun.finished:
@@ -730,6 +736,7 @@ def _run_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> No
     run.message = _text(record, "message")
     run.steps = _whole(record.get("steps")) or run.steps
     run.examples = _whole(record.get("examples")) or run.examples
+    run.exact = record.get("exact") is not False
     run.ended_in = _whole(record.get("epochs"))
     run.epochs = run.ended_in or run.epochs
     run.waiting = ""

@@ -90,7 +90,9 @@ class Narrator:
         message = str(event.get("message") or "")
         if self._error:
             message = message.removesuffix(f": {self._error}")  # was shown in full before
-        words = outcome_words(status, event.get("steps"), event.get("examples"), message)
+        exact = event.get("exact") is not False
+        steps, examples = event.get("steps"), event.get("examples")
+        words = outcome_words(status, steps, examples, message, exact=exact)
         ended = Line(f"run {words}", {"succeeded": "good", "failed": "bad"}.get(status, "note"))
         way_on = resume_words(event)
         return [*unfinished, ended, *([Line(way_on, "note")] if way_on else [])]
@@ -240,13 +242,17 @@ def resume_words(event: Mapping[str, Any]) -> str:
     )
 
 
-def outcome_words(status: str, steps: int | None, examples: int | None, message: str) -> str:
+def outcome_words(
+    status: str, steps: int | None, examples: int | None, message: str, *, exact: bool = True
+) -> str:
     """Return the status of a run with its progress, and how it ended.
 
     >>> outcome_words("stopped", 12, 1200, "Ctrl-C")
     'stopped after 12 steps, 1,200 examples: Ctrl-C'
+    >>> outcome_words("failed", 1, None, "", exact=False)
+    'failed after at least 1 step'
     """
-    text = f"{status} after {count(steps, 'step')}"
+    text = f"{status} after {'' if exact else 'at least '}{count(steps, 'step')}"
     if examples:
         text += f", {number_words(examples)} {plural('example', examples)}"
     return f"{text}: {message}" if message else text

@@ -140,14 +140,17 @@ class TensorFlowCollectives(Collectives):
         return self._graphs[key]
 
     def _trace(self, kind: str, name: str, dtype: tf.DType, option: int) -> Callable[..., Any]:
-        options = {"root_rank": option} if kind == "broadcast" else {}
+        library, named = self.horovod.mpi_ops.MPI_LIB, {"name": name, "ignore_name_scope": True}
 
         def run(tensor: tf.Tensor, *more: tf.Tensor) -> tf.Tensor:
-            if kind == "allreduce":
-                return reduce_in_graph(tensor, name, average=option == self.horovod.Average)
-            operation = getattr(self.horovod.mpi_ops.MPI_LIB, f"horovod_{kind}")
-            result = operation(tensor, *more, name=name, ignore_name_scope=True, **options)
-            return result.output if kind == "alltoall" else result
+            match kind:
+                case "allreduce":
+                    return reduce_in_graph(tensor, name, average=option == self.horovod.Average)
+                case "broadcast":
+                    return library.horovod_broadcast(tensor, root_rank=option, **named)
+                case "alltoall":
+                    return library.horovod_alltoall(tensor, *more, **named).output
+            return library.horovod_allgather(tensor, **named)
 
         signature = [tf.TensorSpec(None, dtype)]
         if kind == "alltoall":

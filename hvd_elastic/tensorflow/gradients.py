@@ -285,6 +285,12 @@ class GradientAverager(Averager):
             return None
         return tf.cast(self.controls.read().progress, tf.int64)
 
+    @property
+    def idle(self) -> str:
+        if self.steps:
+            return ""
+        return "optimizer.apply(gradients, variables) was never called; call it for each batch"
+
     def learning_rate(self) -> float:
         return float(self.rate())
 

@@ -84,6 +84,8 @@ class GradientAverager:
         """Whether ``step()`` is running; a composed optimizer calls others in it."""
         self.steps = 0
         """Number of steps that have ended on this rank, taken or left out."""
+        self._had_gradient = False
+        """Whether a parameter had a gradient in any step."""
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self._context.register_averager(self)
@@ -104,6 +106,18 @@ class GradientAverager:
     def flags_meet(self) -> str:
         """See :attr:`Averager.flags_meet`."""
         return self._reductions.first_name if self._reductions.carry_flags else ""
+
+    @property
+    def idle(self) -> str:
+        """See :attr:`Averager.idle`."""
+        if not self.steps:
+            return "optimizer.step() was never called; call it after each loss.backward()"
+        if self._had_gradient or not self._names:
+            return ""
+        return (
+            "no parameter of the optimizer had a gradient in optimizer.step(); call backward() "
+            "before it, on a loss that depends on them"
+        )
 
     def learning_rate(self) -> float:
         """Return the learning rate of the first parameter group."""
@@ -277,6 +291,11 @@ class GradientAverager:
         if self._reductions.are_done:
             self._context.exchange()
             return
+        self._had_gradient = (
+            self._had_gradient
+            or self._reductions.are_begun
+            or any(parameter.grad is not None for parameter in self._names)
+        )
         if self._communicator.size == 1:
             self._end_alone()
             self._context.planner.work_ends()

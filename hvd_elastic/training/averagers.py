@@ -85,6 +85,12 @@ class Averagers:
         return 0 if self.several or not self._live else self._live[0].steps
 
     @property
+    def idle(self) -> str:
+        """See :attr:`Averager.idle`; one optimizer that trains is enough."""
+        idle = [averager.idle for averager in self._live]
+        return idle[0] if idle and all(idle) else ""
+
+    @property
     def flags_meet(self) -> str:
         """See :attr:`Averager.flags_meet`; with several, flags have a reduction of their own."""
         return "" if self.several or not self._live else self._live[0].flags_meet

@@ -16,6 +16,7 @@ from hvd_elastic.training.agent_link import installed_modules
 from hvd_elastic.training.audit import Audit
 from hvd_elastic.training.checkpointing import Checkpointing
 from hvd_elastic.training.frontend import Averager, Frontend, State
+from hvd_elastic.training.idle_check import IdleCheck
 from hvd_elastic.training.launch import Mode, detect_mode, refuse_other_launchers
 from hvd_elastic.training.membership import Membership
 from hvd_elastic.training.metrics import Metrics
@@ -42,6 +43,7 @@ class Context:
         rollback: undoes what the script changed when a step fails.
         checkpoints: takes this process's checkpoints.
         metrics: collects and sends the run's metrics.
+        idle_check: warns if nothing is trained.
         state_parts: objects of the library that are part of the script's state.
         data: what the script has told of its data.
         membership: takes this process to the next generation.
@@ -58,6 +60,7 @@ class Context:
         self.rollback = Rollback(self.worker)
         self.checkpoints = Checkpointing(self.worker)
         self.metrics = Metrics(self.worker)
+        self.idle_check = IdleCheck(self.worker)
         self.state_parts = StateParts()
         self.data = ScriptData()
         self.membership = Membership(
@@ -280,7 +283,7 @@ class Context:
         worker.progress = step.count(worker.progress)
         if worker.audit:
             self._audit.record(epoch, position)
-        self.metrics.step_finished(self._planned)
+        self._step_counted()
 
     def _step_without_loader(self) -> None:
         """Note a step of the optimizer for examples that our loader did not hand out.
@@ -319,7 +322,11 @@ class Context:
     def _count_own_step(self) -> None:
         self.step.forget()
         self.worker.progress.advance(0)
+        self._step_counted()
+
+    def _step_counted(self) -> None:
         self.metrics.step_finished(self._planned)
+        self.idle_check.step_counted()
 
     def mark_consumed(self) -> None:
         """End the step in flight where the loop body ended without a step of our optimizer."""

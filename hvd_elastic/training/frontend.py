@@ -110,6 +110,10 @@ class Averager(Protocol):
         the gradients of a rank that is still in a step.
         """
 
+    @property
+    def idle(self) -> str:
+        """What the script leaves out, so that no step has trained anything; empty: nothing."""
+
     def learning_rate(self) -> float:
         """Return the learning rate of the first parameter group."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from hvd_elastic.formatting import count, duration_words, number_words
+from hvd_elastic.formatting import count, duration_words, number_words, plural
 from hvd_elastic.records.run_state import GOES_ON
 from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.views.allocation import slow_hosts
@@ -29,9 +29,10 @@ def run_words(summary: RunSummary, state: str) -> str:
     elif state == "waiting":
         told.append(f"Waits: {summary.waiting}.")
     elif has_ended(state):
-        steps = number_words(summary.steps)
+        steps = f"{number_words(summary.steps)} {plural('step', summary.steps)}"
+        least = "" if summary.exact else "at least "
         took = duration_words(summary.duration_s)
-        told.append(f"{state.capitalize()} after {took} and {steps} steps.")
+        told.append(f"{state.capitalize()} after {took} and {least}{steps}.")
     done = summary.last.get("done") if state in GOES_ON else None
     if isinstance(done, float):
         told.append(forecast_words(summary, done, predict_end(summary)))

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import msgspec
 
 from hvd_elastic.control.commands import Announce, Member
-from hvd_elastic.control.events import FoundWorker
+from hvd_elastic.control.events import FoundWorker, WorkerExited
 from hvd_elastic.control.progress import Activity, Position
 from hvd_elastic.wire.framing import MessageDecoder, compress, decompress, encode
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of the protocol, increased with every incompatible change."""
 
 
@@ -831,11 +831,19 @@ class Log(_FromAgent, tag="log"):
 
 
 class WorkerEnded(_FromAgent, tag="worker_exited"):
-    """The process of a worker has ended, with an exit status or by a signal."""
+    """The process of a worker has ended, with an exit status or by a signal.
+
+    ``out_of_memory``: the kernel has killed it for lack of memory.
+    """
 
     worker: str
     code: int | None
     signal: int | None
+    out_of_memory: bool = False
+
+    def event(self) -> WorkerExited:
+        """Return the event for the machine."""
+        return WorkerExited(self.worker, self.code, self.signal, self.out_of_memory)
 
 
 class WorkerNotStarted(_FromAgent, tag="worker_not_started"):

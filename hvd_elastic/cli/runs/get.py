@@ -3,7 +3,6 @@
 # ruff: noqa: D301  (the backspace tells the command line to keep the lines of the examples)
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.shared_options import AsJson, RequiredRun
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bytes_words
+from hvd_elastic.hosts.programs.file_hash import hash_of
 from hvd_elastic.records.run_folder import RunFolder
 
 _PIECE_BYTES = 1 << 20
@@ -152,13 +152,9 @@ def _opened(source: Path, run_id: str) -> BinaryIO:
     """
     while True:
         file = source.open("rb")
-        digest = hashlib.sha256()
-        while data := file.read(_PIECE_BYTES):
-            digest.update(data)
-        sha256 = digest.hexdigest()
+        sha256 = hash_of(file.fileno()).hexdigest()
         recorded = differing(source.parent, source.name, sha256)
         if not recorded:
-            file.seek(0)
             return file
         replaced = not os.path.samestat(os.fstat(file.fileno()), source.stat())
         file.close()

@@ -247,52 +247,48 @@ def status_rows(
         "failed": f"failed: {summary.message}" if summary.message else "failed",
         "succeeded": f"succeeded: {summary.message}" if summary.stopped_for else "succeeded",
     }
-    rows = [("run", folder.run_id), ("status", words.get(state, state))]
+    began = failure = checkpoint = ""
     if summary.started is not None:
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.started))
-        took = duration_words(summary.duration_s)
-        rows.append(("started", f"{started}, {took} until its last event"))
-    # The last metrics may belong to an earlier epoch than the last step.
-    epoch = summary.last.get("epoch") if summary.ended_in is None else summary.ended_in
-    progress = progress_words({**summary.last, "step": summary.steps, "epoch": epoch}, summary.size)
-    rows.append(("progress", progress))
-    own = {name: value for name, value in summary.final_metrics().items() if name != "loss"}
-    if own:
-        rows.append(("metrics", metric_words(own)))
-    if summary.batch_plan:
-        rows.append(("batch", _batch_words(summary)))
-    if summary.hosts:
-        rows.append(("hosts", " ".join(f"{name}:{slots}" for name, slots in summary.hosts)))
-    if summary.input_hosts:
-        reading = (
-            f"{name} ({count(number, 'process')})" for name, number in summary.input_hosts.items()
-        )
-        rows.append(("input hosts", " ".join(reading)))
-    if summary.input:
-        rows.append(("data", summary.input))
-    if summary.shares:
-        rows.append(("shares", summary.shares))
-    if summary.pinned:
-        rows.append(("pinned", " ".join(summary.pinned)))
-    for name, found in summary.draining.items():
-        where = "drained" if found.empty else _time_left_words(summary, found)
-        rows.append(("draining", f"{name}: {where} ({found.cause})"))
-    rows.append(("rescales", rescale_words(summary)))
-    decided = [said.text for said in summary.decisions if said.kind == "decision"]
-    if decided:
-        rows.append(("decision", decided[-1]))
-    if summary.missed:
-        rows.append(("missed", summary.missed))
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.started))
+        began += f", {duration_words(summary.duration_s)} until its last event"
     if summary.checkpoints:
-        last = summary.checkpoints[-1]
-        rows.append(("checkpoint", f"step {last.step}, {last.path}"))
-    if summary.saved:
-        rows.append(("saved", saved_words(summary)))
-    rows.append(("folder", str(folder.path)))
+        checkpoint = f"step {summary.checkpoints[-1].step}, {summary.checkpoints[-1].path}"
     if summary.failure:
         last_line = summary.failure.rstrip().rpartition("\n")[2]
-        rows.append(("failure", f"worker {summary.failed_worker}: {last_line}"))
-    return rows
+        failure = f"worker {summary.failed_worker}: {last_line}"
+    # The last metrics may belong to an earlier epoch than the last step.
+    epoch = summary.last.get("epoch") if summary.ended_in is None else summary.ended_in
+    reached = {**summary.last, "step": summary.steps, "epoch": epoch}
+    own = {name: value for name, value in summary.final_metrics().items() if name != "loss"}
+    hosts = [f"{name}:{slots}" for name, slots in summary.hosts]
+    reading = [f"{name} ({count(n, 'process')})" for name, n in summary.input_hosts.items()]
+    draining = [
+        f"{name}: {'drained' if found.empty else _time_left_words(summary, found)} ({found.cause})"
+        for name, found in summary.draining.items()
+    ]
+    decided = [said.text for said in summary.decisions if said.kind == "decision"]
+    rows = [
+        ("run", folder.run_id),
+        ("status", words.get(state, state)),
+        ("started", began),
+        ("progress", progress_words(reached, summary.size)),
+        ("metrics", metric_words(own)),
+        ("batch", _batch_words(summary) if summary.batch_plan else ""),
+        ("hosts", " ".join(hosts)),
+        ("input hosts", " ".join(reading)),
+        ("data", summary.input),
+        ("shares", summary.shares),
+        ("pinned", " ".join(summary.pinned)),
+        *(("draining", text) for text in draining),
+        ("rescales", rescale_words(summary)),
+        ("decision", decided[-1] if decided else ""),
+        ("missed", summary.missed),
+        ("checkpoint", checkpoint),
+        ("saved", saved_words(summary)),
+        ("folder", str(folder.path)),
+        ("failure", failure),
+    ]
+    return [(label, text) for label, text in rows if text]
 
 
 def _time_left_words(summary: RunSummary, found: Draining) -> str:

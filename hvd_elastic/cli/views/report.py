@@ -120,9 +120,14 @@ def _compare(folders: list[RunFolder], path: Path, as_json: bool) -> None:
         print_json({"path": str(path), "runs": [summary.as_json() for summary in found]})
         return
     for summary in found:
-        words = outcome_words(summary.status, summary.steps, summary.examples, summary.message)
-        print(f"{summary.run_id}: {words}, {duration_words(summary.duration_s)}")
+        outcome = _outcome(summary, summary.status)
+        print(f"{summary.run_id}: {outcome}, {duration_words(summary.duration_s)}")
     print(f"report: {path}")
+
+
+def _outcome(summary: RunSummary, state: str) -> str:
+    steps, examples = summary.steps, summary.examples
+    return outcome_words(state, steps, examples, summary.message, exact=summary.exact)
 
 
 def _open(path: Path) -> None:
@@ -133,8 +138,10 @@ def _open(path: Path) -> None:
 def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[tuple[str, str]]:
     """Return the rows of a report: label and text."""
     state = run_state(summary.status, alive=alive, waiting=bool(summary.waiting))
-    outcome = outcome_words(state, summary.steps, summary.examples, summary.message)
-    rows = [("run", f"{summary.run_id}: {outcome}"), ("took", duration_words(summary.duration_s))]
+    rows = [
+        ("run", f"{summary.run_id}: {_outcome(summary, state)}"),
+        ("took", duration_words(summary.duration_s)),
+    ]
     metrics = summary.final_metrics()
     if metrics:
         rows.append(("metrics", metric_words(metrics)))

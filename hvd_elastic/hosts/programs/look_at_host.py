@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.hosts.programs.cores import usable_cores
+from hvd_elastic.hosts.programs.memory import usable_memory
 from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
 
 SIOCGIFADDR = 0x8915
@@ -101,15 +102,6 @@ def look_at_folder(folder: str) -> dict[str, Any]:
     except OSError as error:
         found["refused"] = error.strerror or str(error)
     return found
-
-
-def memory() -> dict[str, int]:
-    """Return the total and the available memory [bytes]."""
-    fields = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        fields[name] = int(rest.split()[0]) * 1024
-    return {"total": fields["MemTotal"], "available": fields["MemAvailable"]}
 
 
 def interfaces() -> dict[str, dict[str, Any]]:
@@ -232,7 +224,7 @@ def main() -> None:
         "packages": {package: version_of(package) for package in request["packages"]},
         "cuda": cuda_of_torch(),
         "folders": {folder: look_at_folder(folder) for folder in folders},
-        "memory": memory(),
+        "memory": usable_memory()._asdict(),
         "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": Path("/sys/class/infiniband").is_dir()

@@ -134,7 +134,8 @@ class Takeover:
             hosts=hosts,
             agents=tuple(self._ready),
             awaited=tuple(host for host in self.asked if host not in self._ready),
-            generation=newest.generation,
+            # Numbers go on where nothing is held: no two generations of a run have the same.
+            generation=newest.generation or past.generation,
             members=newest.members,
             # A changed --np is newer than an earlier hvd-elastic scale.
             requested_np=past.scaled_to if self._same_np else None,

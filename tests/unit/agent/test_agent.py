@@ -10,6 +10,7 @@ import io
 import json
 import os
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.interfaces import interface_of
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import compress, decompress, encode
+from tests.small_group import SMALL_BYTES, inside, small_group
 from tests.unit.wire.wire_samples import leader_hello, saved_file
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -99,12 +101,15 @@ while link.wait(0) is None:
 
 
 class Agent:
-    def __init__(self, folder: Path, command: list[str], **hello: Any) -> None:
+    def __init__(
+        self, folder: Path, command: list[str], *, group: Path | None = None, **hello: Any
+    ) -> None:
         self.run_id = hello.get("run_id") or f"unit-{secrets.token_hex(4)}"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HVD_ELASTIC_HOME": str(folder)}
         environment.pop("SSH_CONNECTION", None)
+        program = [sys.executable, "-m", "hvd_elastic.agent.agent"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hvd_elastic.agent.agent"],
+            program if group is None else inside(group, program),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -291,6 +296,22 @@ def test_a_kill_is_told_as_a_signal(start_agent: StartAgent) -> None:
     agent.say(op="kill", worker="w0")
     ended = agent.event("worker_exited")
     assert (ended["code"], ended["signal"]) == (None, 9)
+
+
+def test_a_kill_by_the_kernel_for_lack_of_memory_is_told(start_agent: StartAgent) -> None:
+    """Of the worker itself, and of the child of a shell."""
+    eat = f"b'x' * {2 * SMALL_BYTES}"
+    shell = ["sh", "-c", f"{shlex.join([sys.executable, '-S', '-c', eat])}; exit $?"]
+    with small_group() as group:
+        for command, status in (([sys.executable, "-S", "-c", eat], None), (shell, 137)):
+            agent = start_agent(command=command, group=group)
+            agent.start_worker("w0")
+            ended = agent.event("worker_exited")
+            number = 9 if status is None else None
+            assert (ended["code"], ended["signal"]) == (status, number)
+            assert ended["out_of_memory"]
+            agent.process.kill()
+            agent.process.wait()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.agent.gpus import Gpus
-from hvd_elastic.agent.host_sampler import HostSampler
+from hvd_elastic.agent.host_sampler import HostSampler, MemoryKills
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.policy.input import Reading
 from hvd_elastic.wire import messages as msg
@@ -50,6 +50,20 @@ def test_a_sample_has_the_figures_of_this_machine(tmp_path: Path) -> None:
     assert fields.keys() == {"host", *msg.HostSample.__struct_fields__} - {"seq"}
     line = encode(sample).removesuffix(b"\n")
     assert MessageDecoder(msg.AgentToLeader, "host node1").decode(line) == sample
+
+
+def test_a_kill_for_lack_of_memory_is_new_for_a_while_and_once() -> None:
+    counted = [3]
+    kills = MemoryKills(lambda: counted[0])
+    assert not kills.any_new(), "before the agent"
+    counted[0] += 1
+    kills.look()  # its victim takes long to end
+    assert kills.any_new()
+    assert not kills.any_new(), "who is killed now was killed by somebody else"
+    counted[0] += 1
+    for _ in range(2):
+        kills.look()
+    assert not kills.any_new(), "long ago"
 
 
 def test_the_compute_time_of_a_step_leaves_waits_out() -> None:

@@ -71,7 +71,7 @@ def test_the_last_words_of_a_worker_are_heard_though_it_was_spoken_to_meanwhile(
             await asyncio.sleep(0.01)
         os.waitid(os.P_PID, worker.pid, os.WEXITED)  # as long as the agent reads nothing
         worker.send(msg.SaveState())
-        await workers.report_end(worker, 0)
+        await workers.report_end(worker, 0, out_of_memory=False)
         workers.close()
 
     asyncio.run(finish())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import resource
 
-import psutil
 import pytest
 
 from hvd_elastic.bench.memory import refuse_too_large
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.hosts.programs.memory import Memory
 
 
 def holds(most: int) -> tuple[list[int], object]:
@@ -51,8 +51,8 @@ def test_the_largest_half_that_fits_is_named() -> None:
 
 def test_a_hopeless_batch_is_refused_after_a_few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an example takes is seen as it is used."""
-    memory = psutil.virtual_memory()._replace(available=1 << 30)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    memory = Memory(1 << 30, 1 << 30)
+    monkeypatch.setattr("hvd_elastic.bench.memory.usable_memory", lambda: memory)
     monkeypatch.setattr("hvd_elastic.bench.memory._MEASURABLE_BYTES", 64 << 20)
     tried: list[int] = []
 

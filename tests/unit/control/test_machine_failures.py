@@ -239,9 +239,11 @@ def test_training_that_always_breaks_at_the_same_step_fails():
     ]
 
 
-def crash(play: Play, number: int, step: int = -1, signal: int = 11) -> list[str]:
+def crash(
+    play: Play, number: int, step: int = -1, signal: int = 11, *, out_of_memory: bool = False
+) -> list[str]:
     """The worker on host a ends for the ``number``-th time; that on b, if any, holds ``step``."""
-    answer = play.tell(ev.WorkerExited(f"a:0.{number}", None, signal))
+    answer = play.tell(ev.WorkerExited(f"a:0.{number}", None, signal, out_of_memory))
     others = ["b:0.1"] if step >= 0 else []
     for other in others:
         answer += play.broken(other, step)
@@ -260,6 +262,18 @@ def test_crashes_without_progress_end_the_run():
     assert [crash(play, number, 12) for number in (1, 2)] == [[], []]
     text = "workers crashed 3 times without progress, now at step 12: worker a:0 was killed by "
     assert crash(play, 3, 12) == [text + "signal 11"]
+
+
+def test_a_script_that_is_out_of_memory_at_the_same_step_ends_the_run():
+    """Nobody but the kernel sends SIGKILL there again and again."""
+    play = start("a", "b", min_np=2, max_stuck_generations=3)
+    assert [crash(play, n, 12, 9, out_of_memory=True) for n in (1, 2)] == [[], []]
+    (text,) = crash(play, 3, 12, 9, out_of_memory=True)
+    assert text.startswith(
+        "workers crashed 3 times without progress, now at step 12: worker a:0 was killed by the "
+        "kernel, out of memory. Its host"
+    )
+    assert "a smaller batch" in text
 
 
 @pytest.mark.parametrize(

@@ -120,9 +120,14 @@ def test_next_leader_finds_workers_that_never_trained():
 
 def test_next_leader_finds_nothing():
     hosts = (ev.HostSlots("a", 1), ev.HostSlots("b", 1))
-    play, answer = successor(ev.RunTakenOver(hosts, agents=("a",), awaited=("b",)))
+    play, answer = successor(ev.RunTakenOver(hosts, agents=("a",), awaited=("b",), generation=7))
     assert answer == [StartWorker("a:0.1", "a", 0)]
     assert play.tell(ev.AgentReady("b")) == [StartWorker("b:0.1", "b", 0)]
+    new = announced(play.ready("a:0.1", "b:0.1"))
+    assert (new.generation, new.restore) == (8, True)
+    play.joined("a:0.1", "b:0.1")
+    assert is_running(play)
+    assert not play.kinds("taken_over")
 
 
 def test_next_leader_has_a_shorter_hostfile():

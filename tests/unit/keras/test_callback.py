@@ -71,6 +71,22 @@ def test_fit_trains_each_batch_once_and_traces_at_most_twice(alone: Context) -> 
     assert len(traces) <= 2, "the shares of the last step have another size"
 
 
+def test_a_model_that_never_applies_gradients_is_told(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Idle(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            return {"loss": tf.reduce_sum(self(data[0]))}
+
+    warnings: list[str] = []
+    monkeypatch.setattr(alone.worker, "warn", warnings.append)
+    model = Idle([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    fit(model)
+    (warning,) = warnings
+    assert warning.startswith("3 steps of training, and nothing was trained: optimizer.apply")
+
+
 def test_a_callback_that_stops_training_ends_it(alone: Context) -> None:
     stop = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: hvd.stop("enough"))
     fit(model_of(), None, stop, epochs=5)

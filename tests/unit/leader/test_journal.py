@@ -20,18 +20,13 @@ def test_of_a_progress_bar_the_last_state_is_shown(tmp_path: Path) -> None:
     assert [event["line"] for event in read_events(folder.output)] == shown
 
 
-def test_what_an_ended_agent_tells_late_is_not_read_after_the_checkpoint(tmp_path: Path) -> None:
-    """It would look as if training had gone on from there."""
+def test_what_is_told_late_is_not_the_last_recorded_step(tmp_path: Path) -> None:
+    """Workers forget the steps up to that one."""
     folder = RunFolder.create("late", root=tmp_path)
     journal = Journal(folder, lambda _: None, lambda *_: None, audit=True)
-    journal.read_before("used", {"step": 20})
-    journal.read("restored", {"step": 10})
-    journal.read_before("used", {"step": 19})
-    journal.read("used", {"step": 11})
+    journal.read("restored", {"step": 10, "generation": 4})
+    journal.read("used", {"step": 11, "generation": 4})
+    journal.read("used", {"step": 19, "generation": 3}, late=True)
     journal.close()
-    assert [(line["kind"], line["step"]) for line in read_events(folder.audit)] == [
-        ("used", 20),
-        ("restored", 10),
-        ("used", 11),
-    ]
+    assert [line["step"] for line in read_events(folder.audit)] == [10, 11, 19]
     assert journal.recorded_step == 11

@@ -83,6 +83,7 @@ def test_the_host_that_took_it_is_the_root_and_the_record_comes_first(
     run.leader._executor._restore(run.announced, Brought(info, "b", "/spool/restore-1/step.json"))
     (restored,) = run.audit()
     assert (restored["kind"], restored["step"], restored["epoch"]) == ("restored", 20, 2)
+    assert restored["generation"] == run.announced.generation
     for agent in run.agents.values():
         (message,) = agent.sent
         told = message.announcement
@@ -178,4 +179,10 @@ def test_a_broken_generation_tells_how_far_training_is(run: Resumed) -> None:
     broken("a:0.1", 8, Position(8, 1, 20, 80))
     broken("b:0.1", -1, None)
     broken("b:0.1", 7, Position(7, 1, 20, 80))
-    assert run.leader._run.progress.reached == Position(8, 1, 20, 80)
+    progress = run.leader._run.progress
+    assert (progress.reached, progress.is_exact) == (Position(8, 1, 20, 80), True)
+    metrics = msg.Metrics(Position(9, 1, 30, 90), 2, {})
+    run.leader._reports.take_of_worker("a:0.1", metrics)
+    assert (progress.reached.step, progress.is_exact) == (9, False), "it may be at a later one"
+    broken("a:0.1", 9, Position(9, 1, 30, 90))
+    assert progress.is_exact

@@ -10,7 +10,7 @@ from hvd_elastic.leader.failover.takeover import Takeover
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.records.summary import Draining, RunSummary
+from hvd_elastic.records.summary import Draining, RunSummary, summarize
 from hvd_elastic.wire.messages import HeldRun
 
 HELD = HeldRun(generation=1, members=(), workers=())
@@ -26,6 +26,16 @@ def test_who_gave_notice_and_holds_nothing_has_been_away_and_is_back() -> None:
     assert takeover.came_back == ("b",)
     event = takeover.event(tuple(HostSlots(host, 1) for host in "abc"))
     assert event.draining == ("a", "c"), "c was drained by the user, who has not given it back"
+
+
+def test_generations_are_numbered_on_though_nothing_is_left_of_the_last_one() -> None:
+    """The audit orders by them what is told late."""
+    began = {"t": 1.0, "kind": "rescale_started", "generation": 7, "hosts": ["a"]}
+    takeover = Takeover(["a"], summarize([began]), None, deadline=0.0)
+    takeover.answered("a", None)
+    assert takeover.event((HostSlots("a", 1),)).generation == 7
+    takeover.answered("a", HELD)
+    assert takeover.event((HostSlots("a", 1),)).generation == 1, "its workers go by that number"
 
 
 def test_a_stop_is_heard_while_the_hosts_are_asked_and_all_else_waits(tmp_path: Path) -> None:

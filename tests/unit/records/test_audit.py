@@ -195,7 +195,7 @@ def test_going_back_to_a_checkpoint_voids_what_came_after_it() -> None:
         used(2, [2, 3], generation=4),
         used(3, [4, 5], generation=4),
         {"kind": "restored", "step": 1, "epoch": 0, "position": 2},
-        # a resumed run may count its generations from 1 again
+        # without a leader a run that goes on counts its generations from 1 again
         used(2, [3, 2, 4], generation=1, position=2),
         used(3, [5], generation=1, position=5),
     ]
@@ -203,6 +203,25 @@ def test_going_back_to_a_checkpoint_voids_what_came_after_it() -> None:
     assert result.ok
     assert (result.voided_steps, result.steps) == (2, 3)
     assert not check_audit(lines[:5] + lines[6:], finished=True).ok
+
+
+def test_a_life_before_is_told_late_and_changes_nothing() -> None:
+    """A host was cut off while the run went back and was resumed, and tells its steps then."""
+    lines = [
+        dataset(8),
+        used(1, [0, 1], generation=7),
+        {"kind": "restored", "step": 1, "generation": 8},
+        used(2, [3, 2, 4], generation=8, position=2),
+        used(2, [2, 3], generation=7, position=2),
+        used(3, [4, 5], generation=7, position=4),
+        used(3, [5, 6, 7], generation=8, position=5),
+        used(4, [6, 7], generation=7, position=6),
+    ]
+    result = check_audit(lines, finished=True)
+    assert result.ok
+    assert (result.steps, result.repeated_steps, result.voided_steps) == (3, 0, 0)
+    result = check_audit([*lines[:3], *lines[4:6]])
+    assert (result.steps, result.epochs[0].used) == (1, 2), "nothing is known of the life after"
 
 
 def test_padding_is_not_a_use() -> None:
@@ -227,18 +246,23 @@ def test_any_history_of_deaths_and_restores_is_judged_by_what_counts(data: st.Da
     lines: list[Line] = [dataset(n, epochs)]
     after: dict[int, tuple[int, int]] = {0: (0, 0)}
     line_of: dict[int, Line] = {}
-    step, generation = 0, 1
+    step, generation, is_led = 0, 1, data.draw(st.booleans())
     while True:
         epoch, position = after[step]
         if position == n:
             epoch, position = epoch + 1, 0
         if epoch == epochs:
             break
-        what = data.draw(st.sampled_from(["step", "step", "step", "redo", "restore"]))
+        what = data.draw(st.sampled_from(["step", "step", "step", "redo", "restore", "late"]))
         if what == "restore" and step and len(lines) < 200:
             step = data.draw(st.integers(0, step))
-            lines.append({"kind": "restored", "step": step})
-            generation = data.draw(st.integers(1, generation + 1))
+            restored: Line = {"kind": "restored", "step": step}
+            generation = generation + 1 if is_led else data.draw(st.integers(1, generation + 1))
+            lines.append({**restored, "generation": generation} if is_led else restored)
+            continue
+        if what == "late" and is_led and step:
+            earlier = [line for line in lines if line["kind"] == "used"]
+            lines.append(data.draw(st.sampled_from(earlier)))
             continue
         count = data.draw(st.integers(1, n - position))
         indices = list(range(position, position + count))

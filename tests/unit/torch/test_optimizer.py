@@ -11,7 +11,7 @@ import torch
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
-from hvd_elastic.torch.optimizer import DistributedOptimizer
+from hvd_elastic.torch.optimizer import DistributedOptimizer, averager_of
 from hvd_elastic.torch.rate_scaling import _is_finite
 from hvd_elastic.torch.state import State
 from hvd_elastic.training.context import Context
@@ -89,6 +89,25 @@ def test_it_stays_the_users_optimizer(alone: Context) -> None:
     optimizer.step()
     schedule.step()
     assert model.weight.item() == -0.5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_keeps_an_optimizer_from_training_is_known(alone: Context, ranks: int) -> None:
+    if ranks == 2:
+        alone.worker.communicator = TwoRanks(other=3.0)
+    model = linear()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    averager = averager_of(optimizer)
+    assert averager is not None
+    assert "step() was never called" in averager.idle
+    hand_out(alone)
+    optimizer.step()
+    assert "no parameter of the optimizer had a gradient" in averager.idle
+    optimizer.zero_grad()
+    hand_out(alone)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    assert averager.idle == ""
 
 
 def test_a_parameter_that_only_another_rank_used_takes_part(alone: Context, two: TwoRanks) -> None:

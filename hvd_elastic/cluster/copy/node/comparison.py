@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import stat
-from typing import Any
 
 from hvd_elastic.cluster.copy.node.renaming import SYNC_BYTES
 from hvd_elastic.cluster.copy.node.tree import (
@@ -21,29 +20,14 @@ from hvd_elastic.cluster.copy.node.tree import (
     list_names,
     shown,
 )
+from hvd_elastic.hosts.programs.file_hash import hash_of
 
 # Space that must stay free on the file system after a copy.
 HEADROOM_BYTES = 16 << 20
-# Size of the pieces in which files are read for hashing.
-READ_BYTES = 1 << 20
 
 
 class StoreError(Exception):
     """The destination cannot take the copy; the message says why."""
-
-
-def hash_of(number: int, end: int | None = None) -> Any:
-    """Return a sha256 object updated with the first ``end`` bytes of an open file; None for all."""
-    digest = hashlib.sha256()
-    offset = 0
-    while end is None or offset < end:
-        size = READ_BYTES if end is None else min(READ_BYTES, end - offset)
-        data = os.pread(number, size, offset)
-        if not data:
-            break
-        digest.update(data)
-        offset += len(data)
-    return digest
 
 
 def check_free(place: bytes, size: int, files: int) -> None:

@@ -9,7 +9,6 @@ import time
 import zlib
 from typing import Any, Callable, Iterator  # noqa: UP035  # Python 3.7 has no others
 
-from hvd_elastic.cluster.copy.node.comparison import hash_of
 from hvd_elastic.cluster.copy.node.frames import (
     DATA,
     END,
@@ -24,6 +23,7 @@ from hvd_elastic.cluster.copy.node.frames import (
     make_frame,
 )
 from hvd_elastic.cluster.copy.node.store import Gone, Store
+from hvd_elastic.hosts.programs.file_hash import hash_of
 
 # Interval at which a waiting feeder checks whether it was dropped.
 WAIT_S = 0.5

@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from typing import Any
 
-from hvd_elastic.cluster.copy.node.comparison import Comparison, StoreError, hash_of, part_name
+from hvd_elastic.cluster.copy.node.comparison import Comparison, StoreError, part_name
 from hvd_elastic.cluster.copy.node.frames import DATA, FRAME_BYTES, WHOLE, LinkError, make_frame
 from hvd_elastic.cluster.copy.node.renaming import Names, sync_disk
 from hvd_elastic.cluster.copy.node.tree import (
@@ -31,6 +31,7 @@ from hvd_elastic.cluster.copy.node.tree import (
     remove_entry,
     shown,
 )
+from hvd_elastic.hosts.programs.file_hash import hash_of
 
 # Size of the frames kept in memory for feeding.
 RECENT_BYTES = 8 << 20
