@@ -1,9 +1,9 @@
 """Measures runs on the machines of an engine, beside the engine's own launcher, in one run.
 
 Run it: ``python benchmarks/engines.py --repetitions 3``. For each engine: the time from the command
-to the first finished step, the pause at a lost node, and the pause when one more joins. Virtual
-hosts stand for machines; the engine's daemons run on them and are started anew for each job, before
-its time begins.
+to the first finished step, the pause at a lost node, the pause when one more joins, and a step
+beside one of a run over ssh. Virtual hosts stand for machines; the engine's daemons run on them and
+are started anew for each job, before its time begins.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import importlib.util
 import json
 import os
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.elasticity.rows import crash
-from benchmarks.elasticity.stage import Stage
+from benchmarks.elasticity.stage import STEP_TIME_S, Stage
 from benchmarks.testbed.command import (
     Say,
     at_least_one,
@@ -38,6 +40,7 @@ from benchmarks.testbed.figures import Figure, Result, conditions, figure, table
 from benchmarks.testbed.hosts import Testbed
 from benchmarks.testbed.launchers import (
     OUR_PROGRAM,
+    OURS,
     ROOT,
     DriverJob,
     FailedPlayError,
@@ -45,7 +48,7 @@ from benchmarks.testbed.launchers import (
     Launcher,
     Order,
 )
-from benchmarks.testbed.marks import first_step
+from benchmarks.testbed.marks import Process, first_step
 from benchmarks.testbed.ray import VirtualRay
 from benchmarks.testbed.slurm import SlurmCluster, missing_programs
 from benchmarks.testbed.spark import SparkCluster
@@ -53,10 +56,14 @@ from hvd_elastic.errors import UsageError
 
 _HOSTS = 3
 _LIMIT_S = 120.0
-_CASES = ("first step", "a node is lost", "a node joins")
+_STEP = "a step"
+_CASES = ("first step", "a node is lost", "a node joins", _STEP)
+_WARM_STEPS, _STEPS_S = 60, 8.0
+"""Steps before those of the case "a step", and time for both [s]."""
 _NOTE = (
-    "Steps are padded to 15 ms. One round before the measured ones warms the file cache for all. A "
-    "lost node has all its processes killed at once; on Spark it is the executor that is killed."
+    "Steps are padded to 15 ms, except where they are measured. One round before the measured ones "
+    "warms the file cache for all. A lost node has all its processes killed at once; on Spark, "
+    "the executor is killed."
 )
 
 
@@ -390,7 +397,12 @@ _OURS = _Ours()
 ENGINES = {
     "slurm": Engine(
         "Slurm",
-        {"first step": _OURS, "a node is lost": _OURS, "a node joins": _OursSubmitted()},
+        {
+            "first step": _OURS,
+            "a node is lost": _OURS,
+            "a node joins": _OursSubmitted(),
+            _STEP: _OURS,
+        },
         _Torchrun(),
         {"a node joins": "an allocation cannot grow"},
         join=_more_room,
@@ -416,7 +428,12 @@ def _measure(stage: Stage, engine: Engine, launcher: Launcher, case: str) -> flo
     bed = stage.bed()
     hosts = _HOSTS - 1 if case == "a node joins" else _HOSTS
     order = Order(dict.fromkeys(bed.hosts[:hosts], 1), max_np=_HOSTS)
-    with stage.training(bed, launcher, order) as job:
+    padding_s = 0.0 if case == _STEP else STEP_TIME_S
+    with stage.training(bed, launcher, order, step_time_s=padding_s) as job:
+        if case == _STEP:
+            time.sleep(_STEPS_S)
+            job.marks.poll()
+            return max(map(_median_step, job.marks.processes))
         if case == "first step":
             first = first_step(job.marks.processes)
             assert first is not None
@@ -426,6 +443,12 @@ def _measure(stage: Stage, engine: Engine, launcher: Launcher, case: str) -> flo
             return stage.pause_s(job, engine.lose(job), left, [(bed.hosts[2], 0)])
         assert engine.join is not None, "a case of this engine"
         return stage.pause_s(job, engine.join(job), _HOSTS)
+
+
+def _median_step(process: Process) -> float:
+    """Return the median time of a step after the first ones [s]."""
+    ends = [step.mono for step in process.steps[_WARM_STEPS:]]
+    return statistics.median(later - earlier for earlier, later in pairwise(ends))
 
 
 def measure_engines(options: argparse.Namespace, say: Say) -> Result:
@@ -447,7 +470,7 @@ def measure_engines(options: argparse.Namespace, say: Say) -> Result:
                     failed[place] = error.short
                     say(f"round {number}: {key}, {case}, {launcher.name}: {error}")
                     continue
-                say(f"round {number}: {key}, {case}, {launcher.name}: {seconds:.2f} s")
+                say(f"round {number}: {key}, {case}, {launcher.name}: {seconds:.4g} s")
                 if number:
                     samples.setdefault(place, []).append(seconds)
         hosts = stage.description
@@ -455,11 +478,13 @@ def measure_engines(options: argparse.Namespace, say: Say) -> Result:
         Row(key, case, launcher.name, figure(samples.get(place, [])), failed.get(place, ""))
         for key, case, launcher in _plays(options.engines)
         for place in [(key, case, launcher.name)]
+        if case in options.cases or place in samples
     ]
     rows += [
         Row(key, case, ENGINES[key].theirs.name, figure([]), f"not measured: {why}")
         for key in options.engines
         for case, why in ENGINES[key].cannot.items()
+        if case in options.cases
     ]
     headings = ("engine", "case", "launcher", "median (range)")
     shown = [(row.engine, row.case, row.launcher, row.text) for row in rows]
@@ -496,7 +521,7 @@ def _plays(keys: Sequence[str]) -> Iterator[tuple[str, str, Launcher]]:
             if case in engine.ours:
                 yield key, case, engine.ours[case]
             if case not in engine.cannot:
-                yield key, case, engine.theirs
+                yield key, case, OURS if case == _STEP else engine.theirs
 
 
 def main() -> int:

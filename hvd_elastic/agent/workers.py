@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -70,8 +71,10 @@ class Worker:
     """First SIGTERM or SIGHUP that it received and survived; 0 for none."""
     was_meant: bool = False
     """Whether it was ended because the signal was for it alone."""
-    writer: asyncio.StreamWriter | None = None
-    unsent: list[msg.AgentToWorker] = field(default_factory=list)
+    connection: asyncio.Task[None] | None = None
+    """Receives its messages until its end; None: it has not connected."""
+    to_it: socket.socket | None = None
+    unsent: bytearray = field(default_factory=bytearray)
 
     @property
     def name(self) -> str:
@@ -81,14 +84,32 @@ class Worker:
     def silent_s(self, now: float) -> float:
         """Return the time without a sign of life [s]."""
         # Until it connects, its interpreter is still starting.
-        return 0.0 if self.writer is None else self.liveness.silent_s(now)
+        return 0.0 if self.connection is None else self.liveness.silent_s(now)
 
     def send(self, message: msg.AgentToWorker) -> None:
         """Send a message, now or as soon as the worker has connected."""
-        if self.writer is None:
-            self.unsent.append(message)
-        elif not self.writer.is_closing():
-            self.writer.write(encode(message))
+        self.unsent += encode(message)
+        self.send_unsent()
+
+    def send_unsent(self) -> None:
+        """Send as much as the worker takes now, and the rest when it takes more.
+
+        A stream that could not be written to would not be read any more either: a message to a
+        worker that has just ended would cost its last words. So this does not use the stream.
+        """
+        if self.to_it is None:
+            return
+        try:
+            del self.unsent[: self.to_it.send(self.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.unsent.clear()
+        loop = asyncio.get_running_loop()
+        if self.unsent:
+            loop.add_writer(self.to_it, self.send_unsent)
+        else:
+            loop.remove_writer(self.to_it)
 
 
 class Workers:
@@ -120,16 +141,19 @@ class Workers:
         self._socket_name = f"hvd_elastic/{hello.run_id}/{secrets.token_hex(8)}"
         self._scratch = make_scratch(hello.run_id, hello.host, hello.env)
         self._template = Template()
+        self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
         """Open the socket that workers connect to."""
-        await asyncio.start_unix_server(
+        self._server = await asyncio.start_unix_server(
             self._serve, path="\0" + self._socket_name, limit=MAX_LINE_BYTES
         )
 
     def close(self) -> None:
         """Remove the workers' temporary folder; all workers have ended."""
         self._template.close()
+        if self._server is not None:
+            self._server.close()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -275,13 +299,16 @@ class Workers:
             stranger: MessageDecoder[Any] = MessageDecoder(msg.WorkerToAgent, "a process")
             hello = stranger.decode(await read_line(reader, "a process"))
             worker = self.get(hello.worker) if isinstance(hello, msg.WorkerHello) else None
-            if worker is None or worker.writer is not None:
+            if worker is None or worker.connection is not None:
                 return
-            worker.writer = writer
-            for message in worker.unsent:
-                worker.send(message)
-            worker.unsent.clear()
-            await self._listen_to(worker, reader)
+            worker.connection = asyncio.current_task()
+            with writer.get_extra_info("socket").dup() as worker.to_it:
+                worker.send_unsent()
+                try:
+                    await self._listen_to(worker, reader)
+                finally:
+                    asyncio.get_running_loop().remove_writer(worker.to_it)
+                    worker.to_it = None
         except (ProtocolError, OSError):
             pass  # an unknown process, or a dying worker, whose end is reported anyway
         finally:
@@ -354,7 +381,7 @@ class Workers:
         """Report a worker's end to the leader, then end the processes that it left behind."""
         # Its last messages and output must be sent before the report of its end.
         for _ in range(64):
-            if worker.writer is None or worker.writer.is_closing():
+            if worker.connection is None or worker.connection.done():
                 break
             await asyncio.sleep(0.005)
         while self._forward_log(worker):

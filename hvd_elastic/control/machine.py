@@ -638,6 +638,8 @@ class RunMachine:
 
     def _assemble(self, now: float) -> None:
         """Announce a generation as soon as there are enough workers for it."""
+        if self._config.plain and self._fleet.workers:
+            return  # the command runs
         available, holder = self._candidates.available(now), self._candidates.state_holder()
         if len(available) < self._config.min_np:
             self._candidates.forget_waits()

@@ -70,6 +70,11 @@ class Plan:
         """Choose the slots, start the missing workers, and stop agents without workers."""
         slots, fleet, spares = self.offered(), self._fleet, self._config.spares
         config = self._config
+        if config.plain and fleet.workers:
+            # It cannot go on elsewhere, and must not run twice.
+            self.desired = dict.fromkeys(worker.slot for worker in fleet.workers.values())
+            fleet.stop_idle_agents([*self.desired])
+            return
         target = target_size(
             len(slots), config.min_np, config.max_np, config.np, self.requested_np, spares
         )

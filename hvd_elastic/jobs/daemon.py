@@ -291,12 +291,12 @@ class Daemon:
         elif now >= losses.again_at:
             losses.again_at = now + 2.0 ** (losses.number + 1)
             self._runs.progress(job).trained_at = None
-            self._start(job, job.run_id, job.held)
+            self._start(job, job.held)
             losses.number += 1
 
-    def _start(self, job: Job, run_id: str, held: Mapping[str, int]) -> None:
+    def _start(self, job: Job, held: Mapping[str, int]) -> None:
         """Start a leader; if that raises RunError (a full disk), the job is led on when it can."""
-        started = self._queue.started(job, run_id, held)
+        started = self._queue.started(job, held)
         environment = self._store.environment(started)
         self._runs.start(started, self._hosts.values(), environment)
 
@@ -393,7 +393,7 @@ class Daemon:
                     self._unwritten.add(job.number)
                     self._queue.update([changed])
             elif sum(held.values()) >= job.request.min_np and self._down is None:
-                self._start(job, self._runs.free_run_id(job), held)
+                self._start(job, held)
 
     def _write_hostfiles(self) -> None:
         """Write the hostfiles of jobs whose slots have changed, also if it failed before."""

@@ -234,18 +234,17 @@ class JobQueue:
 
     # -- changes by the daemon ---------------------------------------------------------------
 
-    def started(self, job: Job, run_id: str, held: Mapping[str, int]) -> Job:
+    def started(self, job: Job, held: Mapping[str, int]) -> Job:
         """Record that the run of a job is about to be started or led on; return the job."""
         started = replace(
             job,
-            run_id=run_id,
             status=JobStatus.RUNNING,
             started_at=time.time(),
             held=dict(held),
             attempts=job.attempts + 1,
         )
         self._save([started])
-        self._emit("job_started", {"job": job.number, "run_id": run_id})
+        self._emit("job_started", {"job": job.number, "run_id": job.run_id})
         return started
 
     def ended(self, job: Job, status: JobStatus, message: str) -> Job:

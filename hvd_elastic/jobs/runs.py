@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import HostfileError, RunError
@@ -72,13 +70,6 @@ class JobRuns:
 
     # -- start and end ---------------------------------------------------------------------
 
-    def free_run_id(self, job: Job) -> str:
-        """Return the run id of a job; another one if a run of somebody else has taken it."""
-        folder = _folder(job)
-        if not folder.path.exists() or self._is_of(folder, job):
-            return job.run_id
-        return f"{job.run_id[:58]}-{secrets.token_hex(2)}"
-
     def take_up(self, job: Job, hosts: Iterable[Host]) -> None:
         """Take over what an earlier daemon has given to a job that runs.
 
@@ -130,7 +121,9 @@ class JobRuns:
         spec = RunSpec.from_dict(fields, job.run_id)
         folder = _folder(job)
         if not folder.path.exists():
-            folder = RunFolder.create(job.run_id, {**spec.as_dict(), **self._mark(job)})
+            folder = RunFolder.create(
+                job.run_id, {**spec.as_dict(), "cluster": self._place.name, "job": job.number}
+            )
         resumed = folder.events.exists()
         if request.array_index is not None:
             environment = {**environment, INDEX_VARIABLE: str(request.array_index)}
@@ -220,12 +213,6 @@ class JobRuns:
             write_hostfile(path, lines)
         except OSError as error:
             raise RunError(f"cannot write the hostfile {path}: {error.strerror}") from error
-
-    def _mark(self, job: Job) -> dict[str, Any]:
-        return {"cluster": self._place.name, "job": job.number}
-
-    def _is_of(self, folder: RunFolder, job: Job) -> bool:
-        return self._mark(job).items() <= folder.read_run().items()
 
 
 def _folder(job: Job) -> RunFolder:

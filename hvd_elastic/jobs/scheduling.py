@@ -176,6 +176,7 @@ def _as_policy_job(
         deadline_s=request.deadline,
         rescales=rescales,
         fixed=request.kind is not JobKind.ELASTIC,
+        movable=request.kind is not JobKind.PLAIN,
         preemptible=job.status is not JobStatus.RUNNING
         or (turn_over and request.kind is not JobKind.PLAIN),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -149,7 +150,8 @@ class JobStore:
                     (request.name, _encode(request), kept, JobStatus.QUEUED.value, now, now),
                 )
                 number = int(cursor.lastrowid or 0)
-                run_id = f"{request.name[:50]}-{number}"
+                # Unlike the run of any other leader, which may have the same hosts and user.
+                run_id = f"{request.name[:48]}-{number}-{secrets.token_hex(2)}"
                 self._db.execute("UPDATE jobs SET run_id = ? WHERE number = ?", (run_id, number))
                 found.append(
                     Job(
@@ -247,12 +249,15 @@ class JobStore:
         return [int(number) for (number,) in rows]
 
     def find(self, words: str) -> list[Job]:
-        """Return the jobs that a user names by number, run id or name, oldest first."""
+        """Return the jobs that a user names, oldest first.
+
+        Args:
+            words: a job's number, name, name and number (``train-3``), or run id.
+        """
         if words.isascii() and words.isdigit():
             return self._select("WHERE number = ?", (int(words),))
-        return self._select("WHERE run_id = ?", (words,)) or self._select(
-            "WHERE name = ? ORDER BY number", (words,)
-        )
+        one = self._select("WHERE ? IN (run_id, name || '-' || number)", (words,))
+        return one or self._select("WHERE name = ? ORDER BY number", (words,))
 
     def jobs(self, numbers: Collection[int]) -> dict[int, Job]:
         """Return jobs by number; unknown ones are left out."""

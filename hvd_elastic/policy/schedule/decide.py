@@ -69,7 +69,9 @@ def decide(
         [each.sizes for each in scored], [each.values for each in scored], cluster.capacity
     )
     wishes = {
-        job.name: Wish(int(each.sizes[index]), job.held, each.worth_of_slot(index), each.lost)
+        job.name: Wish(
+            int(each.sizes[index]), job.held, each.worth_of_slot(index), each.lost, job.movable
+        )
         for job, each, index in zip(order, scored, chosen, strict=True)
     }
     placed = place_jobs(wishes, hosts)

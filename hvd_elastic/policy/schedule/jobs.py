@@ -46,6 +46,7 @@ class Job:
         deadline_s: when it has to be finished [s]; None: no deadline.
         preemptible: whether all its slots may be taken away.
         fixed: whether it keeps its number of slots as long as it runs.
+        movable: whether it can go on on other hosts while it runs.
         rescales: number of changes of its slots so far; None: not known.
     """
 
@@ -62,6 +63,7 @@ class Job:
     deadline_s: float | None = None
     preemptible: bool = True
     fixed: bool = False
+    movable: bool = True
     rescales: int | None = None
 
     def __post_init__(self) -> None:

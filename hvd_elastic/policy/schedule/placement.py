@@ -23,12 +23,14 @@ class Wish:
         worth: worth of one slot at full speed, relative to other jobs; only hosts of unequal
             speed need it.
         lost: part of its training that a move costs, over the time in which it has to pay off.
+        movable: whether it can go on on other hosts; if not, it keeps its own while they are there.
     """
 
     slots: int
     held: Allocation
     worth: float = 1.0
     lost: float = 0.0
+    movable: bool = True
 
 
 def place_jobs(wishes: Mapping[str, Wish], hosts: Sequence[HostSlots]) -> dict[str, Allocation]:
@@ -77,7 +79,7 @@ class _Placement:
 
     def place(self) -> dict[str, Allocation]:
         """Return the slots of each job on each host."""
-        for job, wish in self._wishes.items():
+        for job, wish in sorted(self._wishes.items(), key=lambda each: each[1].movable):
             if self._is_kept(wish, job) and all(
                 self._free[host] >= count for host, count in wish.held.items()
             ):
@@ -119,6 +121,8 @@ class _Placement:
             return False
         if not wish.held.keys() <= self._size.keys():
             return False
+        if not wish.movable:
+            return True
         gain = mean_slowness(wish.held, self._slowness) / self._preferred[job]
         return gain * (1 - wish.lost) < _LEAST_GAIN
 
@@ -207,7 +211,8 @@ class _Placement:
                 on[host].append(job)
 
         def is_movable(job: str, host: str) -> bool:
-            return self._wishes[job].slots < min(count, size[host])
+            wish = self._wishes[job]
+            return wish.movable and wish.slots < min(count, size[host])
 
         movable = {
             host: sum(placed[job][host] for job in jobs if is_movable(job, host))

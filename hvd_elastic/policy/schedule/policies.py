@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import Allocation, Assignment, HostSlots, Job
@@ -27,7 +27,7 @@ def first_come_first_served(
             break
         wanted[job.name] = job.min_slots
         left -= job.min_slots
-    return place({job.name: job.held for job in jobs}, hosts, wanted, "first come, first served")
+    return _place(jobs, hosts, wanted, "first come, first served")
 
 
 def equal_shares(
@@ -50,7 +50,14 @@ def equal_shares(
             wanted[order[number].name] = slots + 1
             left -= 1
             heapq.heappush(shares, (slots + 1, number))
-    return place({job.name: job.held for job in jobs}, hosts, wanted, "equal shares")
+    return _place(jobs, hosts, wanted, "equal shares")
+
+
+def _place(
+    jobs: Sequence[Job], hosts: Sequence[HostSlots], wanted: Mapping[str, int], reason: str
+) -> Mapping[str, Assignment]:
+    unmovable = {job.name for job in jobs if not job.movable}
+    return place({job.name: job.held for job in jobs}, hosts, wanted, reason, unmovable)
 
 
 def place(
@@ -58,6 +65,7 @@ def place(
     hosts: Sequence[HostSlots],
     wanted: Mapping[str, int],
     reason: str,
+    unmovable: Collection[str] = (),
 ) -> Mapping[str, Assignment]:
     """Return the hosts of the wanted number of slots of each job; without a number it waits.
 
@@ -66,8 +74,12 @@ def place(
         hosts: hosts that may be used.
         wanted: number of slots of some jobs.
         reason: why, for all jobs.
+        unmovable: jobs that cannot go on on other hosts.
     """
-    wishes = {name: Wish(wanted.get(name, 0), slots) for name, slots in held.items()}
+    wishes = {
+        name: Wish(wanted.get(name, 0), slots, movable=name not in unmovable)
+        for name, slots in held.items()
+    }
     placed = place_jobs(wishes, hosts)
     return {
         name: Assignment(slots, reason if slots else f"waits: {reason}")

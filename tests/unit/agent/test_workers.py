@@ -1,7 +1,8 @@
-"""How workers are started."""
+"""How workers are started, and what of them is heard."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,6 +11,10 @@ import time
 from pathlib import Path
 
 import psutil
+
+from hvd_elastic.agent.workers import Workers
+from hvd_elastic.wire import messages as msg
+from tests.unit.wire.wire_samples import leader_hello
 
 TIMEOUT_S = 60
 
@@ -33,3 +38,44 @@ def test_workers_die_with_the_agent_that_is_killed(tmp_path: Path) -> None:
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+LAST_WORDS = """
+import json, os, socket, time
+s = socket.socket(socket.AF_UNIX)
+s.connect("\\0" + os.environ["HVD_ELASTIC_AGENT"])
+def say(**m): s.sendall(json.dumps(m).encode() + b"\\n")
+say(kind="hello", worker=os.environ["HVD_ELASTIC_WORKER"], pid=os.getpid())
+s.recv(1)
+time.sleep(0.2)  # the agent is busy by now
+for number in range(50): say(kind="warning", message=str(number))
+say(kind="finished", progress=dict(step=7, epoch=0, position=0, examples=56))
+"""
+
+
+def test_the_last_words_of_a_worker_are_heard_though_it_was_spoken_to_meanwhile(
+    tmp_path: Path,
+) -> None:
+    told: list[msg.AgentToLeader] = []
+
+    async def finish() -> None:
+        env = {"TMPDIR": str(tmp_path)}
+        hello = leader_hello(command=(sys.executable, "-S", "-c", LAST_WORDS), env=env)
+        workers = Workers(hello, tmp_path, None, told.append)
+        await workers.listen()
+        workers.start(msg.StartWorker("w0", 0, 1))
+        worker = workers.get("w0")
+        assert worker is not None
+        worker.send(msg.SaveState())
+        while worker.connection is None or worker.unsent:
+            await asyncio.sleep(0.01)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED)  # as long as the agent reads nothing
+        worker.send(msg.SaveState())
+        await workers.report_end(worker, 0)
+        workers.close()
+
+    asyncio.run(finish())
+    *words, ended = [message for message in told if not isinstance(message, msg.Log)]
+    assert isinstance(ended, msg.WorkerEnded)
+    said = [word.message for word in words if isinstance(word, msg.WorkerSaid)]
+    assert [type(word) for word in said] == [msg.WorkerWarning] * 50 + [msg.Finished]

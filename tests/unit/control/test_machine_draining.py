@@ -9,6 +9,7 @@ from hvd_elastic.control.commands import (
     Leave,
     SaveState,
     StartAgent,
+    StartWorker,
     StopAgent,
 )
 from hvd_elastic.control.machine import HostSlots
@@ -127,3 +128,20 @@ def test_next_leader_knows_what_was_drained():
     )
     assert answer == [StartAgent("a")]
     assert play.machine.draining == {"b"}
+
+
+def test_plain_command_stays_on_its_host_and_never_runs_twice():
+    play = Play("a", plain=True)
+    assert StartWorker("a:0.1", "a", 0) in play.tell(ev.AgentReady("a"))
+    assert play.kinds("waiting")[-1]["reason"] == "starting workers on a"
+    assert play.hosts("b") == [], "it cannot go on there"
+    assert drain(play, "a", 60.0) == []
+    assert play.tell(ev.Tick(), after=3600.0) == []
+    assert len(play.kinds("waiting")) == 1, "it runs"
+    assert StartAgent("b") in play.tell(ev.AgentLost("a", "a test"))
+    assert StartWorker("b:0.1", "b", 0) in play.tell(ev.AgentReady("b"))
+    (end,) = (each for each in play.ended("b:0.1") if isinstance(each, cmd.Finish))
+    assert (end.status, end.message) == (
+        "succeeded",
+        "the command ended with exit status 0 on host b",
+    )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.jobs.daemon import Daemon
@@ -129,16 +130,16 @@ def submit(place: ClusterFolder, **environment: str) -> int:
     return ask_daemon(place, Submit([request], environment)).jobs[0]
 
 
-def leads(run_id: str) -> bool:
+def leads(daemon: Running, number: int) -> bool:
     with contextlib.suppress(RunError):  # there is no such run yet
-        return RunFolder.open(run_id).leader_alive()
+        return RunFolder.open(daemon.job(number).run_id).leader_alive()
     return False
 
 
 def test_job_goes_on_without_a_daemon_and_the_next_one_takes_it_up(place: ClusterFolder) -> None:
     first = Running(place, hosts(place))
     number = submit(place)
-    first.until(lambda: RunFolder.open("train-1").leader_alive())
+    first.until(lambda: leads(first, number))
     waits = submit(place)
     first.kill()
     assert first.job(number).status is JobStatus.RUNNING
@@ -159,15 +160,10 @@ def test_job_goes_on_without_a_daemon_and_the_next_one_takes_it_up(place: Cluste
 def test_job_that_a_killed_daemon_was_about_to_start_is_started(place: ClusterFolder) -> None:
     store = JobStore.create(place.database)
     (job,) = store.add([JobRequest("train", SPEC)], {}, time.time())
-    JobQueue(store, lambda *_: None).started(job, job.run_id, {"a": 1})
+    JobQueue(store, lambda *_: None).started(job, {"a": 1})
     store.close()
     daemon = Running(place, hosts(place))
-    daemon.until(
-        lambda: (
-            (place.path.parents[1] / "runs" / "train-1").exists()
-            and RunFolder.open("train-1").leader_alive()
-        )
-    )
+    daemon.until(lambda: leads(daemon, job.number))
     assert daemon.job(1).status is JobStatus.RUNNING
     daemon.down(leave_jobs=False)
 
@@ -184,7 +180,7 @@ def test_leader_that_cannot_begin_fails_the_job_with_its_error(place: ClusterFol
 def test_leader_that_is_killed_before_it_begins_is_started_again(place: ClusterFolder) -> None:
     daemon = Running(place, hosts(place))
     number = submit(place, KILLED="1")
-    daemon.until(lambda: leads("train-1") or not daemon.job(number).status.active)
+    daemon.until(lambda: leads(daemon, number) or not daemon.job(number).status.active)
     assert daemon.job(number).status is JobStatus.RUNNING
     daemon.down(leave_jobs=False)
 
@@ -202,7 +198,7 @@ def test_job_goes_to_another_host_if_one_lacks_python_and_fails_if_all_do(
     daemon.down(leave_jobs=True)
     daemon = Running(place, hosts(place))  # to which both hosts are as good
     number = submit(place, UNFIT="1")
-    daemon.until(lambda: leads(f"train-{number}") and daemon.job(number).held == {"b": 1})
+    daemon.until(lambda: leads(daemon, number) and daemon.job(number).held == {"b": 1})
     daemon.down(leave_jobs=False)
 
 
@@ -235,7 +231,7 @@ def test_daemon_waits_while_it_can_write_nothing_and_no_job_fails(
     assert daemon.job(number).status.active
     place.hostfiles.unlink()
     place.hostfiles.mkdir()
-    daemon.until(lambda: leads("train-1"))
+    daemon.until(lambda: leads(daemon, number))
     assert daemon.job(number).status is JobStatus.RUNNING
     daemon.down(leave_jobs=False)
 
@@ -245,9 +241,10 @@ def test_hostfile_that_could_not_be_written_is_written_later(place: ClusterFolde
     daemon = Running(place, hosts(place))
     request = JobRequest("train", SPEC, kind=JobKind.FIXED, min_np=1, max_np=1)
     ask_daemon(place, Submit([request], {}))
-    daemon.until(lambda: leads("train-1"))
-    written = place.hostfiles / "train-1"
-    blocked = place.hostfiles / ".train-1.new"
+    daemon.until(lambda: leads(daemon, 1))
+    run_id = daemon.job(1).run_id
+    written = place.hostfiles / run_id
+    blocked = place.hostfiles / f".{run_id}.new"
     blocked.mkdir()
     hosts(place).write_text("b slots=1\n")
     daemon.until(lambda: daemon.job(1).held == {"b": 1})
@@ -259,8 +256,8 @@ def test_hostfile_that_could_not_be_written_is_written_later(place: ClusterFolde
 def test_leader_that_dies_is_started_again(place: ClusterFolder) -> None:
     daemon = Running(place, hosts(place))
     number = submit(place)
-    daemon.until((place.path.parents[1] / "runs" / "train-1" / "events.jsonl").exists)
-    folder = RunFolder.open("train-1")
+    folder = RunFolder(runs_folder() / daemon.job(number).run_id)
+    daemon.until(folder.events.exists)
     daemon.until(lambda: folder.leader().get("pid"))
     os.kill(folder.leader()["pid"], signal.SIGKILL)
 

@@ -30,7 +30,7 @@ class Recorded:
         return job.number
 
     def end(self, number: int, status: JobStatus) -> None:
-        job = self.queue.started(self.queue.active[number], "run", {"a": 1})
+        job = self.queue.started(self.queue.active[number], {"a": 1})
         self.queue.ended(job, status, "")
 
     def ready(self) -> list[int]:
@@ -113,12 +113,12 @@ def test_jobs_that_have_ended_do_not_wait_for_each_other_when_they_come_back(
 
 def test_cancel_ends_what_waits_and_asks_what_runs(made: Recorded) -> None:
     waiting, running = made.add(), made.add()
-    job = made.queue.started(made.queue.active[running], "run", {"a": 1})
+    job = made.queue.started(made.queue.active[running], {"a": 1})
     ended, stopping = made.queue.cancel([waiting, running, waiting], "me")
     assert [each.number for each in ended] == [waiting]
     assert stopping[0].stop is StopReason.CANCEL
     assert stopping[0].held == job.held, "its slots are in use until its run has ended"
-    with pytest.raises(RunError, match=r"job 1 \(train-1\) was cancelled already"):
+    with pytest.raises(RunError, match=r"job 1 \(train-1-\w+\) was cancelled already"):
         made.queue.cancel([waiting], "me")
     with pytest.raises(RunError, match="there is no job 7"):
         made.queue.cancel([7], "me")
@@ -128,7 +128,7 @@ def test_plain_command_that_is_ended_writes_no_checkpoint(made: Recorded) -> Non
     trains = made.add()
     (plain,) = made.queue.add([JobRequest("sleep", SPEC, kind=JobKind.PLAIN, max_np=1)], {})
     for number in (trains, plain.number):
-        made.queue.started(made.queue.active[number], "run", {"a": 1})
+        made.queue.started(made.queue.active[number], {"a": 1})
     _, stopping = made.queue.cancel([trains, plain.number], "me")
     assert [job.reason for job in stopping] == [
         "cancelled by me: ends after a checkpoint",
@@ -140,9 +140,9 @@ def test_plain_command_that_is_ended_writes_no_checkpoint(made: Recorded) -> Non
 def test_requeue_takes_no_cancel_back(made: Recorded) -> None:
     waits, number = made.add(), made.add()
     made.end(waits, JobStatus.FAILED)
-    made.queue.started(made.queue.active[number], "run", {"a": 1})
+    made.queue.started(made.queue.active[number], {"a": 1})
     made.queue.cancel([number], "me")
-    with pytest.raises(RunError, match=f"job {number} .run. is being cancelled"):
+    with pytest.raises(RunError, match=rf"job {number} \(train-2-\w+\) is being cancelled"):
         made.queue.requeue([waits, number], {"TOKEN": "secret"}, None)
     assert made.queue.active[number].stop is StopReason.CANCEL
     assert made.status(waits) is JobStatus.FAILED
@@ -174,7 +174,7 @@ def test_job_that_comes_back_joins_the_queue_at_its_end(
     at(100.0)
     number = made.add()
     assert made.queue.active[number].queued_at == 100.0
-    job = made.queue.started(made.queue.active[number], "run", {"a": 1})
+    job = made.queue.started(made.queue.active[number], {"a": 1})
     at(200.0)
     made.queue.put_back(job, "preempted")
     stored = made.queue.store.jobs([number])[number]
@@ -205,10 +205,10 @@ def test_time_before_the_awaited_job_ends_is_no_time_in_the_queue(
 
 def test_another_daemon_finds_everything(made: Recorded, tmp_path: Path) -> None:
     number = made.add()
-    made.queue.started(made.queue.active[number], "run-x", {"a": 2})
+    made.queue.started(made.queue.active[number], {"a": 2})
     made.queue.set_priority([number], 3.0)
     later = Recorded(tmp_path / "queue.sqlite").queue
     job = later.active[number]
-    assert (job.run_id, job.held, job.attempts) == ("run-x", {"a": 2}, 1)
+    assert (job.held, job.attempts) == ({"a": 2}, 1)
     assert job.request.priority == 3.0
     assert later.store.environment(job) == {}

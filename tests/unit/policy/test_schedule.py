@@ -15,7 +15,11 @@ from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
 from hvd_elastic.policy.schedule.knapsack import choose_options
 from hvd_elastic.policy.schedule.placement import Wish, place_jobs
-from hvd_elastic.policy.schedule.policies import equal_shares, first_come_first_served
+from hvd_elastic.policy.schedule.policies import (
+    Policy,
+    equal_shares,
+    first_come_first_served,
+)
 
 HOSTS = [HostSlots(f"h{number}", 4) for number in range(4)]
 LINEAR = np.arange(17.0)
@@ -294,3 +298,14 @@ def test_equal_shares_are_equal_as_far_as_jobs_can_use_them() -> None:
     keeps = dataclasses.replace(jobs[2], preemptible=False)
     few = slots_of(equal_shares([*jobs[:2], keeps, jobs[3]], HOSTS[:2], 10.0))
     assert few == {"any": 1, "new": 1, "fixed": 6, "other": 0}, "it may not be preempted"
+
+
+@pytest.mark.parametrize("choose", [decide, equal_shares, first_come_first_served])
+def test_what_cannot_be_moved_stays_while_its_host_is_there(choose: Policy) -> None:
+    """Neither for a job that needs a whole host nor for a faster one."""
+    hosts = [HostSlots("fast", 2, 0.5), HostSlots("slow", 2)]
+    command = Job("command", 0.0, held={"slow": 1}, preemptible=False, movable=False)
+    ring = Job("ring", 1.0, LINEAR, 1e5, min_slots=2, max_slots=2, fixed=True)
+    decided = choose([command, ring, dataclasses.replace(ring, name="other")], hosts, 2.0)
+    assert decided["command"].hosts == {"slow": 1}
+    assert choose([command], hosts[:1], 2.0)["command"].hosts == {"fast": 1}

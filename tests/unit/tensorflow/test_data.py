@@ -6,6 +6,7 @@ from tests.paths import skip_module_without_tensorflow
 
 skip_module_without_tensorflow()
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,48 @@ def test_a_change_of_the_world_drops_what_was_read_ahead(alone: Context) -> None
         if len(seen) == 2:
             break
     assert seen == [[0, 1, 2, 3], [6, 7]]
+
+
+def test_training_does_not_wait_for_the_removal_of_a_pipeline(alone: Context) -> None:
+    """Which may take as long as the pipeline has lived."""
+    trains_on, removed = threading.Event(), threading.Event()
+
+    class Pipeline(list[list[int]]):
+        def __del__(self) -> None:
+            if trains_on.wait(60):
+                removed.set()
+
+    shares = hvd.dataset(NUMBERS, 4)._shares
+    batches = shares.loop(lambda: iter(Pipeline(shares.batches())), None)
+    assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    trains_on.set()
+    assert removed.wait(60)
+
+
+def test_a_pipeline_that_is_over_reads_nothing_more(alone: Context) -> None:
+    read_of: list[int] = []
+
+    class Source:
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> np.ndarray:
+            read_of.append(index)
+            return np.asarray(index)
+
+    dataset = hvd.dataset(Source(), 4)
+    shares = dataset._shares
+    begun: list[Any] = []
+
+    def begin() -> Any:
+        begun.append(shares.batches())
+        return begun[-1]
+
+    for _ in shares.loop(begin, None):
+        break
+    read_of.clear()
+    assert list(begun[0]) == []
+    assert read_of == []
 
 
 def test_a_data_set_is_told_which_blocks_come_next(alone: Context) -> None:
