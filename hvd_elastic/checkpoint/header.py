@@ -13,10 +13,11 @@ can represent are stored as bytes, in the tensor :data:`OPAQUE`.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,6 +208,16 @@ def encode_values(value: Any, leaf: Leaf, path: Path = ()) -> Any:
         "cannot be put into a checkpoint; use numbers, strings, tensors of the framework, or "
         "lists, tuples, sets and dicts of them"
     )
+
+
+def unused_name(base: str, taken: Container[str]) -> str:
+    """Return a name that is not taken: ``base``, or else with the first number that is free.
+
+    >>> unused_name("w", {"w", "w~2"})
+    'w~3'
+    """
+    others = (f"{base}~{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([base], others) if name not in taken)
 
 
 def describe_place(path: Path) -> str:

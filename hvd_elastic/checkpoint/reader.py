@@ -193,6 +193,8 @@ class CheckpointReader:
     ) -> dict[str, Any]:
         """Read and return what :meth:`~hvd_elastic.training.frontend.State.load` takes.
 
+        That is ``objects`` (name → values by name), ``plain`` (name → value) and ``progress``.
+
         Args:
             frontend: name of the framework that reads it, such as ``torch``.
             make: returns a new tensor, and the buffer of its data.

@@ -11,14 +11,21 @@ import json
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from hvd_elastic import __version__
-from hvd_elastic.checkpoint.header import OPAQUE, RESERVED, Header, TensorInfo
+from hvd_elastic.checkpoint.header import (
+    OPAQUE,
+    RESERVED,
+    Header,
+    TensorInfo,
+    encode_values,
+    unused_name,
+)
 from hvd_elastic.checkpoint.shards import ShardInfo
 
 SHARD_BYTES = 16 << 20
@@ -77,6 +84,14 @@ class Content(ABC):
 
     A subclass for each framework implements the access to its tensors.
 
+    Args:
+        nested: nested dicts, lists, tuples, tensors and plain values.
+        shared: keys (such as addresses) of the tensors that are the same on every rank.
+        copy_own: copy the other tensors; for the rank that writes them.
+
+    Raises:
+        ScriptError: a value cannot be put into a checkpoint; names its place and its type.
+
     Attributes:
         frontend: name of the framework.
         values: values that are not tensors, encoded by
@@ -90,18 +105,28 @@ class Content(ABC):
     frontend: str
     pinned: bool = False
 
-    def __init__(self) -> None:
-        self.values: Any = None
+    def __init__(
+        self, nested: Any = None, shared: Container[int] = (), *, copy_own: bool = True
+    ) -> None:
         self.stream: list[TensorInfo] = []
         self.own: list[TensorInfo] = []
         self.tensors: list[Any] = []
+        self._shared = shared
+        self._copy_own = copy_own
+        self._own_data: list[Any] = []
+        self._opaque: list[Any] = []
         self._taken = set(RESERVED)
         self._names: dict[object, str] = {}
+        self.values: Any = encode_values(nested, self._encode_leaf)
+
+    def _encode_leaf(self, value: Any, path: tuple[Any, ...]) -> Any:
+        """Return the encoding of a value of the framework; NotImplemented for others."""
+        return NotImplemented
 
     def name_tensor(
         self, key: object, path: tuple[Any, ...], tensor: Any, dtype: str, *, shared: bool
-    ) -> tuple[str, bool]:
-        """Name a tensor, and add it to the stream or to :attr:`own`.
+    ) -> str:
+        """Name a tensor, and add it to the stream, or to :attr:`own` with a copy of its data.
 
         Args:
             key: equal for the same tensor, which is stored once; None: it may be stored again.
@@ -111,27 +136,21 @@ class Content(ABC):
             shared: whether it is the same on all ranks.
 
         Returns:
-            Its name, and whether it is new in :attr:`own`.
+            Its name.
         """
         if key in self._names:
-            return self._names[key], False
-        name = self.unused_name(path)
+            return self._names[key]
+        # The first key is the kind of value.
+        name = unused_name(".".join(map(str, path[1:])), self._taken)
+        self._taken.add(name)
         if key is not None:
             self._names[key] = name
         info = TensorInfo(name, dtype, tuple(tensor.shape), tensor.nbytes)
         (self.stream if shared else self.own).append(info)
         if shared:
             self.tensors.append(tensor)
-        return name, not shared
-
-    def unused_name(self, path: tuple[Any, ...]) -> str:
-        """Return a name for a tensor: its keys without the first, which is the kind of value."""
-        name = base = ".".join(map(str, path[1:]))
-        number = 1
-        while name in self._taken:
-            number += 1
-            name = f"{base}~{number}"
-        self._taken.add(name)
+        elif self._copy_own:
+            self._own_data.append(self._copied(tensor))
         return name
 
     @property
@@ -171,7 +190,7 @@ class Content(ABC):
             library=__version__,
             values=self.values,
         )
-        return [header.encode(), *self.own_data(), opaque]
+        return [header.encode(), *self._own_data, opaque]
 
     def make_buffer(self, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return memory for a copy.
@@ -183,13 +202,13 @@ class Content(ABC):
         """
         return np.full(size, 0, np.uint8)
 
-    @abstractmethod
-    def own_data(self) -> Iterable[Any]:
-        """Return the bytes of each tensor of :attr:`own`, copied when the content was created."""
+    def _copied(self, tensor: Any) -> Any:
+        """Return the bytes of a tensor as they are now, in host memory."""
+        raise NotImplementedError
 
-    @abstractmethod
     def encode_opaque(self) -> bytes:
         """Return the encoded values that only this framework can represent; empty for none."""
+        return b""
 
     @abstractmethod
     def begin_copy(

@@ -24,13 +24,14 @@ from hvd_elastic.tensorflow.frontend import check_optimizer, rehearse
 from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.tensorflow.variables import (
-    KeptValues,
     check_built,
     check_no_loss_scaling,
+    keep_values,
     variable_of,
 )
 from hvd_elastic.training import context
 from hvd_elastic.training.metrics import average_over_ranks
+from hvd_elastic.training.planning.batch_bounds import require_whole
 from hvd_elastic.training.progress import AFTER_LOOP, Phase
 from hvd_elastic.training.saving import save_again
 from hvd_elastic.training.session import Session
@@ -63,6 +64,9 @@ class ElasticCallback(keras.callbacks.Callback):
         state: the state, once ``fit`` has begun.
     """
 
+    state: State
+    _monitors: Monitors
+
     def __init__(
         self,
         *,
@@ -76,11 +80,9 @@ class ElasticCallback(keras.callbacks.Callback):
                 f"ElasticCallback(evaluate={evaluate!r}): it must be a function that returns "
                 "metrics by name, such as lambda: hvd.evaluate(model, (images, labels), metrics)"
             )
-        if epochs is not None and (type(epochs) is not int or epochs < 1):
-            raise ScriptError(
-                f"ElasticCallback(epochs={epochs!r}): it must be a whole number of at least 1, the "
-                "progress in passes over the data at the initial batch size after which fit ends"
-            )
+        if epochs is not None:
+            what = "the progress in passes over the data at the initial batch size that ends fit"
+            require_whole("epochs", epochs, 1, what, "ElasticCallback")
         self._epochs = epochs
         self._evaluate = evaluate
         # An epoch of a worker that joins is short, and the dataset is shuffled by hvd.dataset.
@@ -89,7 +91,6 @@ class ElasticCallback(keras.callbacks.Callback):
         self._values = values
         self._ctx = context.current()
         self._session = Session(self._ctx, "model.fit", self._repeat_tail)
-        self._monitors: Monitors | None = None
         self._ended: tuple[int, int, dict[str, float]] = (-1, 0, {})
         """The epoch that Keras has ended last, examples of this rank in it, and their metrics."""
         self._averaged: dict[str, float] | None = None
@@ -101,12 +102,12 @@ class ElasticCallback(keras.callbacks.Callback):
         self._head: Any = None
         """Snapshot after all callbacks have ended an epoch and begun the next one."""
         self._examples = 0
-        self._kept: tuple[int, KeptValues] | None = None
+        self._kept: tuple[int, Callable[[], None]] | None = None
+        """Examples before the step that has begun, and what sets the metrics back to that time."""
         self._steps: int | None = None
         self._train: Any = None
         self._batches: Batches | None = None
         self._began = False
-        self.state: State | None = None
 
     # -- what Keras calls ------------------------------------------------------------------
 
@@ -146,8 +147,6 @@ class ElasticCallback(keras.callbacks.Callback):
                 f"model.fit(initial_epoch={epoch}): a run that is resumed goes on in the epoch "
                 "where training stands by itself; leave initial_epoch out"
             )
-        assert self.state is not None
-        assert self._monitors is not None
         if not self._began:
             self._monitors.begin()
         self._began = True
@@ -155,13 +154,11 @@ class ElasticCallback(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Keep the state if no batch is left: in a short epoch Keras begins one that is not."""
-        if self._batches is not None and self._batches.is_over and self.state is not None:
+        if self._batches is not None and self._batches.is_over:
             self._last = self.state.take_snapshot()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
         """Average the metrics, and turn the epoch."""
-        if logs is None:
-            logs = {}
         if self._batches is not None:
             self._batches.restart()  # a callback may have ended the epoch early
         numbers = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0}
@@ -181,7 +178,7 @@ class ElasticCallback(keras.callbacks.Callback):
         self._ctx.idle_check.training_ends()
         self._warn_of_little_progress()
         self.model.train_function, self.model._initial_epoch = self._train, None
-        self._callbacks_ended()
+        self._head = self.state.take_snapshot()
         self._session.end()
 
     def _is_enough(self) -> bool:
@@ -230,9 +227,9 @@ class ElasticCallback(keras.callbacks.Callback):
             )
         if batches is not self._batches:
             self._batches = batches
-            self._callbacks_ended()
+            self._head = self.state.take_snapshot()
         worker = self._ctx.worker
-        if batches.is_over and self.state is not None:
+        if batches.is_over:
             self.state.save_values(self._last)  # without what callbacks did for a batch too many
             self.state.roll_back()
         done = worker.progress.step
@@ -241,8 +238,9 @@ class ElasticCallback(keras.callbacks.Callback):
             self._ctx.rollback.body_ended(voided=False)
             self._recover(failed, batches)
         while worker.progress.step == done:
-            if not self._ctx.step.accumulating:
-                self._keep_metrics()
+            if not self._ctx.step.accumulating:  # the step may fail after some of its passes
+                metrics = map(variable_of, self.model.metrics_variables)
+                self._kept = (self._examples, keep_values(metrics))
             try:
                 data = next(batches)
                 logs = self._train([data])
@@ -257,7 +255,9 @@ class ElasticCallback(keras.callbacks.Callback):
                 batches.end_if_last()
                 return logs
             except (GenerationBrokenError, tf.errors.OpError) as error:
-                self._restore_metrics()
+                if self._kept is not None:
+                    self._examples, restore_metrics = self._kept
+                    restore_metrics()
                 self._recover(error, batches)
         # The others have taken the step, so the callbacks of this rank follow it too.
         return self.model.get_metrics_result()
@@ -267,22 +267,6 @@ class ElasticCallback(keras.callbacks.Callback):
         self._ctx.worker.in_train = False  # the loop that is closed has not ended the epoch
         batches.restart()
         self._session.recover(error)
-
-    def _keep_metrics(self) -> None:
-        """Keep the metrics from before a step, which may fail after some of its passes."""
-        found = map(variable_of, self.model.metrics_variables)
-        self._kept = (self._examples, KeptValues(found))
-
-    def _restore_metrics(self) -> None:
-        """Set the metrics back if the step that was begun last was not taken."""
-        if self._kept is not None:
-            self._examples, values = self._kept
-            values.restore()
-
-    def _callbacks_ended(self) -> None:
-        """Note that all callbacks have ended an epoch and begun the next one, on this rank."""
-        if self.state is not None:
-            self._head = self.state.take_snapshot()
 
     def _finish_tail(self) -> dict[str, float]:
         """Average the metrics over the ranks, evaluate, turn the epoch; again where it fails."""
@@ -307,7 +291,7 @@ class ElasticCallback(keras.callbacks.Callback):
         if self._ended[0] != self._ctx.worker.progress.epoch:
             return  # they have not: no batch is left, so Keras ends the epoch next
         self._finish_tail()
-        if self._head is not None and self.state is not None:
+        if self._head is not None:
             self.state.save_values(self._head)
             self.state.roll_back()
         save_again(self._ctx.worker)
@@ -332,7 +316,7 @@ class Batches:
 
     def __init__(self, dataset: ElasticDataset) -> None:
         self._dataset = dataset
-        self._batches: Iterator[Any] | None = None
+        self._batches = dataset.batches()
         self.is_over = False
         """Whether the last batch of the epoch was trained on."""
 
@@ -343,21 +327,18 @@ class Batches:
         """Return the next batch; raise StopIteration where the epoch is over."""
         if self.is_over:
             raise StopIteration
-        if self._batches is None:
-            self._batches = self._dataset.batches()
         return next(self._batches)
 
     def end_if_last(self) -> None:
         """End the loop over the epoch after its last batch, which Keras counts for itself."""
-        if self._batches is not None and not self._dataset.steps_left():
+        if not self._dataset.steps_left():
             next(self._batches, None)
             self.is_over = True
 
     def restart(self) -> None:
         """Begin again where training stands."""
-        batches, self._batches = self._batches, None
-        if batches is not None:
-            batches.close()  # type: ignore[attr-defined]
+        self._batches.close()
+        self._batches = self._dataset.batches()
 
 
 def _check(model: Any) -> None:

@@ -36,6 +36,7 @@ class Monitors:
 
     def __init__(self, first: keras.callbacks.Callback) -> None:
         self._received: dict[str, dict[str, Any]] = {}
+        self._monitors: dict[str, tuple[keras.callbacks.Callback, dict[str, Any]]] = {}
         callbacks = next(
             (
                 each.callbacks
@@ -44,27 +45,21 @@ class Monitors:
             ),
             [first],
         )
-        for callback in callbacks:
+        for place, callback in enumerate(callbacks, -callbacks.index(first)):
+            kind = type(callback).__name__
             if isinstance(callback, keras.callbacks.BackupAndRestore):
                 raise ScriptError(
                     "model.fit(callbacks=[BackupAndRestore]): training goes on after failures by "
                     "itself, and after its end with hvd-elastic run --resume; leave it out"
                 )
-        at = callbacks.index(first)
-        monitors = {
-            number: each for number, each in enumerate(callbacks) if isinstance(each, _MONITORS)
-        }
-        for number, callback in monitors.items():
-            if number < at:
-                raise ScriptError(
-                    f"model.fit(callbacks=[{type(callback).__name__}, ElasticCallback]): "
-                    "ElasticCallback averages the metrics over the ranks, so it comes first in "
-                    "callbacks; else each rank decides by its own share of the examples"
-                )
-        self._monitors = {
-            f"{number - at}.{type(each).__name__}": (each, _remembered(each))
-            for number, each in monitors.items()
-        }
+            if isinstance(callback, _MONITORS):
+                if place < 0:
+                    raise ScriptError(
+                        f"model.fit(callbacks=[{kind}, ElasticCallback]): ElasticCallback averages "
+                        "the metrics over the ranks, so it comes first in callbacks; else each "
+                        "rank decides by its own share of the examples"
+                    )
+                self._monitors[f"{place}.{kind}"] = (callback, _remembered(callback))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what training has changed in the callbacks, by callback and attribute."""

@@ -7,7 +7,7 @@ the learning rate follows the batch. The graph reads all that changes from :clas
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -31,46 +31,47 @@ class Adaptation:
 
     Args:
         ctx: training process.
-        optimizer: optimizer of Keras.
+        optimizer: optimizer of Keras; None: gradients are averaged for others, and cannot adapt.
         rule: learning-rate rule that the script asks for; None: the default.
 
     Attributes:
         active: whether the batch adapts.
         statistics: squared norms of the gradients.
-        rate: factor on the learning rate while the optimizer's step is traced; else None.
     """
 
-    def __init__(self, ctx: Context, optimizer: Any, rule: str | Rule | None) -> None:
+    def __init__(self, ctx: Context, optimizer: Any = None, rule: str | Rule | None = None) -> None:
         self._context = ctx
         self._optimizer = optimizer
         self.statistics = GradientStatistics(optimizer)
         self._rule = chosen_rule(rule, has_betas=self.statistics.has_betas)
         self.active = False
-        self.rate: tf.Tensor | None = None
         self._sums: list[tf.Variable] = []
         self._sampling = self._added = False
         self._gain = 1.0
-
-    @property
-    def _planner(self) -> AdaptivePlanner:
-        planner = self._context.planner
-        assert isinstance(planner, AdaptivePlanner)
-        return planner
 
     def begin(self) -> None:
         """Have the planner learn from this optimizer's gradients.
 
         Raises:
-            ScriptError: the optimizer accumulates gradients itself.
+            ScriptError: it is unknown, or accumulates gradients itself.
         """
+        if self._optimizer is None:
+            raise ScriptError(
+                "hvd.dataset(max_batch_size=...) with DistributedGradientTape: where the batch "
+                "adapts, the optimizer takes a step after the last of several passes, at a "
+                "learning rate that follows the batch. Use an optimizer of Keras, given to "
+                "hvd.DistributedOptimizer, or leave max_batch_size out"
+            )
         if getattr(self._optimizer, "gradient_accumulation_steps", None):
             raise ScriptError(
                 f"{type(self._optimizer).__name__}(gradient_accumulation_steps="
                 f"{self._optimizer.gradient_accumulation_steps}) with a batch that adapts, which "
                 "chooses the number of passes of a step itself: leave it out"
             )
-        self._planner.attach(self.statistics, self._rule)
-        self.active = True
+        planner = self._context.planner
+        assert isinstance(planner, AdaptivePlanner)
+        self._planner, self.active = planner, True
+        planner.attach(self.statistics, self._rule)
 
     # -- between steps ---------------------------------------------------------------------
 
@@ -78,8 +79,7 @@ class Adaptation:
         """Return the numbers of the pass that begins, and note what it depends on."""
         step, planner = self._context.step, self._planner
         if len(step.passes) <= 1:
-            alone = control.alone and not step.accumulating
-            self._sampling = not alone and planner.sampled(self._context.worker.progress.step)
+            self._sampling = self._context.is_sampled()
         self._added |= step.accumulating
         adjustment, whole = planner.adjustments()
         self._gain = whole.gain
@@ -100,37 +100,33 @@ class Adaptation:
         epsilon = scaled_epsilon(getattr(optimizer, "epsilon", 0.0), adjustment.rate)
         return Control(rate=adjustment.factor, beta_1=betas[0], beta_2=betas[1], epsilon=epsilon)
 
-    def pass_ended(self, norm: float, seconds: float) -> None:
-        """Note what was sampled of a pass of this rank."""
+    def pass_ended(self, own: np.ndarray) -> None:
+        """Note the squared norm of the gradients of a pass of this rank, and the time for it."""
         if self._sampling:
             if len(self._context.step.passes) == 1:
                 self._planner.sampling_cost.step_begins()
-            self._planner.sampling_cost.add(seconds)
-            size = self._context.worker.communicator.size
-            self.statistics.samples.end_pass(self._context.step.weight / size, np.array([norm]))
+            self._planner.sampling_cost.add(float(own[1]))
+            share = self._context.step.weight / self._context.worker.communicator.size
+            self.statistics.samples.end_pass(share, own[:1])
 
-    def step_ended(
-        self, norm: float, norm_s: float, total: float, total_s: float, finite: float
-    ) -> float:
+    def step_ended(self, own: np.ndarray, mean: np.ndarray, finite: np.ndarray) -> float:
         """Note how a step has ended on all ranks; return its gain.
 
         Args:
-            norm: squared norm of the gradient of this rank's last pass.
-            norm_s: time for it [s].
-            total: squared norm of the mean gradient.
-            total_s: time for it [s].
-            finite: 1 if the optimizer's step was taken, since its gradients were finite, else 0.
+            own: squared norm of the gradient of this rank's last pass, and the time for it [s].
+            mean: the same of the mean gradient.
+            finite: whether the optimizer's step was taken, since its gradients were finite.
 
         Raises:
             ScriptError: too many consecutive steps were not finite.
         """
         planner, step = self._planner, self._context.worker.progress.step
         self._free()
-        self.pass_ended(norm, norm_s)
+        self.pass_ended(own)
         if self._sampling and finite:
-            planner.sampling_cost.add(total_s)
+            planner.sampling_cost.add(float(mean[1]))
             planner.sampling_cost.step_ends()
-            part = np.array([total]) / self._context.worker.communicator.size
+            part = mean[:1] / self._context.worker.communicator.size
             self.statistics.samples.end_step(step, self._context.step.examples, part)
         self.statistics.samples.drop_step()
         if not finite:
@@ -188,28 +184,24 @@ class Adaptation:
                 ]
         return self._sums
 
-    def are_finite(self, gradients: Mapping[int, tf.Tensor]) -> tf.Tensor:
+    def are_finite(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return whether a few small gradients are finite, which tells of all."""
-        numbers = [*gradients]
-        chosen = canaries([int(gradients[each].shape.num_elements() or 0) for each in numbers])
-        checked = [gradients[numbers[index]] for index in chosen]
-        flat = [tf.cast(tf.reshape(each, [-1]), checked[0].dtype) for each in checked]
-        return tf.reduce_all(tf.math.is_finite(tf.concat(flat, 0)))
+        chosen = canaries([int(each.shape.num_elements() or 0) for each in gradients])
+        finite = [tf.reduce_all(tf.math.is_finite(gradients[index])) for index in chosen]
+        return tf.reduce_all(tf.stack(finite))
 
     @contextlib.contextmanager
     def rates_scaled(self, control: Control) -> Iterator[None]:
         """Trace the optimizer's step with the learning rate, betas and epsilon of the step."""
-        own = vars(self._optimizer)
-        changed: dict[str, tf.Tensor] = {}
-        if self.statistics.has_betas:
-            names = [name for name in ("beta_1", "beta_2", "epsilon") if name in own]
-            kind = keras.config.floatx()
-            changed = {name: tf.cast(getattr(control, name), kind) for name in names}
-        before = {name: own[name] for name in changed}
-        self.rate = control.rate
-        own.update(changed)
+        own, rate = vars(self._optimizer), tf.convert_to_tensor(self._optimizer.learning_rate)
+        scaled = rate * tf.cast(control.rate, rate.dtype)
+        names = ("beta_1", "beta_2", "epsilon") if self.statistics.has_betas else ()
+        before = {name: own[name] for name in names if name in own}
+        kind = keras.config.floatx()
+        own.update({name: tf.cast(getattr(control, name), kind) for name in before})
+        own["_get_current_learning_rate"] = lambda: scaled
         try:
             yield
         finally:
             own.update(before)
-            self.rate = None
+            del own["_get_current_learning_rate"]

@@ -34,22 +34,10 @@ def reason_of(error: tf.errors.OpError) -> str:
 
 @tf.autograph.experimental.do_not_convert
 def reduce_in_graph(tensor: tf.Tensor, name: str, *, average: bool = False) -> tf.Tensor:
-    """Return the sum of a tensor over all ranks, as part of the graph being traced.
-
-    Args:
-        tensor: its type is one that Horovod reduces.
-        name: name of the reduction, the same on all ranks.
-        average: return the average, whose divisor is the number of ranks when the graph runs.
-    """
+    """Return the sum, or average, of a tensor over the ranks that there are when a graph runs."""
     horovod = load_horovod("tensorflow")
-    return horovod.mpi_ops.MPI_LIB.horovod_allreduce(
-        tensor,
-        name=name,
-        reduce_op=horovod.Average if average else horovod.Sum,
-        prescale_factor=1.0,
-        postscale_factor=1.0,
-        ignore_name_scope=True,
-    )
+    kind = horovod.Average if average else horovod.Sum
+    return horovod.mpi_ops._allreduce(tensor, name, kind, ignore_name_scope=True)
 
 
 class TensorFlowCollectives(Collectives):
@@ -72,14 +60,11 @@ class TensorFlowCollectives(Collectives):
 
     def warm(self) -> None:
         """Trace the collectives that a worker needs when it joins."""
-        for kind, name, dtype in (
-            ("broadcast", "hvd_elastic.bytes", tf.uint8),
-            ("allgather", "hvd_elastic.lacking", tf.int64),
-            ("broadcast", "hvd_elastic.state.0", tf.uint8),
-            ("alltoall", "hvd_elastic.share.0", tf.uint8),
-            ("allreduce", FLAGS_NAME, tf.float32),
-        ):
-            self._graph(kind, name, dtype, 0)
+        self._graph("broadcast", "hvd_elastic.bytes", tf.uint8, root_rank=0)
+        self._graph("allgather", "hvd_elastic.lacking", tf.int64)
+        self._graph("broadcast", "hvd_elastic.state.0", tf.uint8, root_rank=0)
+        self._graph("alltoall", "hvd_elastic.share.0", tf.uint8, tf.int32)
+        self._graph("_allreduce", FLAGS_NAME, tf.float32, op=self.horovod.Average)
 
     def from_numpy(self, array: np.ndarray) -> tf.Tensor:
         return tf.convert_to_tensor(array)
@@ -92,31 +77,32 @@ class TensorFlowCollectives(Collectives):
     def as_bytes(self, tensors: Sequence[Any]) -> Iterator[list[list[np.ndarray]]]:
         """Yield the bytes of variables and arrays in host memory; set them when it ends."""
         copies = [
-            tensor.copy() if isinstance(tensor, LiveVariable) else tensor for tensor in tensors
+            np.array(tensor.view()) if isinstance(tensor, LiveVariable) else tensor
+            for tensor in tensors
         ]
         flat = [each.reshape(-1).view(np.uint8) for each in copies if each.size]
         yield [flat] if flat else []
         for tensor, values in zip(tensors, copies, strict=True):
             if isinstance(tensor, LiveVariable):
-                tensor.set(values)
+                tensor.variable.assign(values)
 
     def join(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(list(pieces))
 
     def average_async(self, tensor: tf.Tensor, name: str) -> Future[Any]:
-        return self._begin("allreduce", name, tensor, self.horovod.Average)
+        return self._begin("_allreduce", name, tensor, op=self.horovod.Average)
 
     def sum_async(self, tensor: tf.Tensor, name: str) -> Future[Any]:
-        return self._begin("allreduce", name, tensor, self.horovod.Sum)
+        return self._begin("_allreduce", name, tensor, op=self.horovod.Sum)
 
     def allgather_async(self, tensor: tf.Tensor, name: str) -> Future[Any]:
         return self._begin("allgather", name, tensor)
 
     def broadcast_async(self, tensor: tf.Tensor, name: str, root_rank: int) -> Future[Any]:
-        return self._begin("broadcast", name, tensor, root_rank)
+        return self._begin("broadcast", name, tensor, root_rank=root_rank)
 
     def alltoall_async(self, tensor: Any, name: str, splits: Sequence[int]) -> Future[Any]:
-        return self._begin("alltoall", name, tensor, 0, tf.constant(splits, tf.int32))
+        return self._begin("alltoall", name, tensor, tf.constant(splits, tf.int32))
 
     def synchronize(self, handle: Future[Any]) -> Any:
         try:
@@ -125,37 +111,27 @@ class TensorFlowCollectives(Collectives):
             raise self._failure(reason_of(error)) from error
 
     def barrier(self) -> None:
-        self.synchronize(self._begin("allreduce", "hvd_elastic.barrier", tf.zeros(1), 1))
+        self.synchronize(self.sum_async(tf.zeros(1), "hvd_elastic.barrier"))
 
-    def _begin(
-        self, kind: str, name: str, tensor: Any, option: int = 0, *more: tf.Tensor
-    ) -> Future[Any]:
-        tensor = tf.convert_to_tensor(tensor)
-        return self._pool.submit(self._graph(kind, name, tensor.dtype, option), tensor, *more)
+    def _begin(self, kind: str, name: str, *tensors: Any, **options: int) -> Future[Any]:
+        """Begin a collective of Horovod with these tensors and options."""
+        given = [*map(tf.convert_to_tensor, tensors)]
+        graph = self._graph(kind, name, *(each.dtype for each in given), **options)
+        return self._pool.submit(graph, *given)
 
-    def _graph(self, kind: str, name: str, dtype: tf.DType, option: int) -> Callable[..., Any]:
-        key = (kind, name, dtype, option)
+    def _graph(self, kind: str, name: str, *types: tf.DType, **options: int) -> Callable[..., Any]:
+        key = (kind, name, types, *options.values())
         if key not in self._graphs:
-            self._graphs[key] = self._trace(kind, _node_name(name), dtype, option)
+            operation, node = getattr(self.horovod.mpi_ops, kind), _node_name(name)
+
+            def run(*tensors: tf.Tensor) -> tf.Tensor:
+                found = operation(*tensors, name=node, ignore_name_scope=True, **options)
+                return found[0] if isinstance(found, tuple) else found  # without received sizes
+
+            signature = [tf.TensorSpec(None, dtype) for dtype in types]
+            function = tf.function(run, input_signature=signature, autograph=False)
+            self._graphs[key] = function.get_concrete_function()
         return self._graphs[key]
-
-    def _trace(self, kind: str, name: str, dtype: tf.DType, option: int) -> Callable[..., Any]:
-        library, named = self.horovod.mpi_ops.MPI_LIB, {"name": name, "ignore_name_scope": True}
-
-        def run(tensor: tf.Tensor, *more: tf.Tensor) -> tf.Tensor:
-            match kind:
-                case "allreduce":
-                    return reduce_in_graph(tensor, name, average=option == self.horovod.Average)
-                case "broadcast":
-                    return library.horovod_broadcast(tensor, root_rank=option, **named)
-                case "alltoall":
-                    return library.horovod_alltoall(tensor, *more, **named).output
-            return library.horovod_allgather(tensor, **named)
-
-        signature = [tf.TensorSpec(None, dtype)]
-        if kind == "alltoall":
-            signature.append(tf.TensorSpec([None], tf.int32))
-        return tf.function(run, input_signature=signature, autograph=False).get_concrete_function()
 
 
 def _node_name(name: str) -> str:

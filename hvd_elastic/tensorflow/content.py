@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,66 +10,41 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_elastic.checkpoint.header import TensorInfo, encode_values
+from hvd_elastic.checkpoint.header import TensorInfo
 from hvd_elastic.checkpoint.reader import open_checkpoint
 from hvd_elastic.checkpoint.stream import Content
-from hvd_elastic.errors import CheckpointError
 from hvd_elastic.tensorflow.variables import LiveVariable
 
 _PIECE_BYTES = 16 << 20  # digests of a tensor's pieces are computed in several threads
 
 
 class TensorFlowContent(Content):
-    """Nested dicts, lists, variables, arrays and plain values at one step.
-
-    Args:
-        nested: the state.
-        shared: ``id()`` of the variables that are the same on every rank.
-        copy_own: keep the values of the other tensors; for the rank that writes them.
-
-    Raises:
-        ScriptError: a value cannot be put into a checkpoint; names its place and its type.
-    """
+    """Nested dicts, lists, variables, arrays and plain values; variables are shared by ``id()``."""
 
     frontend = "tensorflow"
-
-    def __init__(self, nested: Any, shared: Container[int], *, copy_own: bool = True) -> None:
-        super().__init__()
-        self._shared = shared
-        self._copy_own = copy_own
-        self._own: list[np.ndarray] = []
-        self.values = encode_values(nested, self._encode_leaf)
 
     def _encode_leaf(self, value: Any, path: tuple[Any, ...]) -> Any:
         if not isinstance(value, (tf.Variable, np.ndarray)) or value.dtype == object:
             return NotImplemented
         key, live = id(value), LiveVariable(value) if isinstance(value, tf.Variable) else value
-        dtype, shared = np.dtype(live.dtype).name, key in self._shared
-        name, is_own = self.name_tensor(key, path, live, dtype, shared=shared)
-        if is_own and self._copy_own:
-            self._own.append(_view(live) if isinstance(live, LiveVariable) else live.copy())
-        return {"$tensor": name}
+        shared, kind = key in self._shared, live.dtype.name
+        return {"$tensor": self.name_tensor(key, path, live, kind, shared=shared)}
 
-    def own_data(self) -> Iterator[Any]:
-        return map(_bytes_of, self._own)
-
-    def encode_opaque(self) -> bytes:
-        return b""
+    def _copied(self, tensor: LiveVariable | np.ndarray) -> np.ndarray:
+        return _bytes_of(tensor.copy() if isinstance(tensor, np.ndarray) else tensor.view())
 
     def begin_copy(
         self, begin: int, end: int, target: np.ndarray[Any, Any], lasting: set[int]
     ) -> Callable[[], str | None]:
         # Views of variables keep their values, so all is copied later.
         views = [
-            (_bytes_of(_view(self.tensors[number])), first, last)
+            _bytes_of(_view(self.tensors[number]))[first:last]
             for number, first, last in self.parts(begin, end)
         ]
 
         def copy_rest() -> None:
-            at = 0
-            for view, first, last in views:
-                target[at : at + last - first] = view[first:last]
-                at += last - first
+            if views:
+                np.concatenate(views, out=target)
             views.clear()
 
         return copy_rest
@@ -91,21 +66,8 @@ def pieces_of(tensor: LiveVariable | np.ndarray) -> list[Callable[[], np.ndarray
 
 
 def load_checkpoint(path: Path | str, name: str | None = None) -> dict[str, Any]:
-    """Return the content of a checkpoint.
-
-    Args:
-        path: its manifest; the shards are in the same folder.
-        name: return the values of this object alone.
-
-    Returns:
-        ``objects`` (name → values by name), ``plain`` (name → value) and ``progress``.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or the checkpoint is of another framework.
-    """
+    """Return the content of a checkpoint, or of one object; see :meth:`CheckpointReader.load`."""
     with open_checkpoint(path) as reader:
-        if reader.is_pickled:
-            raise CheckpointError(f"checkpoint {path} was written by hvd_elastic.torch")
         return reader.load("tensorflow", new_array, name=name)
 
 

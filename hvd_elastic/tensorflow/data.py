@@ -9,10 +9,9 @@ changes, the pipeline is begun again from there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NoReturn
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDataset
@@ -101,12 +100,7 @@ def dataset(
 
 
 class DatasetSource(IndexedSource):
-    """Reads a source of examples, arrays or an object, for ``hvd.dataset``.
-
-    Args:
-        source: what the script has given to ``hvd.dataset``.
-        seed: seed of the data order; it also seeds the random numbers of Python and NumPy for each
-            example where batches are made by :meth:`make`.
+    """Reads the source that the script has given to ``hvd.dataset``, arrays or an object.
 
     Raises:
         ScriptError: the source cannot be read by index.
@@ -145,20 +139,17 @@ def _no_operations(*_: Any) -> NoReturn:
 
 
 class _Shares(OrderedLoader):
-    """The batches of this rank, as the source of a pipeline.
-
-    Args:
-        order, shared: as for :class:`OrderedLoader`.
-        source: reads the batch of the examples at some indices.
-    """
+    """The batches of this rank, as the source of a pipeline."""
 
     def __init__(self, order: DataOrder, source: DatasetSource, shared: SharedReading) -> None:
         super().__init__(order, shared)
         self._source = source
         self._is_shared = False
-        self._example = source.read([0])
-        self.signature = tf.nest.map_structure(_spec, self._example)
-        self._indices: Iterator[list[int]] | None = None
+        self.signature = tf.nest.map_structure(
+            lambda batch: tf.TensorSpec((None, *batch.shape[1:]), batch.dtype), source.read([0])
+        )
+        self._reading: Iterator[tuple[Any, list[int]]] | None = None
+        """Batches of the present pipeline, with their indices."""
         self._read_indices: list[list[int]] = []
         self._turn = 0
         """Number of pipelines begun; the thread of an earlier one may still ask for a batch."""
@@ -168,33 +159,23 @@ class _Shares(OrderedLoader):
 
     def batches(self) -> Iterator[Any]:
         """Yield this rank's batches from the present place on; called by the pipeline."""
-        if self._indices is None:
+        if self._reading is None:
             error = _refusal("A pipeline of your own, or a tf.distribute strategy,")
             show_instead(error)
             raise error
-        turn, own = self._turn, None if self._is_shared else self._indices
+        turn, reading = self._turn, self._reading
         while True:
             with self._turn_lock:
-                if turn != self._turn:
+                read = next(reading, None) if turn == self._turn else None
+                if read is None:
                     return
-                try:
-                    batch, indices = self._shared.next() if own is None else (None, next(own))
-                except StopIteration:
-                    return
-                if own is not None:
-                    batch = self._source.read(indices)
-                self._read_indices.append(indices)
-            yield batch
+                self._read_indices.append(read[1])
+            yield read[0]
 
     def loop(
         self, begin: Callable[[], Iterator[Any]], enough: Callable[[], bool] | None
-    ) -> Iterator[Any]:
-        """Yield the remaining batches of the current epoch, of the pipeline that ``begin`` begins.
-
-        Args:
-            begin: begins the pipeline that the script has made of this source.
-            enough: go on with further epochs until it returns true; None: end with this epoch.
-        """
+    ) -> Generator[Any, None, None]:
+        """Yield what the script's pipeline, which ``begin`` begins, makes of this source."""
         context = self._context()
         averagers = context.worker.averagers
 
@@ -230,9 +211,12 @@ class _Shares(OrderedLoader):
             return
         self._end_pipeline()
         self._is_shared = is_shared
-        self._indices = self._order.indices(step, worker.progress)
+        order = self._order.indices(step, worker.progress)
         if is_shared:
-            self._shared.begin(worker, step, self._indices)
+            self._shared.begin(worker, step, order)
+            self._reading = iter(self._shared.next, None)  # it raises StopIteration at the end
+        else:
+            self._reading = ((self._source.read(indices), indices) for indices in order)
         self._pipeline = begin()
 
     def _end_pipeline(self) -> None:
@@ -251,42 +235,36 @@ class _Shares(OrderedLoader):
 
 
 class ElasticDataset(UnaryUnchangedStructureDataset):
-    """A dataset of TensorFlow that gives this rank's batches of the epoch when it is iterated.
+    """A dataset of TensorFlow that gives this rank's batches of the epoch when it is iterated."""
 
-    Args:
-        made: pipeline whose source is ``shares``.
-        shares: this rank's batches.
-    """
+    latest: ElasticDataset | None = None
+    """The one that was made last."""
+    as_input: Callable[[ElasticDataset], Iterator[Any]] | None = None
+    """Makes an iterator for a loop that belongs to another library, while it trains."""
 
     def __init__(self, made: tf.data.Dataset, shares: _Shares) -> None:
         self._shares = shares
         ElasticDataset.latest = self
         super().__init__(made, made._variant_tensor)
 
-    latest: ElasticDataset | None = None
-    """The one that was made last."""
-    as_input: Callable[[ElasticDataset], Any] | None = None
-    """Makes an iterator for a loop that belongs to another library, while it trains."""
-
     def __iter__(self) -> Iterator[Any]:
         if ElasticDataset.as_input is not None:
-            made: Iterator[Any] = ElasticDataset.as_input(self)
-            return made
+            return ElasticDataset.as_input(self)
         if not (training.is_initialized() and training.current().worker.in_train):
             return self.examples()
         return self.batches()
 
-    def batches(self, enough: Callable[[], bool] | None = None) -> Iterator[Any]:
+    def batches(self, enough: Callable[[], bool] | None = None) -> Generator[Any, None, None]:
         """Yield the remaining batches of the current epoch; see :meth:`Loader.batches`."""
         return self._shares.loop(super().__iter__, enough)
 
     def examples(self) -> Iterator[Any]:
         """Yield a batch of the first examples, and one of half of them; then refuse to go on."""
         shares = self._shares
-        shares._is_shared = False
         most = min(shares._order.batch_size, shares._order.examples)
         for count in (most, max(1, most // 2)):
-            shares._indices = iter([list(range(count))])
+            indices = list(range(count))
+            shares._reading = iter([(shares._source.read(indices), indices)])
             yield next(super().__iter__())
         raise ScriptError(
             "the dataset of hvd.dataset is iterated outside of training, where this worker has no "
@@ -299,7 +277,6 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
         return len(self._shares)
 
     def steps_left(self) -> int:
-        """See :meth:`OrderedLoader.steps_left`."""
         return self._shares.steps_left()
 
     def cardinality(self) -> tf.Tensor:
@@ -312,15 +289,12 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
         return tf.constant(most, tf.int64)
 
     def map(self, *args: Any, **options: Any) -> ElasticDataset:
-        """See :meth:`tf.data.Dataset.map`."""
         return ElasticDataset(super().map(*args, **options), self._shares)
 
     def prefetch(self, *args: Any, **options: Any) -> ElasticDataset:
-        """See :meth:`tf.data.Dataset.prefetch`."""
         return ElasticDataset(super().prefetch(*args, **options), self._shares)
 
     def with_options(self, *args: Any, **options: Any) -> ElasticDataset:
-        """See :meth:`tf.data.Dataset.with_options`."""
         return ElasticDataset(super().with_options(*args, **options), self._shares)
 
 
@@ -343,7 +317,3 @@ def _refused(name: str) -> Callable[..., Any]:
 for _name in {*dir(tf.data.Dataset)} - {*_KEEPS_BATCHES.split()}:
     if not _name.startswith("_"):
         setattr(ElasticDataset, _name, _refused(_name))
-
-
-def _spec(batch: np.ndarray) -> tf.TensorSpec:
-    return tf.TensorSpec((None, *batch.shape[1:]), batch.dtype)

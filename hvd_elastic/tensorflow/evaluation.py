@@ -13,18 +13,15 @@ from hvd_elastic.tensorflow.data import DatasetSource
 from hvd_elastic.tensorflow.data import dataset as shares_of
 from hvd_elastic.tensorflow.saving import load_model
 from hvd_elastic.tensorflow.state import State
-from hvd_elastic.tensorflow.variables import KeptValues, LiveVariable, trainable_of, variables_of
+from hvd_elastic.tensorflow.variables import LiveVariable, keep_values, trainable_of, variables_of
 from hvd_elastic.training import prediction
 from hvd_elastic.training.evaluation import evaluate_on_ranks, pair_of
-
-Metric = Callable[[Any, Any], Any]
-"""Function of (targets, outputs) of a batch that returns one number for each example."""
 
 
 def evaluate(
     model: Any,
     source: Any,
-    metrics: Mapping[str, Metric],
+    metrics: Mapping[str, Callable[[Any, Any], Any]],
     *,
     batch_size: int = 64,
     forward: Callable[[Any], tuple[Any, Any]] | None = None,
@@ -66,12 +63,12 @@ def evaluate(
 
     trained = {id(each) for each in trainable_of(model)}
     others = [each for each in variables_of(model).values() if id(each) not in trained]
-    kept = KeptValues(others)
+    restore = keep_values(others)
     try:
-        differing = [LiveVariable(each) for each in others]
+        differing = [*map(LiveVariable, others)]
         return evaluate_on_ranks(here.examples, batch_size, metrics, compute, differing)
     finally:
-        kept.restore()
+        restore()
 
 
 def predict(

@@ -38,19 +38,13 @@ class TensorFlowFrontend(Frontend):
             return None
         worker = context.current().worker
         averagers: Any = worker.averagers
-        raised: list[BaseException] = [a.raised for a in averagers if a.raised is not None]
-        if raised:
-            return raised[0]
-        if not any(averager.reduces(error) for averager in averagers):
-            return None
-        worker.communicator.graph_ends(failed=True)
-        return worker.communicator.translated(reason_of(error))
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        return False  # a pass that did not fit is not called off with TensorFlow
-
-    def free_memory(self) -> None:
-        """Do nothing: TensorFlow's allocator keeps its memory."""
+        for averager in averagers:
+            if averager.raised is not None:
+                return averager.raised
+            if averager.reduces(error):
+                worker.communicator.graph_ends(failed=True)
+                return worker.communicator.translated(reason_of(error))
+        return None
 
     @contextlib.contextmanager
     def training(self, state: Any, warmup: Callable[[], object] | None) -> Iterator[None]:
@@ -91,19 +85,15 @@ def check_optimizer(state: State) -> None:
             f"State({'=..., '.join(optimizers)}=...): a script has one optimizer with TensorFlow; "
             "train all variables with one, or use hvd_elastic.torch, which takes several"
         )
-    ctx = context.current()
-    averagers: Any = list(ctx.worker.averagers)
     for name, optimizer in optimizers.items():
         averager = averager_of(optimizer)
         if averager is None:
             # The script then averages with DistributedGradientTape, whose averager is made early,
             # since variables cannot be made in its graph.
-            if averagers and averagers[0] is not tape_averager():
-                raise ScriptError(
-                    f"State({name}=...): this {type(optimizer).__name__} was not given to "
-                    "hvd_elastic.tensorflow.DistributedOptimizer, and another one was; write "
-                    f"{name} = hvd.DistributedOptimizer({name})"
-                )
-            averager = tape_averager()
-            averager.rate = lambda kept=optimizer: kept.learning_rate
-        ctx.choose_averagers([averager])
+            averager = tape_averager(
+                f"State({name}=...): this {type(optimizer).__name__} was not given to "
+                "hvd_elastic.tensorflow.DistributedOptimizer, and another one was; write "
+                f"{name} = hvd.DistributedOptimizer({name})"
+            )
+            averager.optimizer = optimizer
+        context.current().choose_averagers([averager])

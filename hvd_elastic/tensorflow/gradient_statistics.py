@@ -22,9 +22,6 @@ class GradientStatistics:
     moment, as the optimizer does (Pollux, OSDI 2021, section 3.1), with the moments of the step
     before.
 
-    Args:
-        optimizer: optimizer of Keras.
-
     Attributes:
         has_betas: whether the optimizer is Adam or a relative of it.
         groups: number of parameter groups.
@@ -36,18 +33,13 @@ class GradientStatistics:
         self.has_betas = hasattr(optimizer, "beta_1") and hasattr(optimizer, "beta_2")
         self.groups = 1
         self.samples = Samples()
-        self._ready = False
-
-    @property
-    def _preconditioned(self) -> bool:
-        return self.has_betas and hasattr(self._optimizer, "_velocities")
+        self._ready = not self.has_betas
 
     @property
     def ready(self) -> bool:
         """Whether a step can be sampled: Adam's moments need some gradients first."""
-        if not self._ready:
-            known = self._optimizer.built and int(self._optimizer.iterations) >= MOMENT_STEPS
-            self._ready = known or not self.has_betas
+        if not self._ready and self._optimizer.built:
+            self._ready = int(self._optimizer.iterations) >= MOMENT_STEPS
         return self._ready
 
     def drain(self) -> np.ndarray:
@@ -56,35 +48,26 @@ class GradientStatistics:
 
     def measure(
         self, sampled: tf.Tensor, gradients: Mapping[int, tf.Tensor], variables: Sequence[Any]
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the squared norm of gradients, and the time for it [s]; both 0 if not sampled.
+    ) -> tf.Tensor:
+        """Return the squared norm of gradients and the time for it [s]; zeros if not sampled.
 
-        Args:
-            sampled: whether the step is sampled.
-            gradients: gradients by the number of their variable.
-            variables: all variables.
+        The gradients are by the number of their variable.
         """
-        zero = tf.zeros((), tf.float64)
 
-        def squared() -> tuple[tf.Tensor, tf.Tensor]:
+        def squared() -> tf.Tensor:
             with tf.control_dependencies([*gradients.values()]):
                 began = tf.timestamp()
             with tf.control_dependencies([began]):
-                norms = [
-                    self._squared_norm(gradient, variables[number])
-                    for number, gradient in gradients.items()
-                ]
-                norm = tf.add_n(norms)
+                norm = tf.add_n([self._squared_norm(g, variables[n]) for n, g in gradients.items()])
             with tf.control_dependencies([norm]):
-                return norm, tf.timestamp() - began
+                return tf.stack([norm, tf.timestamp() - began])
 
-        found: tuple[tf.Tensor, tf.Tensor] = tf.cond(sampled, squared, lambda: (zero, zero))
-        return found
+        return tf.cond(sampled, squared, lambda: tf.zeros(2, tf.float64))
 
     def _squared_norm(self, gradient: tf.Tensor, variable: Any) -> tf.Tensor:
         if gradient.dtype not in (tf.float32, tf.float64):
             gradient = tf.cast(gradient, tf.float32)
-        if self._preconditioned:
+        if self.has_betas and hasattr(self._optimizer, "_velocities"):
             gradient = gradient / tf.cast(self._divisor(variable), gradient.dtype)
         return tf.cast(2 * tf.nn.l2_loss(gradient), tf.float64)
 

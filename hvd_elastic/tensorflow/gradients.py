@@ -38,29 +38,23 @@ class GradientAverager(Averager):
     """Averages the gradients of the script's optimizer; a script has one.
 
     Args:
-        rate: returns the optimizer's learning rate.
-        adaptation: what a batch that adapts adds to the steps; None: the batch cannot adapt.
+        adaptation: what a batch that adapts adds to the steps.
 
     Attributes:
-        rate: returns the optimizer's learning rate.
+        optimizer: the optimizer; None: not known.
         raised: error of this library in the step's graph; None: there was none.
         controls: what the graph of the step depends on.
     """
 
-    flags_meet = ""
-
-    def __init__(self, rate: Any, adaptation: Adaptation | None = None) -> None:
+    def __init__(self, adaptation: Adaptation, optimizer: Any = None) -> None:
         self._context = context.current()
-        self.rate = rate
         self._adaptation = adaptation
+        self.optimizer = optimizer
         self._in_ring = self._context.worker.mode is not Mode.ALONE
         self.controls = Controls()
-        self._told: tuple[Any, ...] | None = None
+        self._told: list[np.ndarray] | None = None
         self._names: list[str] = []
-        self._retired = ""
         self._begun = self._waits = self._rehearses = False
-        self.steps = 0
-        self.several_steps = False
         self.raised: BaseException | None = None
         self._context.register_averager(self)
 
@@ -68,13 +62,9 @@ class GradientAverager(Averager):
 
     @tf.autograph.experimental.do_not_convert
     def average(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the gradients averaged over the ranks by examples; None stays None.
+        """Return the gradients of variables, averaged over the ranks by examples, and dense.
 
         Called while the training step is traced, or outside of a graph in each step.
-
-        Args:
-            gradients: gradient of each variable; sparse ones become dense.
-            variables: variables of TensorFlow or Keras.
 
         Raises:
             ScriptError: the graph is compiled by XLA, or another optimizer trains.
@@ -101,27 +91,22 @@ class GradientAverager(Averager):
         variables: Sequence[Any],
         take_step: Callable[[list[Any]], object],
     ) -> None:
-        """Average gradients and have the optimizer take its step, after the step's last pass.
-
-        Args:
-            gradients, variables: as for :meth:`average`.
-            take_step: takes the optimizer's step with averaged gradients.
-        """
+        """Average gradients and call ``take_step`` with them, in the last pass of a step."""
         adaptation = self._adaptation
-        if adaptation is None or not adaptation.active or all(g is None for g in gradients):
+        if not adaptation.active or all(g is None for g in gradients):
             averaged, ended = self._averaged(gradients, variables)
             with _changes_wait_for(ended):
                 take_step(averaged)
             return
         control = self._begin_graph()
         packed = _Packed(gradients, variables, control.factor)
-        norm, seconds = adaptation.statistics.measure(control.sampled, packed.dense, variables)
+        own = adaptation.statistics.measure(control.sampled, packed.dense, variables)
 
         # Each branch reads the sums itself: read before both, they would make a reduction wait for
         # all gradients.
         def add_pass() -> tf.Tensor:
             with tf.control_dependencies(adaptation.keep(adaptation.added(packed.flats))):
-                return tf.numpy_function(self._end_pass, [norm, seconds], tf.bool)
+                return tf.numpy_function(self._end_pass, [own], tf.bool)
 
         def end_step() -> tf.Tensor:
             flats = adaptation.added(packed.flats)
@@ -129,9 +114,9 @@ class GradientAverager(Averager):
             with tf.control_dependencies(sums):
                 averaged = packed.unpacked([tf.identity(flat) for flat in sums])
             dense = {number: averaged[number] for number in packed.dense}
-            finite = adaptation.are_finite(dense)
+            finite = adaptation.are_finite([*dense.values()])
             mean = adaptation.statistics.measure(control.sampled, dense, variables)
-            ended = tf.numpy_function(self._end, [told, norm, seconds, *mean, finite], tf.bool)
+            ended = tf.numpy_function(self._end, [told, own, mean, finite], tf.bool)
             with tf.control_dependencies([ended]):
 
                 def take() -> tf.Tensor:
@@ -144,22 +129,16 @@ class GradientAverager(Averager):
         tf.cond(control.last, end_step, add_pass)
 
     def _exchanged(
-        self, first: tf.Tensor | None, flats: Sequence[tf.Tensor], alone: tf.Tensor
+        self, first: list[tf.Tensor], flats: Sequence[tf.Tensor], alone: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Return the averages of flat gradients over the ranks, and of their flags.
 
-        The flags are exchanged while gradients are computed.
-
-        Args:
-            first: the gradient that is computed first, or about so.
-            flats: flat gradients.
-            alone: whether there is one rank.
+        The flags are exchanged while gradients are computed, as soon as ``first`` are.
         """
-        with tf.control_dependencies([] if first is None else [first]):
+        with tf.control_dependencies(first):
             flags = tf.numpy_function(self._begin, [], tf.float32)
         told = self._reduced(flags, FLAGS_NAME, alone)
-        prefix = gradient_prefix(0)
-        self._names = [f"{prefix}{number}" for number in range(len(flats))]
+        self._names = [f"{gradient_prefix(0)}{number}" for number in range(len(flats))]
         with tf.control_dependencies(flats):
             computed = tf.numpy_function(self._computed, [], tf.bool)
         sums = [
@@ -226,19 +205,18 @@ class GradientAverager(Averager):
             self._context.worker.communicator.graph_waits(self._names)
         return True
 
-    def _end_pass(self, norm: Any, seconds: Any) -> bool:
+    def _end_pass(self, own: np.ndarray) -> bool:
         """Note that the gradients of a pass are added up."""
-        if self._adaptation is not None and not self._rehearses:
-            self._adaptation.pass_ended(float(norm), float(seconds))
+        if not self._rehearses:
+            self._adaptation.pass_ended(own)
         return True
 
     def _end(self, told: np.ndarray, *measured: Any) -> bool:
         """Note that all reductions have succeeded: the step will be taken."""
-        if self._rehearses:
-            return True
-        self._context.worker.communicator.graph_ends()
-        self._waits = False
-        self._told = (np.array(told), *map(float, measured))
+        if not self._rehearses:
+            self._context.worker.communicator.graph_ends()
+            self._waits = False
+            self._told = [*map(np.array, (told, *measured))]
         return True
 
     def reduces(self, error: BaseException) -> bool:
@@ -252,8 +230,7 @@ class GradientAverager(Averager):
     def rehearsal(self) -> Iterator[None]:
         """Run a step on this rank alone, without counting it."""
         self._rehearses = True
-        adaptation = self._adaptation
-        self.controls.set(Control() if adaptation is None else adaptation.undisturbed())
+        self.controls.set(self._adaptation.undisturbed())
         try:
             yield
         finally:
@@ -261,27 +238,22 @@ class GradientAverager(Averager):
 
     def prepare(self) -> None:
         self._begun = False
-        size = self._context.worker.communicator.size
-        now = Control(self._context.step.weight, size == 1)
-        if self._adaptation is not None and self._adaptation.active:
-            now = self._adaptation.control(now)
-        self.controls.set(now)
+        now = Control(self._context.step.weight, self._context.worker.communicator.size == 1)
+        self.controls.set(self._adaptation.control(now) if self._adaptation.active else now)
 
     def collect(self, *, collectives: bool = True) -> None:
         ended, self._told, self._begun = self._told, None, False
         if ended is None:
             return
         told, *measured = ended
-        gain = 1.0
-        if self._adaptation is not None and self._adaptation.active:
-            gain = self._adaptation.step_ended(*measured)
+        gain = self._adaptation.step_ended(*measured) if measured else 1.0
         self.steps += 1
         self._context.planner.advance(gain, self._context.step.examples)
         self._context.graph_stepped(told, collectives=collectives)
 
     def progress(self) -> tf.Tensor | None:
         """Return progress in whole steps at the initial batch size; None: the batch is fixed."""
-        if self._adaptation is None or not self._adaptation.active:
+        if not self._adaptation.active:
             return None
         return tf.cast(self.controls.read().progress, tf.int64)
 
@@ -292,21 +264,14 @@ class GradientAverager(Averager):
         return "optimizer.apply(gradients, variables) was never called; call it for each batch"
 
     def learning_rate(self) -> float:
-        return float(self.rate())
+        return float("nan") if self.optimizer is None else float(self.optimizer.learning_rate)
 
     def adapt(self) -> None:
         """See :meth:`Averager.adapt`.
 
         Raises:
-            ScriptError: the optimizer takes its steps itself, or was traced already.
+            ScriptError: the step was traced already, or the optimizer cannot adapt.
         """
-        if self._adaptation is None:
-            raise ScriptError(
-                "hvd.dataset(max_batch_size=...) with DistributedGradientTape: where the batch "
-                "adapts, the optimizer takes a step after the last of several passes, at a "
-                "learning rate that follows the batch. Use an optimizer of Keras, given to "
-                "hvd.DistributedOptimizer, or leave max_batch_size out"
-            )
         if self._names and not self._adaptation.active:
             raise ScriptError(
                 "hvd.dataset(max_batch_size=...) is called after the training step was traced for "
@@ -317,30 +282,18 @@ class GradientAverager(Averager):
     def shared_with(self, other: Any) -> str:
         return "of the model"  # a script has one optimizer, so a later one replaces this one
 
-    def engage(self, number: int) -> None:
-        self._retired = ""
-
     def retire(self, reason: str) -> None:
         self._retired = reason
 
-    def nothing(self) -> None:
-        """Do nothing: with one optimizer no step is undone, and the graph adds passes up."""
-
-    restore = drop_copy = absorb = give_up = nothing
-
     def forget(self) -> None:
-        if self._adaptation is not None:
-            self._adaptation.drop()
+        self._adaptation.drop()
 
     def leave_out(self, *, over: bool) -> None:
         communicator = self._context.worker.communicator
         if communicator.size > 1:
-            try:
-                number = np.zeros((1, 1, 1), np.float32)  # the others' gradients have another shape
-                communicator.wait(communicator.reduce_async(number, f"{gradient_prefix(0)}0"))
-            except ScriptError:
-                self._context.step.refuse_left_out(self._context.worker)
-                raise
+            number = np.zeros((1, 1, 1), np.float32)
+            begun = communicator.reduce_async(number, f"{gradient_prefix(0)}0")
+            self._context.check_left_out(begun)
 
     def reset(self) -> None:
         self._told = self.raised = None
@@ -369,21 +322,16 @@ def _reduced_type(tensor: tf.Tensor) -> tf.DType:
     return _REDUCED_AS.get(tensor.dtype, tensor.dtype)
 
 
-def _bytes(tensor: tf.Tensor) -> int:
-    return int(tensor.shape.num_elements() or 0) * tensor.dtype.size
+def _elements(tensor: tf.Tensor) -> int:
+    return int(tensor.shape.num_elements() or 0)
 
 
 class _Packed:
     """The gradients of a step in flat buckets, times this rank's factor.
 
-    Args:
-        gradients: gradient of each variable, or None.
-        variables: variables.
-        factor: factor on the gradients.
-
     Attributes:
         dense: the gradients that are there, dense, by the number of their variable.
-        first: that of the last variable, which is computed first in most models.
+        first: that of the last variable, which is computed first in most models; or none.
         flats: a flat tensor for each bucket.
     """
 
@@ -396,9 +344,9 @@ class _Packed:
             if gradient is not None
         }
         order = [*reversed(self.dense)]
-        self.first = self.dense[order[0]] if order else None
+        self.first = [self.dense[number] for number in order[:1]]
         kinds = [_reduced_type(self.dense[number]) for number in order]
-        sizes = [_bytes(self.dense[number]) for number in order]
+        sizes = [_elements(self.dense[number]) * self.dense[number].dtype.size for number in order]
         self._buckets = [[order[at] for at in each] for each in divide(kinds, sizes, BUCKET_BYTES)]
         self._count = len(gradients)
         with tf.device("CPU:0"):
@@ -410,12 +358,14 @@ class _Packed:
 
     def unpacked(self, flats: Sequence[tf.Tensor]) -> list[Any]:
         """Return the gradients of flat tensors like :attr:`flats`; None stays None."""
-        result: list[Any] = [None] * self._count
+        found: list[Any] = [None] * self._count
         for bucket, flat in zip(self._buckets, flats, strict=True):
-            parts = _parts(flat, [self.dense[number] for number in bucket])
-            for number, part in zip(bucket, parts, strict=True):
-                result[number] = part
-        return result
+            sizes = [_elements(self.dense[number]) for number in bucket]
+            pieces = [flat] if len(sizes) == 1 else tf.split(flat, sizes)
+            for number, piece in zip(bucket, pieces, strict=True):
+                like = self.dense[number]
+                found[number] = tf.cast(tf.reshape(piece, like.shape), like.dtype)
+        return found
 
 
 def _flat(tensors: Sequence[tf.Tensor], factor: tf.Tensor, is_one: tf.Tensor) -> tf.Tensor:
@@ -429,12 +379,3 @@ def _flat(tensors: Sequence[tf.Tensor], factor: tf.Tensor, is_one: tf.Tensor) ->
     return tf.cond(
         is_one, lambda: flat, lambda: tf.math.multiply_no_nan(flat, tf.cast(factor, kind))
     )
-
-
-def _parts(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    sizes = [int(tensor.shape.num_elements() or 0) for tensor in like]
-    pieces = [flat] if len(like) == 1 else tf.split(flat, sizes)
-    return [
-        tf.cast(tf.reshape(piece, tensor.shape), tensor.dtype)
-        for piece, tensor in zip(pieces, like, strict=True)
-    ]

@@ -13,13 +13,17 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule
 from hvd_elastic.tensorflow.adaptation import Adaptation
 from hvd_elastic.tensorflow.gradients import GradientAverager
-from hvd_elastic.tensorflow.schedule import scheduled_rate
+from hvd_elastic.tensorflow.schedule import follows_progress
 from hvd_elastic.tensorflow.variables import check_no_loss_scaling
 from hvd_elastic.training import context
 from hvd_elastic.training.horovod_names import explain_arguments
 
 Optimizer = TypeVar("Optimizer", bound=Any)
 _AVERAGER = "_hvd_elastic_averager"
+_AVERAGED_TWICE = (
+    "DistributedGradientTape and DistributedOptimizer are both used, so gradients would be "
+    "averaged twice; use one of them"
+)
 
 
 def averager_of(optimizer: Any) -> GradientAverager | None:
@@ -69,26 +73,22 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             "Leave the strategy out; hvd_elastic starts one process for each device"
         )
     adaptation = Adaptation(context.current(), optimizer, lr_rule)
-    averager = GradientAverager(lambda: optimizer.learning_rate, adaptation)
+    averager = GradientAverager(adaptation, optimizer)
     kind = type(optimizer)
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         known = self._trainable_variables if trainable_variables is None else trainable_variables
+        known = list(known)
         if not self.built:
             with tf.init_scope():
-                self.build(list(known))
-        averager.apply(
-            list(grads), list(known), lambda mean: kind.apply(self, mean, trainable_variables)
-        )
+                self.build(known)
+        averager.apply(list(grads), known, lambda mean: kind.apply(self, mean, known))
 
     def current_rate(self: Any) -> Any:
-        rate = scheduled_rate(self, averager.progress)
-        if rate is None:
-            rate = kind._get_current_learning_rate(self)
-        if adaptation.rate is None:
-            return rate
-        rate = tf.convert_to_tensor(rate)
-        return rate * tf.cast(adaptation.rate, rate.dtype)
+        progress = averager.progress() if follows_progress(self) else None
+        if progress is None:
+            return kind._get_current_learning_rate(self)
+        return self._learning_rate(progress)
 
     members = {
         "apply": apply,
@@ -134,27 +134,23 @@ class DistributedGradientTape:
             ScriptError: the gradients are averaged by ``DistributedOptimizer`` as well.
         """
         gradients = self._tape.gradient(target, sources, output_gradients)
-        averager = tape_averager()
         variables = tf.nest.flatten(sources)
-        averaged = averager.average(tf.nest.flatten(gradients), variables)
+        averaged = tape_averager().average(tf.nest.flatten(gradients), variables)
         return tf.nest.pack_sequence_as(sources, averaged)
 
 
-def tape_averager() -> GradientAverager:
+def tape_averager(otherwise: str = _AVERAGED_TWICE) -> GradientAverager:
     """Return the averager of all gradient tapes of this process; the first call makes it.
 
     Raises:
-        ScriptError: an optimizer was given to :func:`DistributedOptimizer`.
+        ScriptError: ``otherwise``: an optimizer was given to :func:`DistributedOptimizer`.
     """
-    averagers: Any = context.current().worker.averagers
-    made = DistributedGradientTape._averager
-    for averager in averagers:
-        if made is not None and averager is made:
-            return made
-        raise ScriptError(
-            "DistributedGradientTape and DistributedOptimizer are both used, so gradients would be "
-            "averaged twice; use one of them"
-        )
-    with tf.init_scope():
-        DistributedGradientTape._averager = made = GradientAverager(lambda: float("nan"))
+    ctx, made = context.current(), DistributedGradientTape._averager
+    averagers = list(ctx.worker.averagers)
+    if any(averager is not made for averager in averagers):
+        raise ScriptError(otherwise)
+    if made is None or not averagers:
+        with tf.init_scope():
+            made = GradientAverager(Adaptation(ctx))
+        DistributedGradientTape._averager = made
     return made

@@ -19,18 +19,16 @@ from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.tensorflow.content import TensorFlowContent, load_checkpoint, new_array
 from hvd_elastic.tensorflow.variables import (
-    KeptValues,
     LiveVariable,
     assign,
     has_variables,
+    keep_values,
     variables_of,
 )
 from hvd_elastic.training.export import compare_outputs, tried
 from hvd_elastic.training.model_loading import ModelLoader
 from hvd_elastic.training.model_source import another_model, mismatches
 
-_MODEL = "model"
-"""Name under which a model is saved."""
 _OF_KERAS = {".keras": "save", ".weights.h5": "save_weights"}
 """Endings of files in formats of Keras, with the method of a model that writes them."""
 _SAVED_MODEL = ".savedmodel.zip"
@@ -42,7 +40,7 @@ def write_object(name: str, obj: Any, file: HashingWriter) -> None:
     """See :meth:`Frontend.write_object`."""
     method = next((how for end, how in _OF_KERAS.items() if name.endswith(end)), None)
     if method is None:
-        whole = {_MODEL: obj} if has_variables(obj) else obj
+        whole = {"model": obj} if has_variables(obj) else obj
         content = TensorFlowContent({"saved": _values(whole)}, ())
         content.values = content.values["saved"]
         for part in content.head({}, 1):
@@ -65,7 +63,7 @@ class _Loader(ModelLoader):
     """Sets the variables of models that are built."""
 
     def tensors(self, model: Any) -> list[LiveVariable]:
-        return [LiveVariable(variable) for variable in variables_of(model).values()]
+        return [*map(LiveVariable, variables_of(model).values())]
 
     def fill(self, model: Any, path: Path, name: str) -> None:
         own = variables_of(model)
@@ -95,11 +93,11 @@ load_model = _Loader().load_model
 
 def _load_weights(model: Any, own: Mapping[str, Any], path: Path) -> None:
     """Have Keras load a file; undo what it has loaded of one that does not fit."""
-    before = KeptValues(own.values())
+    restore = keep_values(own.values())
     try:
         model.load_weights(path)
     except Exception as error:  # Keras and HDF5 raise many kinds
-        before.restore()
+        restore()
         said = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"{path} cannot be loaded into this {type(model).__name__}, it is damaged or of "

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import keras
-import tensorflow as tf
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.frontend import Schedule
@@ -48,16 +47,11 @@ def follows_progress(optimizer: Any) -> bool:
     return hasattr(getattr(optimizer, "_learning_rate", None), _FOLLOWS)
 
 
-def scheduled_rate(optimizer: Any, progress: Callable[[], tf.Tensor | None]) -> Any:
-    """Return the learning rate at some progress; None where it does not follow progress."""
-    reached = progress() if follows_progress(optimizer) else None
-    return None if reached is None else optimizer._learning_rate(reached)
-
-
-def counting_schedule(optimizer: Any) -> dict[str, Schedule]:
-    """Return the optimizer's schedule by name if it counts the optimizer's steps."""
-    schedule = getattr(optimizer, "_learning_rate", None)
-    kind = keras.optimizers.schedules.LearningRateSchedule
-    if not isinstance(schedule, kind) or follows_progress(optimizer):
-        return {}
-    return {"schedule": Schedule(int(optimizer.iterations), type(schedule).__name__)}
+def counting_schedules(objects: Iterable[Any]) -> dict[str, Schedule]:
+    """Return by name the schedule of the optimizer among some objects, if it counts its steps."""
+    found, kind = {}, keras.optimizers.schedules.LearningRateSchedule
+    for item in objects:
+        schedule = getattr(item, "_learning_rate", None)
+        if isinstance(schedule, kind) and not follows_progress(item):
+            found["schedule"] = Schedule(int(item.iterations), type(schedule).__name__)
+    return found

@@ -18,14 +18,14 @@ from keras.optimizers import Optimizer
 from hvd_elastic.checkpoint.header import encode_values
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.content import TensorFlowContent, pieces_of, type_named
-from hvd_elastic.tensorflow.schedule import counting_schedule
+from hvd_elastic.tensorflow.schedule import counting_schedules
 from hvd_elastic.tensorflow.variables import (
     VARIABLES,
-    KeptValues,
     LiveVariable,
     assign,
     check_built,
     has_variables,
+    keep_values,
     rates_of,
     trainable_of,
     variable_of,
@@ -63,7 +63,11 @@ class State(ScriptState):
         return has_variables(value) or isinstance(value, Stateful)
 
     def _try_plain(self, value: Any) -> None:
-        encode_values(value, _encode_array)
+        def leaf(item: Any, _: object) -> Any:
+            is_array = isinstance(item, np.ndarray) and item.dtype != object
+            return None if is_array else NotImplemented
+
+        encode_values(value, leaf)
 
     def _build(self) -> None:
         models = {n: i for n, i in self._objects.items() if isinstance(i, keras.Layer)}
@@ -82,19 +86,18 @@ class State(ScriptState):
             every += variables_of(item).values()
             if isinstance(item, keras.Model):
                 every += map(variable_of, [*item.variables, *item.metrics_variables])
-        before = KeptValues(every)
+        restore = keep_values(every)
         snapshot = self.take_snapshot()
         try:
             yield
         finally:
             snapshot.restore(self._plain, self._objects)
-            before.restore()
+            restore()
 
     # -- for the library -------------------------------------------------------------------
 
     def schedules(self) -> dict[str, Schedule]:
-        optimizers = [item for item in self._objects.values() if isinstance(item, Optimizer)]
-        return {key: each for item in optimizers for key, each in counting_schedule(item).items()}
+        return counting_schedules(self._objects.values())
 
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
         return Snapshot(self._plain, self._objects, self._untrained(own=not tensors))
@@ -117,11 +120,9 @@ class State(ScriptState):
     def lasting(self) -> set[int]:
         found: set[int] = set()
         for item in self._with_variables().values():
-            if isinstance(item, Optimizer):
-                found |= {id(variable) for variable in variables_of(item).values()}
-                found -= {id(variable) for variable in rates_of(item)}
-            else:
-                found |= {id(variable) for variable in trainable_of(item)}
+            is_optimizer = isinstance(item, Optimizer)
+            changing = variables_of(item).values() if is_optimizer else trainable_of(item)
+            found |= {*map(id, changing)} - {*map(id, rates_of(item))}
         return found
 
     def waits_before_step(self) -> bool:
@@ -148,13 +149,6 @@ class State(ScriptState):
         lasting = self.lasting() if others else ()  # to list the variables of a model takes long
         return rates + [variable for variable in others if id(variable) not in lasting]
 
-    def _values(self) -> dict[str, Any]:
-        objects = {
-            name: variables_of(item) if has_variables(item) else item.state_dict()
-            for name, item in self._objects.items()
-        }
-        return {"objects": objects, "plain": self._plain}
-
     def _known(self, content: Any) -> list[bool]:
         lasting = self.lasting()
         return [
@@ -162,14 +156,13 @@ class State(ScriptState):
             for tensor in content.tensors
         ]
 
-    def _pieces(self, tensor: Any) -> Any:
-        return pieces_of(tensor)
+    _pieces = staticmethod(pieces_of)
 
     def _fitting(self, own: Any, dtype: str, shape: tuple[int, ...], device: str) -> Any:
         kind = type_named(dtype)
         if isinstance(own, np.ndarray) and not own.flags.c_contiguous:
             own = None
-        if own is not None and (np.dtype(own.dtype), tuple(own.shape)) == (kind, shape):
+        if own is not None and (own.dtype, own.shape) == (kind, shape):
             return own
         return np.empty(shape, kind)
 
@@ -180,35 +173,25 @@ class State(ScriptState):
         if has_variables(item):
             assign(variables_of(item), values)
         else:
-            item.load_state_dict(values)
+            super()._set_object(item, values)
 
 
 class Snapshot(ValueCopies):
-    """Copy of a state at one point, except variables that an optimizer trains.
-
-    Args:
-        plain: plain values by name.
-        objects: objects by name.
-        variables: variables to copy as well.
-    """
+    """Copy of a state at one point: plain values, objects, and the given variables."""
 
     def __init__(self, plain: dict[str, Any], objects: dict[str, Any], variables: Any) -> None:
         super().__init__(plain, objects)
         for name, item in objects.items():
             if not (name.startswith("_") or has_variables(item)):
                 self.dumped[name] = dump_value(name, item.state_dict())
-        self._variables = KeptValues(variables)
+        self._restore_variables = keep_values(variables)
 
     def restore(self, plain: dict[str, Any], objects: Mapping[str, Any]) -> None:
         super().restore(plain, objects)
-        self._variables.restore()
+        self._restore_variables()
 
     def copy_tensor(self, present: Any, saved: Any) -> bool:
         if not (isinstance(saved, np.ndarray) and present.shape == saved.shape):
             return False
         present[...] = saved
         return True
-
-
-def _encode_array(value: Any, _: tuple[Any, ...]) -> Any:
-    return {} if isinstance(value, np.ndarray) and value.dtype != object else NotImplemented

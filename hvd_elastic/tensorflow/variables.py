@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -10,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
+from hvd_elastic.checkpoint.header import unused_name
 from hvd_elastic.errors import ScriptError
 
 VARIABLES = (tf.Variable, keras.Variable)
@@ -40,11 +42,7 @@ def variables_of(item: Any) -> dict[str, tf.Variable]:
     for variable in found:
         path = getattr(variable, "path", None) or variable.name.partition(":")[0]
         base = path.removeprefix(root).replace("/", ".") or "value"
-        name, number = base, 1
-        while name in named:
-            number += 1
-            name = f"{base}~{number}"
-        named[name] = variable_of(variable)
+        named[unused_name(base, named)] = variable_of(variable)
     return named
 
 
@@ -80,18 +78,13 @@ def check_no_loss_scaling(optimizer: Any, call: str) -> None:
 
 
 class LiveVariable:
-    """A variable as memory that is read and overwritten.
-
-    Attributes:
-        variable: the variable.
-        nbytes: its size [bytes].
-    """
+    """A variable as memory that is read and overwritten."""
 
     def __init__(self, variable: tf.Variable) -> None:
         self.variable = variable
-        self.dtype: np.dtype[Any] = variable.dtype.as_numpy_dtype
+        self.dtype: np.dtype[Any] = np.dtype(variable.dtype.as_numpy_dtype)
         self.shape = tuple(variable.shape)
-        self.nbytes = int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
 
     def view(self) -> np.ndarray:
         """Return the present value; it does not change when the variable does.
@@ -102,29 +95,16 @@ class LiveVariable:
         array: np.ndarray = tf.raw_ops.ReadVariableOp(resource=handle, dtype=kind)._numpy()
         return np.ascontiguousarray(array).reshape(self.shape)
 
-    def copy(self) -> np.ndarray:
-        """Return a copy of the present value."""
-        return np.array(self.view())
 
-    def set(self, values: np.ndarray) -> None:
-        """Overwrite the variable."""
-        self.variable.assign(values)
+def keep_values(variables: Iterable[tf.Variable]) -> Callable[[], None]:
+    """Return a function that sets variables back to their present values."""
+    kept = [(variable, LiveVariable(variable).view()) for variable in variables]
 
-
-class KeptValues:
-    """The present values of some variables, to which they can be set back.
-
-    Args:
-        variables: variables of TensorFlow.
-    """
-
-    def __init__(self, variables: Iterable[tf.Variable]) -> None:
-        self._values = [(variable, LiveVariable(variable).view()) for variable in variables]
-
-    def restore(self) -> None:
-        """Set the variables back."""
-        for variable, value in self._values:
+    def restore() -> None:
+        for variable, value in kept:
             variable.assign(value)
+
+    return restore
 
 
 def assign(variables: Mapping[str, tf.Variable], values: Mapping[str, Any]) -> None:

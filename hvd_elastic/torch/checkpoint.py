@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_elastic.checkpoint.header import TensorInfo, encode_values
+from hvd_elastic.checkpoint.header import TensorInfo
 from hvd_elastic.checkpoint.reader import CheckpointReader, named, open_checkpoint
 from hvd_elastic.checkpoint.stream import Content
 
@@ -30,29 +30,12 @@ _PLACE = "__hvd_elastic_tensor__"
 
 
 class TorchContent(Content):
-    """Nested dicts, lists, tuples, tensors and plain values at one step.
+    """Nested dicts, lists, tuples, tensors and plain values; tensors are shared by ``data_ptr()``.
 
-    A tensor that occurs several times in ``nested`` (tied weights) is stored once.
-
-    Args:
-        nested: the state.
-        shared: ``data_ptr()`` of the tensors that are the same on every rank.
-        copy_own: copy the other tensors; for the rank that writes them.
-
-    Raises:
-        ScriptError: a value cannot be put into a checkpoint; names its place and its type.
+    A tensor that occurs several times (tied weights) is stored once.
     """
 
     frontend = "torch"
-
-    def __init__(self, nested: Any, shared: Container[int], *, copy_own: bool = True) -> None:
-        super().__init__()
-        self._shared = shared
-        self._copy_own = copy_own
-        self._own: list[torch.Tensor] = []
-        self._opaque: list[Any] = []
-        self.values = encode_values(nested, self._encode_leaf)
-        self.pinned = any(tensor.is_cuda for tensor in self.tensors)
 
     def _encode_leaf(self, value: Any, path: tuple[Any, ...]) -> Any:
         if isinstance(value, torch.Tensor):
@@ -69,14 +52,13 @@ class TorchContent(Content):
         address = tensor.data_ptr()
         place = (tensor.device, address, tensor.dtype, tensor.shape, tensor.stride())
         key, dtype = place if address else None, _dtype_name(tensor.dtype)
-        name, is_own = self.name_tensor(key, path, tensor, dtype, shared=address in self._shared)
-        if is_own and self._copy_own:
-            self._own.append(tensor.to("cpu", copy=True))
-        return name
+        shared = address in self._shared
+        self.pinned |= shared and tensor.is_cuda
+        return self.name_tensor(key, path, tensor, dtype, shared=shared)
 
-    def own_data(self) -> Iterator[Any]:
-        """See the base class."""
-        return (_bytes_of(tensor.resolve_conj().resolve_neg()).numpy() for tensor in self._own)
+    def _copied(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+        copy = tensor.to("cpu", copy=True)
+        return _bytes_of(copy.resolve_conj().resolve_neg()).numpy()
 
     def encode_opaque(self) -> bytes:
         """Return the values that only PyTorch can represent, serialised; empty for none."""
@@ -87,7 +69,7 @@ class TorchContent(Content):
         return buffer.getvalue()
 
     def make_buffer(self, size: int) -> np.ndarray[Any, Any]:
-        """See the base class; pinned memory, which a GPU can write directly, if tensors need it."""
+        """Return pinned memory, which a GPU can write directly, if tensors need it."""
         if not self.pinned:
             return super().make_buffer(size)
         try:
@@ -178,38 +160,18 @@ def _streams(devices: set[torch.device]) -> dict[torch.device, Any]:
 # -- reading
 
 
-def load_checkpoint(path: Path | str) -> dict[str, Any]:
-    """Return the content of a checkpoint, all tensors on the CPU.
-
-    Args:
-        path: its manifest; the shards are in the same folder.
-
-    Returns:
-        ``objects`` (name → ``state_dict``), ``plain`` (name → value) and ``progress``.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or the checkpoint is of another framework.
-    """
+def load_checkpoint(path: Path | str, name: str | None = None) -> dict[str, Any]:
+    """Return the content of a checkpoint on the CPU; see :meth:`CheckpointReader.load`."""
     with open_checkpoint(path) as reader:
         if reader.is_pickled:
-            return _load_pickled(reader)
-        return reader.load("torch", _new_tensor, decode_opaque=_unpickle)
+            found = _load_pickled(reader)
+            return found if name is None else dict(named(name, found["objects"], path))
+        return reader.load("torch", _new_tensor, decode_opaque=_unpickle, name=name)
 
 
 def load_object(path: Path | str, name: str) -> dict[str, Any]:
-    """Return the ``state_dict`` of one object of a checkpoint; only its tensors are kept.
-
-    Args:
-        path: manifest of the checkpoint.
-        name: name of the object in the ``State``.
-
-    Raises:
-        CheckpointError: as :func:`load_checkpoint`; or there is no object of that name.
-    """
-    with open_checkpoint(path) as reader:
-        if reader.is_pickled:
-            return dict(named(name, _load_pickled(reader)["objects"], path))
-        return reader.load("torch", _new_tensor, decode_opaque=_unpickle, name=name)
+    """Return the ``state_dict`` of one object of a checkpoint."""
+    return load_checkpoint(path, name)
 
 
 def _new_tensor(info: TensorInfo) -> tuple[torch.Tensor, Any]:

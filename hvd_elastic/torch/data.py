@@ -171,12 +171,7 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
         return self.batches()
 
     def batches(self, enough: Callable[[], bool] | None = None) -> Iterator[_Batch]:
-        """Yield the remaining batches of the current epoch.
-
-        Args:
-            enough: go on with further epochs until it returns true, for ``hvd.steps()``; None: end
-                with this epoch.
-        """
+        """Yield the remaining batches of the current epoch; see :meth:`Loader.batches`."""
         context = self._context()
         read = functools.partial(self._read, context.worker)
         try:

@@ -14,14 +14,11 @@ from hvd_elastic.training.evaluation import evaluate_on_ranks, pair_of
 from hvd_elastic.training.input.forked import WorkerStart
 from hvd_elastic.training.planning.choice import examples_of
 
-Metric = Callable[[Any, Any], torch.Tensor]
-"""Function of (outputs, targets) of a batch that returns one number for each example."""
-
 
 def evaluate(
     model: torch.nn.Module,
     dataset: Any,
-    metrics: Mapping[str, Metric],
+    metrics: Mapping[str, Callable[[Any, Any], torch.Tensor]],
     *,
     batch_size: int = 64,
     forward: Callable[[Any], tuple[Any, Any]] | None = None,
@@ -60,8 +57,7 @@ def evaluate(
     examples = examples_of(
         dataset, isinstance(dataset, IterableDataset), "hvd.evaluate a map-style dataset"
     )
-    first = next(iter(model.parameters()), None)
-    device = torch.device("cpu") if first is None else first.device
+    device = device_of(model)
 
     def predict(batch: Any) -> tuple[Any, Any]:
         inputs, targets = pair_of(batch)
@@ -102,6 +98,11 @@ def in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return the device of a model's parameters; the CPU if it has none."""
+    return next((each.device for each in model.parameters()), torch.device("cpu"))
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

@@ -32,9 +32,6 @@ class TorchFrontend(Frontend):
     def plain(self, value: Any) -> Any:
         return value.item() if isinstance(value, torch.Tensor) else value
 
-    def failed_collective(self, error: BaseException) -> None:
-        """Return None: PyTorch runs no collective of ours in a graph."""
-
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether an error means out of memory; on the CPU PyTorch has no type for it."""
         return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or (
@@ -52,6 +49,7 @@ class TorchFrontend(Frontend):
         return ""
 
     def free_memory(self) -> None:
+        super().free_memory()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

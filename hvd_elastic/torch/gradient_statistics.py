@@ -51,11 +51,6 @@ class GradientStatistics:
         self._part: list[torch.Tensor] = []
 
     @property
-    def _device(self) -> torch.device:
-        """Device of the sums of a part that has no gradient."""
-        return next(iter(self.group_of)).device
-
-    @property
     def groups(self) -> int:
         """Number of parameter groups."""
         return len(self._optimizer.param_groups)
@@ -203,7 +198,8 @@ class GradientStatistics:
         return list(divisors)
 
     def _sums(self, norms: list[list[torch.Tensor]]) -> torch.Tensor:
-        device = next((n.device for group in norms for n in group), self._device)
+        own = next(iter(self.group_of))  # a part may have no gradient
+        device = next((each.device for group in norms for each in group), own.device)
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack([torch.stack(group).sum() if group else zero for group in norms])
 

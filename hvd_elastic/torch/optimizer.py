@@ -31,6 +31,7 @@ from hvd_elastic.torch.schedule import forgotten_schedulers
 from hvd_elastic.torch.step_sampling import StepSampling
 from hvd_elastic.torch.trained_parameters import TrainedParameters
 from hvd_elastic.training import context
+from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.horovod_names import explain_arguments
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 from hvd_elastic.training.rollback import StepVoidedError
@@ -48,7 +49,7 @@ _CHANGED_BEFORE_STEP = (
 )
 
 
-class GradientAverager:
+class GradientAverager(Averager):
     """Averages the gradients of one optimizer; see :func:`DistributedOptimizer`."""
 
     def __init__(
@@ -99,13 +100,9 @@ class GradientAverager:
     def _communicator(self) -> Communicator:
         return self._context.worker.communicator
 
-    def _refuse_left_out(self) -> None:
-        self._context.step.refuse_left_out(self._context.worker)
-
     @property
     def flags_meet(self) -> str:
-        """See :attr:`Averager.flags_meet`."""
-        return self._reductions.first_name if self._reductions.carry_flags else ""
+        return self._reductions.flags_meet
 
     @property
     def idle(self) -> str:
@@ -120,11 +117,9 @@ class GradientAverager:
         )
 
     def learning_rate(self) -> float:
-        """Return the learning rate of the first parameter group."""
         return float(self._optimizer.param_groups[0]["lr"])
 
     def shared_with(self, other: Any) -> str:
-        """Return the name of a parameter that ``other`` averages too, or ""."""
         assert isinstance(other, GradientAverager)
         return self._trained.shared_with(other._trained)
 
@@ -136,22 +131,18 @@ class GradientAverager:
         return ""
 
     def engage(self, number: int) -> None:
-        """Average the gradients of the optimizer's steps; see :meth:`Averager.engage`."""
-        self.retire("")
+        super().engage(number)
         self._reductions.number(number)
         self._add_hooks()
 
     def retire(self, reason: str) -> None:
-        """Stop averaging; a later ``step()`` is refused for this reason."""
         self._retired = reason
         self._trained.unhook()
 
     def restore(self) -> None:
-        """Undo the steps since :meth:`drop_copy`."""
         self._copy.restore()
 
     def drop_copy(self) -> None:
-        """Have the next step copy parameters and optimizer state anew."""
         self._copy.drop()
 
     def scaled_by(self, forget: Callable[[], None], loss_scale: torch.Tensor) -> None:
@@ -263,7 +254,7 @@ class GradientAverager:
         self._open()
         self._add()
         if step.is_long and self._communicator.size > 1 and self._names:
-            self._check_no_gradient(unaveraged=True)
+            self._context.check_left_out(self._reductions.begin_left_out(unaveraged=True))
 
     def synchronize(self) -> None:
         """Wait until every gradient holds its average over the ranks.
@@ -318,7 +309,7 @@ class GradientAverager:
         try:
             told = self._reductions.wait(self._sampling.see_mean)
         except ScriptError:
-            self._refuse_left_out()
+            self._context.step.refuse_left_out(self._context.worker)
             self._reductions.refuse_differences()
             raise
         if told is not None:
@@ -328,18 +319,6 @@ class GradientAverager:
         self._sampling.end_step(self._names)
 
     def leave_out(self, *, over: bool) -> None:
-        """Check that all ranks leave out the optimizer step for the batch in flight.
-
-        This rank reduces a tensor under the name of the first bucket, with a shape that no bucket
-        has. If another rank reduces gradients under that name, in this step or the next, Horovod
-        reports the different shapes to all ranks. Steps that are taken need nothing extra.
-
-        Args:
-            over: the loop body has ended, so no step will use gradients that were computed.
-
-        Raises:
-            ScriptError: only some ranks leave the step out; names them.
-        """
         if over and self._context.planner.adapts:
             self.synchronize()  # another rank may call the step off
             return
@@ -350,24 +329,9 @@ class GradientAverager:
                 return
             self._synchronize()  # the other ranks take the step, or get here in the same way
             self._reductions.are_done = False
-        self._check_no_gradient()
-
-    def _check_no_gradient(self, *, unaveraged: bool = False) -> None:
-        """Check that all ranks do without averaged gradients; see :meth:`leave_out`."""
-        try:
-            self._reductions.reduce_left_out(unaveraged=unaveraged)
-        except ScriptError:
-            self._refuse_left_out()
-            raise
-
-    def prepare(self) -> None:
-        """Do nothing: the step is no graph."""
-
-    def collect(self, *, collectives: bool = True) -> None:
-        """Do nothing: steps are counted when they are taken."""
+        self._context.check_left_out(self._reductions.begin_left_out())
 
     def absorb(self) -> None:
-        """Add the gradients of a pass that is not the step's last to the sum."""
         step = self._context.step
         if self._absorbed == len(step.passes):
             return
@@ -378,7 +342,6 @@ class GradientAverager:
         self._add()
 
     def give_up(self) -> None:
-        """Call the step off: complete the reductions that other ranks wait for, and drop it."""
         self._synchronize()
         self.reset()
 
@@ -430,7 +393,6 @@ class GradientAverager:
         self._sampling.end_step(self._names)
 
     def reset(self) -> None:
-        """Drop a step that failed half way, with its gradients."""
         self._reductions.clear()
         self._forget_step()
         self.stepping = False
@@ -439,7 +401,7 @@ class GradientAverager:
         self._optimizer.zero_grad(set_to_none=True)
 
     def forget(self) -> None:
-        """Forget a step that ended without ``step()``, as a gradient scaler may skip it."""
+        # A gradient scaler may have skipped the step.
         self._forget_step()
         # Where the batch adapts, a step that is left out leaves averages.
         if self._left.begin(self.steps) and not self._context.planner.adapts:

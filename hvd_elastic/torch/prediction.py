@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hvd_elastic.torch.data import DataLoader
-from hvd_elastic.torch.evaluation import in_evaluation_mode, on_device
+from hvd_elastic.torch.evaluation import device_of, in_evaluation_mode, on_device
 from hvd_elastic.torch.saving import load_model
 from hvd_elastic.torch.state import State
 from hvd_elastic.training import prediction
@@ -55,8 +55,7 @@ def predict(
     loader: DataLoader[Any] = DataLoader(
         missing, batch_size, num_workers=num_workers, collate_fn=collate_fn
     )
-    first = next(iter(model.parameters()), None)
-    device = torch.device("cpu") if first is None else first.device
+    device = device_of(model)
 
     def compute(batch: Any) -> Any:
         given = on_device(batch, device)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import cmath
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from hvd_elastic.model.lr_rules import Adjustment, Rule, scaled_betas, scaled_epsilon
+from hvd_elastic.model.lr_rules import Rule, scaled_betas, scaled_epsilon
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 from hvd_elastic.training.planning.canaries import canaries
 from hvd_elastic.training.planning.rules import chosen_rule
@@ -53,11 +53,27 @@ class AdaptiveRates:
 
     @contextlib.contextmanager
     def scaled(self, planner: AdaptivePlanner) -> Iterator[None]:
-        """Scale the rate of each parameter group while a step is taken."""
-        *groups, whole = planner.adjustments()
+        """Change learning rate, betas and epsilon of each parameter group while a step is taken.
+
+        Outside of a step the groups have the user's values, so schedulers work as if the batch had
+        its initial size.
+        """
+        *adjustments, whole = planner.adjustments()
         self.gain = whole.gain
-        with rates_scaled(self._optimizer, groups):
+        before: list[dict[str, Any]] = []
+        for group, adjustment in zip(self._optimizer.param_groups, adjustments, strict=True):
+            changed: dict[str, Any] = {"lr": group["lr"] * adjustment.factor}
+            if adjustment.rate != 1.0 and "betas" in group:
+                changed["betas"] = scaled_betas(group["betas"], adjustment.rate)
+                if "eps" in group:
+                    changed["eps"] = scaled_epsilon(group["eps"], adjustment.rate)
+            before.append({name: group[name] for name in changed})
+            group.update(changed)
+        try:
             yield
+        finally:
+            for group, own in zip(self._optimizer.param_groups, before, strict=True):
+                group.update(own)
 
 
 def checked_parameters(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -72,32 +88,3 @@ def _is_finite(gradient: torch.Tensor) -> bool:
         return True
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return bool(torch.isfinite(values).all())
-
-
-@contextlib.contextmanager
-def rates_scaled(
-    optimizer: torch.optim.Optimizer, adjustments: Sequence[Adjustment]
-) -> Iterator[None]:
-    """Change learning rate, betas and epsilon of each parameter group while a step is taken.
-
-    Outside of a step the groups have the user's values, so schedulers work as if the batch had its
-    initial size.
-
-    Args:
-        optimizer: optimizer whose parameter groups are changed.
-        adjustments: one adjustment for each group.
-    """
-    before: list[dict[str, Any]] = []
-    for group, adjustment in zip(optimizer.param_groups, adjustments, strict=True):
-        changed: dict[str, Any] = {"lr": group["lr"] * adjustment.factor}
-        if adjustment.rate != 1.0 and "betas" in group:
-            changed["betas"] = scaled_betas(group["betas"], adjustment.rate)
-            if "eps" in group:
-                changed["eps"] = scaled_epsilon(group["eps"], adjustment.rate)
-        before.append({name: group[name] for name in changed})
-        group.update(changed)
-    try:
-        yield
-    finally:
-        for group, own in zip(optimizer.param_groups, before, strict=True):
-            group.update(own)

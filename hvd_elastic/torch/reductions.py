@@ -73,19 +73,14 @@ class Reductions:
             self._buckets = divide(self._names, self._group_of, apart=apart)
             self._packed = {}
             self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
-            self.carrier = carrier_of(self._buckets) if self.carry_flags else None
+            self.carrier = carrier_of(self._buckets) if self.flags_meet else None
             self._missing = self._bucket_of.copy()
         self.is_open = True
 
     @property
-    def carry_flags(self) -> bool:
-        """Whether gradients can carry the flags of a step."""
-        return carry_flags(self._group_of)
-
-    @property
-    def first_name(self) -> str:
-        """Name of the reduction of the first bucket, which is in every step."""
-        return f"{self._prefix}0"
+    def flags_meet(self) -> str:
+        """See :attr:`Averager.flags_meet`: the first bucket is in every step."""
+        return f"{self._prefix}0" if carry_flags(self._group_of) else ""
 
     def arrived(self, parameter: torch.Tensor) -> Bucket | None:
         """Note that a gradient is computed; return its bucket if it was the last one of it.
@@ -146,18 +141,14 @@ class Reductions:
         handles = [communicator.exchange_async(rows, f"{name}{piece}") for piece, rows in pieces]
         self._begun[bucket] = handles, flat
 
-    def reduce_left_out(self, *, unaveraged: bool = False) -> None:
-        """Reduce a number in place of the first bucket, with another shape, and wait for it.
+    def begin_left_out(self, *, unaveraged: bool = False) -> Any:
+        """Begin to reduce a number in place of the first bucket, with another shape.
 
         Args:
             unaveraged: the step is not left out, but goes on in ``no_sync()``: one more shape.
-
-        Raises:
-            ScriptError: another rank has reduced gradients, or a number of the other shape.
         """
         device = next(iter(self._group_of)).device
-        number = torch.zeros((1,) * (3 + unaveraged), device=device)
-        self._worker.communicator.wait(self._reduce(0, number))
+        return self._reduce(0, torch.zeros((1,) * (3 + unaveraged), device=device))
 
     def refuse_changed(self) -> None:
         """Raise ScriptError if the script has changed a gradient while it was being averaged."""

@@ -128,8 +128,7 @@ class State(ScriptState):
     def _device(self, tensor: torch.Tensor) -> str:
         return tensor.device.type
 
-    def _pieces(self, tensor: torch.Tensor) -> Any:
-        return content_of(tensor)
+    _pieces = staticmethod(content_of)
 
     def _fitting(
         self, own: torch.Tensor | None, dtype: str, shape: tuple[int, ...], device: str
@@ -143,9 +142,8 @@ class State(ScriptState):
         return load_plain(data) if data else ()
 
     def _values(self) -> dict[str, Any]:
-        objects = {name: item.state_dict() for name, item in self._objects.items()}
         frozen = {name: _frozen(module) for name, module in self.named_modules().items()}
-        return {"objects": objects, "plain": self._plain, "frozen": frozen}
+        return {**super()._values(), "frozen": frozen}
 
     def _shared(self) -> set[int]:
         shared = self.lasting()
@@ -173,9 +171,6 @@ class State(ScriptState):
 
     def _tensors_of(self, item: Any) -> Mapping[str, Any] | None:
         return item.state_dict() if isinstance(item, torch.nn.Module) else None
-
-    def _set_object(self, item: Any, values: Any) -> None:
-        item.load_state_dict(values)
 
     def _take(self, values: dict[str, Any], source: str) -> None:
         super()._take(values, source)

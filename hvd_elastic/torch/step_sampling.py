@@ -36,15 +36,11 @@ class StepSampling:
 
     def begin_step(self) -> None:
         """Decide whether the step is sampled, before its first gradient is used."""
-        step, worker = self._context.step, self._context.worker
-        if len(step.passes) != 1:
+        if len(self._context.step.passes) != 1:
             return
-        alone = self._communicator.size == 1 and not step.accumulating
-        useful = not (alone or step.is_too_large)
-        planner = self._context.planner
-        self._is_on = useful and planner.sampled(worker.progress.step)
+        self._is_on = self._context.is_sampled()
         if self._is_on:
-            planner.sampling_cost.step_begins()
+            self._context.planner.sampling_cost.step_begins()
 
     def leave_out(self) -> None:
         """Do not sample this step."""

@@ -175,6 +175,12 @@ class Context:
         self.step.begin(batch)
         self.worker.averagers.forget()
 
+    def is_sampled(self) -> bool:
+        """Return whether the gradients of the step that begins are sampled."""
+        alone = self.worker.communicator.size == 1 and not self.step.accumulating
+        useful = not (alone or self.step.is_too_large)
+        return useful and self.planner.sampled(self.worker.progress.step)
+
     def pass_ends(self) -> None:
         """Add up the gradients of a pass; the loop body asks for the next pass of the step."""
         if self.step.is_open:
@@ -356,6 +362,21 @@ class Context:
             step.is_left_out = False
         if step.is_open:  # a step that was called off does not count
             self.step_done()
+
+    def check_left_out(self, begun: Any) -> None:
+        """Wait for a reduction in place of gradients, in a shape that they never have.
+
+        Steps that are taken need nothing extra: if another rank reduces gradients under the same
+        name, in this step or the next, Horovod reports the different shapes to all ranks.
+
+        Raises:
+            ScriptError: only some ranks leave the step out; names them.
+        """
+        try:
+            self.worker.communicator.wait(begun)
+        except ScriptError:
+            self.step.refuse_left_out(self.worker)
+            raise
 
     def turn_epoch(self, epoch: int) -> None:
         """End a turn of ``epochs()``, in which ``epoch`` was read; all ranks call this."""

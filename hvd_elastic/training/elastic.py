@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import signal
 import sys
@@ -128,7 +127,6 @@ def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Res
             finally:
                 worker.in_train = False
             # Only here, after the except clauses, is the error gone that kept tensors alive.
-            gc.collect()
             frontend.free_memory()
 
     match ctx.worker.mode:

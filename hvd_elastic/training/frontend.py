@@ -11,6 +11,7 @@ Beside those of this module a frontend implements:
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -50,16 +51,19 @@ class Frontend(Protocol):
 
     def failed_collective(self, error: BaseException) -> BaseException | None:
         """Return what to raise for an error of a collective in a graph; None: it is another."""
+        return None
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether an error means that a pass did not fit into memory."""
+        """Return whether a pass did not fit into memory, and is to be called off."""
+        return False
 
     def killed_reader(self, error: BaseException) -> str:
         """Return what an error says of a process of the loader that was killed; "": nothing."""
         return ""
 
     def free_memory(self) -> None:
-        """Free cached memory after a pass that did not fit."""
+        """Free what a pass that did not fit has left in memory."""
+        gc.collect()
 
     def training(
         self, state: Any, warmup: Callable[[], object] | None
@@ -91,16 +95,18 @@ class Frontend(Protocol):
         """
 
 
-class Averager(Protocol):
+class Averager:
     """Averages the gradients of one optimizer of the script.
+
+    A frontend leaves out what does not concern it.
 
     Attributes:
         steps: number of steps that have ended on this rank, taken or left out.
         several_steps: whether it may take several steps in a loop body.
     """
 
-    steps: int
-    several_steps: bool
+    steps: int = 0
+    several_steps: bool = False
 
     @property
     def flags_meet(self) -> str:
@@ -109,19 +115,23 @@ class Averager(Protocol):
         Flags that are exchanged at the end of an epoch are sent under this name, so that they meet
         the gradients of a rank that is still in a step.
         """
+        return ""
 
     @property
     def idle(self) -> str:
         """What the script leaves out, so that no step has trained anything; empty: nothing."""
+        return ""
 
     def learning_rate(self) -> float:
         """Return the learning rate of the first parameter group."""
+        raise NotImplementedError
 
     def adapt(self) -> None:
         """Begin to sample gradients for the planner and to scale the learning rate as it asks."""
 
     def shared_with(self, other: Any) -> str:
         """Return the name of a parameter that ``other`` averages too, or ""."""
+        raise NotImplementedError
 
     def engage(self, number: int) -> None:
         """Average the gradients of the optimizer's steps from now on.
@@ -129,9 +139,10 @@ class Averager(Protocol):
         Args:
             number: its number among those that train, from 0, the same on all ranks.
         """
+        self.retire("")
 
     def retire(self, reason: str) -> None:
-        """Stop averaging; a later ``step()`` raises ScriptError with the reason."""
+        """Stop averaging; a later ``step()`` raises ScriptError with the reason, unless empty."""
 
     def restore(self) -> None:
         """Undo the steps since :meth:`drop_copy`, if the optimizer was copied before them."""

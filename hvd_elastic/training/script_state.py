@@ -209,9 +209,13 @@ class ScriptState(State):
     def _build(self) -> None:
         """Create what objects create late, so that all ranks have the same from the beginning."""
 
-    @abstractmethod
     def _values(self) -> dict[str, Any]:
         """Return all of the state as nested values: ``objects`` and ``plain``, by name."""
+        objects = {}
+        for name, item in self._objects.items():
+            tensors = self._tensors_of(item)
+            objects[name] = item.state_dict() if tensors is None else tensors
+        return {"objects": objects, "plain": self._plain}
 
     def _shared(self) -> set[int]:
         """Return the addresses of the tensors that are the same on all ranks."""
@@ -237,9 +241,9 @@ class ScriptState(State):
         """Return the values that only the framework can represent; by default there are none."""
         return ()
 
-    @abstractmethod
     def _set_object(self, item: Any, values: Any) -> None:
         """Set an object to received values."""
+        item.load_state_dict(values)
 
     @abstractmethod
     def _tensors_of(self, item: Any) -> Mapping[str, Any] | None:

@@ -55,7 +55,6 @@ class AgentSink(Sink):
         self._link = link
 
     def send(self, message: msg.WorkerToAgent) -> None:
-        """See the base class."""
         self._link.send(message)
 
 
@@ -86,7 +85,6 @@ class FileSink(Sink):
             self._board = TensorBoardWriter(folder / "tensorboard", log.warning)
 
     def send(self, message: msg.WorkerToAgent) -> None:
-        """See the base class."""
         if not isinstance(message, msg.WorkerReport):
             return
         kind = message.__struct_config__.tag

@@ -120,21 +120,17 @@ class AdaptivePlanner(ReviewedPlanner):
 
     @property
     def batch_size(self) -> int:
-        """See the base class."""
         return self.plan.global_batch_size
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """See the base class."""
         return self.choice.balance.parts
 
     @property
     def cut(self) -> Hashable:
-        """See the base class."""
         return self.plan, self.parts, self.sampling.probe_every, self.choice.memory_bound
 
     def passes(self, step: int, share: int, ranks: int) -> int:
-        """See the base class."""
         passes = self.plan.accumulation_steps + 1
         alone = ranks == 1 and passes == 1 and self.limits.max_accumulation_steps > 0
         if alone and self.sampling.sampled(step, probing=True):
@@ -149,7 +145,6 @@ class AdaptivePlanner(ReviewedPlanner):
         return passes
 
     def sampled(self, step: int) -> bool:
-        """See the base class."""
         if self._statistics is None or not self._statistics.ready:
             return False
         probing = self._ranks == 1 and self.plan.accumulation_steps == 0
@@ -165,7 +160,6 @@ class AdaptivePlanner(ReviewedPlanner):
         ]
 
     def advance(self, gain: float, step_examples: int) -> None:
-        """See the base class."""
         self.progress += gain * min(1.0, step_examples / self.batch_size)
 
     def skip(self, step: int) -> None:
@@ -178,7 +172,6 @@ class AdaptivePlanner(ReviewedPlanner):
         self.skipped.refuse_many(step, self._rate_advice)
 
     def expect_overflows(self) -> None:
-        """See the base class."""
         self.skipped.most = _BAD_STEPS_SCALED
 
     def _rate_advice(self) -> str:
@@ -200,7 +193,6 @@ class AdaptivePlanner(ReviewedPlanner):
         return self.progress * self.limits.initial_batch_size / self.examples
 
     def progress_in(self, unit: str) -> float:
-        """See the base class."""
         return self.progress if unit == "step" else self.epochs
 
     def is_enough(self, done: int, count: int, unit: str = "epoch") -> bool:
@@ -221,7 +213,6 @@ class AdaptivePlanner(ReviewedPlanner):
         return self._passes_begun[done]
 
     def out_of_memory(self, pass_examples: int) -> bool:
-        """See the base class."""
         bound = self.choice.bound_after_failure(pass_examples)
         self._own_memory_bound = min(self._own_memory_bound, bound)
         return bound < pass_examples
@@ -229,7 +220,6 @@ class AdaptivePlanner(ReviewedPlanner):
     # -- between steps ---------------------------------------------------------------------
 
     def review_if_due(self, worker: Worker) -> None:
-        """See the base class."""
         self._schedule_checks.look(worker, self.limits, self.epochs)
         moved = worker.generation != self._generation
         super().review_if_due(worker)
@@ -357,7 +347,6 @@ class AdaptivePlanner(ReviewedPlanner):
     # -- state -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """See the base class."""
         return {
             **super().state_dict(),
             "progress": self.progress,
@@ -370,7 +359,6 @@ class AdaptivePlanner(ReviewedPlanner):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See the base class."""
         super().load_state_dict(state)
         self.progress = state["progress"]
         # Checkpoints of earlier releases lack it: the pass counts as begun where it is entered.

@@ -172,23 +172,18 @@ class ReviewedPlanner(Planner):
         """Generation of the last review; -1: this process has had none."""
 
     def step_begins(self, passes: int, waited_s: float) -> None:
-        """See the base class."""
         self.times.step_begins(waited_s, passes)
 
     def work_ends(self) -> None:
-        """See the base class."""
         self.times.work_ends()
 
     def step_ends(self, examples: int, passes: int, waited_s: float) -> None:
-        """See the base class."""
         self.times.step_ends(waited_s, passes, full=examples == self.batch_size)
 
     def want_review(self) -> None:
-        """See the base class."""
         self._next_review = 0
 
     def review_if_due(self, worker: Worker) -> None:
-        """See the base class."""
         step, communicator = worker.progress.step, worker.communicator
         moved = worker.generation != self._generation
         if not moved and step < self._next_review:
@@ -301,7 +296,6 @@ class UnequalShares(ReviewedPlanner):
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """See the base class."""
         return self.balance.parts
 
     def _decide(self, reports: Sequence[Report], *, moved: bool) -> tuple[str, str]:
@@ -315,16 +309,13 @@ class UnequalShares(ReviewedPlanner):
         return reason, ""
 
     def state_dict(self) -> dict[str, Any]:
-        """See the base class."""
         return {**super().state_dict(), "balance": self.balance.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See the base class."""
         super().load_state_dict(state)
         self.balance.load_state_dict(state["balance"])
 
     def metrics(self) -> dict[str, Any]:
-        """See the base class."""
         found = super().metrics()
         if self._ranks > 1:
             found["shares"] = list(self.balance.parts_of(self.batch_size, self._ranks))
