@@ -17,7 +17,7 @@ from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.control.progress import Activity, Position
 from hvd_elastic.wire.framing import MessageDecoder, compress, decompress, encode
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of the protocol, increased with every incompatible change."""
 
 
@@ -205,9 +205,10 @@ class WorkerReport(_FromWorker):
 
 
 class Ready(WorkerReport, tag="ready"):
-    """A standby worker is warm."""
+    """A standby worker is warm; ``code``: digests of the script and what lies beside it."""
 
     warm_s: float
+    code: dict[str, str] = {}
 
 
 class Standing(WorkerReport, kw_only=True):
