@@ -234,6 +234,10 @@ class Agent:
             if not self._workers and not self._log.any_finished:
                 self._over.set()  # a next leader would find nothing to continue
 
+    def _has_room_for_output(self) -> bool:
+        """Return whether the workers' output is read on; a leader that lives is waited for."""
+        return self._log.has_room or not self._is_led
+
     async def _beat(self) -> None:
         before = time.monotonic()
         while True:
@@ -432,8 +436,18 @@ class Agent:
         swept = len(end_processes(functools.partial(_left_by_predecessor, hello), 0.5))
         self._interface = hello.interface or interface_of(own_address(hello.local_address))
         self._spool = Spool.of_run(hello)
-        self._spool.keep_run(hello.run)
-        workers = Workers(hello, self._spool.path, self._interface, self._tell)
+        try:
+            self._spool.keep_run(hello.run)
+            workers = Workers(
+                hello, self._spool.path, self._interface, self._tell, self._has_room_for_output
+            )
+        except OSError as error:
+            place = f"{error.filename}: " if error.filename else ""
+            raise SystemExit(
+                f"a folder of the run cannot be made: {place}{error.strerror}. Free space or mend "
+                "the permissions there, or set HVD_ELASTIC_HOME, or TMPDIR for temporary files, to "
+                "folders that every host can write"
+            ) from None
         await workers.listen()
         self._hello, self._workers = hello, workers
         self._door = listen_for_successors(hello.run_id, hello.host)

@@ -35,7 +35,7 @@ class Spool:
     def of_run(cls, hello: msg.LeaderHello) -> Spool:
         """Return the spool of a run on one host; hosts may share the disk."""
         configured = hello.env.get("HVD_ELASTIC_HOME")
-        home = Path(configured) if configured else config.home()
+        home = Path.home() / configured if configured else config.home()
         return cls(home / "spool" / hello.run_id / hello.host)
 
     def keep_run(self, fields: Mapping[str, Any]) -> None:

@@ -18,6 +18,8 @@ from hvd_elastic.wire import messages as msg
 
 # Maximum output of workers that is kept while there is no leader.
 _MAX_LOG_BYTES = 32 << 20
+MOST_ON_THE_WAY = 4 << 20
+"""Output of workers that a leader may have to take yet before they wait for it [bytes]."""
 
 
 class UnacknowledgedLog:
@@ -73,6 +75,11 @@ class UnacknowledgedLog:
             self._log_bytes += len(message.data)
         self._unacknowledged.append(message)
         return message
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the leader has little output of workers to take yet."""
+        return self._log_bytes < MOST_ON_THE_WAY
 
     def acknowledged(self, number: int) -> None:
         """Drop all messages up to ``number``, which the leader has acted upon."""

@@ -31,6 +31,7 @@ from hvd_elastic.wire.framing import MAX_LINE_BYTES, MessageDecoder, ProtocolErr
 # Time between SIGTERM and SIGKILL for processes that a worker left behind.
 _STRAY_GRACE_S = 2.0
 _LOG_CHUNK_BYTES = 1 << 16
+_OUTPUT_PAUSE_S = 0.05
 _SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """Signals that somebody sends to a process, which does not send them to itself."""
 _CALM_S = 5.0
@@ -120,6 +121,8 @@ class Workers:
         spool: folder to which workers write checkpoints.
         interface: network interface for the ring; None lets Gloo and NCCL choose.
         tell: called with messages that must reach the leader.
+        has_room: returns whether output is read on. Else workers wait where they print, so that
+            one that prints without end fills no memory.
 
     Attributes:
         host_goes: whether the whole host, not just one worker, received a notice.
@@ -131,8 +134,10 @@ class Workers:
         spool: Path,
         interface: str | None,
         tell: Callable[[msg.AgentToLeader], None],
+        has_room: Callable[[], bool],
     ) -> None:
         self.hello = hello
+        self._has_room = has_room
         self.host_goes = False
         self._spool = spool
         self._interface = interface
@@ -193,7 +198,7 @@ class Workers:
         worker = Worker(order, start, pid, fork is not None, read_end, Liveness(pid))
         self._by_name[order.worker] = worker
         loop = asyncio.get_running_loop()
-        loop.add_reader(read_end, self._forward_log, worker)
+        loop.add_reader(read_end, self._read_log, worker)
         if worker.is_fork:
             loop.call_later(self._template.start_limit_s, self._end_if_stuck, worker)
 
@@ -244,6 +249,7 @@ class Workers:
             **defaults,
             **os.environ,
             **self.hello.env,
+            "PWD": self.hello.cwd,
             "TMPDIR": str(self._scratch),
             "PYTHONUNBUFFERED": "1",
             "HVD_ELASTIC_RUN_ID": self.hello.run_id,
@@ -353,6 +359,18 @@ class Workers:
         if not self.host_goes:
             worker.was_meant = True
             worker.send(msg.End())
+
+    def _read_log(self, worker: Worker) -> None:
+        if self._has_room():
+            self._forward_log(worker)
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(worker.log)
+        loop.call_later(_OUTPUT_PAUSE_S, self._read_on, worker)
+
+    def _read_on(self, worker: Worker) -> None:
+        if self.get(worker.name) is worker:
+            asyncio.get_running_loop().add_reader(worker.log, self._read_log, worker)
 
     def _forward_log(self, worker: Worker) -> bool:
         """Send the worker's output to the leader; return whether there was any."""

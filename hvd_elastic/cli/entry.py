@@ -7,6 +7,7 @@ the parser of the command line found it. A bug shows its traceback.
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import re
 import sys
@@ -30,6 +31,10 @@ def enter(program: str, command: Any, arguments: Sequence[str] | None = None) ->
         command: command made by typer.
         arguments: arguments of the program; None: those of this process.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What the encoding of the terminal lacks is shown as '?', and ends no run.
+            stream.reconfigure(errors="replace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     raise SystemExit(_status_of(program, command, words))
 

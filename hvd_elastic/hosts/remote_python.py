@@ -23,7 +23,8 @@ PROGRAMS = "hvd_elastic.hosts.programs"
 """Package of the programs that are sent to hosts."""
 
 _LOADER = (
-    "import sys, zlib; "
+    # Nothing is imported from the working folder, which is the user's home.
+    "import sys; sys.path[:] = filter(None, sys.path); import zlib; "
     "exec(compile(zlib.decompress(sys.stdin.buffer.read(int(sys.argv[1]))), sys.argv[2], 'exec'))"
 )
 _OWN_IMPORT = re.compile(r"^from (hvd_elastic\.[\w.]+) import", re.MULTILINE)

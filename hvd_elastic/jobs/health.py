@@ -27,7 +27,8 @@ _LOST_AGAIN_S = (0.0, 10.0, 30.0, 60.0, 120.0)
 _LOGIN_S = 10.0
 """How long a try may take [s]."""
 _IMPORT = (
-    "import sys, hvd_elastic, hvd_elastic.agent.agent; "
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "import hvd_elastic, hvd_elastic.agent.agent; "
     f"sys.exit((*sys.version_info[:2], hvd_elastic.__version__) != "
     f"({sys.version_info[0]}, {sys.version_info[1]}, {__version__!r}))"
 )

@@ -175,11 +175,10 @@ class Leader:
                 raise
             unwritable = error  # running workers can train on without checkpoints
         run.hostfile.read()
-        records = run.folder.read_events() if self._resumed else []
-        past = summarize(records)
+        past = summarize(run.folder.iter_events() if self._resumed else ())
         run.progress.stopped = past.stopped_for
         self._fetching.expect_checkpoint(past)
-        self._steering.start_policy(records)
+        self._steering.start_policy(run.folder.iter_events() if self._resumed else ())
         run.journal.emit(
             "run_started",
             {
@@ -351,7 +350,7 @@ class Leader:
         self._liveness.begin_anew()
         self._run.fence.lead_anew()
         self._executor.begin_anew()
-        past = summarize(self._run.folder.read_events())
+        past = summarize(self._run.folder.iter_events())
         self._failover.ask_hosts(past, max(TAKEOVER_S, grace_s - silent_s), patient=True)
 
     def _lead_found(self, takeover: Takeover) -> None:

@@ -17,6 +17,13 @@ from hvd_elastic.leader.steering import host_draining
 from hvd_elastic.leader.stopping import Stopping
 from hvd_elastic.wire import messages as msg
 
+_OTHER_CODE = (
+    "worker {name} runs another {files} than the workers before it: it was changed after they "
+    "started, or hosts have different copies. Ranks with different code may train wrongly, or end "
+    "the run. Bring the same file to all hosts (copyclust HOSTFILE FILE), or have all run the new "
+    "one: hvd-elastic stop, then hvd-elastic run --resume"
+)
+
 
 class Reports:
     """Passes on what agents and workers report to whom it concerns.
@@ -128,7 +135,10 @@ class Reports:
         """Handle a message of a worker."""
         tell, progress = self._executor.tell, self._run.progress
         match said:
-            case msg.Ready(warm_s=warm_s):
+            case msg.Ready(warm_s=warm_s, code=code):
+                if other := self._run.workers.other_code(code):
+                    name, files = self._run.workers.name(worker), ", ".join(other)
+                    self._run.journal.warn(_OTHER_CODE.format(name=name, files=files))
                 tell(ev.WorkerReady(worker, round(warm_s, 3)))
             case msg.Joined(generation=generation, stopped=stopped):
                 if progress.stopped and not stopped:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +55,13 @@ class Steering:
         self._fetching = fetching
         self._scaler: Scaler | None = None
 
-    def start_policy(self, past: Sequence[Mapping[str, Any]]) -> None:
-        """Let the policy of the run decide, if it has one; ``past``: events of the run so far."""
+    def start_policy(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Let the policy of the run decide, if it has one; ``events``: those of the run so far."""
         if self._run.spec.policy == "fixed":
             return
         from hvd_elastic.leader.scaling import Scaler
 
+        past = [*events]
         age_s = max(0.0, time.time() - past[0]["t"]) if past else 0.0
         scaler = Scaler(self._run.spec, self._run.journal.emit, time.monotonic() - age_s, past)
         self._run.journal.listeners.append(

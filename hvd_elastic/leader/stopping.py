@@ -52,7 +52,7 @@ class Stopping:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """Stop the run at signals; afterwards they are ignored."""
+        """Stop the run at signals, unless nohup has a hang-up ignored; afterwards ignore them."""
 
         def ask(number: int, _: Any) -> None:
             cause = _SIGNALS[signal.Signals(number)]
@@ -62,7 +62,8 @@ class Stopping:
             yield  # Python handles signals in the main thread, which is the caller's
             return
         for number in _SIGNALS:
-            signal.signal(number, ask)
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, ask)
         try:
             yield
         finally:

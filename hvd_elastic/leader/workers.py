@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from typing import Any
 
 from hvd_elastic.control import events as ev
@@ -36,6 +37,8 @@ class Workers:
         self.places: dict[str, tuple[str, int]] = {}
         self.failure_told = False
         self._crash_told = ""
+        self._code: dict[str, str] = {}
+        self._other_code: set[str] = set()
         self._logs: dict[str, Any] = {}
         self._partial: dict[str, str] = {}
 
@@ -48,10 +51,29 @@ class Workers:
         for worker in [name for name, (place, _) in self.places.items() if place == host]:
             del self.places[worker]
 
+    def other_code(self, code: Mapping[str, str]) -> list[str]:
+        """Return which files of a worker's script are not those of the workers before it.
+
+        Each content is returned once.
+
+        Args:
+            code: digests of its files by name.
+        """
+        found = []
+        for name, digest in code.items():
+            if self._code.setdefault(name, digest) != digest and digest not in self._other_code:
+                self._other_code.add(digest)
+                found.append(name)
+        return found
+
     def log(self, worker: str, text: str) -> list[str]:
-        """Append text to a worker's log; return the lines that are complete now."""
+        """Append text to a worker's log; return the lines that are complete now.
+
+        Of a line that a progress bar rewrites, perhaps for days, the last state is kept.
+        """
         self.write(worker, text)
-        *lines, self._partial[worker] = (self._partial.get(worker, "") + text).split("\n")
+        *lines, rest = (self._partial.get(worker, "") + text).split("\n")
+        self._partial[worker] = rest[rest.rstrip("\r").rfind("\r") + 1 :]
         return lines
 
     def write(self, worker: str, text: str) -> None:

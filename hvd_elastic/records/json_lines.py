@@ -227,13 +227,16 @@ class LineFollower:
 
 
 class EventFollower:
-    """Returns the records that were added to a file since the last call."""
+    """Returns the records that were added to a file since the last call.
 
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        offset = 0
-        if from_end and Path(path).exists():
-            offset = Path(path).stat().st_size
-        self._lines = LineFollower(path, offset=offset)
+    Args:
+        path: path of the file.
+        last_bytes: how much of what is there already is returned at most, from its end.
+    """
+
+    def __init__(self, path: Path, *, last_bytes: float = math.inf) -> None:
+        size = Path(path).stat().st_size if Path(path).exists() else 0
+        self._lines = LineFollower(path, offset=int(size - min(size, last_bytes)))
 
     @property
     def offset(self) -> int:

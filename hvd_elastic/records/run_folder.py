@@ -27,7 +27,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,8 +232,12 @@ class RunFolder:
         return bool(self.read_run().get("began_elsewhere"))
 
     def read_events(self) -> list[Record]:
-        """Return all events so far, oldest first."""
+        """Return all events so far, oldest first; those of a week may take gigabytes."""
         return read_events(self.events)
+
+    def iter_events(self) -> Iterator[Record]:
+        """Yield all events so far, oldest first."""
+        return iter_events(self.events)
 
     # -- the leader ------------------------------------------------------------------------
 
@@ -350,7 +354,7 @@ class RunFolder:
             RunError: there is no live leader, no answer came in time, or the leader refused.
         """
         self.need_leader(op)
-        follower = EventFollower(self.events, from_end=True)
+        follower = EventFollower(self.events, last_bytes=0)
         request_id = self.send_request(op, fields)
         deadline = time.monotonic() + timeout_s
         while True:

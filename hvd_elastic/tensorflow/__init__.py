@@ -40,7 +40,7 @@ import tensorflow as tf
 
 from hvd_elastic.tensorflow.data import dataset
 from hvd_elastic.tensorflow.evaluation import evaluate, predict
-from hvd_elastic.tensorflow.frontend import TensorFlowFrontend
+from hvd_elastic.tensorflow.frontend import TensorFlowFrontend, let_two_operations_run
 from hvd_elastic.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
 from hvd_elastic.tensorflow.saving import load_model
 from hvd_elastic.tensorflow.schedule import follow_progress
@@ -88,3 +88,4 @@ def init() -> None:
     if devices:
         worker.communicator.check_device(local_rank(), len(devices))
         tf.config.set_visible_devices(devices[local_rank() % len(devices)], "GPU")
+    let_two_operations_run()

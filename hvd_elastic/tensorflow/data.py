@@ -288,14 +288,27 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
         most = order.examples if order.planner.adapts else order.steps_from(0, 1)
         return tf.constant(most, tf.int64)
 
-    def map(self, *args: Any, **options: Any) -> ElasticDataset:
-        return ElasticDataset(super().map(*args, **options), self._shares)
+    def map(
+        self,
+        map_func: Callable[..., Any],
+        num_parallel_calls: Any = None,
+        deterministic: bool | None = None,
+        **options: Any,
+    ) -> ElasticDataset:
+        """See :meth:`tf.data.Dataset.map`; batches keep their order, since they are counted."""
+        keep_order = None if num_parallel_calls is None else True
+        made = super().map(map_func, num_parallel_calls, keep_order, **options)
+        return ElasticDataset(made, self._shares)
 
     def prefetch(self, *args: Any, **options: Any) -> ElasticDataset:
         return ElasticDataset(super().prefetch(*args, **options), self._shares)
 
-    def with_options(self, *args: Any, **options: Any) -> ElasticDataset:
-        return ElasticDataset(super().with_options(*args, **options), self._shares)
+    def with_options(self, options: tf.data.Options, name: str | None = None) -> ElasticDataset:
+        """See :meth:`tf.data.Dataset.with_options`; batches keep their order as in :meth:`map`."""
+        keep_order = tf.data.Options()
+        keep_order.deterministic = True
+        made = super().with_options(options.merge(keep_order), name)
+        return ElasticDataset(made, self._shares)
 
 
 def _refusal(what: str) -> ScriptError:

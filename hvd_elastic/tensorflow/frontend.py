@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,6 +66,16 @@ class TensorFlowFrontend(Frontend):
     load_checkpoint = staticmethod(load_checkpoint)
     write_object = staticmethod(write_object)
     exported = staticmethod(exported)
+
+
+def let_two_operations_run() -> None:
+    """Have TensorFlow run two operations at a time at least; an audited step waits for another."""
+    threading, wanted = tf.config.threading, os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    number = threading.get_inter_op_parallelism_threads()
+    number = number or (int(wanted) if wanted.isdecimal() else 0) or len(os.sched_getaffinity(0))
+    if number == 1:
+        with contextlib.suppress(RuntimeError):  # the script has run an operation already
+            threading.set_inter_op_parallelism_threads(2)
 
 
 def rehearse(state: State, steps: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training.agent_link import installed_modules
+from hvd_elastic.training.agent_link import installed_modules, script_digests
 from hvd_elastic.training.audit import Audit
 from hvd_elastic.training.checkpointing import Checkpointing
 from hvd_elastic.training.frontend import Averager, Frontend, State
@@ -140,6 +140,7 @@ class Context:
         """
         self.data.register(examples)
         worker = self.worker
+        worker.examples = examples
         if worker.audit:
             worker.sink.send(msg.Dataset(examples, dropped))
         if planner.reviews:
@@ -501,7 +502,7 @@ class Context:
             self.worker.communicator.warm()
         if self.worker.link is not None:
             self.worker.link.send(msg.Imported(installed_modules()))
-        self.worker.sink.send(msg.Ready(time.monotonic() - self._started))
+        self.worker.sink.send(msg.Ready(time.monotonic() - self._started, script_digests()))
 
     def script_failed(self, text: str) -> bool:
         """Report the exception that ends the script; return whether it could be sent."""

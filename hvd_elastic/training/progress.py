@@ -92,8 +92,9 @@ class Progress:
         self.phase = Phase.HEAD
 
     def place_hash(self, *, turn: bool = False) -> int:
-        """Return a hash of epoch and position, from -32 to 31; ``turn``: of the epoch's end."""
-        return zlib.crc32(b"%d %d%s" % (self.epoch, self.position, b" turn" * turn)) % 64 - 32
+        """Return a hash of epoch, position and order, from -32 to 31; ``turn``: of its end."""
+        place = self.epoch, self.position, self.order_hash, b" turn" * turn
+        return zlib.crc32(b"%d %d %d%s" % place) % 64 - 32
 
     def as_dict(self) -> dict[str, int]:
         """Return the counts, for events."""

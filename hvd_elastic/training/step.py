@@ -26,6 +26,10 @@ _LEAVE_TOGETHER = (
     "on all of them, such as one on hvd.allreduce(loss, ...), or by hvd.stop(reason) without a "
     "break, which ends it on all of them"
 )
+_READ_ALIKE = (
+    "Bring the same examples to all hosts (copyclust), and give the loader the same seed, shuffle "
+    "and shuffle_window on all ranks; else some would be read twice, and others never"
+)
 _ACCUMULATE_TOGETHER = (
     "Enter optimizer.no_sync() on all ranks for the same batches: by a condition that is the same "
     "on all of them, such as one on the number of the batch, and not one on hvd.rank() or on what "
@@ -259,12 +263,20 @@ class Step:
         where = f"in epoch {at.epoch} at example {at.position}"
         if self.ahead is not None:
             where += f", with {batches - 1} of {batches} backward passes in no_sync()"
-        own = np.frombuffer(f"{where}|{worker.left_epoch}\n".encode(), np.uint8).copy()
+        line = f"{at.order_hash}|{worker.examples}|{where}|{worker.left_epoch}\n"
+        own = np.frombuffer(line.encode(), np.uint8).copy()
         told = worker.communicator.gather(own, "hvd_elastic.places").tobytes().decode()
         places: dict[str, list[str]] = {}
+        orders: dict[str, str] = {}
         for rank, line in enumerate(told.splitlines()):
-            place, left = line.split("|", 1)
+            order, examples, place, left = line.split("|", 3)
             places.setdefault(place + (f" ({left})" if left else ""), []).append(str(rank))
+            orders.setdefault(order, f"rank {rank} in one of {examples} examples")
+        if len(orders) > 1:
+            raise ScriptError(
+                f"the ranks read different data sets, or one in different orders: "
+                f"{'; '.join(orders.values())}. {_READ_ALIKE}"
+            )
         each = "; ".join(
             f"{plural('rank', len(ranks))} {', '.join(ranks)} {place}"
             for place, ranks in places.items()

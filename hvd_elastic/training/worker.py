@@ -50,6 +50,7 @@ class Worker:
         progress: progress of training, equal on all ranks between two steps.
         stop_reason: why this rank asks for the end of training; empty: it does not.
         left_epoch: where the script left an epoch early, for messages; empty: nowhere.
+        examples: number of examples in the loader's data set, for messages.
         in_train: whether the training function runs.
         saves: what the script has saved since an epoch has ended, by name, with what writes it;
             None: the script itself saves it again after a failure.
@@ -68,6 +69,7 @@ class Worker:
         self.input_times = InputTimes()
         self.stop_reason = ""
         self.left_epoch = ""
+        self.examples = 0
         self.in_train = False
         self.saves: dict[str, Write] | None = None
         self.state: State | None = None

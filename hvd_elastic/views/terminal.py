@@ -7,7 +7,9 @@ it is printed every few seconds.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import queue
 import select
 import sys
 import threading
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hvd_elastic.formatting import duration_words
+from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.records.wording import Line, Narrator, progress_words
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 PLAIN_INTERVAL_S = 5.0
 REDRAW_INTERVAL_S = 0.1
+_MOST_WAITING, _PATIENCE_S = 10_000, 1.0
+"""Most lines of output that wait for a terminal, and how long another one waits for room [s]."""
 
 _STYLES = {
     "good": "green",
@@ -190,20 +194,63 @@ class RunView(AbstractContextManager["RunView"]):
 
 
 class LastingView(RunView):
-    """A view for processes that must go on when output fails, such as a leader.
+    """A view for processes that must go on whatever becomes of their output, such as a leader.
 
-    After a closed window, a pipe whose reader is gone or a full disk, output is lost.
+    After a closed window, a pipe whose reader is gone or a full disk, output is lost. A thread
+    writes it, so a terminal that is held (Ctrl-S) or a pager that reads no further holds nothing
+    up: output waits, and lines beyond ``_MOST_WAITING`` are left out, with a note.
     """
 
-    def show(self, event: Mapping[str, Any]) -> None:
-        with unless_nobody_reads():
-            super().show(event)
+    def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
+        super().__init__(stream, live=live)
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._is_held = False
+        self._left_out = 0
+        self._writer = threading.Thread(target=self._write, name="terminal", daemon=True)
+        self._writer.start()
 
-    def print(self, text: str) -> None:
-        with unless_nobody_reads():
-            super().print(text)
+    def show(self, event: Mapping[str, Any]) -> None:
+        self._calls.put(functools.partial(super().show, event))
+
+    def print(self, text: str, *, keep: bool = False) -> None:
+        """Print another line above the progress line.
+
+        Args:
+            text: the line.
+            keep: never leave it out.
+        """
+        if not (keep or self._has_room()):
+            self._left_out += 1
+            return
+        self._note_left_out()
+        self._calls.put(functools.partial(super().print, text))
 
     def close(self) -> None:
+        self._note_left_out()
+        self._calls.put(None)
+        self._writer.join()
+
+    def _has_room(self) -> bool:
+        """Return whether another line may wait, which takes a moment where many are written."""
+        end = time.monotonic() + (0.0 if self._is_held else _PATIENCE_S)
+        while self._calls.qsize() >= _MOST_WAITING:
+            if time.monotonic() >= end:
+                self._is_held = True
+                return False
+            time.sleep(0.01)
+        self._is_held = False
+        return True
+
+    def _note_left_out(self) -> None:
+        if self._left_out:
+            lines, self._left_out = count(self._left_out, "line"), 0
+            text = f"… {lines} left out here, where nobody read; hvd-elastic logs has them"
+            self._calls.put(functools.partial(super().print, text))
+
+    def _write(self) -> None:
+        while (call := self._calls.get()) is not None:
+            with unless_nobody_reads():
+                call()
         with unless_nobody_reads():
             super().close()
 

@@ -205,9 +205,10 @@ class WorkerReport(_FromWorker):
 
 
 class Ready(WorkerReport, tag="ready"):
-    """A standby worker is warm."""
+    """A standby worker is warm; ``code``: digests of the script and what lies beside it."""
 
     warm_s: float
+    code: dict[str, str] = {}
 
 
 class Standing(WorkerReport, kw_only=True):

@@ -16,7 +16,15 @@ import pytest
 from hvd_elastic.checkpoint.manifests import complete_checkpoint
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist import jobs
-from tests.dist.jobs import TINY, Job, assert_nothing_left, call, hostfile_of, write_script
+from tests.dist.jobs import (
+    TINY,
+    Job,
+    assert_nothing_left,
+    call,
+    hostfile_of,
+    marked,
+    write_script,
+)
 from tests.paths import ALL, COSTLY
 from tests.small_disk import mounted
 from tests.unit.checkpoint.test_files import spooled
@@ -261,6 +269,38 @@ def test_script_that_raises_ends_the_run_with_its_traceback_once(
     logs = [path.read_text() for path in (job.folder / "logs").iterdir()]
     assert any(error in text for text in logs), "it is in the worker's log too"
     assert_nothing_left(mark=job.mark, cluster=hosts)
+
+
+def test_script_that_is_edited_while_it_trains_is_told(home: Path, tmp_path: Path) -> None:
+    """A worker that takes a lost one's place would run other code than those that train."""
+    script, over = write_script(tmp_path), tmp_path / "over"
+    options = ["--np", 2, "--checkpoint-every", 0, "--", sys.executable, script]
+    with Job(*options, "--step-time", 0.02, "--until", over, home=home) as job:
+        job.until_trains(2)
+        script.write_text(script.read_text() + "# for the next run\n")
+        mine = {process.pid for process in marked(job.mark)}
+        (worker,) = [p for p in marked("1", "HVD_ELASTIC_LOCAL_RANK") if p.pid in mine]
+        worker.kill()
+        job.until(lambda: len(job.events("worker_joined")) == 3, "a worker in its place")
+        over.touch()
+        assert job.wait() == 0, job.text
+    (told,) = [event for event in job.events("warning") if "runs another" in event["message"]]
+    assert told["message"].startswith("worker localhost:1 runs another tiny.py than the workers")
+    assert_nothing_left(mark=job.mark)
+
+
+def test_data_sets_that_differ_between_ranks_end_the_run(home: Path) -> None:
+    """As where a host has an incomplete copy: each rank would read an order of its own."""
+    text = TINY.replace("hvd.init()\n", "hvd.init()\nargs.examples -= 10 * hvd.local_rank()\n", 1)
+    script = write_script(home, text)
+    options = ["--np", 2, "--min-np", 2, "--checkpoint-every", 0]
+    with Job(*options, "--", sys.executable, script, home=home) as job:
+        assert job.wait() == 1, job.text
+    assert "read different data sets, or one in different orders: rank 0 in one of 100" in job.text
+    assert "rank 1 in one of 90 examples. Bring the same examples to all hosts" in job.text
+    assert "Traceback" not in job.text
+    (finished,) = job.events("run_finished")
+    assert finished["steps"] < 5, "found in one of the first steps"
 
 
 def test_step_that_one_rank_leaves_out_alone_ends_the_run(home: Path) -> None:

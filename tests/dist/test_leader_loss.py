@@ -292,7 +292,9 @@ def test_nobody_reads_what_the_leader_prints(
     stage: Stage, start_job: StartJob, window: str
 ) -> None:
     ours, theirs = os.pipe() if window == "pipe" else os.openpty()
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # in case the tests run under nohup
     job = start_job({stage.hosts[0]: 1}, "--checkpoint-every", "600", stdout=theirs)
+    signal.signal(signal.SIGHUP, before)
     os.close(theirs)
     job.wait_size(1)
     job.wait_steps(5)

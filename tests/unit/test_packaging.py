@@ -71,6 +71,21 @@ for module in modules:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_checkout_in_the_working_folder_does_not_hide_the_package(tmp_path: Path) -> None:
+    """``git clone … hvd_elastic`` in the home folder, where agents and the user's scripts start."""
+    (tmp_path / "hvd_elastic/hvd_elastic").mkdir(parents=True)
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import hvd_elastic.errors; print(hvd_elastic.__version__)"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_cluster_tools_work_without_torch_and_horovod(tmp_path):
     program = """
 import sys

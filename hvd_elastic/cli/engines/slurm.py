@@ -145,7 +145,7 @@ def _again(options: SubmitOptions, given: set[str]) -> tuple[RunFolder, Submissi
 def lead_in_allocation(run_id: str) -> None:
     """Lead a submitted run in the allocation that this process runs in (for the batch script)."""
     folder, submission = _submitted(run_id)
-    past = summarize(folder.read_events())
+    past = summarize(folder.iter_events())
     if past.status == "succeeded":
         print(f"run {run_id} has finished: there is nothing to go on with")
         return
@@ -159,7 +159,7 @@ def lead_in_allocation(run_id: str) -> None:
         resumed = past.attempts > 0
         status = lead(spec, folder, resumed=resumed, as_json=False, engine=engine)
     if status == _STOPPED and limit.is_near:
-        reached = summarize(folder.read_events()).steps
+        reached = summarize(folder.iter_events()).steps
         if reached <= past.steps:
             growth.end()
             raise RunError(

@@ -149,7 +149,7 @@ def _offers(folder: RunFolder) -> list[HostOffer]:
             prices = {host.name: host.price for host in parse_hostfile(place).hosts}
         except HostfileError:
             prices = {}
-    hosts = summarize(folder.read_events()).hosts
+    hosts = summarize(folder.iter_events()).hosts
     return [HostOffer(name, slots, prices.get(name)) for name, slots in hosts]
 
 

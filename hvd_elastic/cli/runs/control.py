@@ -122,7 +122,7 @@ def drain(
         raise UsageError("--undo gives a host back, --in says when it goes: give one of them")
     leave_in_s = None if leave_in is None else parse_duration("--in", leave_in)
     folder = open_run(run)
-    follower = EventFollower(folder.events, from_end=True)
+    follower = EventFollower(folder.events, last_bytes=0)
     message = folder.ask_leader("drain", {"host": host, "leave_in_s": leave_in_s, "undo": undo})
     drained = None
     if wait and not undo:

@@ -44,7 +44,7 @@ def lead(
         engine: has the hosts of the run; None: they are found as its specification says.
     """
     from hvd_elastic.leader import leader
-    from hvd_elastic.views.terminal import LastingView, unless_nobody_reads
+    from hvd_elastic.views.terminal import LastingView
 
     environment = forwarded_environment(os.environ)
     if spec.engine == "slurm":
@@ -56,13 +56,13 @@ def lead(
         # Workers have the variables of their own node's step.
         environment = clean_environment(environment)
         spec = replace(spec, hostfile=str(folder.hosts))
-    with LastingView(live=False if as_json else None) as view:
+    view = LastingView(live=False if as_json else None)
+    with view:
 
         def show_event(event: Any) -> None:
             on_start()
             if as_json:
-                with unless_nobody_reads():
-                    print(json.dumps(event), flush=True)
+                view.print(json.dumps(event), keep=True)
             else:
                 view.show(event)
 

@@ -118,7 +118,7 @@ def _folder_to_resume(options: RunOptions) -> RunFolder:
 
 def check_not_complete(folder: RunFolder) -> None:
     """Raise RunError if the run has finished."""
-    if summarize(folder.read_events()).status == "succeeded":
+    if summarize(folder.iter_events()).status == "succeeded":
         raise RunError(
             f"run {folder.run_id} has finished: there is nothing to resume. Look at it with: "
             f"hvd-elastic report {folder.run_id}"

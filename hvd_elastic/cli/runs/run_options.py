@@ -83,7 +83,9 @@ class RunOptions:
     ] = False
     np: Annotated[
         int | None,
-        whole_number_option("--np", "-n", help="wanted number of processes (default: all slots)"),
+        whole_number_option(
+            "--np", "-n", "-np", help="wanted number of processes (default: all slots)"
+        ),
     ] = None
     min_np: Annotated[
         int, whole_number_option("--min-np", help="fewest processes to train with")
@@ -260,6 +262,12 @@ class RunOptions:
         Raises:
             HvdElasticError: an option is wrong; if several are, SeveralErrors names all of them.
         """
+        try:
+            Path.cwd()
+        except FileNotFoundError:
+            raise UsageError(
+                "the current folder was removed; cd to that of the script, also if it is there anew"
+            ) from None
         _ = self.allocation  # if it cannot be used, this alone is reported
         raise_together(
             lambda: check_slots(self.hosts(), self.np, self.min_np, self.spares),

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,11 +31,12 @@ from hvd_elastic.records.json_lines import EventFollower, LineFollower, Record, 
 from hvd_elastic.records.run_folder import RunFolder, list_runs
 from hvd_elastic.records.run_state import run_row, run_state
 from hvd_elastic.records.summary import Draining, RunSummary, summarize
-from hvd_elastic.records.wording import Narrator, progress_words
+from hvd_elastic.records.wording import Line, Narrator, progress_words
 
 _POLL_S = 0.1  # between two readings of files that are followed
 _TAIL_BYTES = 256 * 1024  # holds most tails of logs
 _LATEST = 8  # lines that fit below the status
+_HISTORY_BYTES = 8 << 20  # of events and of output before attach: hours, where a run takes weeks
 
 
 def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
@@ -46,8 +49,8 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
     """
     folder = open_run(run)
     alive = folder.leader_alive()
-    records = folder.read_events()
-    summary = summarize(records)
+    latest: deque[tuple[Record, Line]] = deque(maxlen=_LATEST)
+    summary = summarize(_told(folder.iter_events(), latest))
     summary.run_id = folder.run_id
     until = None if alive else folder.leaderless_until(summary.ended)
     state = run_state(summary.status, alive=alive, waiting=bool(summary.waiting), until=until)
@@ -64,7 +67,11 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
         )
         return
     print_rows(status_rows(folder, summary, state, until))
-    _print_latest(records)
+    if latest:
+        print("\nlatest")
+    for event, line in latest:
+        stamp = time.strftime("%H:%M:%S", time.localtime(event.get("t")))
+        print(f"  {stamp}  {line.text.splitlines()[0] if line.text else ''}")
 
 
 def list_(
@@ -159,7 +166,8 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
 
     folder = open_run(run)
     # Events are read first: when the end of the run is read, all output can be read too.
-    followers = [EventFollower(folder.events), EventFollower(folder.output)]
+    paths = (folder.events, folder.output)
+    followers = [EventFollower(path, last_bytes=_HISTORY_BYTES) for path in paths]
     ended: Record | None = None
     try:
         with RunView() as view:
@@ -332,14 +340,12 @@ def rescale_words(summary: RunSummary) -> str:
     return f"{len(summary.live_rescales)}{longest}"
 
 
-def _print_latest(records: list[Record]) -> None:
+def _told(events: Iterable[Record], latest: deque[tuple[Record, Line]]) -> Iterator[Record]:
+    """Yield the events, and add the lines that tell of them to ``latest``."""
     narrator = Narrator()
-    told = [(event, line) for event in records for line in narrator.tell(event)]
-    if told:
-        print("\nlatest")
-    for event, line in told[-_LATEST:]:
-        stamp = time.strftime("%H:%M:%S", time.localtime(event.get("t")))
-        print(f"  {stamp}  {line.text.splitlines()[0] if line.text else ''}")
+    for event in events:
+        latest.extend((event, line) for line in narrator.tell(event))
+        yield event
 
 
 def _log_paths(folder: RunFolder, host: str | None, leader: bool) -> list[Path]:

@@ -22,6 +22,15 @@ _MISSING_MODULE = re.compile(r"ModuleNotFoundError: .*'(?P<name>[\w.]+)'")
 Connect = Callable[[Host], Connection]
 
 
+def agent_command(python: str) -> str:
+    """Return the command that starts an agent with this interpreter.
+
+    Every user of the host can read it, so the training command and the environment are sent through
+    stdin. It leaves the home folder, from which Python would import what has the name of a module.
+    """
+    return f"cd / && exec {shlex.quote(python)} -m hvd_elastic.agent.agent"
+
+
 class AgentProcess:
     """The process of the agent of one host; all methods may block.
 
@@ -56,11 +65,8 @@ class AgentProcess:
         """
         with self._logins:
             self._connection = self._connect(self.host)
-        # Every user of the host can read this command line, so the training command and the
-        # environment are sent through stdin instead.
         self.python = self._connection.python or self.python
-        command = f"exec {shlex.quote(self.python)} -m hvd_elastic.agent.agent"
-        self._process = self._connection.start(command, on_stdout=on_stdout)
+        self._process = self._connection.start(agent_command(self.python), on_stdout=on_stdout)
         return self._process.stdin
 
     def wait_for_end(self) -> None:

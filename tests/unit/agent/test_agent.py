@@ -29,11 +29,13 @@ import pytest
 from hvd_elastic import __version__
 from hvd_elastic.agent import agent as agent_module
 from hvd_elastic.agent.template.process import TITLE
+from hvd_elastic.agent.unacknowledged import MOST_ON_THE_WAY
 from hvd_elastic.checkpoint.saved import find_spooled, spool_file
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.endings import crash_stack
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.interfaces import interface_of
+from hvd_elastic.leader.agents.process import agent_command
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import compress, decompress, encode
 from tests.small_group import SMALL_BYTES, inside, small_group
@@ -237,6 +239,7 @@ def test_a_worker_from_its_start_to_its_leave(start_agent: StartAgent) -> None:
     (worker,) = agent.marked()
     assert worker.environ()["SECRET"] == "s3cret"
     assert "HOROVOD_RANK" not in worker.environ()
+    assert worker.environ()["PWD"] == worker.cwd()
     assert agent.told_by_worker() == {"kind": "hold"}
     agent.say(op="tell", worker="w7", message={"kind": "leave"})
     log = agent.event("log")
@@ -915,3 +918,54 @@ def test_a_worker_is_forked_from_the_template_or_started_anew_if_it_fails(
     assert "it cannot be forked" not in str(agent.skipped)
     agent.process.kill()
     agent.wait_clean()
+
+
+def test_a_worker_that_prints_without_end_waits_for_the_leader(start_agent: StartAgent) -> None:
+    """Else its output would pile up in the memory of the agent and of the leader."""
+    endless = 'while True: os.write(1, b"x" * 999 + b"\\n")\n'
+    agent = start_agent(WORKER.partition("sys.stdout.write")[0] + endless)
+    agent.start_worker()
+
+    def printed() -> tuple[int, int]:
+        """The last message with output, and how much there was, once no more comes."""
+        last = size = quiet = 0
+        while quiet < 5:
+            message = agent.hear(lambda m: m.get("ev") in ("log", "beat"))
+            if message["ev"] == "log":
+                last, size, quiet = message["seq"], size + len(message["data"]), 0
+            elif size >= MOST_ON_THE_WAY:
+                quiet += 1
+        return last, size
+
+    last, size = printed()
+    assert size < 2 * MOST_ON_THE_WAY
+    agent.say(op="beat", acted_upon=last)
+    later, size = printed()
+    assert later > last
+    assert size < 2 * MOST_ON_THE_WAY
+
+
+def test_a_folder_that_cannot_be_made_is_named() -> None:
+    """As in a home folder that is full or read-only."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hvd_elastic.agent.agent"],
+        input=encode(leader_hello(env={"HVD_ELASTIC_HOME": "/proc/home"})),
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"a folder of the run cannot be made: /proc/home: No such file")
+
+
+def test_it_imports_nothing_from_the_home_folder(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise ImportError('a file of the user')")
+    done = subprocess.run(
+        ["sh", "-c", agent_command(sys.executable)],
+        input=b"",
+        capture_output=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=TIMEOUT_S,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -61,7 +61,7 @@ def test_the_last_words_of_a_worker_are_heard_though_it_was_spoken_to_meanwhile(
     async def finish() -> None:
         env = {"TMPDIR": str(tmp_path)}
         hello = leader_hello(command=(sys.executable, "-S", "-c", LAST_WORDS), env=env)
-        workers = Workers(hello, tmp_path, None, told.append)
+        workers = Workers(hello, tmp_path, None, told.append, lambda: True)
         await workers.listen()
         workers.start(msg.StartWorker("w0", 0, 1))
         worker = workers.get("w0")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import types
 
@@ -158,3 +160,20 @@ def test_a_result_that_is_missing_is_named_in_words(capsys, tmp_path):
         "a.json cannot be read as a result of bench synthetic: No such file or directory\n"
     )
     assert "Errno" not in error
+
+
+def test_what_the_encoding_of_the_terminal_lacks_is_shown_as_a_question_mark():
+    """Such as that of LC_ALL=en_US, without UTF-8; an arrow would have ended the leader."""
+    program = (
+        "import typer; from hvd_elastic.cli.entry import enter\n"
+        "app = typer.Typer()\n"
+        "app.command()(lambda: print('0 \\u2192 2 slots'))\n"
+        "enter('x', typer.main.get_command(app), [])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, b"0 ? 2 slots\n"), done.stderr

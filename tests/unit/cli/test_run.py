@@ -28,6 +28,7 @@ def call(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, s
     ("arguments", "wanted"),
     [
         (["--np", "abc"], "--np takes a whole number of 1 or more, not 'abc'"),
+        (["-np", "abc"], "--np takes a whole number of 1 or more, not 'abc'"),
         (["--min-np", "0"], "--min-np takes a whole number of 1 or more, not '0'"),
         (["--max-np", "1.5"], "--max-np takes a whole number of 1 or more, not '1.5'"),
         (["--checkpoint-every", "often"], "--checkpoint-every takes a number of 0 or more"),
@@ -43,6 +44,16 @@ def test_options_say_what_they_take(
     assert status == 2
     assert message.startswith(f"error: {wanted}")
     assert message.count("\n") == 1
+
+
+def test_a_current_folder_that_was_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    status, error = call("--", "python", "train.py", capsys=capsys)
+    assert (status, error.partition(";")[0]) == (2, "error: the current folder was removed")
 
 
 def test_all_mistakes_are_named_in_the_order_of_the_command_line(

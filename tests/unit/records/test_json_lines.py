@@ -70,7 +70,7 @@ def test_numbers_of_other_libraries_and_nan(path: Path) -> None:
 def test_no_file_is_no_event(path: Path) -> None:
     assert read_events(path) == []
     assert read_last_events(path, 1000) == []
-    assert EventFollower(path, from_end=True).poll() == []
+    assert EventFollower(path, last_bytes=0).poll() == []
 
 
 def test_a_torn_last_line_is_skipped_and_does_not_swallow_the_next_record(path: Path) -> None:
@@ -92,6 +92,8 @@ def test_lines_that_are_no_records_are_skipped(path: Path, line: bytes) -> None:
     path.write_bytes(b'{"kind":"a"}\n' + line + b'{"kind":"b"}\n')
     assert [record["kind"] for record in read_events(path)] == ["a", "b"]
     assert [record["kind"] for record in EventFollower(path).poll()] == ["a", "b"]
+    latest = EventFollower(path, last_bytes=path.stat().st_size - 1).poll()
+    assert [record["kind"] for record in latest] == ["b"], "the first line is not whole"
 
 
 def test_an_unwritable_place_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from tests.paths import skip_module_without_tensorflow
 skip_module_without_tensorflow()
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,27 @@ def test_batches_are_those_of_the_order_behind_map_and_prefetch(alone: Context) 
     dataset = hvd.dataset(NUMBERS, 4).map(lambda x: x * 10).prefetch(3)
     assert read(dataset) == [[0, 10, 20, 30], [40, 50, 60, 70], [80, 90]]
     assert isinstance(dataset, tf.data.Dataset)
+
+
+@pytest.mark.parametrize("by", ["map", "options"])
+def test_batches_come_in_order_where_the_script_allows_any(alone: Context, by: str) -> None:
+    """They are counted as they come, so one that overtakes another would be taken for it."""
+
+    def delay(batch: np.ndarray) -> np.ndarray:
+        time.sleep(0.3 if batch[0] == 0 else 0.0)
+        return batch
+
+    def slow(batch: Any) -> Any:
+        return tf.numpy_function(delay, [batch], tf.int64)
+
+    dataset = hvd.dataset(NUMBERS, 4)
+    if by == "map":
+        dataset = dataset.map(slow, 3, False)
+    else:
+        options = tf.data.Options()
+        options.deterministic = False
+        dataset = dataset.map(slow, num_parallel_calls=3).with_options(options)
+    assert read(dataset) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_a_shuffled_epoch_has_each_example_once(alone: Context) -> None:

@@ -6,6 +6,7 @@ from tests.paths import ROOT, skip_module_without_tensorflow
 
 skip_module_without_tensorflow()
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -122,3 +123,19 @@ def test_tensorflow_scripts_import_no_pytorch_and_run_no_operation() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_single_thread_for_operations_becomes_two() -> None:
+    """An audited step waits in TensorFlow for a collective, which needs a thread of its own."""
+    program = (
+        "import tensorflow as tf, hvd_elastic.tensorflow as hvd; hvd.init(); "
+        "print(tf.config.threading.get_inter_op_parallelism_threads())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "TF_NUM_INTEROP_THREADS": "1"},
+    )
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

@@ -309,19 +309,21 @@ def test_the_line_is_that_of_the_script_and_not_of_a_library() -> None:
 class Ranks(LocalCommunicator):
     """Averages as Horovod does, with ranks that stand at these places."""
 
+    order = 0
+
     def __init__(self, others: list[tuple[int, int]]) -> None:
         self.size = 1 + len(others)
         self._others = others
 
     def reduce_async(self, array: Any, name: str, *, sent_as: str = "") -> Any:
         for epoch, position in self._others:
-            place = Progress(epoch=epoch, position=position).place_hash()
+            place = Progress(epoch=epoch, position=position, order_hash=self.order).place_hash()
             array += np.array([place, place * place, 0, 0, 0, 0, 0, 0, 0], np.float32)
         array *= np.float32(1 / self.size)
         return array
 
     def gather(self, array: Any, name: str) -> Any:
-        others = "".join(f"in epoch {e} at example {p}|\n" for e, p in self._others)
+        others = "".join(f"{self.order}|90|in epoch {e} at example {p}|\n" for e, p in self._others)
         return np.concatenate([array, np.frombuffer(others.encode(), np.uint8)])
 
 
@@ -352,6 +354,17 @@ def test_a_rank_at_another_place_of_the_data_is_an_error_of_all_ranks(ranks: int
             made.exchange()
         assert "in epoch 1 at example 96" in str(e.value)
         assert "in epoch 2 at example 0" in str(e.value)
+
+
+def test_ranks_whose_data_sets_differ_are_told() -> None:
+    """Each would read a permutation of its own, with examples left out and read twice."""
+    made = at_place(0, 0, [(0, 0)])
+    made.worker.examples, others = 100, Ranks([(0, 0)])
+    made.worker.communicator, others.order = others, 5
+    with pytest.raises(
+        ScriptError, match=r"rank 0 in one of 100 examples; rank 1 in one of 90 examples\. Bring"
+    ):
+        made.exchange()
 
 
 def test_every_step_of_another_epoch_is_at_another_place() -> None:

@@ -2,9 +2,14 @@ from __future__ import annotations
 
 import io
 import re
+import threading
+import time
+
+import pytest
 
 from hvd_elastic.records.wording import Narrator
-from hvd_elastic.views.terminal import RunView
+from hvd_elastic.views import terminal
+from hvd_elastic.views.terminal import LastingView, RunView
 from tests.unit.records.sample_run import sample_events
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -221,3 +226,52 @@ def test_every_kind_of_event_can_be_told_bare() -> None:
     for kind in kinds.split():
         for line in narrator.tell({"kind": kind}):
             assert line.text or kind == "log_note"
+
+
+class HeldStream(io.StringIO):
+    """A terminal after Ctrl-S: it takes nothing before it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.free = threading.Event(), threading.Event()
+
+    def write(self, text: str) -> int:
+        self.asked.set()
+        assert self.free.wait(60)
+        return super().write(text)
+
+
+def test_a_held_terminal_holds_nothing_up_and_shows_it_later() -> None:
+    stream = HeldStream()
+    view = LastingView(stream)
+    with view:
+        for event in sample_events():
+            view.show(event)
+        view.print("accuracy 0.9")
+        assert stream.asked.wait(60)
+        assert not stream.getvalue()
+        stream.free.set()
+    lines = stream.getvalue().splitlines()
+    assert lines[0].endswith("run digits-3: 2 hosts, 2 slots")
+    assert lines[-1] == "accuracy 0.9"
+
+
+def test_of_what_nobody_reads_lines_are_left_out_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(terminal, "_MOST_WAITING", 3)
+    monkeypatch.setattr(terminal, "_PATIENCE_S", 0.01)
+    stream = HeldStream()
+    view = LastingView(stream)
+    with view:
+        view.print("0")
+        assert stream.asked.wait(60)
+        for line in range(1, 9):
+            view.print(f"{line}")
+        view.print("an event", keep=True)
+        stream.free.set()
+        while "an event" not in stream.getvalue():
+            time.sleep(0.01)
+        view.print("9")
+    note = "… 5 lines left out here, where nobody read; hvd-elastic logs has them"
+    assert stream.getvalue().splitlines() == ["0", "1", "2", "3", note, "an event", "9"]

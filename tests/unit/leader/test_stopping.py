@@ -1,0 +1,30 @@
+"""Which signals stop a run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hvd_elastic.leader.stopping import Stopping
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("nohup", [True, False])
+def test_a_hang_up_stops_a_run_unless_it_was_started_by_nohup(nohup: bool) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    unused: Any = None
+    with Stopping(unused, unused, lambda: True).signals():
+        caught = {number for number in NUMBERS if callable(signal.getsignal(number))}
+    assert caught == {signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,))}
