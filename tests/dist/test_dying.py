@@ -86,7 +86,7 @@ def test_a_killed_worker_is_replaced_by_a_fork_of_the_template(
         """Address of the arguments, which a fork inherits, and each new program has another."""
         return read(pid, "stat").rpartition(b")")[2].split()[45]
 
-    pid = job.wait_for(template, "a template", 200)  # it imports at the lowest priority
+    pid = job.wait_for(template, "a template", 200)  # it imports at a low priority
     killed = job.worker(b)
     shown = command_line(killed.pid)
     since, before = job.mark(), job.step

@@ -39,7 +39,8 @@ _MAIN_NAMES = frozenset(
     f"__{name}__"
     for name in ("name", "doc", "package", "loader", "spec", "annotations", "builtins")
 )
-_LOWEST_PRIORITY = 19
+_LOW_PRIORITY = 10
+"""Niceness of the imports. At 19, the lowest, they would hardly end where ranks use all cores."""
 _GROUP_PRIORITY = Path("/proc/self/autogroup")
 """Priority of this session among those that want the processor; see sched(7), "The autogroup
 feature". Missing if the kernel has none."""
@@ -93,12 +94,12 @@ def main(modules: Sequence[str], program: Sequence[str]) -> None:
 
 
 def _import(modules: Sequence[str]) -> str:
-    """Import modules in a thread of the lowest priority; return what went wrong."""
+    """Import modules in a thread of low priority; return what went wrong."""
     trouble = ""
 
     def work() -> None:
         nonlocal trouble
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
         _lower_group()
         for name in modules:
             try:
@@ -116,7 +117,7 @@ def _import(modules: Sequence[str]) -> str:
 def _lower_group() -> None:
     for _ in range(_GROUP_TRIES):
         try:
-            _GROUP_PRIORITY.write_text(str(_LOWEST_PRIORITY))
+            _GROUP_PRIORITY.write_text(str(_LOW_PRIORITY))
         except BlockingIOError:
             time.sleep(_GROUP_PAUSE_S)
         except OSError:  # the kernel does not group processes
