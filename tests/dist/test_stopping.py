@@ -115,7 +115,7 @@ def takes_signals(leader: int) -> bool:
     """Whether a leader has gone so far as to answer them itself."""
     status = Path(f"/proc/{leader}/status").read_text()
     (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(mask, 16) & 1 << signal.SIGHUP - 1)
+    return bool(int(mask, 16) & 1 << signal.SIGTERM - 1)
 
 
 def test_who_is_just_being_taken_over_writes_its_state_first(
