@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from hvd_elastic.torch.saving import write_object
 from hvd_elastic.training.frontend import Frontend
 
 _KILLED_READER = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: Killed")
+
+
+_READER_ENDS_S = 1.0
+"""Time in which a process of the loader ends after its connections."""
 
 
 class TorchFrontend(Frontend):
@@ -39,8 +44,13 @@ class TorchFrontend(Frontend):
         )
 
     def killed_reader(self, error: BaseException) -> str:
-        """See :meth:`Frontend.killed_reader`; PyTorch may raise another error from it."""
+        """See :meth:`Frontend.killed_reader`; PyTorch may raise another error from it.
+
+        A batch that it has sent cannot be fetched any more: that is an error of the connection.
+        """
         cause: BaseException | None = error
+        if isinstance(error, (OSError, EOFError)):
+            cause = _failed_reader() or error
         while cause is not None:
             found = isinstance(cause, RuntimeError) and _KILLED_READER.search(str(cause))
             if found:
@@ -67,3 +77,15 @@ class TorchFrontend(Frontend):
     load_checkpoint = staticmethod(load_checkpoint)
     write_object = staticmethod(write_object)
     exported = staticmethod(exported)
+
+
+def _failed_reader() -> RuntimeError | None:
+    """Return PyTorch's error about a process of a loader that has failed; None: there is none."""
+    end = time.monotonic() + _READER_ENDS_S
+    while time.monotonic() < end:
+        try:
+            torch._C._error_if_any_worker_fails()
+            time.sleep(0.02)  # PyTorch's handler of signals may raise it here
+        except RuntimeError as error:
+            return error
+    return None
