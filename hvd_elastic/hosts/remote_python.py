@@ -22,9 +22,12 @@ from hvd_elastic.hosts.process import CommandTimeoutError, RemoteProcess, collec
 PROGRAMS = "hvd_elastic.hosts.programs"
 """Package of the programs that are sent to hosts."""
 
+FROM_NO_WORKING_FOLDER = "import sys; sys.path[:] = filter(None, sys.path); "
+"""Beginning of a program for ``python -c`` that imports nothing from where it is started, which is
+the user's home on a host."""
+
 _LOADER = (
-    # Nothing is imported from the working folder, which is the user's home.
-    "import sys; sys.path[:] = filter(None, sys.path); import zlib; "
+    f"{FROM_NO_WORKING_FOLDER}import zlib; "
     "exec(compile(zlib.decompress(sys.stdin.buffer.read(int(sys.argv[1]))), sys.argv[2], 'exec'))"
 )
 _OWN_IMPORT = re.compile(r"^from (hvd_elastic\.[\w.]+) import", re.MULTILINE)

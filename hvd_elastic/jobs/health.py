@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from hvd_elastic import __version__
+from hvd_elastic.hosts.remote_python import FROM_NO_WORKING_FOLDER
 
 _RETRY_S = (0.0, 2.0, 5.0, 10.0, 30.0)
 """Time to the next try of a lost host after 0, 1, 2, … tries [s]."""
@@ -27,8 +28,7 @@ _LOST_AGAIN_S = (0.0, 10.0, 30.0, 60.0, 120.0)
 _LOGIN_S = 10.0
 """How long a try may take [s]."""
 _IMPORT = (
-    "import sys; sys.path[:] = filter(None, sys.path); "
-    "import hvd_elastic, hvd_elastic.agent.agent; "
+    f"{FROM_NO_WORKING_FOLDER}import hvd_elastic, hvd_elastic.agent.agent; "
     f"sys.exit((*sys.version_info[:2], hvd_elastic.__version__) != "
     f"({sys.version_info[0]}, {sys.version_info[1]}, {__version__!r}))"
 )
