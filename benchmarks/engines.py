@@ -15,12 +15,10 @@ import importlib.util
 import json
 import os
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -28,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.elasticity.rows import crash
 from benchmarks.elasticity.stage import STEP_TIME_S, Stage
+from benchmarks.step_time import Cost
 from benchmarks.testbed.command import (
     Say,
     at_least_one,
@@ -48,7 +47,7 @@ from benchmarks.testbed.launchers import (
     Launcher,
     Order,
 )
-from benchmarks.testbed.marks import Process, first_step
+from benchmarks.testbed.marks import first_step
 from benchmarks.testbed.ray import VirtualRay
 from benchmarks.testbed.slurm import SlurmCluster, missing_programs
 from benchmarks.testbed.spark import SparkCluster
@@ -433,7 +432,8 @@ def _measure(stage: Stage, engine: Engine, launcher: Launcher, case: str) -> flo
         if case == _STEP:
             time.sleep(_STEPS_S)
             job.marks.poll()
-            return max(map(_median_step, job.marks.processes))
+            costs = [Cost.of(process.steps[_WARM_STEPS:]) for process in job.marks.processes]
+            return max(cost.step_s for cost in costs)
         if case == "first step":
             first = first_step(job.marks.processes)
             assert first is not None
@@ -443,12 +443,6 @@ def _measure(stage: Stage, engine: Engine, launcher: Launcher, case: str) -> flo
             return stage.pause_s(job, engine.lose(job), left, [(bed.hosts[2], 0)])
         assert engine.join is not None, "a case of this engine"
         return stage.pause_s(job, engine.join(job), _HOSTS)
-
-
-def _median_step(process: Process) -> float:
-    """Return the median time of a step after the first ones [s]."""
-    ends = [step.mono for step in process.steps[_WARM_STEPS:]]
-    return statistics.median(later - earlier for earlier, later in pairwise(ends))
 
 
 def measure_engines(options: argparse.Namespace, say: Say) -> Result:
