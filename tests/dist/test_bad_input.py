@@ -289,13 +289,19 @@ def test_script_that_is_edited_while_it_trains_is_told(home: Path, tmp_path: Pat
     assert_nothing_left(mark=job.mark)
 
 
+def failed_run(home: Path, text: str, *arguments: object) -> Job:
+    """Run a script on two ranks until it has failed."""
+    script = write_script(home, text)
+    options = ["--np", 2, "--min-np", 2, "--checkpoint-every", 0]
+    with Job(*options, "--", sys.executable, script, *arguments, home=home) as job:
+        assert job.wait() == 1, job.text
+    return job
+
+
 def test_data_sets_that_differ_between_ranks_end_the_run(home: Path) -> None:
     """As where a host has an incomplete copy: each rank would read an order of its own."""
     text = TINY.replace("hvd.init()\n", "hvd.init()\nargs.examples -= 10 * hvd.local_rank()\n", 1)
-    script = write_script(home, text)
-    options = ["--np", 2, "--min-np", 2, "--checkpoint-every", 0]
-    with Job(*options, "--", sys.executable, script, home=home) as job:
-        assert job.wait() == 1, job.text
+    job = failed_run(home, text)
     assert "read different data sets, or one in different orders: rank 0 in one of 100" in job.text
     assert "rank 1 in one of 90 examples. Bring the same examples to all hosts" in job.text
     assert "Traceback" not in job.text
@@ -313,10 +319,7 @@ def test_step_that_one_rank_leaves_out_alone_ends_the_run(home: Path) -> None:
         "                continue\n"
         "            optimizer.zero_grad()\n",
     ).replace("def train(state):\n", "def train(state):\n    left_out = 0\n")
-    script = write_script(home, text)
-    options = ["--np", 2, "--min-np", 2, "--checkpoint-every", 0]
-    with Job(*options, "--", sys.executable, script, home=home) as job:
-        assert job.wait() == 1, job.text
+    job = failed_run(home, text)
     assert ": step 10 was left out on rank 1 alone, of 2:" in job.text
     assert "have all decide alike, by hvd.allreduce" in job.text
     assert "Traceback" not in job.text
@@ -334,10 +337,7 @@ def test_stream_that_ends_early_on_one_rank_ends_the_run(home: Path) -> None:
         "stream = Stream(share, length=100, shares=2, chunk=5)\n"
         "loader = hvd.DataLoader(stream, args.batch_size)",
     ).replace("import torch\nfrom", "import torch\nfrom hvd_elastic.data import Stream\nfrom", 1)
-    script = write_script(home, text)
-    options = ["--np", 2, "--min-np", 2, "--checkpoint-every", 0]
-    with Job(*options, "--", sys.executable, script, home=home) as job:
-        assert job.wait() == 1, job.text
+    job = failed_run(home, text)
     assert "share 1 of 2 of the stream ended after 23 examples in epoch 0" in job.text
     assert "give Stream a length of at most 46" in job.text
     (finished,) = job.events("run_finished")
@@ -355,10 +355,7 @@ def test_parameters_that_an_unwrapped_optimizer_changes_end_the_run_by_name(home
     text = text.replace("cross_entropy(model(inputs)", "cross_entropy(head(model(inputs))")
     text = text.replace("optimizer.step()\n", "optimizer.step()\n            plain.step()\n")
     text = text.replace("State(model=model,", "State(model=model, head=head,")
-    script = write_script(home, text)
-    options = ["--np", 2, "--min-np", 2, "--checkpoint-every", 0]
-    with Job(*options, "--", sys.executable, script, "--epochs", 9, home=home) as job:
-        assert job.wait() == 1, job.text
+    job = failed_run(home, text, "--epochs", 9)
     assert "hold different parameters: rank 1 differs from rank 0 in head." in job.text
     assert "Traceback" not in job.text
     (finished,) = job.events("run_finished")

@@ -44,9 +44,6 @@ class Arrays(Content):
         ]
         self.values = {"rate": 0.1}
 
-    def own_data(self) -> list[bytes]:
-        return []
-
     def encode_opaque(self) -> bytes:
         return b"only numpy knows"
 
