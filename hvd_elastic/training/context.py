@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training.agent_link import installed_modules, script_digests
 from hvd_elastic.training.audit import Audit
 from hvd_elastic.training.checkpointing import Checkpointing
 from hvd_elastic.training.frontend import Averager, Frontend, State
 from hvd_elastic.training.idle_check import IdleCheck
+from hvd_elastic.training.imported import installed_modules, script_digests
 from hvd_elastic.training.launch import Mode, detect_mode, refuse_other_launchers
 from hvd_elastic.training.membership import Membership
 from hvd_elastic.training.metrics import Metrics
