@@ -45,6 +45,8 @@ _HEAP_BYTES = 64 << 20
 """Size of the heaps of glibc for threads other than the main one. It gives one that is empty back
 to the kernel unless so much has to stay free: the tensors of TensorFlow, whose threads allocate,
 would cost 20,000 page faults in each step."""
+_FUSED_BYTES = 4 << 20
+"""Most bytes of small tensors that Horovod sums up together."""
 _VISIBLE, _NVIDIA = "CUDA_VISIBLE_DEVICES", Path("/proc/driver/nvidia")
 _SAME_NOTICE_S = 2.0
 """Time within which a signal that is sent to all processes of a host reaches all of them."""
@@ -234,6 +236,8 @@ class Workers:
             "MALLOC_MMAP_THRESHOLD_": str(_MAPPED_BYTES),
             "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES),
             "MALLOC_TOP_PAD_": str(_HEAP_BYTES),
+            # Else Horovod copies buckets of gradients that wait for the ring into a larger one.
+            "HOROVOD_FUSION_THRESHOLD": str(_FUSED_BYTES),
             # TensorFlow would print what it was compiled for, for every rank.
             _TENSORFLOW_LEVEL: _TENSORFLOW_ERRORS,
             # The leader reports why a ring broke; Horovod would print errors for every rank.

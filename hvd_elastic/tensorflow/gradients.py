@@ -79,7 +79,7 @@ class GradientAverager(Averager):
         """Return gradients averaged over the ranks, and a tensor that is there after the last."""
         control = self._begin_graph()
         packed = _Packed(gradients, variables, control.factor)
-        sums, told = self._exchanged(packed.first, packed.flats, control.alone)
+        sums, told = self._exchanged(packed.flats, control.alone)
         with tf.control_dependencies(sums):
             ended = tf.numpy_function(self._end, [told], tf.bool)
         return packed.unpacked(sums), ended
@@ -110,7 +110,7 @@ class GradientAverager(Averager):
 
         def end_step() -> tf.Tensor:
             flats = adaptation.added(packed.flats)
-            sums, told = self._exchanged(packed.first, flats, control.alone)
+            sums, told = self._exchanged(flats, control.alone)
             with tf.control_dependencies(sums):
                 averaged = packed.unpacked([tf.identity(flat) for flat in sums])
             dense = {number: averaged[number] for number in packed.dense}
@@ -129,23 +129,23 @@ class GradientAverager(Averager):
         tf.cond(control.last, end_step, add_pass)
 
     def _exchanged(
-        self, first: list[tf.Tensor], flats: Sequence[tf.Tensor], alone: tf.Tensor
+        self, flats: Sequence[tf.Tensor], alone: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Return the averages of flat gradients over the ranks, and of their flags.
 
-        The flags are exchanged while gradients are computed, as soon as ``first`` are.
+        The flags are exchanged just before the last gradients. Earlier, while threads of this
+        machine compute, each message waits for a processor, and the gradients wait behind it.
         """
-        with tf.control_dependencies(first):
-            flags = tf.numpy_function(self._begin, [], tf.float32)
-        told = self._reduced(flags, FLAGS_NAME, alone)
         self._names = [f"{gradient_prefix(0)}{number}" for number in range(len(flats))]
         with tf.control_dependencies(flats):
-            computed = tf.numpy_function(self._computed, [], tf.bool)
+            flags = tf.numpy_function(self._computed, [], tf.float32)
+        told = self._reduced(flags, FLAGS_NAME, alone)
+        with tf.control_dependencies([flags]):
+            flats = [*flats[:-1], *map(tf.identity, flats[-1:])]
         sums = [
             self._reduced(flat, name, alone) for flat, name in zip(flats, self._names, strict=True)
         ]
-        with tf.control_dependencies([computed]):
-            return sums, tf.identity(told)
+        return sums, told
 
     def _begin_graph(self) -> Control:
         """Return what the graph that is traced depends on."""
@@ -169,8 +169,8 @@ class GradientAverager(Averager):
         found.set_shape(tensor.shape)
         return found
 
-    def _begin(self) -> np.ndarray:
-        """Return this rank's flags."""
+    def _computed(self) -> np.ndarray:
+        """Return this rank's flags; all gradients are computed, what follows is waiting."""
         if self._rehearses:
             return np.zeros(1, np.float32)
         try:
@@ -192,18 +192,14 @@ class GradientAverager(Averager):
                     "with state.commit()"
                 )
             self._begun = True
-            return self._context.own_flags()
+            self._context.planner.work_ends()
+            flags = self._context.own_flags()
+            self._waits = True
+            self._context.worker.communicator.graph_waits(self._names)
+            return flags
         except BaseException as error:
             self.raised = error
             raise
-
-    def _computed(self) -> bool:
-        """Note that all gradients of the step are computed: what follows is waiting for others."""
-        if not self._rehearses:
-            self._context.planner.work_ends()
-            self._waits = True
-            self._context.worker.communicator.graph_waits(self._names)
-        return True
 
     def _end_pass(self, own: np.ndarray) -> bool:
         """Note that the gradients of a pass are added up."""
@@ -331,7 +327,6 @@ class _Packed:
 
     Attributes:
         dense: the gradients that are there, dense, by the number of their variable.
-        first: that of the last variable, which is computed first in most models; or none.
         flats: a flat tensor for each bucket.
     """
 
@@ -344,7 +339,6 @@ class _Packed:
             if gradient is not None
         }
         order = [*reversed(self.dense)]
-        self.first = [self.dense[number] for number in order[:1]]
         kinds = [_reduced_type(self.dense[number]) for number in order]
         sizes = [_elements(self.dense[number]) * self.dense[number].dtype.size for number in order]
         self._buckets = [[order[at] for at in each] for each in divide(kinds, sizes, BUCKET_BYTES)]

@@ -14,7 +14,7 @@ from hvd_elastic.model.lr_rules import Rule
 from hvd_elastic.tensorflow.adaptation import Adaptation
 from hvd_elastic.tensorflow.gradients import GradientAverager
 from hvd_elastic.tensorflow.schedule import follows_progress
-from hvd_elastic.tensorflow.variables import check_no_loss_scaling
+from hvd_elastic.tensorflow.variables import check_no_loss_scaling, variable_of
 from hvd_elastic.training import context
 from hvd_elastic.training.horovod_names import explain_arguments
 
@@ -92,6 +92,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
     members = {
         "apply": apply,
+        "assign_add": staticmethod(_assign_sum),
+        "assign_sub": staticmethod(_assign_difference),
         "_get_current_learning_rate": current_rate,
         "__doc__": kind.__doc__,
         "__module__": kind.__module__,  # by which a saved model is loaded, without this library
@@ -99,6 +101,18 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     optimizer.__class__ = type(kind.__name__, (kind,), members)
     optimizer.__dict__[_AVERAGER] = averager
     return optimizer
+
+
+# What they assign is computed while other gradients are being reduced, and takes the place of the
+# old value. In place it could only be added after the last reduction.
+def _assign_sum(variable: Any, value: Any) -> None:
+    variable = variable_of(variable)
+    variable.assign(variable + tf.cast(value, variable.dtype))
+
+
+def _assign_difference(variable: Any, value: Any) -> None:
+    variable = variable_of(variable)
+    variable.assign(variable - tf.cast(value, variable.dtype))
 
 
 class DistributedGradientTape:
