@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NoReturn
 
+import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
@@ -112,6 +113,12 @@ class DatasetSource(IndexedSource):
         if Arrays.is_source(source):
             arrays = Arrays(source)
             super().__init__(arrays, len(arrays), arrays.collate, seed)
+        elif isinstance(source, keras.utils.PyDataset):
+            raise ScriptError(
+                f"hvd.dataset({type(source).__name__}): a PyDataset (Sequence) of Keras gives "
+                "batches, and hvd.dataset makes them, a share for each rank. Give it an object "
+                "whose __getitem__ returns one example, or arrays"
+            )
         else:
             instead = (
                 "hvd.dataset arrays, or an object with __len__ and __getitem__; map and prefetch "

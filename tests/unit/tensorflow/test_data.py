@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -195,6 +196,7 @@ def test_a_pipeline_around_it_reads_nothing(alone: Context) -> None:
         (np.zeros((0, 2)), {"batch_size": 2}, "same first dimension"),
         ([], {"batch_size": 2}, "is empty"),
         (iter([1]), {"batch_size": 2}, "cannot be read by index"),
+        (keras.utils.PyDataset(), {"batch_size": 2}, "gives batches"),
         (tf.data.Dataset.range(3), {"batch_size": 2}, r"Dataset\) cannot be read by index"),
     ],
 )
