@@ -15,6 +15,8 @@ FLAGS_NAME = "hvd_elastic.change"
 """Name of the reduction of these flags."""
 GRADIENT_PREFIX = "gradient"
 """Prefix of the names of gradient reductions, which count as one collective together."""
+IN_FLIGHT = 3
+"""Most buckets of the state that are sent at the same time."""
 USER_PREFIX = "user."
 """Prefix of the names of collectives that the script called; messages omit it."""
 
@@ -208,8 +210,10 @@ class Collectives(Protocol):
     def to_numpy(self, tensor: Any) -> np.ndarray:
         """Return the content of a tensor in host memory; it may share the memory."""
 
-    def as_bytes(self, tensors: Sequence[Any]) -> AbstractContextManager[list[list[Any]]]:
-        """Return a context with the bytes of tensors, readable and writable until it ends.
+    def as_bytes(
+        self, tensors: Sequence[Any], *, receives: bool
+    ) -> AbstractContextManager[list[list[Any]]]:
+        """Return a context with the bytes of tensors; ``receives``: all of them are written.
 
         It has one list for each device, in the same order on all ranks. A list holds flat uint8
         arrays, tensors or numpy arrays, that support ``len``, slices as views, and assignment to

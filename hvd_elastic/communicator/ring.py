@@ -20,6 +20,7 @@ from hvd_elastic.communicator.interface import (
     FLAGS_NAME,
     GRADIENT_PREFIX,
     GRADIENTS,
+    IN_FLIGHT,
     USER_PREFIX,
     Array,
     Collectives,
@@ -32,8 +33,6 @@ from hvd_elastic.formatting import count
 
 _COUNTED = 32
 """Number of collectives whose count is kept; ranks that wait for each other differ in the last."""
-_IN_FLIGHT = 3
-"""Number of buckets that are sent at the same time."""
 _SHORT_BYTES, _LENGTH_BYTES = 16 << 10, 8
 """Size of the first message of `broadcast_bytes`, which holds a decision about the batch, and
 of the length in it."""
@@ -279,7 +278,7 @@ class HorovodCommunicator:
             if self.rank != root_rank and message is not bucket[0]:
                 scatter(message, bucket)
 
-        self._stream(arrays, begin, end)
+        self._stream(arrays, begin, end, receives=self.rank != root_rank)
 
     def hand_over(self, arrays: Sequence[Array], lacking: Sequence[bool]) -> None:
         holders = [rank for rank, lacks in enumerate(lacking) if not lacks]
@@ -299,7 +298,7 @@ class HorovodCommunicator:
             if lacking[self.rank]:
                 scatter(message, bucket)
 
-        self._stream(arrays, begin, end)
+        self._stream(arrays, begin, end, receives=lacking[self.rank])
 
     def _joined(self, pieces: list[Any]) -> Any:
         return pieces[0] if len(pieces) == 1 else self._collectives.join(pieces)
@@ -309,24 +308,28 @@ class HorovodCommunicator:
         arrays: Sequence[Array],
         begin: Callable[[list[Any], int], _Begun],
         end: Callable[[list[Any], Any], None],
+        *,
+        receives: bool,
     ) -> None:
         """Exchange arrays bucket by bucket; several buckets are in flight at the same time.
 
         Args:
             arrays: arrays in the same order on all ranks.
-            begin: function that begins the collective of a bucket, given the bucket and its number.
+            begin: function that begins the collective of a bucket, given the bucket and a number,
+                which no other bucket in flight has.
             end: function that is called with a bucket and the result of its collective.
+            receives: whether this rank's arrays are overwritten.
         """
 
         def finish_first() -> None:
             bucket, begun = self._in_flight.popleft()
             end(bucket, self.wait(begun))
 
-        with self._collectives.as_bytes(arrays) as devices:
+        with self._collectives.as_bytes(arrays, receives=receives) as devices:
             buckets = itertools.chain.from_iterable(map(cut_into_buckets, devices))
             for number, bucket in enumerate(buckets):
-                self._in_flight.append((bucket, begin(bucket, number)))
-                if len(self._in_flight) == _IN_FLIGHT:
+                self._in_flight.append((bucket, begin(bucket, number % IN_FLIGHT)))
+                if len(self._in_flight) == IN_FLIGHT:
                     finish_first()
             while self._in_flight:
                 finish_first()

@@ -351,7 +351,8 @@ def _check(model: Any) -> None:
         raise ScriptError(
             f"model.compile(optimizer): this {type(optimizer).__name__} was not given to "
             "hvd_elastic.keras.DistributedOptimizer, so its gradients are not averaged; write "
-            "model.compile(hvd.DistributedOptimizer(optimizer), ...)"
+            "model.compile(hvd.DistributedOptimizer(optimizer), ...). fit trains with it alone: "
+            "for a train_step with several of its own (a GAN) use hvd_elastic.torch"
         )
     if model.steps_per_execution != 1:
         raise ScriptError(

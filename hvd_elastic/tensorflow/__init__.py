@@ -39,7 +39,6 @@ check_tensorflow()
 import tensorflow as tf
 
 from hvd_elastic.tensorflow.data import dataset
-from hvd_elastic.tensorflow.evaluation import evaluate, predict
 from hvd_elastic.tensorflow.frontend import TensorFlowFrontend, let_two_operations_run
 from hvd_elastic.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
 from hvd_elastic.tensorflow.saving import load_model
@@ -47,8 +46,10 @@ from hvd_elastic.tensorflow.schedule import follow_progress
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.training import context as _context
 from hvd_elastic.training.elastic import epochs, run, steps, stop
+from hvd_elastic.training.evaluation import evaluate
 from hvd_elastic.training.export import export
 from hvd_elastic.training.horovod_names import missing_name
+from hvd_elastic.training.prediction import predict
 from hvd_elastic.training.saving import save
 from hvd_elastic.training.script_collectives import allgather, allreduce
 from hvd_elastic.training.script_ranks import local_rank, rank, report, size

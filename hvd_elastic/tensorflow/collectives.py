@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_elastic.communicator.interface import FLAGS_NAME, Collectives
+from hvd_elastic.communicator.interface import FLAGS_NAME, IN_FLIGHT, Collectives
 from hvd_elastic.communicator.ring import load_horovod
 from hvd_elastic.tensorflow.variables import LiveVariable
 
@@ -59,12 +59,20 @@ class TensorFlowCollectives(Collectives):
         self._failure = HorovodInternalError
 
     def warm(self) -> None:
-        """Trace the collectives that a worker needs when it joins."""
-        self._graph("broadcast", "hvd_elastic.bytes", tf.uint8, root_rank=0)
-        self._graph("allgather", "hvd_elastic.lacking", tf.int64)
-        self._graph("broadcast", "hvd_elastic.state.0", tf.uint8, root_rank=0)
-        self._graph("alltoall", "hvd_elastic.share.0", tf.uint8, tf.int32)
-        self._graph("_allreduce", FLAGS_NAME, tf.float32, op=self.horovod.Average)
+        """Have the collectives of a join traced and built; without ranks Horovod refuses them."""
+        number, size = np.zeros(1, np.uint8), np.zeros(1, np.int32)
+        begun = [
+            self._begin("broadcast", "hvd_elastic.bytes", number, root_rank=0),
+            self._begin("allgather", "hvd_elastic.lacking", number.astype(np.int64)),
+            self._begin("_allreduce", FLAGS_NAME, tf.zeros(1), op=self.horovod.Average),
+        ]
+        for each in range(IN_FLIGHT):
+            begun += [
+                self._begin("broadcast", f"hvd_elastic.state.{each}", number, root_rank=0),
+                self._begin("alltoall", f"hvd_elastic.share.{each}", number, size),
+            ]
+        for refused in begun:
+            refused.exception()
 
     def from_numpy(self, array: np.ndarray) -> tf.Tensor:
         return tf.convert_to_tensor(array)
@@ -74,16 +82,20 @@ class TensorFlowCollectives(Collectives):
         return array
 
     @contextlib.contextmanager
-    def as_bytes(self, tensors: Sequence[Any]) -> Iterator[list[list[np.ndarray]]]:
-        """Yield the bytes of variables and arrays in host memory; set them when it ends."""
-        copies = [
-            np.array(tensor.view()) if isinstance(tensor, LiveVariable) else tensor
-            for tensor in tensors
+    def as_bytes(
+        self, tensors: Sequence[Any], *, receives: bool
+    ) -> Iterator[list[list[np.ndarray]]]:
+        """Yield the bytes of variables and arrays in host memory, or new memory for variables."""
+        own = [
+            np.empty(each.shape, each.dtype)
+            if receives and isinstance(each, LiveVariable)
+            else each.view()
+            for each in tensors
         ]
-        flat = [each.reshape(-1).view(np.uint8) for each in copies if each.size]
+        flat = [each.reshape(-1).view(np.uint8) for each in own if each.size]
         yield [flat] if flat else []
-        for tensor, values in zip(tensors, copies, strict=True):
-            if isinstance(tensor, LiveVariable):
+        for tensor, values in zip(tensors, own, strict=True):
+            if receives and isinstance(tensor, LiveVariable):
                 tensor.variable.assign(values)
 
     def join(self, pieces: Sequence[np.ndarray]) -> np.ndarray:

@@ -38,7 +38,7 @@ class TensorFlowContent(Content):
     ) -> Callable[[], str | None]:
         # Views of variables keep their values, so all is copied later.
         views = [
-            _bytes_of(_view(self.tensors[number]))[first:last]
+            _bytes_of(self.tensors[number].view())[first:last]
             for number, first, last in self.parts(begin, end)
         ]
 
@@ -50,17 +50,13 @@ class TensorFlowContent(Content):
         return copy_rest
 
 
-def _view(tensor: LiveVariable | np.ndarray) -> np.ndarray:
-    return tensor.view() if isinstance(tensor, LiveVariable) else tensor
-
-
 def _bytes_of(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def pieces_of(tensor: LiveVariable | np.ndarray) -> list[Callable[[], np.ndarray]]:
     """Return functions that return the bytes of a tensor, piece by piece."""
-    flat = _bytes_of(_view(tensor))
+    flat = _bytes_of(tensor.view())
     cuts = range(0, max(1, len(flat)), _PIECE_BYTES)
     return [partial(flat.__getitem__, slice(at, at + _PIECE_BYTES)) for at in cuts]
 

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NoReturn
 
+import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDataset
@@ -95,7 +97,8 @@ def dataset(
         unequal_shares=unequal_shares,
     )
     shares = _Shares(order, source_here, SharedReading(source_here, 0, always=seed_examples))
-    made = tf.data.Dataset.from_generator(shares.batches, output_signature=shares.signature)
+    # Not from_generator, whose first batch takes some 10 ms of each change of the world.
+    made = tf.data.Dataset.counter().scan(np.int64(0), shares.next_in_graph)
     return ElasticDataset(made.prefetch(1), shares)
 
 
@@ -110,6 +113,12 @@ class DatasetSource(IndexedSource):
         if Arrays.is_source(source):
             arrays = Arrays(source)
             super().__init__(arrays, len(arrays), arrays.collate, seed)
+        elif isinstance(source, keras.utils.PyDataset):
+            raise ScriptError(
+                f"hvd.dataset({type(source).__name__}): a PyDataset (Sequence) of Keras gives "
+                "batches, and hvd.dataset makes them, a share for each rank. Give it an object "
+                "whose __getitem__ returns one example, or arrays"
+            )
         else:
             instead = (
                 "hvd.dataset arrays, or an object with __len__ and __getitem__; map and prefetch "
@@ -145,32 +154,39 @@ class _Shares(OrderedLoader):
         super().__init__(order, shared)
         self._source = source
         self._is_shared = False
-        self.signature = tf.nest.map_structure(
+        self._signature = tf.nest.map_structure(
             lambda batch: tf.TensorSpec((None, *batch.shape[1:]), batch.dtype), source.read([0])
         )
         self._reading: Iterator[tuple[Any, list[int]]] | None = None
         """Batches of the present pipeline, with their indices."""
         self._read_indices: list[list[int]] = []
-        self._turn = 0
-        """Number of pipelines begun; the thread of an earlier one may still ask for a batch."""
+        self._turn = 1
+        """Number of pipelines ended; the thread of an earlier one may still ask for a batch."""
         self._turn_lock = threading.Lock()
         self._pipeline: Iterator[Any] | None = None
         self._next_place: Place | None = None
 
-    def batches(self) -> Iterator[Any]:
-        """Yield this rank's batches from the present place on; called by the pipeline."""
+    @tf.autograph.experimental.do_not_convert
+    def next_in_graph(self, turn: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """Return the turn of a pipeline, 0 at first, and its next batch."""
+        specs = tf.nest.flatten(self._signature)
+        kinds = [tf.int64, *(spec.dtype for spec in specs)]
+        turn, *read = tf.numpy_function(self.next_batch, [turn], kinds)
+        flat = [tf.ensure_shape(each, spec.shape) for each, spec in zip(read, specs, strict=True)]
+        return tf.ensure_shape(turn, ()), tf.nest.pack_sequence_as(self._signature, flat)
+
+    def next_batch(self, turn: np.int64) -> list[Any]:
+        """Return the turn of a pipeline and its next batch, flat; StopIteration: it is over."""
         if self._reading is None:
             error = _refusal("A pipeline of your own, or a tf.distribute strategy,")
             show_instead(error)
             raise error
-        turn, reading = self._turn, self._reading
-        while True:
-            with self._turn_lock:
-                read = next(reading, None) if turn == self._turn else None
-                if read is None:
-                    return
-                self._read_indices.append(read[1])
-            yield read[0]
+        with self._turn_lock:
+            if turn not in (0, self._turn):
+                raise StopIteration
+            batch, indices = next(self._reading)
+            self._read_indices.append(indices)
+            return [np.int64(self._turn), *tf.nest.flatten(batch)]
 
     def loop(
         self, begin: Callable[[], Iterator[Any]], enough: Callable[[], bool] | None

@@ -13,6 +13,7 @@ from keras.optimizers import Optimizer
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.collectives import TensorFlowCollectives, reason_of
 from hvd_elastic.tensorflow.content import load_checkpoint
+from hvd_elastic.tensorflow.inference import TensorFlowInference
 from hvd_elastic.tensorflow.optimizer import averager_of, tape_averager
 from hvd_elastic.tensorflow.saving import exported, write_object
 from hvd_elastic.tensorflow.state import State
@@ -63,6 +64,7 @@ class TensorFlowFrontend(Frontend):
             )
         return tf.convert_to_tensor(tensor)
 
+    inference = staticmethod(TensorFlowInference)
     load_checkpoint = staticmethod(load_checkpoint)
     write_object = staticmethod(write_object)
     exported = staticmethod(exported)

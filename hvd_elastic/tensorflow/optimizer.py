@@ -141,13 +141,13 @@ class DistributedGradientTape:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
 
-    def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
+    def gradient(self, target: Any, sources: Any, *args: Any, **options: Any) -> Any:
         """Return the gradients of ``target``, averaged over the ranks, structured as ``sources``.
 
         Raises:
             ScriptError: the gradients are averaged by ``DistributedOptimizer`` as well.
         """
-        gradients = self._tape.gradient(target, sources, output_gradients)
+        gradients = self._tape.gradient(target, sources, *args, **options)
         variables = tf.nest.flatten(sources)
         averaged = tape_averager().average(tf.nest.flatten(gradients), variables)
         return tf.nest.pack_sequence_as(sources, averaged)

@@ -28,18 +28,18 @@ import torch
 from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.data import DataLoader
-from hvd_elastic.torch.evaluation import evaluate
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.optimizer import DistributedOptimizer
-from hvd_elastic.torch.prediction import predict
 from hvd_elastic.torch.saving import load_model
 from hvd_elastic.torch.schedule import follow_progress
 from hvd_elastic.torch.state import State
 from hvd_elastic.training import context as _context
 from hvd_elastic.training.elastic import epochs, run, steps, stop
+from hvd_elastic.training.evaluation import evaluate
 from hvd_elastic.training.export import export
 from hvd_elastic.training.horovod_names import missing_name
+from hvd_elastic.training.prediction import predict
 from hvd_elastic.training.saving import save
 from hvd_elastic.training.script_collectives import allgather, allreduce
 from hvd_elastic.training.script_ranks import local_rank, rank, report, size

@@ -34,7 +34,9 @@ class TorchCollectives(Collectives):
         return tensor.numpy()
 
     @contextlib.contextmanager
-    def as_bytes(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[list[torch.Tensor]]]:
+    def as_bytes(
+        self, tensors: Sequence[torch.Tensor], *, receives: bool
+    ) -> Iterator[list[list[torch.Tensor]]]:
         """Yield the tensors as bytes, grouped by device; Horovod does not support every type."""
         with torch.no_grad():
             in_order = [tensor.detach().contiguous() for tensor in tensors]
@@ -45,7 +47,7 @@ class TorchCollectives(Collectives):
                     devices.setdefault(tensor.device, []).append(flat)
             yield list(devices.values())
             for tensor, ordered in zip(tensors, in_order, strict=True):
-                if tensor.data_ptr() != ordered.data_ptr():
+                if receives and tensor.data_ptr() != ordered.data_ptr():
                     tensor.copy_(ordered)
 
     def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.evaluation import in_evaluation_mode, on_device
+from hvd_elastic.torch.inference import in_evaluation_mode, on_device
 from hvd_elastic.training.export import compare_outputs, tried
 
 Run = Callable[[tuple[Any, ...]], Any]

@@ -13,6 +13,7 @@ from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.collectives import TorchCollectives
 from hvd_elastic.torch.elastic import training
 from hvd_elastic.torch.export import exported
+from hvd_elastic.torch.inference import TorchInference
 from hvd_elastic.torch.saving import write_object
 from hvd_elastic.training.frontend import Frontend
 
@@ -74,6 +75,7 @@ class TorchFrontend(Frontend):
         return value.clone() if kind == "allreduce" else value
 
     training = staticmethod(training)
+    inference = staticmethod(TorchInference)
     load_checkpoint = staticmethod(load_checkpoint)
     write_object = staticmethod(write_object)
     exported = staticmethod(exported)

@@ -9,7 +9,7 @@ result does not depend on the number of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,62 +25,97 @@ _NAME = "evaluation"
 """Name of the collective, for messages."""
 
 
-def evaluate_on_ranks(
-    examples: int,
-    batch_size: int,
-    metrics: Mapping[str, Any],
-    compute: Callable[[Sequence[range]], Iterable[Mapping[str, Any]]],
-    differing: Sequence[Any],
+def evaluate(
+    model: Any,
+    dataset: Any,
+    metrics: Mapping[str, Callable[[Any, Any], Any]],
+    *,
+    batch_size: int = 64,
+    forward: Callable[[Any], tuple[Any, Any]] | None = None,
+    num_workers: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> dict[str, float]:
-    """Return the mean of each metric over all examples, the same on all ranks.
+    """Return the mean of each metric over a data set, computed by all ranks together.
+
+    Each example is read once, by one rank, and all ranks return the same numbers. These do not
+    depend on the number of ranks: the batches are the same, and their sums are added exactly. All
+    ranks must call it: in the function under ``hvd.run`` between two steps, in the function given
+    to ``ElasticCallback(evaluate=...)`` of ``model.fit`` (in a callback of your own it would not be
+    repeated after a failure), or after training. Meanwhile the model is in evaluation mode, with
+    rank 0's values of what is not trained (the running statistics of batch norm), as a checkpoint
+    has them. Nothing of it is changed.
 
     Args:
-        examples: number of examples of the data set, >= 1, the same on all ranks.
-        batch_size: examples in a batch, >= 1.
-        metrics: functions by name; here only the names count.
-        compute: yields for each batch, given as its indices, the values of each metric: arrays of
-            shape (examples of the batch,).
-        differing: what may differ between the ranks in the model, which is overwritten with rank
-            0's; the caller sets it back.
+        model: model of PyTorch, on one device; or one of Keras, or what is called with inputs.
+        dataset: map-style data set, with TensorFlow arrays or an object read by index as for
+            ``hvd.dataset``, the same on all ranks; for other batches than (inputs, targets) give
+            ``forward``.
+        metrics: functions by name. Each returns one number for each example of a batch, of shape
+            (examples,). It is called with the outputs and the targets; with TensorFlow, as those of
+            Keras are (``keras.losses.sparse_categorical_crossentropy``), with the targets first.
+        batch_size: examples in a forward pass of a rank, >= 1. The batches are divided over the
+            ranks, so with fewer of them than ranks some have none.
+        forward: returns (outputs, targets) of a batch, on the model's device, in place of
+            ``model(inputs), targets``.
+        num_workers, collate_fn: as in PyTorch's loader.
 
     Raises:
-        ScriptError: an argument is not valid, a metric has another shape, or the ranks have data
-            sets of different lengths.
+        ScriptError: an argument is not valid, a metric does not return one number for each example,
+            or the data set has other lengths on other ranks.
+
+    >>> def correct(outputs, targets):      # doctest: +SKIP
+    ...     return outputs.argmax(1) == targets
+    >>> hvd.evaluate(model, test_set, {"accuracy": correct})      # doctest: +SKIP
+    {'accuracy': 0.9762}
     """
     _check(batch_size, metrics)
     worker = context.current().worker
+    here = worker.frontend.inference(model, dataset, "hvd.evaluate", num_workers, collate_fn)
     worker.check_has_ranks("which examples this rank evaluates")
-    wide = 2 + len(metrics)
-    found = []
-    with script_collective("evaluate", _NAME) as communicator:
-        _check_same(communicator, examples, batch_size)
-        if communicator.size > 1:
-            communicator.broadcast(differing, 0)
-        mine = batches_of(examples, batch_size, communicator.rank, communicator.size)
-        values = iter(compute(mine))
-        # Exchanged after every few batches, while the next one is computed: so a lost rank is
-        # noticed soon, and a rank does not wait for a slower one to the end of its whole share.
-        begun: Any = None
-        most = -(-examples // batch_size)
-        rounds = -(-most // communicator.size)
-        step = -(-rounds // _EXCHANGES)
-        for first in range(0, rounds, step):
-            rows = []
-            for batch in mine[first : first + step]:
-                worker.refuse_aborted()
-                rows.append([batch.start, len(batch), *_sums(next(values), metrics, len(batch))])
-            own = np.array(rows, dtype=np.float64).reshape(len(rows), wide)
-            if begun is not None:
-                found.append(np.asarray(communicator.wait(begun)))
-            begun = communicator.gather_async(own, f"user.{_NAME}")
-        found.append(np.asarray(communicator.wait(begun)))
+
+    def pair(batch: Any) -> tuple[Any, Any]:
+        inputs, targets = _pair_of(batch)
+        return here.outputs(inputs), targets
+
+    def sums(batch: Any, examples: int) -> list[float]:
+        outputs, targets = (forward or pair)(here.given(batch))
+        found = {name: here.values(of, outputs, targets) for name, of in metrics.items()}
+        return _sums(found, examples)
+
+    differing, restore = here.untrained()
+    try:
+        with here.evaluating(), script_collective("evaluate", _NAME) as communicator:
+            _check_same(communicator, here.examples, batch_size)
+            if communicator.size > 1:
+                communicator.broadcast(differing, 0)
+            mine = batches_of(here.examples, batch_size, communicator.rank, communicator.size)
+            batches, found = iter(here.batches(mine)), list[np.ndarray]()
+            # Exchanged after every few batches, while the next one is computed: so a lost rank is
+            # noticed soon, and a rank does not wait for a slower one to the end of its whole share.
+            begun: Any = None
+            most = -(-here.examples // batch_size)
+            rounds = -(-most // communicator.size)
+            step = -(-rounds // _EXCHANGES)
+            for first in range(0, rounds, step):
+                rows = []
+                for indices in mine[first : first + step]:
+                    worker.refuse_aborted()
+                    row = [indices.start, len(indices), *sums(next(batches), len(indices))]
+                    rows.append(row)
+                own = np.array(rows, dtype=np.float64).reshape(len(rows), 2 + len(metrics))
+                if begun is not None:
+                    found.append(np.asarray(communicator.wait(begun)))
+                begun = communicator.gather_async(own, f"user.{_NAME}")
+            found.append(np.asarray(communicator.wait(begun)))
+    finally:
+        restore()
     every = np.concatenate(found)
-    assert every[:, 1].sum() == examples
-    sums = every[:, 2:].T.tolist()
-    return {name: math.fsum(own) / examples for name, own in zip(metrics, sums, strict=True)}
+    assert every[:, 1].sum() == here.examples
+    totals = every[:, 2:].T.tolist()
+    return {name: math.fsum(t) / here.examples for name, t in zip(metrics, totals, strict=True)}
 
 
-def pair_of(batch: Any) -> tuple[Any, Any]:
+def _pair_of(batch: Any) -> tuple[Any, Any]:
     """Return the inputs and the targets of a batch.
 
     Raises:
@@ -135,11 +170,11 @@ def _check(batch_size: int, metrics: Mapping[str, Any]) -> None:
         )
 
 
-def _sums(values: Mapping[str, Any], metrics: Mapping[str, Any], examples: int) -> list[float]:
+def _sums(values: Mapping[str, Any], examples: int) -> list[float]:
     """Return the sum of each metric over a batch."""
     sums = []
-    for name in metrics:
-        array = np.asarray(values[name], dtype=np.float64)
+    for name, found in values.items():
+        array = np.asarray(found, dtype=np.float64)
         if array.shape != (examples,):
             shape = "one number" if array.ndim == 0 else f"values of shape {array.shape}"
             raise ScriptError(

@@ -22,6 +22,7 @@ import numpy as np
 from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.communicator.interface import Collectives, Communicator
+from hvd_elastic.training.inference import Inference
 from hvd_elastic.training.progress import Progress
 
 
@@ -80,6 +81,11 @@ class Frontend(Protocol):
 
     def script_tensor(self, kind: str, tensor: Any, name: str) -> Any:
         """Return what the collective ``hvd.<kind>(tensor, name)`` takes; it may overwrite it."""
+
+    def inference(
+        self, model: Any, dataset: Any, called: str, num_workers: int, collate_fn: Any
+    ) -> Inference:
+        """Return a model and a data set for ``hvd.evaluate`` and ``hvd.predict``."""
 
     def write_object(self, name: str, obj: Any, file: HashingWriter) -> None:
         """Write an object that the script saves under a name; see ``hvd.save``."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -57,7 +57,7 @@ def asked_prediction() -> Prediction:
     return Prediction() if text is None else msgspec.json.decode(text, type=Prediction)
 
 
-def data_of(data: Any, asked: Prediction) -> Any:
+def _data_of(data: Any, asked: Prediction) -> Any:
     """Return the data set: ``data``, or what it makes of the folder that was asked for.
 
     Raises:
@@ -139,42 +139,57 @@ def _named_outputs(outputs: Any, to_array: Callable[[Any], np.ndarray]) -> dict[
         ) from error
 
 
-def predict_missing(
-    state: Any,
-    asked: Prediction,
-    missing: Missing,
-    batches: Iterable[Any],
-    batch_size: int,
-    load_model: Callable[..., object],
-    compute: Callable[[Any], Any],
-    to_array: Callable[[Any], np.ndarray],
+def predict(
+    model: Any,
+    data: Any,
+    *,
+    forward: Callable[[Any], Any] | None = None,
+    batch_size: int = 256,
+    num_workers: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> None:
-    """Save the outputs of all missing examples, as the training of this process.
+    """Compute the outputs of a model for all examples of a data set, on all hosts together.
+
+    It is the whole work of a script that ``hvd-elastic predict`` starts: it loads the weights, and
+    saves the outputs of every batch as a file. Hosts may join, leave and die meanwhile; each
+    example counts once.
 
     Args:
-        state: a State with the model.
-        asked: what to predict.
-        missing: its examples.
-        batches: their batches, of our loader.
-        batch_size: examples of a batch over all ranks.
-        load_model: that of the frontend.
-        compute: returns the outputs of a batch.
-        to_array: returns an output as an array.
-    """
-    ctx = context.current()
+        model: model on this rank's device (with PyTorch ``hvd.device()``); with TensorFlow built.
+        data: map-style data set (with TensorFlow what ``hvd.dataset`` takes), or a function that
+            makes one of the folder given with ``--data``.
+        forward: returns the outputs of a batch on the model's device: one tensor, or a dict of
+            tensors by name, each with a row for each example. By default the model is given the
+            batch, or its first part where the data set gives several (inputs and label).
+        batch_size: examples of a batch over all ranks together, and of a file of outputs, >= 1.
+        num_workers, collate_fn: as in PyTorch's loader.
 
-    def go(state: Any) -> None:
+    Raises:
+        ScriptError: the data cannot be read by index, or outputs do not have one row for each
+            example.
+        CheckpointError: no host has the weights, or they are of another model.
+    """
+    ctx, asked = context.current(), asked_prediction()
+    given = _data_of(data, asked)
+    here = ctx.worker.frontend.inference(model, given, "hvd.predict", num_workers, collate_fn)
+    missing = Missing(here.dataset, here.examples, asked.done)
+    batches = here.shared(missing, batch_size)
+    compute = forward or (lambda batch: here.outputs(_inputs_of(batch)))
+
+    def go(_: Any) -> None:
         if asked.checkpoint and not ctx.worker.progress.step:  # later workers get the state
-            load_model(asked.checkpoint, state.model, share=True)
+            here.load_model(asked.checkpoint, model, share=True)
         _save_total(ctx, missing)
         for _ in epochs(1):
             for batch in batches:
-                _save_batch(ctx, _named_outputs(compute(batch), to_array), missing, batch_size)
+                outputs = _named_outputs(compute(here.given(batch)), here.array)
+                _save_batch(ctx, outputs, missing, batch_size)
 
-    run(go)(state)
+    with here.evaluating():
+        run(go)(here.state(model=model))
 
 
-def inputs_of(batch: Any) -> Any:
+def _inputs_of(batch: Any) -> Any:
     """Return the inputs of a model: the batch, or its first part (inputs and label)."""
     return batch[0] if isinstance(batch, (tuple, list)) else batch
 

@@ -88,10 +88,12 @@ class InMemory:
         return tensor.array
 
     @contextlib.contextmanager
-    def as_bytes(self, tensors: Sequence[Variable]) -> Iterator[list[list[np.ndarray]]]:
+    def as_bytes(
+        self, tensors: Sequence[Variable], *, receives: bool
+    ) -> Iterator[list[list[np.ndarray]]]:
         hosts = [each.value.array.copy() for each in tensors]
         yield [[host.reshape(-1).view(np.uint8) for host in hosts]]
-        for each, host in zip(tensors, hosts, strict=True):
+        for each, host in zip(tensors, hosts, strict=True) if receives else ():
             each.value = Tensor(host)
 
     def join(self, pieces: Sequence[np.ndarray]) -> np.ndarray:

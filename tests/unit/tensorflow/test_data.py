@@ -6,10 +6,13 @@ from tests.paths import skip_module_without_tensorflow
 
 skip_module_without_tensorflow()
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -80,6 +83,15 @@ def test_a_change_of_the_world_drops_what_was_read_ahead(alone: Context) -> None
     assert seen == [[0, 1, 2, 3], [6, 7]]
 
 
+def reading(shares: Any) -> Iterator[Any]:
+    """Read as a pipeline does."""
+    turn = np.int64(0)
+    with contextlib.suppress(StopIteration):
+        while True:
+            turn, batch = shares.next_batch(turn)
+            yield batch
+
+
 def test_training_does_not_wait_for_the_removal_of_a_pipeline(alone: Context) -> None:
     """Which may take as long as the pipeline has lived."""
     trains_on, removed = threading.Event(), threading.Event()
@@ -90,7 +102,7 @@ def test_training_does_not_wait_for_the_removal_of_a_pipeline(alone: Context) ->
                 removed.set()
 
     shares = hvd.dataset(NUMBERS, 4)._shares
-    batches = shares.loop(lambda: iter(Pipeline(shares.batches())), None)
+    batches = shares.loop(lambda: iter(Pipeline(reading(shares))), None)
     assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     trains_on.set()
     assert removed.wait(60)
@@ -112,7 +124,7 @@ def test_a_pipeline_that_is_over_reads_nothing_more(alone: Context) -> None:
     begun: list[Any] = []
 
     def begin() -> Any:
-        begun.append(shares.batches())
+        begun.append(reading(shares))
         return begun[-1]
 
     for _ in shares.loop(begin, None):
@@ -184,6 +196,7 @@ def test_a_pipeline_around_it_reads_nothing(alone: Context) -> None:
         (np.zeros((0, 2)), {"batch_size": 2}, "same first dimension"),
         ([], {"batch_size": 2}, "is empty"),
         (iter([1]), {"batch_size": 2}, "cannot be read by index"),
+        (keras.utils.PyDataset(), {"batch_size": 2}, "gives batches"),
         (tf.data.Dataset.range(3), {"batch_size": 2}, r"Dataset\) cannot be read by index"),
     ],
 )
