@@ -51,6 +51,12 @@ _VISIBLE, _NVIDIA = "CUDA_VISIBLE_DEVICES", Path("/proc/driver/nvidia")
 _SAME_NOTICE_S = 2.0
 """Time within which a signal that is sent to all processes of a host reaches all of them."""
 
+_SECOND = (
+    "a second process of slot {} has called init() of this package, and ends (exit status 1): the "
+    "first one that does so trains, and a slot trains in one process. Leave init() out of other "
+    "programs that the command or the script starts, and train in one"
+)
+
 
 @dataclass
 class Worker:
@@ -309,7 +315,10 @@ class Workers:
             stranger: MessageDecoder[Any] = MessageDecoder(msg.WorkerToAgent, "a process")
             hello = stranger.decode(await read_line(reader, "a process"))
             worker = self.get(hello.worker) if isinstance(hello, msg.WorkerHello) else None
-            if worker is None or worker.connection is not None:
+            if worker is None:
+                return
+            if worker.connection is not None:
+                self._tell(msg.AgentWarning(_SECOND.format(worker.order.local_rank)))
                 return
             worker.connection = asyncio.current_task()
             with writer.get_extra_info("socket").dup() as worker.to_it:

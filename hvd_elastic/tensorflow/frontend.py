@@ -55,14 +55,19 @@ class TensorFlowFrontend(Frontend):
             rehearse(state, warmup)
         yield
 
-    def script_tensor(self, kind: str, tensor: Any, name: str) -> tf.Tensor:
+    def script_tensor(
+        self, kind: str, tensor: Any, name: str, *, average: bool = False
+    ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         if not tf.executing_eagerly():
             raise ScriptError(
                 f"hvd.{kind}(..., {name!r}) is called in a tf.function. If it failed there, "
                 "variables could be left between two steps: return the tensor from the function, "
                 f"and call hvd.{kind} on what it returns"
             )
-        return tf.convert_to_tensor(tensor)
+        value = tf.convert_to_tensor(tensor)
+        if kind == "allgather" and not value.shape.rank:
+            value = tf.reshape(value, [1])  # a number is a row
+        return value, lambda result: result
 
     inference = staticmethod(TensorFlowInference)
     load_checkpoint = staticmethod(load_checkpoint)

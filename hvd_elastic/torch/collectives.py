@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from hvd_elastic.communicator.interface import Collectives
 from hvd_elastic.communicator.ring import load_horovod
+
+_Received: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+_GATHERED_AS = {torch.bool: torch.uint8, torch.bfloat16: torch.float16}
+"""Types that Horovod does not gather, with those of as many bits that it does."""
+
+
+def to_reduce(value: torch.Tensor, *, average: bool) -> tuple[torch.Tensor, _Received]:
+    """Return a copy of a tensor that Horovod can reduce, and what turns the result back.
+
+    Types of less than 32 bits are added up in float32. As in PyTorch, truth values and whole
+    numbers add up to an int64; their mean is a float64.
+    """
+    if value.is_complex():
+        parts = torch.view_as_real(value.resolve_conj())
+        return parts.clone(memory_format=torch.contiguous_format), torch.view_as_complex
+    if value.is_floating_point():
+        result = value.dtype
+        kind = result if result.itemsize >= 4 else torch.float32
+    else:
+        kind = result = torch.float64 if average else torch.int64
+    copy = value.to(kind, copy=True, memory_format=torch.contiguous_format)
+    return copy, lambda reduced: reduced.to(result)
+
+
+def to_gather(value: torch.Tensor) -> tuple[torch.Tensor, _Received]:
+    """Return a tensor that Horovod can gather, and what turns the result back; a number is a row.
+
+    It may share the memory.
+    """
+    value = value.reshape(value.shape or (1,)).resolve_conj().contiguous()
+    if value.is_complex():
+        return torch.view_as_real(value), torch.view_as_complex
+    sent = value.view(_GATHERED_AS.get(value.dtype, value.dtype))
+    return sent, lambda gathered: gathered.view(value.dtype)
 
 
 class TorchCollectives(Collectives):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.checkpoint import load_checkpoint
-from hvd_elastic.torch.collectives import TorchCollectives
+from hvd_elastic.torch.collectives import TorchCollectives, to_gather, to_reduce
 from hvd_elastic.torch.elastic import training
 from hvd_elastic.torch.export import exported
 from hvd_elastic.torch.inference import TorchInference
@@ -64,7 +65,9 @@ class TorchFrontend(Frontend):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def script_tensor(self, kind: str, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def script_tensor(
+        self, kind: str, tensor: Any, name: str, *, average: bool = False
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         try:
             value = torch.as_tensor(tensor).detach()  # a number, such as loss.item(), is one too
         except (RuntimeError, TypeError, ValueError):
@@ -72,7 +75,7 @@ class TorchFrontend(Frontend):
                 f"hvd.{kind}(..., {name!r}) takes a tensor or a number, not a "
                 f"{type(tensor).__name__}"
             ) from None
-        return value.clone() if kind == "allreduce" else value
+        return to_gather(value) if kind == "allgather" else to_reduce(value, average=average)
 
     training = staticmethod(training)
     inference = staticmethod(TorchInference)

@@ -59,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
         """Multiply a loss by the scale, as PyTorch's does; called once for each pass."""
         averagers: Any = self._context.worker.averagers
         if self.is_enabled() and averagers:
-            one = torch.ones((), device=self._type)
+            one = torch.ones((), dtype=torch.float32, device=self._type)
             # A tensor on the device, since reading the number would wait for the device.
             scale = super().scale(one)
             for averager in averagers:

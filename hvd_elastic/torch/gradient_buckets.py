@@ -126,7 +126,7 @@ class Bucket:
         if not self._in_place:
             _multiply(gradient, factor, out=self._views[number])
             return
-        self._adopt(gradient.detach())
+        self._adopt(gradient.detach().resolve_conj())
         if look is None:
             _multiply(self._flat, factor, out=self._flat)
             return
@@ -168,6 +168,8 @@ class Bucket:
 
     def to_send(self) -> torch.Tensor:
         """Return the flat tensor to be reduced in place."""
+        if self._flat.is_complex():
+            return torch.view_as_real(self._flat).view(-1)
         kind = _REDUCED_AS.get(self._flat.dtype)
         if kind is None:
             return self._flat

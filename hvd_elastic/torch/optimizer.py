@@ -10,7 +10,7 @@ before. With several optimizers the reductions begin in ``step()``; see
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -278,7 +278,8 @@ class GradientAverager(Averager):
             self._refuse_left(self._left.held())
         self._synchronize()
 
-    def _synchronize(self) -> None:
+    def _synchronize(self, *, used: bool = True) -> None:
+        """Wait for the averages; ``used``: the script has not dropped them meanwhile."""
         if self._reductions.are_done:
             self._context.exchange()
             return
@@ -296,13 +297,14 @@ class GradientAverager(Averager):
         self._open()
         if self._context.step.is_too_large:
             self._sampling.leave_out()
+        if used:
+            self._reductions.refuse_changed()
         for bucket in self._reductions.waiting:
             self._begin(bucket)
         self._trained.drop_late()
         self._sampling.end_pass(self._factor)
         self._context.begin_exchange()
         self._context.planner.work_ends()
-        self._reductions.refuse_changed()
         if self._context.worker.averagers.several:
             # A rank that leaves the body out is found before gradients are awaited.
             self._context.exchange()
@@ -327,7 +329,11 @@ class GradientAverager(Averager):
         if self._reductions.are_done or self._reductions.are_begun:
             if not over:
                 return
-            self._synchronize()  # the other ranks take the step, or get here in the same way
+            cleared = [parameter for parameter in self._names if parameter.grad is None]
+            # The other ranks take the step, or get here in the same way.
+            self._synchronize(used=False)
+            for parameter in cleared:
+                parameter.grad = None
             self._reductions.are_done = False
         self._context.check_left_out(self._reductions.begin_left_out())
 
@@ -342,7 +348,7 @@ class GradientAverager(Averager):
         self._add()
 
     def give_up(self) -> None:
-        self._synchronize()
+        self._synchronize(used=False)
         self.reset()
 
     @property
@@ -389,6 +395,10 @@ class GradientAverager(Averager):
                 bucket.give(absent=False)
             self._trained.drop_late()
             self._reductions.clear()
+        for parameter in self._names:
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is not torch.strided:
+                parameter.grad = gradient.to_dense()  # as with more ranks
         self._sampling.end_pass(step.weight)
         self._sampling.end_step(self._names)
 
@@ -449,6 +459,8 @@ class GradientAverager(Averager):
         if not (self._context.planner.adapts or self._may_carry or step.has_told):
             self._context.begin_exchange()
         self._reductions.is_filling = not self._left
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._reductions.pass_ends)
         return True
 
     @property
@@ -586,6 +598,12 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
             "DistributedOptimizer() cannot wrap SparseAdam, which refuses dense gradients: sparse "
             "ones are made dense to be averaged. Use Adam, AdamW or SGD for the embeddings"
         )
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    if any(map(torch.nn.parameter.is_lazy, parameters)):
+        raise ScriptError(
+            "DistributedOptimizer() was given a parameter of a lazy module, which has no shape "
+            "yet; call the model once before, with inputs like those of training"
+        )
     if hasattr(optimizer, "synchronize"):
         raise ScriptError(
             "DistributedOptimizer() was given an optimizer whose gradients are averaged already, "
@@ -608,4 +626,6 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
     synchronize: Callable[[], None] = averager.synchronize
     optimizer.synchronize = synchronize  # type: ignore[attr-defined]
     optimizer.no_sync = averager.no_sync  # type: ignore[attr-defined]
+    # Scripts for Horovod have it around a step() after synchronize(), which waits once here.
+    optimizer.skip_synchronize = nullcontext  # type: ignore[attr-defined]
     return optimizer

@@ -57,6 +57,7 @@ class Reductions:
         self._missing: dict[torch.Tensor, Bucket] = {}
         self._packed: dict[Bucket, Packed] = {}
         self._begun: dict[Bucket, tuple[list[Any], torch.Tensor]] = {}
+        self._unfilled: dict[Bucket, list[tuple[torch.Tensor, torch.Tensor, int]]] = {}
         self.carrier: Bucket | None = None
         self._flags: Callable[[], np.ndarray] | None = None
         self.is_open = self.is_filling = self.are_done = False
@@ -104,10 +105,19 @@ class Reductions:
         """Raise ScriptError since a gradient is computed twice in a step."""
         raise ScriptError(
             f"the gradient of {self._names[parameter]!r} was computed twice before "
-            "optimizer.step(). Call step() after each backward(), or add gradients up: put "
-            "every backward() of a step but the last into `with optimizer.no_sync():`. Compute "
-            "gradients that step() does not use, as SAM's first, by torch.autograd.grad()"
+            "optimizer.step(). Call backward() once, for the sum of several losses, and step() "
+            "after it; to add up gradients of several batches, put every backward() of a step but "
+            "the last into `with optimizer.no_sync():`. Compute gradients that step() does not "
+            "use, as SAM's first, by torch.autograd.grad(). A layer that is used twice under "
+            "torch.utils.checkpoint needs use_reentrant=False there"
         )
+
+    def pass_ends(self) -> None:
+        """Note the gradients in buckets that the backward pass has not filled."""
+        self._unfilled = {
+            bucket: [(p, p.grad, p.grad._version) for p in bucket.parameters if p.grad is not None]
+            for bucket in self.waiting
+        }
 
     @property
     def waiting(self) -> list[Bucket]:
@@ -148,12 +158,18 @@ class Reductions:
             unaveraged: the step is not left out, but goes on in ``no_sync()``: one more shape.
         """
         device = next(iter(self._group_of)).device
-        return self._reduce(0, torch.zeros((1,) * (3 + unaveraged), device=device))
+        number = torch.zeros((1,) * (3 + unaveraged), dtype=torch.float32, device=device)
+        return self._reduce(0, number)
 
     def refuse_changed(self) -> None:
-        """Raise ScriptError if the script has changed a gradient while it was being averaged."""
-        for bucket in self._begun:
-            parameter = bucket.changed()
+        """Raise ScriptError if the script has changed a gradient before it was averaged."""
+        for bucket in self._buckets:
+            if bucket in self._begun:
+                parameter = bucket.changed()
+            else:
+                noted = self._unfilled.get(bucket, ())
+                changed = (p for p, g, version in noted if p.grad is not g or g._version != version)
+                parameter = next(changed, None)
             if parameter is not None:
                 raise ScriptError(
                     f"the gradient of {self._names[parameter]!r} was changed while it was being "
@@ -203,6 +219,7 @@ class Reductions:
     def clear(self) -> None:
         """Forget the step: it has ended, or the ring is broken."""
         self._begun.clear()
+        self._unfilled.clear()
         if self.is_open:
             for bucket in self._buckets:
                 bucket.open()

@@ -172,6 +172,11 @@ class State(ScriptState):
     def _tensors_of(self, item: Any) -> Mapping[str, Any] | None:
         return item.state_dict() if isinstance(item, torch.nn.Module) else None
 
+    def _set_object(self, item: Any, values: Any) -> None:
+        super()._set_object(item, values)
+        if isinstance(item, Optimizer):
+            _restore_forms(item, values)
+
     def _take(self, values: dict[str, Any], source: str) -> None:
         super()._take(values, source)
         for name, names in values.get("frozen", {}).items():  # earlier versions did not write it
@@ -189,6 +194,29 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         yield from chain.from_iterable(map(_tensors_in, value.values()))
     elif isinstance(value, list | tuple):
         yield from chain.from_iterable(map(_tensors_in, value))
+
+
+def _restore_forms(optimizer: Optimizer, values: dict[str, Any]) -> None:
+    """Give an optimizer's state the types that it was received in, and the parameters' strides.
+
+    ``load_state_dict()`` converts it to the types of the parameters, such as float32 moments of
+    bfloat16 parameters: a rank that received them would go apart from one that sent them. Strides
+    are not sent, and fused optimizers take them to be those of the parameter (channels_last).
+    """
+    numbers = [number for group in values.get("param_groups", ()) for number in group["params"]]
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        state = optimizer.state.get(parameter, {})
+        for name, value in values["state"].get(number, {}).items():
+            loaded = state.get(name)
+            if not (torch.is_tensor(value) and torch.is_tensor(loaded)):
+                continue
+            if value.dtype != loaded.dtype:
+                loaded = value.to(loaded.device)
+            if loaded.shape == parameter.shape and loaded.stride() != parameter.stride():
+                like = torch.empty_like(parameter.detach(), dtype=loaded.dtype)
+                loaded = like.copy_(loaded)
+            state[name] = loaded
 
 
 def _frozen(module: torch.nn.Module) -> list[str]:

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 _GETENT_UNKNOWN = 2
 """Exit status of ``getent`` for an unknown name."""
 _NOTICES = (signal.SIGTERM, signal.SIGHUP)
+_THREADS_END_S = 10.0
+"""Time after the end of the script from which threads that go on are told of [s]."""
 _SIGNALS_S = 1.0
 """Time between two looks for signals while the main thread waits [s]. One that another thread got,
 or that came just before the wait, does not end it, and is handled by the main thread alone."""
@@ -181,11 +183,27 @@ class AgentLink:
 
     def _beat(self) -> None:
         stop = threading.Event()
+        main, ended = threading.main_thread(), 0.0
         while not stop.wait(self._beat_s):
             try:
                 self.send(msg.WorkerBeat(self._activity(), self._outlived))
+                before, ended = ended, 0.0 if main.is_alive() else ended + self._beat_s
+                if before < _THREADS_END_S <= ended:
+                    self._warn_of_threads()
             except OSError:
                 return
+
+    def _warn_of_threads(self) -> None:
+        """Tell which threads keep this process from ending, although the script has."""
+        others = [each for each in threading.enumerate() if each.is_alive() and not each.daemon]
+        names = ", ".join(each.name for each in others)
+        if names:
+            self.send(
+                msg.WorkerWarning(
+                    f"the script has ended, and Python waits for its threads ({names}): "
+                    "have them end, or start them with daemon=True"
+                )
+            )
 
     def _check_own_name(self) -> None:
         """Warn if the host cannot look up its own name; the look-up may take seconds."""

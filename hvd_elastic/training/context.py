@@ -17,7 +17,12 @@ from hvd_elastic.training.checkpointing import Checkpointing
 from hvd_elastic.training.frontend import Averager, Frontend, State
 from hvd_elastic.training.idle_check import IdleCheck
 from hvd_elastic.training.imported import installed_modules, script_digests
-from hvd_elastic.training.launch import Mode, detect_mode, refuse_other_launchers
+from hvd_elastic.training.launch import (
+    Mode,
+    detect_mode,
+    is_started_by_worker,
+    refuse_other_launchers,
+)
 from hvd_elastic.training.membership import Membership
 from hvd_elastic.training.metrics import Metrics
 from hvd_elastic.training.planning.planner import Planner
@@ -522,7 +527,9 @@ def initialize(frontend: Frontend) -> Context:
     if _context is None:
         tell_uncaught()
         refuse_other_launchers(os.environ)
-        _context = Context(detect_mode(os.environ), frontend)
+        # A process that reads for a worker may import its script.
+        mode = Mode.ALONE if is_started_by_worker() else detect_mode(os.environ)
+        _context = Context(mode, frontend)
         if _context.worker.mode is Mode.AGENT:
             tell_uncaught(_context.script_failed)
             atexit.register(gc.freeze)  # else the interpreter visits all objects again as it ends

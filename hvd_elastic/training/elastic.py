@@ -8,6 +8,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -20,7 +21,7 @@ from hvd_elastic.errors import RunError, ScriptError
 from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.input.worker import serve_ranks
-from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.launch import Mode, refuse_to_train_beside_worker
 from hvd_elastic.training.progress import Phase
 from hvd_elastic.training.rollback import StepVoidedError
 from hvd_elastic.training.script_state import ScriptState
@@ -31,11 +32,16 @@ Result = TypeVar("Result")
 TrainFunction = Callable[..., Result]
 Batch = TypeVar("Batch")
 _Batch_co = TypeVar("_Batch_co", covariant=True)
-_AFTER_A_FAILURE = (
-    "The function was entered in the middle of training, after a failure or in a resumed run: "
-    "where no batch of the epoch is left, the loop over the loader runs zero times; a variable "
-    "that is used after the loop has to be set before it"
+_IN_THE_MIDDLE = (
+    "The function was entered in the middle of training, by a worker that joins, after a failure "
+    "or in a resumed run: "
 )
+_EXPLAINED = {
+    UnboundLocalError: "where no batch of the epoch is left, the loop over the loader runs zero "
+    "times; a variable that is used after the loop has to be set before it",
+    StopIteration: "the epoch has fewer batches left than len(loader); in place of next() write "
+    "`for batch in loader`",
+}
 
 
 def run(
@@ -57,7 +63,8 @@ def run(
 
     @functools.wraps(function)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Result:
-        ctx, name = context.current(), function.__name__
+        ctx = context.current()
+        name = getattr(function, "__name__", type(function).__name__)  # a partial() has none
         frontend = ctx.worker.frontend
         if not isinstance(state, ScriptState):
             raise ScriptError(
@@ -111,9 +118,10 @@ def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Res
                 return result
             except StepVoidedError:
                 pass
-            except UnboundLocalError as error:
+            except (UnboundLocalError, StopIteration) as error:
                 if begun:
-                    error.args = (f"{error}. {_AFTER_A_FAILURE}",)
+                    said = f"{error}. " if str(error) else ""
+                    error.args = (f"{said}{_IN_THE_MIDDLE}{_EXPLAINED[type(error)]}",)
                 raise
             except Exception as error:
                 killed = frontend.killed_reader(error)
@@ -167,6 +175,8 @@ def epochs(count: int) -> Iterator[int]:
     """
     ctx = context.current()
     worker = ctx.worker
+    if not isinstance(count, Real):
+        raise ScriptError(f"hvd.epochs({count!r}): give the number of epochs, as hvd.epochs(10)")
     ctx.aim(count, "epoch")
     ctx.rollback.epochs_begin()
     while worker.progress.phase is not Phase.DONE:
@@ -332,7 +342,12 @@ def end_training(ctx: Context) -> None:
 
 
 def start_static(ctx: Context) -> None:
-    """Begin training on ranks that stay the same, from the newest checkpoint if there is one."""
+    """Begin training on ranks that stay the same, from the newest checkpoint if there is one.
+
+    Raises:
+        ScriptError: a worker's script has started this process.
+    """
+    refuse_to_train_beside_worker()
     _restore_newest(ctx)
     ctx.membership.synchronize_state(0)
     ctx.membership.start_alone()

@@ -79,8 +79,13 @@ class Frontend(Protocol):
             ScriptError: the State does not fit the optimizers that the script has made.
         """
 
-    def script_tensor(self, kind: str, tensor: Any, name: str) -> Any:
-        """Return what the collective ``hvd.<kind>(tensor, name)`` takes; it may overwrite it."""
+    def script_tensor(
+        self, kind: str, tensor: Any, name: str, *, average: bool = False
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        """Return what the collective ``hvd.<kind>(tensor, name)`` takes; it may overwrite it.
+
+        Also return a function that turns its result into that of the script.
+        """
 
     def inference(
         self, model: Any, dataset: Any, called: str, num_workers: int, collate_fn: Any

@@ -10,11 +10,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import sys
 from collections.abc import Mapping
 from enum import Enum
 
-from hvd_elastic.errors import RunError
+from hvd_elastic.errors import RunError, ScriptError
 
 _OTHER_LAUNCHERS = {
     "WORLD_SIZE": "torchrun, or a launcher like it,",
@@ -66,6 +68,27 @@ def refuse_other_launchers(environment: Mapping[str, str]) -> None:
                 f"--hostfile HOSTS -- python train.py (on this machine: --np {count}), or use "
                 f"horovodrun. To train in one process, unset {name}"
             )
+
+
+def is_started_by_worker() -> bool:
+    """Return whether the script of a worker has started this process by multiprocessing."""
+    # While such a process imports the script, under this name, it does not know its parent yet.
+    name = "__mp_main__"
+    imports = getattr(sys.modules.get(name), "__name__", "") == name
+    is_child = imports or multiprocessing.parent_process() is not None
+    return "HVD_ELASTIC_AGENT" in os.environ and is_child
+
+
+def refuse_to_train_beside_worker() -> None:
+    """Raise ScriptError if this process was started by a worker's script and is to train."""
+    if is_started_by_worker():
+        raise ScriptError(
+            f"training begins in {multiprocessing.current_process().name}, a process that "
+            "multiprocessing has started, while a slot trains in one process. If that process "
+            "has come here since it imports the script, put what the script does under "
+            "`if __name__ == '__main__':`. If it was started to train (torch.multiprocessing."
+            "spawn), call the function itself: hvd-elastic run starts a worker for each slot"
+        )
 
 
 def local_rank() -> int:

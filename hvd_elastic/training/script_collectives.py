@@ -36,17 +36,18 @@ def script_collective(kind: str, name: str) -> Iterator[Communicator]:
 @explain_arguments
 def allreduce(tensor: Tensor, name: str, *, average: bool = True) -> Tensor:
     """Return the mean (or sum) of ``tensor`` over all ranks; all ranks must call it."""
-    value = context.current().worker.frontend.script_tensor("allreduce", tensor, name)
+    frontend = context.current().worker.frontend
+    value, received = frontend.script_tensor("allreduce", tensor, name, average=average)
     with script_collective("allreduce", name) as communicator:
         begin = communicator.reduce_async if average else communicator.sum_async
-        result: Tensor = communicator.wait(begin(value, f"user.{name}"))
+        result: Tensor = received(communicator.wait(begin(value, f"user.{name}")))
         return result
 
 
 @explain_arguments
 def allgather(tensor: Tensor, name: str) -> Tensor:
     """Return the tensors of all ranks, concatenated along the first dimension in rank order."""
-    value = context.current().worker.frontend.script_tensor("allgather", tensor, name)
+    value, received = context.current().worker.frontend.script_tensor("allgather", tensor, name)
     with script_collective("allgather", name) as communicator:
-        result: Tensor = communicator.gather(value, f"user.{name}")
+        result: Tensor = received(communicator.gather(value, f"user.{name}"))
         return result

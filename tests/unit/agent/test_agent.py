@@ -523,6 +523,7 @@ def test_a_stranger_on_the_socket_is_not_heard(start_agent: StartAgent) -> None:
             stranger.connect(name)
             stranger.sendall(line)
             assert stranger.recv(100) == b"", f"{line!r} is answered by the end"
+    assert "a second process of slot 0 has called init()" in agent.event("warning")["message"]
     agent.say(op="tell", worker="w0", message={"kind": "hold"})
     assert agent.told_by_worker() == {"kind": "hold"}
 

@@ -5,8 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from hvd_elastic.torch.collectives import to_gather, to_reduce
 from tests.unit.real_ranks import rank_variables, run_ranks, worlds
+
+SUMMED = torch.float16, torch.float32, torch.float64, torch.int32, torch.int64
+"""Types that Horovod reduces; it gathers these and integers of 8 and 16 bits."""
+KINDS = (*SUMMED, torch.bool, torch.uint8, torch.int8, torch.int16, torch.bfloat16, torch.complex64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_horovod_is_given_types_and_layouts_that_it_takes(kind: torch.dtype) -> None:
+    given = torch.tensor([[0, 1, 1], [1, 0, 1]], dtype=kind).t()
+    for average in (False, True):
+        sent, received = to_reduce(given, average=average)
+        assert sent.is_contiguous()
+        assert sent.dtype in SUMMED
+        own = kind if kind.is_floating_point or kind.is_complex else None
+        whole = torch.float64 if average else torch.int64
+        assert received(sent).dtype is (own or whole)
+        assert torch.equal(received(sent).to(kind), given)
+        sent.fill_(7)
+        assert given.sum() != 42, "the script's own tensor stays as it is"
+    sent, received = to_gather(given)
+    assert sent.is_contiguous()
+    assert sent.dtype in (*SUMMED, torch.uint8, torch.int8, torch.int16)
+    assert torch.equal(received(torch.cat([sent, sent])), torch.cat([given, given]))
+    assert received(to_gather(given[0, 0])[0]).shape == (1,)
 
 
 @pytest.mark.dist

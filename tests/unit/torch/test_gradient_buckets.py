@@ -104,6 +104,18 @@ class Mixed(nn.Module):
         return inputs.float()
 
 
+class Waves(nn.Module):
+    """A complex parameter, whose gradient is lazily conjugated, beside others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3, dtype=torch.complex64))
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer((torch.fft.fft(inputs) @ self.weight.conj()).abs())
+
+
 def inputs(number: int) -> torch.Tensor:
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).abs()
 
@@ -116,7 +128,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("bucket_bytes", [1, 150, 1 << 20])
 @pytest.mark.parametrize("to_none", [False, True])
-@pytest.mark.parametrize("build", [Tied, Images, Words, Wide, Mixed])
+@pytest.mark.parametrize("build", [Tied, Images, Words, Wide, Mixed, Waves])
 def test_a_model_of_any_kind_learns_as_without_ranks(
     alone: Context,
     ranks: Alike,
@@ -151,6 +163,7 @@ def test_a_model_of_any_kind_learns_as_without_ranks(
                 loss.backward()
         optimizer.step()
         reference.step()
+    assert {sent.dtype for sent in ranks.sent} <= {torch.float32, torch.float64}
     is_rough = any(each.dtype is torch.bfloat16 for each in ours.parameters())
     tolerance = 1e-2 if is_rough else 1e-5
     for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):

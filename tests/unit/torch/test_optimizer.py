@@ -159,6 +159,17 @@ def test_a_parameter_that_is_frozen_later_stays_as_it_is(
     assert alone.worker.progress.step == 4
 
 
+def test_sparse_gradients_of_one_rank_are_dense_too(alone: Context) -> None:
+    """Adam takes no others, and the moments of SGD must be of the same layout at any size."""
+    model = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1.0), model)
+    hand_out(alone)
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert model.weight.grad is not None
+    assert not model.weight.grad.is_sparse
+
+
 def test_bfloat16_gradients_are_reduced_as_float(alone: Context, two: TwoRanks) -> None:
     model = linear().to(torch.bfloat16)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
@@ -183,12 +194,15 @@ def test_clipping_sees_the_average(alone: Context, two: TwoRanks) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("unused", [0, 1])
 def test_clipping_what_is_on_its_way_is_refused(
-    alone: Context, two: TwoRanks, kind: torch.dtype
+    alone: Context, two: TwoRanks, kind: torch.dtype, unused: int
 ) -> None:
-    """Without an error the ranks go apart."""
+    """Without an error the ranks go apart, or clip their own gradients if one is missing yet."""
     model = linear().to(kind)
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    others = [torch.nn.Parameter(torch.zeros(1, dtype=kind)) for _ in range(unused)]
+    parameters = [*model.parameters(), *others]
+    optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), model)
     hand_out(alone)
     model(torch.ones(1, 1, dtype=kind)).sum().backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -494,7 +508,7 @@ def test_gradients_of_any_type_are_told_finite(values: torch.Tensor, finite: boo
     assert _is_finite(values) is finite
 
 
-@pytest.mark.parametrize("gradients", ["on their way", "averaged"])
+@pytest.mark.parametrize("gradients", ["on their way", "averaged", "cleared"])
 def test_a_step_that_is_left_out_after_its_gradients_is_one_of_all_ranks(
     alone: Context, gradients: str
 ) -> None:
@@ -504,10 +518,13 @@ def test_a_step_that_is_left_out_after_its_gradients_is_one_of_all_ranks(
     def goes_on(other_too: bool) -> None:
         alone.worker.communicator = LeftOut(other_too)
         hand_out(alone)
-        optimizer.zero_grad()
+        if gradients != "cleared":
+            optimizer.zero_grad()
         model(torch.ones(1, 1)).sum().backward()
         if gradients == "averaged":
             optimizer.synchronize()
+        if gradients == "cleared":
+            optimizer.zero_grad()
         alone.mark_consumed()
 
     goes_on(other_too=True)

@@ -123,6 +123,31 @@ def test_a_newcomer_takes_everything_bit_for_bit(newcomer_steps: int) -> None:
     assert all(one is other for one, other in zip(kept, parameters, strict=True))
 
 
+def test_optimizer_state_keeps_its_form_on_ranks_that_receive_it() -> None:
+    """PyTorch makes that of bfloat16 parameters bfloat16, which differs from that of the root.
+
+    Fused optimizers take its strides to be those of the parameter.
+    """
+
+    def made(seed: int, *, steps: bool) -> State:
+        torch.manual_seed(seed)
+        model: Any = torch.nn.Conv2d(2, 3, 2, dtype=torch.bfloat16)
+        model.to(memory_format=torch.channels_last)
+        optimizer = torch.optim.Adam(model.parameters())
+        for parameter in model.parameters() if steps else ():
+            moment = torch.randn_like(parameter, dtype=torch.float32)
+            optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": moment}
+        return State(model=model, optimizer=optimizer)
+
+    root, newcomer, wire = made(0, steps=True), made(1, steps=False), Wire(0, other_lacks=True)
+    root.sync(wire, 0, Progress())
+    newcomer.sync(Wire(1, wire.said), 0, Progress())
+    assert everything(newcomer) == everything(root)
+    for parameter, state in newcomer.optimizer.state.items():
+        assert state["exp_avg"].dtype is torch.float32
+        assert state["exp_avg"].stride() == parameter.stride()
+
+
 def test_what_all_ranks_have_does_not_travel() -> None:
     """Buffers and plain values do: each rank has its own."""
     root = trained(0, 3, best=0.5)

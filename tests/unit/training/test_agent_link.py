@@ -26,13 +26,30 @@ instruction = link.wait(0)
 print(type(instruction).__name__, link.aborted(3))
 """
 
+HAS_A_THREAD = """
+import socket, sys, threading
+from hvd_elastic.training import agent_link
+agent_link._THREADS_END_S = 0.1
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("\\0" + sys.argv[1])
+listener.listen()
+link = agent_link.AgentLink(sys.argv[1], "w0", lambda generation: None)
+agent, _ = listener.accept()
+def read():
+    for line in agent.makefile():
+        if "warning" in line:
+            print(line)
+            return
+threading.Thread(target=read, name="logs").start()
+"""
 
-def worker_that_is_sent(data: bytes) -> subprocess.CompletedProcess[str]:
+
+def worker_that_is_sent(data: bytes, program: str = WORKER) -> subprocess.CompletedProcess[str]:
     name = f"hvd_elastic/unit/{secrets.token_hex(8)}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("HVD_ELASTIC_LOCAL_RANK", None)
     return subprocess.run(
-        [sys.executable, "-c", WORKER, name, data.hex()],
+        [sys.executable, "-c", program, name, data.hex()],
         capture_output=True,
         text=True,
         env=environment,
@@ -58,3 +75,8 @@ def test_a_worker_ends_where_its_agent_sends_what_is_no_message(data: bytes, wor
     assert done.returncode == 1
     assert words in done.stderr
     assert "This worker ends" in done.stderr
+
+
+def test_threads_that_outlive_the_script_are_told() -> None:
+    done = worker_that_is_sent(b"", HAS_A_THREAD)
+    assert "the script has ended, and Python waits for its threads (logs)" in done.stdout

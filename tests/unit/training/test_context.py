@@ -403,12 +403,19 @@ def test_a_collective_after_training_that_fails_is_told_as_what_it_is(alone: Con
         hvd.allreduce(torch.zeros(1), "test")
 
 
-def test_a_variable_of_a_loop_that_did_not_run_is_explained(alone: Context) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"), [(UnboundLocalError, "set before it"), (StopIteration, "for batch in load")]
+)
+def test_what_fails_in_the_middle_of_an_epoch_is_explained(
+    alone: Context, error: type[Exception], words: str
+) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
     @hvd.run
     def train(state: hvd.State) -> float:
+        if error is StopIteration:
+            next(iter(()))
         for _ in ():
             loss = 1.0
         return loss  # type: ignore[possibly-undefined]
@@ -416,9 +423,10 @@ def test_a_variable_of_a_loop_that_did_not_run_is_explained(alone: Context) -> N
     for step, explained in ((0, False), (8, True)):
         alone.worker.progress.step = step
         alone.has_trained = False
-        with pytest.raises(UnboundLocalError) as error:
+        with pytest.raises(error) as raised:
             train(hvd.State(model=model, optimizer=optimizer))
-        assert ("after a failure or in a resumed run" in str(error.value)) is explained
+        assert ("after a failure or in a resumed run" in str(raised.value)) is explained
+        assert (words in str(raised.value)) is explained
 
 
 ANY: Any = hvd  # mypy knows that these calls are wrong
@@ -454,6 +462,7 @@ NET = torch.nn.Linear(2, 1)
         (lambda: ANY.DataLoader([1], 1, True), "give these by name: shuffle, "),
         (lambda: ANY.DataLoader((torch.ones(3), torch.ones(3)), 1), r"TensorDataset\(\*tensors"),
         (lambda: ANY.allreduce({}, "a"), "takes a tensor or a number, not a dict"),
+        (lambda: list(ANY.epochs("3")), r"hvd.epochs\('3'\): give the number of epochs"),
     ],
 )
 def test_a_call_in_horovods_way_says_what_to_write(
@@ -467,6 +476,19 @@ def test_a_call_in_horovods_way_says_what_to_write(
 def test_a_number_is_averaged_like_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "_context", Context(Mode.ALONE, TorchFrontend()))
     assert ANY.allreduce(1.5, "loss").item() == 1.5
+    assert ANY.allgather(1.5, "loss").tolist() == [1.5]
+
+
+def test_a_process_that_reads_for_a_worker_may_import_its_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(context, "_context", None)
+    monkeypatch.setenv("HVD_ELASTIC_AGENT", "nobody listens")
+    monkeypatch.setattr("multiprocessing.parent_process", object)
+    ANY.init()
+    assert ANY.rank() == 0
+    with pytest.raises(ScriptError, match=r"started, while a slot trains in one process.*__main__"):
+        ANY.run(lambda state: None)(ANY.State())
 
 
 def test_a_type_error_inside_of_a_function_stays_what_it_is() -> None:
