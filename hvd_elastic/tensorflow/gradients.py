@@ -79,7 +79,7 @@ class GradientAverager(Averager):
         """Return gradients averaged over the ranks, and a tensor that is there after the last."""
         control = self._begin_graph()
         packed = _Packed(gradients, variables, control.factor)
-        sums, told = self._exchanged(packed.flats, control.alone)
+        sums, told = self._exchanged(packed.flats, packed.last, control.alone)
         with tf.control_dependencies(sums):
             ended = tf.numpy_function(self._end, [told], tf.bool)
         return packed.unpacked(sums), ended
@@ -110,7 +110,7 @@ class GradientAverager(Averager):
 
         def end_step() -> tf.Tensor:
             flats = adaptation.added(packed.flats)
-            sums, told = self._exchanged(flats, control.alone)
+            sums, told = self._exchanged(flats, packed.last, control.alone)
             with tf.control_dependencies(sums):
                 averaged = packed.unpacked([tf.identity(flat) for flat in sums])
             dense = {number: averaged[number] for number in packed.dense}
@@ -129,22 +129,21 @@ class GradientAverager(Averager):
         tf.cond(control.last, end_step, add_pass)
 
     def _exchanged(
-        self, flats: Sequence[tf.Tensor], alone: tf.Tensor
+        self, flats: Sequence[tf.Tensor], last: int, alone: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Return the averages of flat gradients over the ranks, and of their flags.
 
-        The flags are exchanged just before the last gradients. Earlier, while threads of this
-        machine compute, each message waits for a processor, and the gradients wait behind it.
+        The flags are exchanged just before flat gradient number ``last``. Earlier, while threads of
+        this machine compute, each message waits for a processor, and the gradients wait behind it.
         """
         self._names = [f"{gradient_prefix(0)}{number}" for number in range(len(flats))]
         with tf.control_dependencies(flats):
             flags = tf.numpy_function(self._computed, [], tf.float32)
         told = self._reduced(flags, FLAGS_NAME, alone)
-        with tf.control_dependencies([flags]):
-            flats = [*flats[:-1], *map(tf.identity, flats[-1:])]
-        sums = [
-            self._reduced(flat, name, alone) for flat, name in zip(flats, self._names, strict=True)
-        ]
+        sums = []
+        for number, (flat, name) in enumerate(zip(flats, self._names, strict=True)):
+            with tf.control_dependencies([flags] if number == last else []):
+                sums.append(self._reduced(tf.identity(flat), name, alone))
         return sums, told
 
     def _begin_graph(self) -> Control:
@@ -328,6 +327,7 @@ class _Packed:
     Attributes:
         dense: the gradients that are there, dense, by the number of their variable.
         flats: a flat tensor for each bucket.
+        last: number of that with the gradient that is computed last in most models.
     """
 
     def __init__(
@@ -342,6 +342,7 @@ class _Packed:
         kinds = [_reduced_type(self.dense[number]) for number in order]
         sizes = [_elements(self.dense[number]) * self.dense[number].dtype.size for number in order]
         self._buckets = [[order[at] for at in each] for each in divide(kinds, sizes, BUCKET_BYTES)]
+        self.last = next((n for n, each in enumerate(self._buckets) if order[-1] in each), 0)
         self._count = len(gradients)
         with tf.device("CPU:0"):
             is_one = tf.equal(factor, 1)
