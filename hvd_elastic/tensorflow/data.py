@@ -161,7 +161,7 @@ class _Shares(OrderedLoader):
         """Batches of the present pipeline, with their indices."""
         self._read_indices: list[list[int]] = []
         self._turn = 1
-        """Number of pipelines ended; the thread of an earlier one may still ask for a batch."""
+        """Number of the present pipeline; a thread of an earlier one may still ask for a batch."""
         self._turn_lock = threading.Lock()
         self._pipeline: Iterator[Any] | None = None
         self._next_place: Place | None = None

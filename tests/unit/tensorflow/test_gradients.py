@@ -181,3 +181,15 @@ def test_wrong_optimizers_are_refused(alone: Context, made: object, said: str) -
 def test_a_collective_in_a_graph_is_refused(alone: Context) -> None:
     with pytest.raises(ScriptError, match=r"in a tf\.function"):
         tf.function(lambda x: hvd.allreduce(x, "x"), autograph=False)(tf.constant(1.0))
+
+
+def test_the_bucket_of_the_first_variable_is_known_as_the_last_to_be_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 8)
+    computed = [tf.fill([elements], float(number)) for number, elements in enumerate((1, 2, 1))]
+    variables = [tf.Variable(each) for each in computed]
+    packed = gradients._Packed(computed, variables, tf.constant(1.0))
+    contents = [sorted(flat.numpy()) for flat in packed.flats]
+    assert contents == [[0, 2], [1, 1]]  # the large gradient has a bucket of its own, at the end
+    assert packed.last == 0
