@@ -149,6 +149,17 @@ class State(ScriptState):
         lasting = self.lasting() if others else ()  # to list the variables of a model takes long
         return rates + [variable for variable in others if id(variable) not in lasting]
 
+    def _models(self) -> dict[str, Any]:
+        others = (Optimizer, *VARIABLES)
+        return {n: i for n, i in self._with_variables().items() if not isinstance(i, others)}
+
+    def _constants(self) -> Iterator[tuple[str, str, LiveVariable]]:
+        for name, item in self._models().items():
+            trained = {*map(id, trainable_of(item))}
+            for key, variable in variables_of(item).items():
+                if id(variable) not in trained and variable.dtype.is_floating:
+                    yield f"{name}.{key}", variable.dtype.name, LiveVariable(variable)
+
     def _known(self, content: Any) -> list[bool]:
         lasting = self.lasting()
         return [
