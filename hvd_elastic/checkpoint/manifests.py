@@ -8,7 +8,6 @@ a checkpoint. So a complete checkpoint stays complete even if a writer is killed
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +35,7 @@ from hvd_elastic.checkpoint.whole_files import (
     write_json,
 )
 from hvd_elastic.errors import CheckpointError
+from hvd_elastic.json_text import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -368,7 +368,7 @@ def _candidates(folder: Path) -> list[tuple[Path, CheckpointInfo | None, str]]:
         if match := MANIFEST.fullmatch(name):
             path, step = folder / name, int(match[1])
             try:
-                info = parse_manifest(json.loads(path.read_text(encoding="utf-8")), folder)
+                info = parse_manifest(parse_json(path.read_text(encoding="utf-8")), folder)
                 if info.step != step:
                     raise ValueError(f"it says step {info.step}")
                 missing = [s.path.name for s in info.shards if s.path.name not in names]

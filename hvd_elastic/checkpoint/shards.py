@@ -12,7 +12,7 @@ several hosts can be put together.
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +30,7 @@ from hvd_elastic.checkpoint.whole_files import (
 )
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.hosts.programs.file_hash import hash_of
+from hvd_elastic.json_text import parse_json
 
 FORMAT = 3
 """Format that is written. Format 2, with a header pickled by PyTorch and without ``world``, can
@@ -217,7 +218,7 @@ def find_shards(folder: Path | str) -> list[ShardInfo]:
         for path in folder.iterdir():
             if _DESCRIPTION.fullmatch(path.name):
                 with contextlib.suppress(OSError, ValueError):
-                    shard = parse_shard(json.loads(path.read_text(encoding="utf-8")), folder)
+                    shard = parse_shard(parse_json(path.read_text(encoding="utf-8")), folder)
                     if shard.path.stat().st_size == shard.bytes:
                         found.append(shard)
     return sorted(found, key=lambda shard: (-shard.step, shard.index, shard.file))
@@ -258,10 +259,13 @@ def why_incomplete(shards: Sequence[ShardInfo]) -> str | None:
     if not shards:
         return "it has no shards"
     count, total, form = shards[0].count, shards[0].total, shards[0].format
-    missing = sorted({*range(count)} - {shard.index for shard in shards})
-    if missing:
-        return f"shard {missing[0]} of {count} is missing"
-    if [shard.index for shard in shards] != [*range(count)]:
+    indices = [shard.index for shard in shards]
+    there = {*indices}
+    # Not by a list of all, since a description from elsewhere may give any count.
+    missing = next(index for index in itertools.count() if index not in there)
+    if missing < count:
+        return f"shard {missing} of {count} is missing"
+    if indices != [*range(len(shards))] or len(shards) != count:
         return "its shards are not in order"
     at = 0
     for shard in shards:

@@ -7,7 +7,6 @@ stores list an object only once it is complete, so a listed checkpoint is comple
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from hvd_elastic.checkpoint.manifests import (
 from hvd_elastic.checkpoint.shards import SHARD, DamagedShardError, receive_shard
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError
+from hvd_elastic.json_text import parse_json
 
 _CHUNK_BYTES = 4 << 20  # per read of a download; large enough to make requests cheap
 
@@ -186,7 +186,7 @@ class CheckpointUrl:
     def _read_manifest(self, name: str, folder: Path) -> CheckpointInfo:
         with self._explained("read"):
             manifest = self._files.cat_file(f"{self._root}/{name}")
-        return parse_manifest(json.loads(manifest), folder)
+        return parse_manifest(parse_json(manifest), folder)
 
     def _reading(self, name: str) -> Any:
         def copy(writer: HashingWriter) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from hvd_elastic.errors import HvdElasticError, RunError
+from hvd_elastic.errors import HvdElasticError, RunError, StrangerError
 from hvd_elastic.hosts.peers import connect_own, peer_uid
 from hvd_elastic.jobs.messages import Answer, Request
 from hvd_elastic.jobs.place import ClusterFolder
@@ -165,8 +165,8 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
     """Send a request to the daemon of a cluster and return its answer.
 
     Raises:
-        RunError: there is no daemon, it does not answer, or it refused.
-        StrangerError: its folder, or what listens there, is another user's.
+        RunError: there is no daemon, it does not answer, it refused, or it is another user's;
+            to them nothing was sent.
     """
     ask = f"Start it with: hvd-elastic up HOSTFILE --name {place.name}"
     try:
@@ -178,7 +178,7 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
         received = b""  # it was killed
     except (FileNotFoundError, ConnectionRefusedError) as error:
         raise RunError(f"cluster {place.name} has no daemon. {ask}") from error
-    except PermissionError as error:
+    except (PermissionError, StrangerError) as error:
         raise RunError(
             f"the daemon of cluster {place.name} belongs to another user: {place.path} is "
             "theirs alone. Submit from that account, or start a cluster of your own"

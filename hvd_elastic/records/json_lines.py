@@ -274,7 +274,7 @@ def _encode(record: Record) -> bytes:
 def _decode(line: bytes) -> Record | None:
     try:
         record = _DECODER.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if isinstance(record, dict) and isinstance(record.get("kind"), str):
         return record

@@ -87,7 +87,7 @@ class Incoming:
         """Return whether the line is a hello; raise UnfitHostError if its version differs."""
         try:
             greeting = msgspec.json.decode(line, type=msg.Greeting)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         if greeting.ev != msg.AgentHello.__struct_config__.tag:
             return False

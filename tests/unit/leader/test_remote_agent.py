@@ -122,7 +122,7 @@ def test_a_host_whose_agent_names_another_folder_than_the_run_s_is_not_used(
 
 
 def test_what_a_shell_prints_before_the_agent_speaks_is_passed_over() -> None:
-    noise = b'Welcome to b\n{"motd": 1}\n[]\n'
+    noise = b'Welcome to b\n{"motd": 1}\n[]\n{"ev":' + b"[" * 200_000 + b"\n"
     warning = msg.AgentWarning("it works")
     hello, heard_later, _ = heard(noise + HELLO + encode(warning))
     assert isinstance(hello, msg.AgentHello)
