@@ -178,7 +178,7 @@ class Content(ABC):
                 yield number, first, last
             at += tensor.bytes
 
-    def head(self, progress: Mapping[str, int], world: int) -> list[Any]:
+    def head(self, progress: Mapping[str, Any], world: int) -> list[Any]:
         """Return the beginning of shard 0 in pieces: the header and all data before the stream."""
         opaque = self.encode_opaque()
         blobs = [TensorInfo(OPAQUE, "uint8", (len(opaque),), len(opaque))] if opaque else []
