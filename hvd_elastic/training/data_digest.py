@@ -38,9 +38,9 @@ that another version of a library decodes by less."""
 _EXAMPLES_FIELD = "examples"
 ALIKE = (
     "An index has to mean the same example on all ranks; else some are trained on twice, others "
-    "never, and some of the test set. Seed what is drawn when the data set is made (random_split(..., "
-    "generator=torch.Generator().manual_seed(0))), sort what os.listdir() or glob() returns, and "
-    "bring the same files to all hosts (copyclust)"
+    "never, and some of the test set. Seed what is drawn when the data set is made "
+    "(random_split(..., generator=torch.Generator().manual_seed(0))), sort what os.listdir() or "
+    "glob() returns, and bring the same files to all hosts (copyclust)"
 )
 """What to do where data sets differ."""
 _FORK = multiprocessing.get_context("fork")
