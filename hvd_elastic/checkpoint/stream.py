@@ -201,7 +201,7 @@ class Content(ABC):
                 return tensor.name
         return ""
 
-    def head(self, progress: Mapping[str, int], world: int) -> list[Any]:
+    def head(self, progress: Mapping[str, Any], world: int) -> list[Any]:
         """Return the beginning of shard 0 in pieces: the header and all data before the stream."""
         opaque = self.encode_opaque()
         blobs = [TensorInfo(OPAQUE, "uint8", (len(opaque),), len(opaque))] if opaque else []

@@ -31,7 +31,7 @@ class _Job:
     """A shard that is being copied and written."""
 
     content: Content
-    progress: dict[str, int]
+    progress: dict[str, Any]
     shard: ShardInfo
     buffer: np.ndarray[Any, Any]
     copied: threading.Event = field(default_factory=threading.Event)
