@@ -22,6 +22,7 @@ from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.checkpoint.writer import ShardWriter
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.tensorflow.content import load_checkpoint
+from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
 
 
@@ -31,6 +32,7 @@ def model_of(width: int) -> keras.Model:
 
 
 def state_of(width: int = 3) -> hvd.State:
+    context.current().worker.in_train = False  # the optimizer is made before the training function
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1))
     return hvd.State(model=model_of(width), optimizer=optimizer, seen=[1], table=np.arange(3))
 
