@@ -173,9 +173,19 @@ class ElasticCallback(keras.callbacks.Callback):
         if failed is not None:
             self._session.recover(failed, in_tail=True)
         logs.update(self._finish_tail())
-        self._ctx.report(logs)
+        self._report(logs)
         if self._ctx.worker.progress.stopped or self._is_enough():
             self.model.stop_training = True
+
+    def _report(self, logs: dict[str, Any]) -> None:
+        """Record the metrics of an epoch; name those that are not one number."""
+        several = [name for name, value in logs.items() if np.size(value) != 1]
+        self._ctx.report({name: value for name, value in logs.items() if name not in several})
+        if several and self._ctx.worker.progress.epoch == 1:
+            self._ctx.worker.warn_once(
+                f"the metrics {', '.join(several)} of model.fit are not recorded, since they are "
+                "not one number each"
+            )
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave together with the other ranks."""
