@@ -552,7 +552,10 @@ def test_a_shard_appears_only_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"name": ".."}, {"name": ""}, {"name": "a/b"}, {"sha256": "../../../etc/x"}, {"sha256": ""}],
+    [
+        *({"name": name} for name in ("..", "", "a/b", "a.tar\0")),
+        *({"sha256": name} for name in ("../../../etc/x", "")),
+    ],
 )
 def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, change: dict[str, str]) -> None:
     index = write_numbers(tmp_path / "d", [2]) / "index.json"
@@ -560,4 +563,11 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, change: dict[str
     whole["shards"][0].update(change)
     index.write_text(json.dumps(whole))
     with pytest.raises(DataError, match=r"would not lie in this folder|which is none; make it"):
+        load_index(index.parent)
+
+
+def test_an_index_that_is_nested_too_deeply_is_damaged(tmp_path: Path) -> None:
+    index = write_numbers(tmp_path / "d", [2]) / "index.json"
+    index.write_text(index.read_text().replace("{", '{"classes":' + "[" * 200_000, 1))
+    with pytest.raises(DataError, match=r"index.json is damaged .* make it again"):
         load_index(index.parent)
