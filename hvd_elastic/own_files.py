@@ -47,39 +47,46 @@ def private_folder(path: Path) -> Path:
     for folder in reversed(missing[:-1]):
         folder.mkdir(mode=_PRIVATE, exist_ok=True)
     for found in (path.lstat(), path.stat()):
-        _check_owner(path, found, "folder")
+        _check_owner(path, found)
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & ~_PRIVATE:
         path.chmod(_PRIVATE)
-    check_unwritable(path, path.stat(), "folder")
+    _check_mode(path, path.stat())
     return path
 
 
-def check_unwritable(path: Path, found: os.stat_result, what: str) -> None:
-    """Check that no other user can change a file or folder, except for root.
+def check_configuration(path: Path, *, may_group: bool = False) -> None:
+    """Check that other users cannot write a file of configuration, or the folder given.
 
     Args:
-        path: its path, for the message.
-        found: its status.
-        what: what it is, for the message.
+        path: the file or folder. What is neither, such as a pipe, is not checked.
+        may_group: whether its group may.
 
     Raises:
-        StrangerError: it belongs to another user, or others can write it.
+        StrangerError: they can.
+        OSError: there is no such file.
     """
-    _check_owner(path, found, what)
-    shared = stat.S_IWOTH | (0 if _is_own_group(found.st_gid) else stat.S_IWGRP)
-    if found.st_mode & shared:
+    found = path.stat()
+    if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
+        _check_mode(path, found, may_group=may_group)
+
+
+def _check_mode(path: Path, found: os.stat_result, *, may_group: bool = False) -> None:
+    mode = stat.S_IMODE(found.st_mode)
+    is_shared = mode & stat.S_IWGRP and not may_group and not _is_own_group(found.st_gid)
+    if (mode & stat.S_IWOTH or is_shared) and not mode & stat.S_ISVTX:
+        whose = f"group {found.st_gid}" if is_shared else "all users"
         raise StrangerError(
-            f"the {what} {path} can be written by others (mode {stat.S_IMODE(found.st_mode):03o}), "
-            f"who could make this user run what they choose. Take that away: chmod go-w {path}"
+            f"{path} can be written by {whose} (mode {mode:03o}), and decides where and what this "
+            f"user runs. Take that away: chmod go-w {path}"
         )
 
 
-def _check_owner(path: Path, found: os.stat_result, what: str) -> None:
+def _check_owner(path: Path, found: os.stat_result) -> None:
     if found.st_uid not in (os.geteuid(), _ROOT):
         raise StrangerError(
-            f"the {what} {path} belongs to {user_words(found.st_uid)} and not to "
+            f"the folder {path} belongs to {user_words(found.st_uid)} and not to "
             f"{user_words(os.geteuid())}. Use another place, such as by HVD_ELASTIC_HOME, or "
             "have it removed"
         )
@@ -107,7 +114,9 @@ def socket_in(folder: Path, name: str) -> Iterator[str]:
     """
     number = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        check_unwritable(folder, os.fstat(number), "folder")
+        found = os.fstat(number)
+        _check_owner(folder, found)
+        _check_mode(folder, found)
         yield f"/proc/self/fd/{number}/{name}"
     finally:
         os.close(number)

@@ -14,7 +14,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 
 # Modules are imported first: nobody may not look into the folder that Python lies in.
 _BECOME = f"""
-import encodings.idna, json, os, socket, sys, time
+import encodings.idna, http.client, os, socket, sys
 os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
 """
 _HOLD = """
