@@ -98,7 +98,7 @@ class Header:
     """
 
     tensors: tuple[TensorInfo, ...]
-    progress: Mapping[str, int]
+    progress: Mapping[str, Any]
     world: int
     frontend: str
     library: str

@@ -48,7 +48,7 @@ _FIELDS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
         int,
         "a whole number >= 0",
     ),
-    (("life", "host", "layout", "sha256", "run"), str, "a text"),
+    (("life", "host", "layout", "sha256", "run", "not_finite"), str, "a text"),
     (("created",), (int, float), "Unix seconds"),
 )
 """Fields of a shard's description, their type, and the type as text for error messages."""
@@ -83,6 +83,7 @@ class ShardInfo:
         created: when it was written [Unix seconds].
         seconds: how long writing took [s]; 0 for a shard that was found.
         run: name of the run that wrote it; empty: unknown, or there was no run.
+        not_finite: name of a weight in it that holds NaN or infinity; empty: none, or unknown.
         format: :data:`FORMAT`, or an earlier one that can be read.
     """
 
@@ -107,6 +108,7 @@ class ShardInfo:
     seconds: float = 0.0
     run: str = ""
     world: int = 0
+    not_finite: str = ""
     format: int = FORMAT
 
     @property
@@ -196,9 +198,11 @@ def describe_shard(shard: ShardInfo, keep: int) -> None:
     folder = shard.path.parent
     with write_errors_explained(folder, f"the checkpoint of step {shard.step}"):
         write_json(shard.path.with_suffix(".json"), shard.manifest())
-    steps = sorted({known.step for known in find_shards(folder) if known.step <= shard.step})
+    known = [each for each in find_shards(folder) if each.step <= shard.step]
+    steps = sorted({each.step for each in known})
     if len(steps) > keep:
-        drop_shards(folder, steps[-keep - 1])
+        finite = [each.step for each in known if not each.not_finite]
+        drop_shards(folder, min(steps[-keep - 1], max(finite, default=shard.step) - 1))
     with failures_logged(folder):
         remove_leftovers(folder)
 
@@ -283,7 +287,8 @@ def parse_shard(described: Any, folder: Path) -> ShardInfo:
         ValueError: the description is invalid; the message names the field.
     """
     check_format(described)
-    fields: dict[str, Any] = {"world": 0, "run": "", **described}  # format 2 has neither
+    # Format 2 has neither world nor run, and earlier versions did not look at the weights.
+    fields: dict[str, Any] = {"world": 0, "run": "", "not_finite": "", **described}
     for names, kind, what in _FIELDS:
         for name in names:
             value: Any = fields.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -12,6 +13,7 @@ import numpy as np
 from hvd_elastic.communicator.interface import FLAGS_NAME
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import plural
+from hvd_elastic.training.data_digest import ALIKE, difference
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.worker import Worker
 
@@ -263,16 +265,15 @@ class Step:
         where = f"in epoch {at.epoch} at example {at.position}"
         if self.ahead is not None:
             where += f", with {batches - 1} of {batches} backward passes in no_sync()"
-        line = f"{at.order_hash}|{worker.examples}|{where}|{worker.left_epoch}\n"
-        own = np.frombuffer(line.encode(), np.uint8).copy()
-        told = worker.communicator.gather(own, "hvd_elastic.places").tobytes().decode()
+        line = f"{at.order_hash}|{worker.examples}|{where}|{worker.left_epoch}"
         places: dict[str, list[str]] = {}
         orders: dict[str, str] = {}
-        for rank, line in enumerate(told.splitlines()):
-            order, examples, place, left = line.split("|", 3)
+        for rank, told in enumerate(_gather_lines(worker, line, "places")):
+            order, examples, place, left = told.split("|", 3)
             places.setdefault(place + (f" ({left})" if left else ""), []).append(str(rank))
             orders.setdefault(order, f"rank {rank} in one of {examples} examples")
         if len(orders) > 1:
+            _refuse_data_sets(worker)
             raise ScriptError(
                 f"the ranks read different data sets, or one in different orders: "
                 f"{'; '.join(orders.values())}. {_READ_ALIKE}"
@@ -315,6 +316,26 @@ class Step:
                 "weights. Take every step on all ranks; where the batch adapts, and with "
                 "hvd.GradScaler, one with gradients that are not finite is left out on all of "
                 "them by itself. Else have all decide alike, by hvd.allreduce"
+            )
+
+
+def _gather_lines(worker: Worker, line: str, name: str) -> list[str]:
+    """Return the line of each rank; all ranks call this."""
+    own = np.frombuffer(line.encode() + b"\n", np.uint8).copy()
+    told: bytes = worker.communicator.gather(own, f"hvd_elastic.{name}").tobytes()
+    return told.decode().splitlines()
+
+
+def _refuse_data_sets(worker: Worker) -> None:
+    """Raise ScriptError if data sets of the same length differ; names the rank and the field."""
+    lines = _gather_lines(worker, worker.described_data(), "data_sets")
+    first, *others = map(json.loads, lines)
+    for rank, theirs in enumerate(others, 1):
+        field = "".join(difference(*pair) for pair in zip(first, theirs, strict=False))
+        if field:
+            raise ScriptError(
+                f"the ranks read different data sets: those of ranks 0 and {rank} differ in "
+                f"{field!r}. {ALIKE}"
             )
 
 

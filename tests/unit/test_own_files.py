@@ -16,7 +16,7 @@ from hvd_elastic.hosts import route
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.hosts.ssh_config import read_config_text
 from hvd_elastic.own_files import check_configuration, private_folder, socket_in
-from tests.another_user import NOBODY, NOBODY_WORDS, needs_root
+from tests import other_user
 
 UMASKS = [0o000, 0o022, 0o077]
 
@@ -73,23 +73,25 @@ def test_an_existing_folder_is_closed_to_others(tmp_path: Path) -> None:
 
 def test_a_file_in_the_place_of_a_folder_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "runs").touch(mode=0o644)
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(FileExistsError):
         private_folder(tmp_path / "runs")
     assert (tmp_path / "runs").stat().st_mode & 0o777 == 0o644
 
 
-@needs_root
+@other_user.needs_root
 def test_a_folder_or_link_of_another_user_is_refused(tmp_path: Path) -> None:
     folder, link = tmp_path / "runs", tmp_path / "link"
     folder.mkdir()
     link.symlink_to(tmp_path)
-    os.chown(folder, NOBODY, NOBODY)
-    os.lchown(link, NOBODY, NOBODY)
+    os.chown(folder, other_user.UID, other_user.UID)
+    os.lchown(link, other_user.UID, other_user.UID)
     for path in (folder, link):
-        words = re.escape(f"the folder {path} belongs to {NOBODY_WORDS} and not to user root")
+        words = re.escape(f"the folder {path} belongs to {other_user.WORDS} and not to user root")
         with pytest.raises(StrangerError, match=words):
             private_folder(path)
-    with pytest.raises(StrangerError, match=NOBODY_WORDS.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(
+        StrangerError, match=other_user.WORDS.replace("(", r"\(").replace(")", r"\)")
+    ):
         with socket_in(folder, "socket"):
             pass
 
@@ -110,16 +112,16 @@ def test_configuration_that_all_users_can_write_is_refused(tmp_path: Path, mode:
         read_config_text(including)
 
 
-@needs_root
+@other_user.needs_root
 def test_configuration_of_a_group_is_for_hostfiles_alone(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("a slots=1\n")
     path.chmod(0o664)
     os.chown(path, 0, 0)
     check_configuration(path)  # a group of this user alone
-    os.chown(path, 0, NOBODY)
+    os.chown(path, 0, other_user.UID)
     assert len(parse_hostfile(path)) == 1
-    with pytest.raises(SshError, match=f"can be written by group {NOBODY}"):
+    with pytest.raises(SshError, match=f"can be written by group {other_user.UID}"):
         read_config_text(path)
 
 

@@ -43,10 +43,14 @@ class _Frame(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True):
 
 
 class Offer(_Frame, tag="offer"):
-    """First message of a process that reads: its version, and the size of its data set."""
+    """First message of a process that reads: its version, and what its data set is.
+
+    ``fields``: see :class:`~hvd_elastic.training.data_digest.DataDigest`.
+    """
 
     examples: int
     version: str = __version__
+    fields: dict[str, int] = {}
 
 
 class Want(_Frame, tag="want"):

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
@@ -44,9 +44,11 @@ class Source(Protocol):
 
     Attributes:
         examples: number of examples.
+        fields: checksums of the data set; see :class:`DataDigest`.
     """
 
     examples: int
+    fields: Mapping[str, int] = {}
 
     def start(self, number: int, count: int) -> None:
         """Prepare a process that was forked to read, the ``number``-th of ``count``."""
@@ -94,7 +96,7 @@ def serve(
     """
     turn = turn or threading.Lock()
     with contextlib.suppress(OSError, LinkError):
-        link.send(Offer(source.examples))
+        link.send(Offer(source.examples, fields=dict(source.fields)))
         size, made_s, made_at = 0, 0.0, 0.0
         while True:
             free_at = time.perf_counter()

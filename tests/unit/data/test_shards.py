@@ -34,6 +34,8 @@ from hvd_elastic.data.files import sha256_of
 from hvd_elastic.data.index import table_path
 from hvd_elastic.data.tfrecord import TFRecord
 from hvd_elastic.errors import DataError
+from tests import other_user
+from tests.other_user import open_folder as open_folder
 from tests.unit.data.shards import npy, write_numbers
 
 pytest.importorskip("google_crc32c", reason="TFRecord needs its checksums")
@@ -510,6 +512,21 @@ def test_an_example_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     build_index(tmp_path)
     with pytest.raises(DataError, match=r"a\.tar: example 'odd' cannot be decoded: cannot ident"):
         ShardDataset(tmp_path)[0]
+
+
+@other_user.needs_root
+def test_what_another_user_has_put_in_the_way_of_a_shard_is_not_written_to(
+    open_folder: Path,
+) -> None:
+    def plant() -> None:
+        for name in (".s-00.tar.part", ".s-00.tar.npy.part", ".index.json.part"):
+            (open_folder / name).touch()
+            (open_folder / name).chmod(0o666)
+
+    other_user.call(plant)
+    write_numbers(open_folder, [3])
+    owners = {path.stat().st_uid for path in open_folder.iterdir() if path.suffix != ".part"}
+    assert owners == {os.geteuid()}
 
 
 def test_a_shard_appears_only_whole(tmp_path: Path) -> None:

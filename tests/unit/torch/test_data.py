@@ -36,6 +36,7 @@ from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.training.data_order import Place
 from hvd_elastic.training.input.times import InputTimes
+from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.script_data import ScriptData
@@ -104,6 +105,8 @@ class FakeContext:
     input_times: InputTimes = field(default_factory=InputTimes)
     options: WorkerOptions = field(default_factory=WorkerOptions)
     link: Any = None
+    digests: list[Any] = field(default_factory=list)
+    mode: Mode = Mode.ALONE
     has_ranks = True
     frontend = TorchFrontend()
 

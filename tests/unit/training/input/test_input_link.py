@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -30,6 +30,7 @@ class Numbers:
     """A source whose batch is the epoch and the indices."""
 
     examples = 100
+    fields: ClassVar[dict[str, int]] = {}
 
     def start(self, number: int, count: int) -> None:
         pass
