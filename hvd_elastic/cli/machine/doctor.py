@@ -23,7 +23,7 @@ import typer
 from hvd_elastic import __version__
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.config import home
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import count, unfiltered
 from hvd_elastic.frameworks import (
     TENSORFLOW_REQUIREMENTS,
     TITLES,
@@ -119,7 +119,8 @@ def doctor(
     if as_json:
         print(json.dumps({"healthy": not missing, "findings": [asdict(f) for f in findings]}))
     else:
-        print(render(findings, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        print(render(findings, colour=colour), file=unfiltered(sys.stdout))
     if missing:
         raise typer.Exit(1)
 
