@@ -28,6 +28,8 @@ from hvd_elastic.frameworks import (
     TENSORFLOW_REQUIREMENTS,
     TITLES,
     TORCH_REQUIREMENT,
+    TRITON_FIRST,
+    has_triton,
     install_command,
     tensorflow_version,
     version_of,
@@ -190,7 +192,11 @@ def _frameworks() -> list[Finding]:
         why = why_no_tensorflow(version, keras, os.environ) if version else "not installed"
         mend = install_command(*TENSORFLOW_REQUIREMENTS)
         tensorflow = Finding("tensorflow", health, str(why), mend)
-    return [torch, tensorflow]
+    found = [torch, tensorflow]
+    if {"torch", "tensorflow"} <= usable.keys() and has_triton():
+        why = "PyTorch's triton dies of signal 11 in a process that has loaded TensorFlow before"
+        found.append(Finding("triton", Health.OPTIONAL, why, f"in such a script, {TRITON_FIRST}"))
+    return found
 
 
 def _horovod() -> Finding:
