@@ -360,12 +360,16 @@ class GradientAverager(Averager):
         """Begin a step with the first of its gradients, unless it has begun."""
         if self._reductions.is_open:
             return
-        differs = self._trained.follow()
-        if differs:
+        self._follow()
+        self._sampling.begin_step()
+        self._reductions.open()
+
+    def _follow(self) -> None:
+        """Follow what the script has done to its parameters since the last step."""
+        if self._trained.follow():
             self._add_hooks()
             self._sampling.statistics.forget_parts()
-        self._sampling.begin_step()
-        self._reductions.open(anew=differs)
+            self._reductions.divide_again()
 
     def _add(self) -> None:
         for bucket in self._reductions.waiting:
@@ -395,6 +399,8 @@ class GradientAverager(Averager):
                 bucket.give(absent=False)
             self._trained.drop_late()
             self._reductions.clear()
+        else:
+            self._follow()
         for parameter in self._names:
             gradient = parameter.grad
             if gradient is not None and gradient.layout is not torch.strided:
