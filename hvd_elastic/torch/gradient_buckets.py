@@ -154,6 +154,11 @@ class Bucket:
         self._views, self._addresses = [gradient], [gradient.data_ptr()]
         self._flat = gradient.data.as_strided((gradient.numel(),), (1,))
 
+    def scale(self, factor: float) -> None:
+        """Multiply what is here."""
+        if self.holds:
+            _multiply(self._flat, factor, out=self._flat)
+
     @torch.no_grad()
     def give(self, *, absent: bool) -> None:
         """Set the parameters' gradients to those here; ``absent``: and to 0 where there is none."""

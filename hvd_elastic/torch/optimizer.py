@@ -294,7 +294,7 @@ class GradientAverager(Averager):
             self._reductions.are_done = True
             self._context.exchange()
             return
-        self._open()
+        self._open_last()
         if self._context.step.is_too_large:
             self._sampling.leave_out()
         if used:
@@ -356,6 +356,13 @@ class GradientAverager(Averager):
         """Factor on this rank's mean gradient in the sum over ranks and passes."""
         return self._context.step.weight / self._communicator.size
 
+    def check_not_begun(self, call: str) -> None:
+        if self._reductions.are_begun or self._reductions.are_done or self._computed:
+            raise ScriptError(
+                f"{call} after a backward pass of the batch, whose gradients are being averaged "
+                "already: call it before backward()"
+            )
+
     def _open(self) -> None:
         """Begin a step with the first of its gradients, unless it has begun."""
         if self._reductions.is_open:
@@ -363,6 +370,12 @@ class GradientAverager(Averager):
         self._follow()
         self._sampling.begin_step()
         self._reductions.open()
+
+    def _open_last(self) -> None:
+        """Begin the last pass of a step with the first of its gradients."""
+        self._open()
+        if self._context.step.counts is not None:
+            self._reductions.scale(self._context.step.counts.take_scale_of_earlier())
 
     def _follow(self) -> None:
         """Follow what the script has done to its parameters since the last step."""
@@ -393,7 +406,7 @@ class GradientAverager(Averager):
             self._sampling.leave_out()
         self._sampling.see(self._names)
         if self._reductions.is_open or step.weight != 1:
-            self._open()
+            self._open_last()
             self._add()
             for bucket in self._reductions.waiting:
                 bucket.give(absent=False)
@@ -459,7 +472,7 @@ class GradientAverager(Averager):
             return False
         if self._reductions.are_done:
             self._reductions.refuse_if_reduced(parameter)
-        self._open()
+        self._open_last()
         # Where the batch adapts, the step may be called off for lack of memory: on a CPU until the
         # last bucket is full, and on a GPU until its end.
         if not (self._context.planner.adapts or self._may_carry or step.has_told):

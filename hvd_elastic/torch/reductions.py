@@ -138,6 +138,12 @@ class Reductions:
         """Whether buckets are being reduced, or gradients of the last pass have arrived."""
         return bool(self._begun) or len(self._missing) < len(self._bucket_of)
 
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients of earlier passes, which are in the buckets."""
+        if factor != 1:
+            for bucket in self.waiting:
+                bucket.scale(factor)
+
     def begin(self, bucket: Bucket, flags: np.ndarray | None = None) -> None:
         """Begin to sum a bucket over the ranks, and set the gradients to its views.
 
