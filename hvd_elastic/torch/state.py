@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.checkpoint import TorchContent, content_of, dtype_name, dtype_named
 from hvd_elastic.torch.copies import TensorCopies
+from hvd_elastic.torch.forms import ModuleForms, lay_out
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.schedule import counting_schedules
 from hvd_elastic.torch.snapshot import Snapshot, untrained_tensors
@@ -70,6 +71,9 @@ class State(ScriptState):
 
     def _try_plain(self, value: Any) -> None:
         load_plain(dump_plain(value))
+
+    def _build(self) -> None:
+        self._forms = ModuleForms(self.named_modules())
 
     # -- for the library -------------------------------------------------------------------
 
@@ -143,8 +147,10 @@ class State(ScriptState):
         return load_plain(data) if data else ()
 
     def _values(self) -> dict[str, Any]:
-        frozen = {name: _frozen(module) for name, module in self.named_modules().items()}
-        return {**super()._values(), "frozen": frozen}
+        modules = self.named_modules()
+        frozen = {name: _frozen(module) for name, module in modules.items()}
+        converted = self._forms.converted(modules)
+        return {**super()._values(), "frozen": frozen, "converted": converted}
 
     def _models(self) -> dict[str, torch.nn.Module]:
         return self.named_modules()
@@ -193,8 +199,11 @@ class State(ScriptState):
             _restore_forms(item, values)
 
     def _take(self, values: dict[str, Any], source: str) -> None:
+        # Earlier versions wrote neither of the two.
+        if "converted" in values:
+            self._forms.follow(self.named_modules(), values["converted"])
         super()._take(values, source)
-        for name, names in values.get("frozen", {}).items():  # earlier versions did not write it
+        for name, names in values.get("frozen", {}).items():
             frozen = set(names)
             for key, parameter in self.named_modules()[name].named_parameters():
                 if parameter.requires_grad == (key in frozen):
@@ -227,11 +236,8 @@ def _restore_forms(optimizer: Optimizer, values: dict[str, Any]) -> None:
             if not (torch.is_tensor(value) and torch.is_tensor(loaded)):
                 continue
             if value.dtype != loaded.dtype:
-                loaded = value.to(loaded.device)
-            if loaded.shape == parameter.shape and loaded.stride() != parameter.stride():
-                like = torch.empty_like(parameter.detach(), dtype=loaded.dtype)
-                loaded = like.copy_(loaded)
-            state[name] = loaded
+                state[name] = value.to(loaded.device)
+        lay_out(state, parameter)
 
 
 def _frozen(module: torch.nn.Module) -> list[str]:
