@@ -230,6 +230,9 @@ class State(Protocol):
                 on their device.
         """
 
+    def step_begins(self) -> None:
+        """Raise ScriptError if a change of the loop body before the step could not be undone."""
+
     def roll_back(self) -> None:
         """Restore the snapshot of the last :meth:`save_values`."""
 

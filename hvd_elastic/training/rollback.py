@@ -27,11 +27,13 @@ class StepVoidedError(RuntimeError):
 
 @runtime_checkable
 class SnapshotSource(Protocol):
-    """Object of the library that can copy its state at less cost than by ``state_dict()``."""
+    """Object that can go back to an earlier state at less cost than by ``state_dict()``."""
 
-    def snapshot(self) -> Any: ...
+    def snapshot(self) -> Any:
+        """Return what :meth:`roll_back` needs to undo what follows; called after each step."""
 
-    def roll_back(self, values: Any) -> None: ...
+    def roll_back(self, values: Any) -> None:
+        """Go back to an earlier :meth:`snapshot`, not necessarily the last one."""
 
 
 _PARTIAL = 0
@@ -97,6 +99,11 @@ class Rollback:
         self._entered = True
         self._epoch_end = None
         self._save_part()
+
+    def step_begins(self) -> None:
+        """Check that the loop body can be undone; called before an optimizer's step."""
+        if self._worker.elastic and self._worker.state is not None:
+            self._worker.state.step_begins()
 
     def optimizer_stepped(self) -> None:
         """Warn once of a step that cannot be undone or repeated as others are."""

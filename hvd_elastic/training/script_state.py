@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +15,7 @@ from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import State
+from hvd_elastic.training.helper_copies import HelperCopies
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.spread import Content as Pieces
 from hvd_elastic.training.spread import spread
@@ -50,6 +52,8 @@ class ScriptState(State):
         plain_kinds, object_kinds: what plain data is, and what objects have, for messages.
     """
 
+    _pickler: type[pickle.Pickler] = pickle.Pickler
+    """Copies the framework's tensors fast."""
     _content_kind: type[Any]
     """The framework's Content, called with values, addresses and ``copy_own``."""
     plain_kinds = "numbers, strings, lists, dicts, tensors"
@@ -76,7 +80,7 @@ class ScriptState(State):
                     f"({self.plain_kinds}) nor an object with {self.object_kinds}. Turn it into "
                     "one of them."
                 ) from error
-        self._large: set[str] = set()
+        self._helpers = HelperCopies(self._pickler)
         self._context = context.current()
         self._build()
         self._saved = self.take_snapshot()
@@ -118,7 +122,12 @@ class ScriptState(State):
         return dict(self._objects)
 
     def save_values(self, snapshot: Any = None, *, tensors: bool = False) -> None:
+        if snapshot is None:
+            self._helpers.body_ends()
         self._saved = snapshot or self.take_snapshot(tensors=tensors)
+
+    def step_begins(self) -> None:
+        self._helpers.refuse_changed(self._objects)
 
     def roll_back(self) -> None:
         self._saved.restore(self._plain, self._objects)
