@@ -152,7 +152,7 @@ class ScriptState(State):
     ) -> Progress:
         # The structure is sent as plain data. Tensors are sent in a few large messages, from live
         # tensors and, where shapes agree, into live tensors.
-        own = self._live_content()
+        own, generators = self._live_content(), self._context.worker.generators
         if communicator.rank == root_rank:
             known = self._known(own)
             header: dict[str, Any] = {
@@ -164,9 +164,12 @@ class ScriptState(State):
                 ],
                 "known": known,
                 "progress": progress.as_state(),
+                "generators": generators.offered(),
             }
             communicator.broadcast_bytes(json.dumps(header).encode(), root_rank)
-            spread(own.tensors, known, True, communicator, root_rank, self._pieces)
+            every = generators.all_bits
+            agreed = spread(own.tensors, known, True, communicator, root_rank, self._pieces, every)
+            generators.settle(agreed if communicator.size > 1 else 0)
             return progress
         header = json.loads(communicator.broadcast_bytes(b"", root_rank))
         theirs = Progress.from_dict(header["progress"])
@@ -177,7 +180,10 @@ class ScriptState(State):
             for name, dtype, shape, device in header["tensors"]
         }
         ordered = list(tensors.values())
-        spread(ordered, header["known"], has, communicator, root_rank, self._pieces)
+        agreed = generators.agree(header["generators"], take=not has)
+        generators.settle(
+            spread(ordered, header["known"], has, communicator, root_rank, self._pieces, agreed)
+        )
         opaque = self._decode_opaque(base64.b64decode(header["opaque"]))
         self._take(decode_values(header["values"], tensors, opaque), f"rank {root_rank}")
         return theirs

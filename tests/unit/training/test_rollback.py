@@ -386,10 +386,13 @@ def test_a_change_before_the_step_that_is_too_large_to_be_undone_is_refused(
         large.values[state.steps] = 1.0
         state.steps += 1
 
-    state.steps = 0
-    with pytest.raises(ScriptError, match="Meter changes in the loop body before") as refused:
+    def fill() -> None:
         for _ in range(100):
             body(training, add, lambda: None)
+
+    state.steps = 0
+    with pytest.raises(ScriptError, match="Meter changes in the loop body before") as refused:
+        fill()
     assert "snapshot()" in str(refused.value)
     assert "right after optimizer.step()" in str(refused.value)
     assert 20 < state.steps < 100, "as long as its copies take up their credit it is undone"
