@@ -133,7 +133,7 @@ class _NumPy:
     """Generator of ``numpy.random.seed``; its state takes 50 us, so it is copied if it changes."""
 
     def __init__(self) -> None:
-        self._copied: tuple[Any, ...] = ()
+        self._copied: Any = ()
         self._seen = b""
 
     def copy(self) -> Any:
@@ -146,7 +146,7 @@ class _NumPy:
     @staticmethod
     def _memory() -> bytes:
         """Return its words and its place in them; empty: it is another kind of generator."""
-        bits: Any = np.random.get_bit_generator()
+        bits = vars(np.random)["get_bit_generator"]()
         if not isinstance(bits, np.random.MT19937):
             return b""
         return ctypes.string_at(bits.ctypes.state_address, 4 * (_WORDS + 1))
@@ -155,17 +155,19 @@ class _NumPy:
         np.random.set_state(state)
 
     def dump(self) -> bytes:
-        kind, words, *rest = np.random.get_state()
+        state: Any = np.random.get_state()
+        kind, words, *rest = state
         return json.dumps([kind, np.asarray(words).tolist(), *rest]).encode()
 
     def load(self, data: bytes) -> None:
         np.random.set_state(tuple(json.loads(data)))
 
     def is_later(self, state: Any) -> bool:
-        other, now = np.random.RandomState(), np.random.get_state()[1]
+        other: Any = np.random.RandomState()
         other.set_state(state)
+        now: Any = np.random.get_state()
         for _ in range(_RENEWALS):
-            if np.array_equal(other.get_state()[1], now):
+            if np.array_equal(other.get_state()[1], now[1]):
                 return True
             other.bytes(4 * _WORDS)
         return False

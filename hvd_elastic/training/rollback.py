@@ -68,9 +68,9 @@ class Rollback:
         self._loops_in_turn = 0
         self._left: Any = None
         self._epoch_end: tuple[Progress, str, Any, dict[str, Any]] | None = None
-        """Progress, reason to stop, snapshot and generators at the end of the last loop. Kept until a step of
-        the next epoch shows that every rank has passed it: until then a failure repeats the tail on
-        all ranks, so that what only rank 0 does there is done even if rank 0 is lost."""
+        """Progress, reason to stop, snapshot and generators at the end of the last loop. Kept until
+        a step of the next epoch shows that every rank has passed it: until then a failure repeats
+        the tail on all ranks, so that what only rank 0 does there is done even if it is lost."""
         self._collective: tuple[str, Any, int] | None = None
         self._warned = False
         self._warned_of_steps = False
