@@ -535,6 +535,7 @@ class GradientAverager(Averager):
         self.synchronize()
         if name := self._trained.changed():
             self._context.worker.warn_once(_CHANGED_BEFORE_STEP.format(name))
+        self._context.rollback.step_begins()
         self._context.checkpoints.settle()
         if self._context.rollback.keeps_aside:
             self._copy.take()

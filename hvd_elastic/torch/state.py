@@ -23,6 +23,7 @@ from hvd_elastic.torch.checkpoint import TorchContent, content_of, dtype_name, d
 from hvd_elastic.torch.copies import TensorCopies
 from hvd_elastic.torch.forms import ModuleForms, lay_out
 from hvd_elastic.torch.grad_scaler import GradScaler
+from hvd_elastic.torch.input_source import TensorPickler
 from hvd_elastic.torch.schedule import counting_schedules
 from hvd_elastic.torch.snapshot import Snapshot, untrained_tensors
 from hvd_elastic.torch.trained_sums import trained_sums
@@ -48,6 +49,7 @@ class State(ScriptState):
     """
 
     _content_kind = TorchContent
+    _pickler = TensorPickler
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
         for name, value in (("model", model), ("optimizer", optimizer)):
@@ -86,7 +88,7 @@ class State(ScriptState):
 
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
         several = self._context.worker.averagers.several
-        return Snapshot(self._plain, self._objects, self._large, tensors=tensors, parts=several)
+        return Snapshot(self._plain, self._objects, self._helpers, tensors=tensors, parts=several)
 
     def save_values(self, snapshot: Snapshot | None = None, *, tensors: bool = False) -> None:
         super().save_values(snapshot)

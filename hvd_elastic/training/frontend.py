@@ -22,6 +22,7 @@ import numpy as np
 from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.communicator.interface import Collectives, Communicator
+from hvd_elastic.training.generators import Generator
 from hvd_elastic.training.inference import Inference
 from hvd_elastic.training.progress import Progress
 
@@ -43,6 +44,10 @@ class Frontend(Protocol):
 
     def collectives(self) -> Collectives:
         """Return Horovod's collectives on the framework's tensors."""
+
+    def generators(self) -> dict[str, Generator]:
+        """Return the framework's global generators of random numbers, by name."""
+        return {}
 
     def plain(self, value: Any) -> Any:
         """Return a number from the script, which may be a tensor, as a Python number."""
@@ -239,6 +244,9 @@ class State(Protocol):
             tensors: without ``snapshot``, copy also buffers and modules that no optimizer trains,
                 on their device.
         """
+
+    def step_begins(self) -> None:
+        """Raise ScriptError if a change of the loop body before the step could not be undone."""
 
     def roll_back(self) -> None:
         """Restore the snapshot of the last :meth:`save_values`."""
