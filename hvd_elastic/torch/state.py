@@ -19,6 +19,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.torch.buffers import (
+    give_own_memory,
+    has_grown,
+    is_writable,
+    left_out,
+    set_left_out,
+    take_shapes,
+)
 from hvd_elastic.torch.checkpoint import TorchContent, content_of, dtype_name, dtype_named
 from hvd_elastic.torch.copies import TensorCopies
 from hvd_elastic.torch.grad_scaler import GradScaler
@@ -135,7 +143,8 @@ class State(ScriptState):
         self, own: torch.Tensor | None, dtype: str, shape: tuple[int, ...], device: str
     ) -> torch.Tensor:
         like = (dtype_named(dtype), torch.Size(shape), device)
-        if own is not None and (own.dtype, own.shape, own.device.type) == like:
+        fits = own is not None and (own.dtype, own.shape, own.device.type) == like
+        if fits and is_writable(own):
             return own
         return torch.empty(shape, dtype=dtype_named(dtype), device=device)
 
@@ -184,16 +193,30 @@ class State(ScriptState):
         optimizers = self.named_optimizers().values()
         return bool(optimizers) and all(hasattr(item, "synchronize") for item in optimizers)
 
+    def _build(self) -> None:
+        give_own_memory(self.named_modules())
+
+    def _left_out(self) -> dict[str, dict[str, torch.Tensor]]:
+        return left_out(self.named_modules())
+
+    def _may_differ(self, item: Any, key: str, here: Any, there: Any) -> bool:
+        return isinstance(item, Module) and has_grown(item, key, here, there)
+
     def _tensors_of(self, item: Any) -> Mapping[str, Any] | None:
         return item.state_dict() if isinstance(item, torch.nn.Module) else None
 
     def _set_object(self, item: Any, values: Any) -> None:
+        if isinstance(item, Module):
+            give_own_memory({"": item})
+            take_shapes(item, values)
         super()._set_object(item, values)
         if isinstance(item, Optimizer):
             _restore_forms(item, values)
 
     def _take(self, values: dict[str, Any], source: str) -> None:
         super()._take(values, source)
+        for name, buffers in values.get("left_out", {}).items():
+            set_left_out(self.named_modules()[name], buffers)
         for name, names in values.get("frozen", {}).items():  # earlier versions did not write it
             frozen = set(names)
             for key, parameter in self.named_modules()[name].named_parameters():

@@ -135,7 +135,8 @@ class ScriptState(State):
 
     def _live_content(self) -> Any:
         """Return the Content of all of the state, with ``tensors``: those of its stream."""
-        return self._content_kind(self._values(), _Everything(), copy_own=False)
+        values = {**self._values(), "left_out": self._left_out()}
+        return self._content_kind(values, _Everything(), copy_own=False)
 
     def sync(
         self,
@@ -190,7 +191,7 @@ class ScriptState(State):
                 continue
             for key in {**own, **found}:
                 here, there = self._shape(own, key), self._shape(found, key)
-                if here != there:
+                if here != there and not self._may_differ(item, key, own.get(key), found.get(key)):
                     raise CheckpointError(
                         f"checkpoint {path} is of another model: {name}.{key} is {there} in the "
                         f"checkpoint and {here} in this script. Resume with the script and options "
@@ -281,6 +282,14 @@ class ScriptState(State):
     @abstractmethod
     def _tensors_of(self, item: Any) -> Mapping[str, Any] | None:
         """Return the tensors that a checkpoint must have for an object; None: it has no model's."""
+
+    def _may_differ(self, item: Any, key: str, here: Any, there: Any) -> bool:
+        """Return whether a value may have another shape in a checkpoint than in this script."""
+        return False
+
+    def _left_out(self) -> Mapping[str, Any]:
+        """Return what ranks that join get and checkpoints do not hold."""
+        return {}
 
     def _shape(self, tensors: Mapping[str, Any], name: str) -> str:
         """Return the shape of one of an object's values, for a comparison and a message."""
