@@ -26,6 +26,7 @@ _WHERE = (
 )
 """Where an optimizer has to be, for messages."""
 
+
 class TensorFlowFrontend(Frontend):
     """The part of TensorFlow that the training context needs."""
 
