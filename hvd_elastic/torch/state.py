@@ -77,7 +77,8 @@ class State(ScriptState):
         return isinstance(value, Stateful)
 
     def _try_plain(self, value: Any) -> None:
-        load_plain(dump_plain(value))
+        TorchContent(value, copy_own=False)
+        load_plain(dump_plain(_without_numpy(value)))  # no class that a newcomer would not have
 
     # -- for the library -------------------------------------------------------------------
 
@@ -222,6 +223,17 @@ class State(ScriptState):
             for key, parameter in self.named_modules()[name].named_parameters():
                 if parameter.requires_grad == (key in frozen):
                     parameter.requires_grad_(key not in frozen)
+
+
+def _without_numpy(value: Any) -> Any:
+    """Return a value with Python's numbers in place of NumPy's, as other ranks receive it."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {_without_numpy(key): _without_numpy(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return [_without_numpy(item) for item in value]
+    return value
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

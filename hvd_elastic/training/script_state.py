@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from hvd_elastic.checkpoint.finite import has_not_finite
-from hvd_elastic.checkpoint.header import decode_values
+from hvd_elastic.checkpoint.header import PLAIN, decode_values
 from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import CheckpointError, ScriptError
@@ -27,6 +27,10 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+def _why(error: Exception) -> str:
+    return f": {error}" if isinstance(error, ScriptError) else ""
 
 
 class _Everything(Container[int]):
@@ -68,15 +72,9 @@ class ScriptState(State):
                 self._objects[name] = value
             elif value is not None or name in values:
                 self._plain[name] = value
+        self._checked: dict[str, type] = {}
         for name, value in self._plain.items():
-            try:
-                self._try_plain(value)
-            except Exception as error:  # frameworks raise many kinds, all meaning the same here
-                raise ScriptError(
-                    f"State(): {name!r} is a {type(value).__name__}, which is neither plain data "
-                    f"({self.plain_kinds}) nor an object with {self.object_kinds}. Turn it into "
-                    "one of them."
-                ) from error
+            self._check_plain(f"State(): {name!r}", name, value)
         self._large: set[str] = set()
         self._context = context.current()
         self._build()
@@ -97,7 +95,26 @@ class ScriptState(State):
         elif name in self._objects:
             self._objects[name] = value
         else:
+            self._check_plain(f"state.{name}", name, value)
             self._plain[name] = value
+
+    def _check_plain(self, place: str, name: str, value: Any) -> None:
+        """Raise ScriptError for a value that no rank could receive; ``place``: for the message.
+
+        Of values that take long to look at, the first of each type is checked.
+        """
+        kind = type(value)
+        if kind in PLAIN or self._checked.get(name) is kind:
+            return
+        try:
+            self._try_plain(value)
+        except Exception as error:  # frameworks raise many kinds, all meaning the same here
+            raise ScriptError(
+                f"{place} is a {kind.__name__}, which is neither plain data ({self.plain_kinds}) "
+                f"nor an object with {self.object_kinds} that was given to State(...). Turn it "
+                f"into one of them{_why(error)}"
+            ) from error
+        self._checked[name] = kind
 
     def commit(self, **metrics: Any) -> None:
         """Add numbers (``loss=loss``) to the run's metrics; end a step that no optimizer took.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -398,3 +399,54 @@ def test_a_buffer_of_two_modules_stays_one(tmp_path: Path) -> None:
     assert model[0].mask is model[1].mask
     model[0].mask[0] = 2
     assert model[1].mask.tolist() == [2, 1, 1]
+
+
+class Box(NamedTuple):
+    a: int
+    b: int
+
+
+KEPT = {
+    "float64": np.float64(0),
+    "float32": np.float32(1.5),
+    "truth": np.bool_(True),
+    "nested": {"best": [np.float64(2), (1, None)]},
+    "tensor": torch.ones(2),
+    "size": torch.Size([1, 2]),
+    "type": torch.float32,
+    "bytes": b"x",
+    "set": {1, 2},
+    "big": 10**30,
+}
+REFUSED = {
+    "array": np.ones(3),
+    "inside": {"a": [np.ones(3)]},
+    "named": Box(1, 2),
+    "path": Path("x"),
+    "range": range(3),
+    "deque": deque([1]),
+    "module_late": torch.nn.Linear(1, 1),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_the_state_takes_first_it_takes_later_and_hands_over(name: str) -> None:
+    value = KEPT[name]
+    State(value=value)
+    root, newcomer, wire = State(value=None), State(value=None), Wire(0)
+    root.value = value
+    root.sync(wire, 0, Progress())
+    newcomer.sync(Wire(1, wire.said), 0, Progress())
+    assert flat(newcomer.value) == flat(value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_newcomer_could_receive_is_refused_at_the_assignment(name: str) -> None:
+    state = State(value=None)
+    for _ in range(2):
+        with pytest.raises(ScriptError, match=r"state.value is a \w+, which is neither plain"):
+            state.value = REFUSED[name]
+    assert state.value is None
+    if name != "module_late":
+        with pytest.raises(ScriptError, match=r"State\(\): 'value' is a \w+, which is neither"):
+            State(value=REFUSED[name])
