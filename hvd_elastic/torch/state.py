@@ -83,9 +83,6 @@ class State(ScriptState):
         TorchContent(value, copy_own=False)
         load_plain(dump_plain(_without_numpy(value)))  # no class that a newcomer would not have
 
-    def _build(self) -> None:
-        self._forms = ModuleForms(self.named_modules())
-
     # -- for the library -------------------------------------------------------------------
 
     def schedules(self) -> dict[str, Schedule]:
@@ -204,6 +201,7 @@ class State(ScriptState):
 
     def _build(self) -> None:
         give_own_memory(self.named_modules())
+        self._forms = ModuleForms(self.named_modules())
 
     def _left_out(self) -> dict[str, dict[str, torch.Tensor]]:
         return left_out(self.named_modules())
