@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hvd_elastic.frameworks import refuse_triton_after_tensorflow
+from hvd_elastic.frameworks import check_torch, refuse_triton_after_tensorflow
 from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.data import DataLoader
@@ -74,6 +74,7 @@ __all__ = [
     "stop",
 ]
 
+check_torch(torch.__version__)
 refuse_triton_after_tensorflow()
 
 if not TYPE_CHECKING:  # else mypy would take any name for one of this module
