@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ from hvd_elastic.data.index import (
 )
 from hvd_elastic.data.remote import RemoteFolder, is_url
 from hvd_elastic.errors import DataError
+from hvd_elastic.json_text import parse_json
 from hvd_elastic.model.sharding import Blocks
 
 _OPEN_SHARDS = 128
@@ -45,7 +45,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"), images.decode),
     "npy": _array,
     "txt": bytes.decode,
-    "json": json.loads,
+    "json": parse_json,
 }
 """How the fields with these endings are decoded; others stay bytes."""
 

@@ -112,10 +112,10 @@ class KnownHosts:
             for known in self.lookup(name[1 : name.rindex("]")]):
                 if not known.marker and known.key == key:
                     return KeyState.KNOWN, known
-        for known in plain:
-            if known.key.key_type == key.key_type:
-                return KeyState.CHANGED, known
-        return KeyState.UNKNOWN, plain[0] if plain else None
+        # A key of another type too: the known types are asked for first, so a server that has not
+        # changed would have shown one of them, and who pretends to be it can choose the type.
+        same_type = [known for known in plain if known.key.key_type == key.key_type]
+        return (KeyState.CHANGED, (same_type or plain)[0]) if plain else (KeyState.UNKNOWN, None)
 
     def key_types(self, name: str) -> tuple[str, ...]:
         """Return the types of the host's known keys, which to request from its server first."""

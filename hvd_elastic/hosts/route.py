@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,8 +207,9 @@ class Route:
     def _open_through(self, jumps: list[Host]) -> Any:
         where = self.attempt.where
         transport: paramiko.Transport | None = None
+        options = replace(self.options, password=None)  # it was asked for the host, not for these
         for jump in jumps:
-            route = Route(jump, self.options, self.attempt, self.depth + 1)
+            route = Route(jump, options, self.attempt, self.depth + 1)
             self.gateways.append(route)
             if transport is None:
                 route.open_socket()
@@ -345,14 +346,14 @@ def _verify(route: Route, key: HostKey) -> None:
     if state is KeyState.CHANGED and known is not None:
         raise HostKeyError(
             f"host {name} ({route.known_name}): THE HOST KEY HAS CHANGED. It shows {shown}; "
-            f"{known.path}, line {known.line} has {known.key.fingerprint}. Somebody may be "
+            f"{known.path}, line {known.line} has {known.key.key_type} {known.key.fingerprint}. "
+            "Somebody may be "
             "listening in; nothing was sent to it. If the host was set up anew, remove the old key "
             f"with: ssh-keygen -R '{route.known_name}' -f {known.path}  "
             "and accept the new one with: hvd-elastic trust HOSTFILE"
         )
-    other = f" (known by another key: {known.key.key_type})" if known else ""
     raise HostKeyError(
-        f"host {name} ({route.known_name}): unknown host key {shown}{other}. Compare it with the "
+        f"host {name} ({route.known_name}): unknown host key {shown}. Compare it with the "
         "host's own (on it: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub) and accept it with: "
         "hvd-elastic trust HOSTFILE"
     )

@@ -35,6 +35,7 @@ from typing import Any
 
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.json_text import parse_json
 from hvd_elastic.records.json_lines import EventFollower, Record, iter_events, read_events
 from hvd_elastic.records.process_lock import is_locked, take_lock
 
@@ -206,7 +207,7 @@ class RunFolder:
     def read_run(self) -> dict[str, Any]:
         """Return the content of run.json; empty if it is missing or unreadable."""
         try:
-            found = json.loads(self.run_json.read_bytes())
+            found = parse_json(self.run_json.read_bytes())
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -286,7 +287,7 @@ class RunFolder:
     def leader(self) -> dict[str, Any]:
         """Return ``{"pid", "host"}`` of the current or last leader; empty if unknown."""
         try:
-            found = json.loads(self.lock.read_bytes())
+            found = parse_json(self.lock.read_bytes())
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -321,7 +322,7 @@ class RunFolder:
             return []
         for path in paths:
             try:
-                found = json.loads(path.read_bytes())
+                found = parse_json(path.read_bytes())
                 request_id, op = str(found.pop("id")), str(found.pop("op"))
             except FileNotFoundError:
                 continue  # its sender gave up and removed it

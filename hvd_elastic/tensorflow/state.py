@@ -43,7 +43,8 @@ class State(ScriptState):
 
     Args:
         model: a model of Keras that is built, or a ``tf.Module``; its live variables are sent.
-        optimizer: an optimizer of Keras; it is built for the model's variables.
+        optimizer: an optimizer of Keras; if it is the only one, it is built for the variables of
+            all models.
         values: other values, read and set as attributes. Models, optimizers, modules, variables,
             and objects with ``state_dict()`` and ``load_state_dict()`` are kept by reference; all
             others must be plain data (numbers, strings, lists, dicts, arrays). When a step, or the
@@ -75,9 +76,9 @@ class State(ScriptState):
         for name, model in models.items():
             check_built(model, f"State({name}=...)")
         trainable = [v for item in models.values() for v in item.trainable_variables]
-        for item in self._objects.values():
-            if isinstance(item, Optimizer) and not item.built and trainable:
-                item.build(trainable)
+        optimizers = [item for item in self._objects.values() if isinstance(item, Optimizer)]
+        if len(optimizers) == 1 and not optimizers[0].built and trainable:
+            optimizers[0].build(trainable)  # of several each trains variables of its own
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -126,6 +127,15 @@ class State(ScriptState):
             found |= {*map(id, changing)} - {*map(id, rates_of(item))}
         return found
 
+    def trainable(self) -> set[int]:
+        """Return the ids of the variables that an optimizer may train."""
+        return {
+            id(each)
+            for item in self._with_variables().values()
+            if not isinstance(item, Optimizer)
+            for each in variables_of(item).values()
+        }
+
     def waits_before_step(self) -> bool:
         return True  # the values that a checkpoint copies stay when variables change
 
@@ -149,6 +159,17 @@ class State(ScriptState):
         ]
         lasting = self.lasting() if others else ()  # to list the variables of a model takes long
         return rates + [variable for variable in others if id(variable) not in lasting]
+
+    def _models(self) -> dict[str, Any]:
+        others = (Optimizer, *VARIABLES)
+        return {n: i for n, i in self._with_variables().items() if not isinstance(i, others)}
+
+    def _constants(self) -> Iterator[tuple[str, str, LiveVariable]]:
+        for name, item in self._models().items():
+            trained = {*map(id, trainable_of(item))}
+            for key, variable in variables_of(item).items():
+                if id(variable) not in trained and variable.dtype.is_floating:
+                    yield f"{name}.{key}", variable.dtype.name, LiveVariable(variable)
 
     def _known(self, content: Any) -> list[bool]:
         lasting = self.lasting()

@@ -51,7 +51,7 @@ class TorchContent(Content):
     def _add_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
         address = tensor.data_ptr()
         place = (tensor.device, address, tensor.dtype, tensor.shape, tensor.stride())
-        key, dtype = place if address else None, _dtype_name(tensor.dtype)
+        key, dtype = place if address else None, dtype_name(tensor.dtype)
         shared = address in self._shared
         self.pinned |= shared and tensor.is_cuda
         return self.name_tensor(key, path, tensor, dtype, shared=shared)
@@ -180,7 +180,8 @@ def _new_tensor(info: TensorInfo) -> tuple[torch.Tensor, Any]:
 
 
 @cache
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 

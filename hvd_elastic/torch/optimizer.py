@@ -130,6 +130,17 @@ class GradientAverager(Averager):
                 return f"{name} of shape {tuple(parameter.shape)}"
         return ""
 
+    def check_is_kept(self, kept: set[int]) -> None:
+        """Raise ScriptError if the optimizer is none of the objects ``kept``, which are ids."""
+        if id(self._optimizer) not in kept:
+            raise ScriptError(
+                f"State(...): the {type(self._optimizer).__name__} that was given to "
+                "hvd.DistributedOptimizer is not in the State, so what it gathers, such as "
+                "momentum, and its learning rate would be lost in a worker that joins and in a "
+                "run that is resumed. Give it to the State: "
+                "hvd.State(model=model, optimizer=optimizer)"
+            )
+
     def engage(self, number: int) -> None:
         super().engage(number)
         self._reductions.number(number)

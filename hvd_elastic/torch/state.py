@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.checkpoint import TorchContent, content_of, dtype_named
+from hvd_elastic.torch.checkpoint import TorchContent, content_of, dtype_name, dtype_named
 from hvd_elastic.torch.copies import TensorCopies
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.input_source import TensorPickler
@@ -146,6 +147,20 @@ class State(ScriptState):
     def _values(self) -> dict[str, Any]:
         frozen = {name: _frozen(module) for name, module in self.named_modules().items()}
         return {**super()._values(), "frozen": frozen}
+
+    def _models(self) -> dict[str, torch.nn.Module]:
+        return self.named_modules()
+
+    def _constants(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for name, module in self.named_modules().items():
+            for key, buffer in module.named_buffers():
+                has_data = not (is_lazy(buffer) or buffer.is_meta or buffer.is_sparse)
+                if has_data and (buffer.is_floating_point() or buffer.is_complex()):
+                    yield f"{name}.{key}", dtype_name(buffer.dtype), buffer
+
+    def _frozen(self) -> set[str]:
+        modules = self.named_modules().items()
+        return {f"{name}.{key}" for name, module in modules for key in _frozen(module)}
 
     def _shared(self) -> set[int]:
         shared = self.lasting()

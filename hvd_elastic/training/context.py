@@ -127,10 +127,10 @@ class Context:
                 else "DistributedOptimizer(..., several_steps=True)"
             )
             raise ScriptError(
-                f"DataLoader(max_batch_size=...) with {what}: noise scale and learning-rate rules "
-                "are of one optimizer that steps once for each batch. Leave max_batch_size out "
-                "(unequal_shares=True works with several), or train all parameters with one "
-                "optimizer, in parameter groups of their own"
+                f"{self.worker.frontend.loader}(max_batch_size=...) with {what}: noise scale and "
+                "learning-rate rules are of one optimizer that steps once for each batch. Leave "
+                "max_batch_size out (unequal_shares=True works with several), or train all "
+                "parameters with one optimizer, in parameter groups of their own"
             )
         for averager in averagers:
             averager.adapt()

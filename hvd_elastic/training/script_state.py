@@ -6,9 +6,10 @@ import base64
 import json
 import pickle
 from abc import abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from hvd_elastic.checkpoint.finite import has_not_finite
 from hvd_elastic.checkpoint.header import decode_values
 from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.communicator.interface import Communicator
@@ -83,6 +84,7 @@ class ScriptState(State):
         self._helpers = HelperCopies(self._pickler)
         self._context = context.current()
         self._build()
+        self._not_finite = self._find_not_finite()
         self._saved = self.take_snapshot()
         self._context.register_state(self)
 
@@ -137,6 +139,7 @@ class ScriptState(State):
 
     def content(self, *, copy_own: bool = True) -> Content:
         made: Content = self._content_kind(self._values(), self._shared(), copy_own=copy_own)
+        made.weights = self._weights()
         return made
 
     def _live_content(self) -> Any:
@@ -231,6 +234,36 @@ class ScriptState(State):
             tensors = self._tensors_of(item)
             objects[name] = item.state_dict() if tensors is None else tensors
         return {"objects": objects, "plain": self._plain}
+
+    def _weights(self) -> Callable[[str], bool]:
+        """Return a function that tells the names of weights, which have to be finite.
+
+        These are the tensors of models that are trained, and those that are not parameters, such
+        as the statistics of batch normalisation.
+        """
+        models = tuple(f"{name}." for name in self._models())
+        others = self._not_finite | self._frozen()
+        return lambda name: name.startswith(models) and name not in others
+
+    def _find_not_finite(self) -> set[str]:
+        """Return the names of constants of models that are not finite, such as a mask of -inf."""
+        return {
+            name
+            for name, dtype, tensor in self._constants()
+            if any(has_not_finite(dtype, piece()) for piece in self._pieces(tensor))
+        }
+
+    @abstractmethod
+    def _models(self) -> Mapping[str, Any]:
+        """Return the models among the objects, by name."""
+
+    @abstractmethod
+    def _constants(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield name in a checkpoint, type and tensor of what models hold besides parameters."""
+
+    def _frozen(self) -> set[str]:
+        """Return the names in a checkpoint of parameters that are not trained."""
+        return set()
 
     def _shared(self) -> set[int]:
         """Return the addresses of the tensors that are the same on all ranks."""

@@ -97,6 +97,8 @@ class Step:
             batch belongs to the step too.
         ahead: place in the data after the batches before the current one, in a step of several
             batches of the loader; None in a step of one.
+        ranks_added: number of ranks if the loss of the current pass is a sum over its batch, so
+            that gradients are to be added up over the ranks; None: they are averaged.
     """
 
     def __init__(self) -> None:
@@ -107,6 +109,7 @@ class Step:
         self.in_no_sync = False
         self.continues = False
         self.ahead: Progress | None = None
+        self.ranks_added: int | None = None
         self._told: Any = None
         self._is_shared = self._is_received = False
 
@@ -152,11 +155,14 @@ class Step:
     @property
     def weight(self) -> float:
         """Factor on this rank's mean gradient in the current pass."""
+        if self.ranks_added is not None and not self.passes[-1].padding:
+            return float(self.ranks_added)
         return self.passes[-1].weight if self.passes else 1.0
 
     def begin(self, first: Pass) -> None:
         """Begin a new step with its first pass."""
         self.stage, self.passes, self.ahead = Stage.BEGUN, [first], None
+        self.ranks_added = None
         self.continues = False
 
     def next_batch(self, progress: Progress) -> None:
@@ -175,6 +181,7 @@ class Step:
     def forget(self) -> None:
         """Drop the step: it failed, or has been counted."""
         self.stage, self.passes, self._told = Stage.NONE, [], None
+        self.ranks_added = None
         self._is_received = False
         self.ahead, self.continues, self.in_no_sync = None, False, False
 

@@ -144,6 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self._control)
 
     def _answer(self, act: Callable[[], None]) -> None:
+        self._has_token = False  # of this request: others may follow on the connection
         try:
             self._asked = _split(self.path)
             self._check()
@@ -167,7 +168,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
             if self.headers.get("Sec-Fetch-Mode") != "navigate":
                 raise _RefusedError(HTTPStatus.FORBIDDEN, "requests of other sites are refused")
-        if self.server.token and not self._shows_token():
+        self._has_token = bool(self.server.token) and self._shows_token()
+        if self.server.token and not self._has_token:
             why = "open the address with the token that the dashboard has printed"
             raise _RefusedError(HTTPStatus.FORBIDDEN, why)
 
@@ -277,7 +279,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("Cache-Control", "no-store")
-        if self.server.token:
+        if self._has_token:  # never to others, for whom it is the key
             cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             self.send_header("Set-Cookie", cookie)
 

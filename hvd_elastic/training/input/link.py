@@ -134,7 +134,7 @@ class Link:
             raise LinkError(f"{self._peer} announced a batch of {sum(sizes)} bytes")
         try:
             message = _decoder.decode(self._exactly(header_bytes))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LinkError(f"{self._peer} sent no valid frame: {error}") from error
         return message, [self._exactly(size) for size in sizes]
 

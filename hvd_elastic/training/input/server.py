@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hvd_elastic.hosts.programs.accept_peers import accept_peers
 from hvd_elastic.hosts.programs.processes import own_delay_s
 from hvd_elastic.training.input.compression import LinkLimit, compress, size_of
 from hvd_elastic.training.input.link import (
@@ -233,20 +234,14 @@ def _serve_ranks(
 
 
 def serve_port(listener: socket.socket, certificate: str, source: Source) -> None:
-    """Answer the requests of every rank that connects and shows the certificate; never returns."""
+    """Answer the requests of every rank that connects and shows the certificate."""
     turn = threading.Lock()
 
-    def meet(plain: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            link = accept(plain, certificate)
-            try:
-                serve(link, source, turn, LinkLimit())
-            finally:
-                link.close()
+    def meet(link: Link) -> None:
+        with contextlib.closing(link):
+            serve(link, source, turn, LinkLimit())
 
-    while True:
-        plain, _ = listener.accept()
-        threading.Thread(target=meet, args=(plain,), daemon=True).start()
+    accept_peers(listener, lambda plain: accept(plain, certificate), meet)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import os
 import signal
 import subprocess
@@ -11,9 +12,12 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from hvd_elastic.agent.workers import Workers
 from hvd_elastic.wire import messages as msg
+from tests import other_user
+from tests.other_user import open_folder as open_folder
 from tests.unit.wire.wire_samples import leader_hello
 
 TIMEOUT_S = 60
@@ -38,6 +42,45 @@ def test_workers_die_with_the_agent_that_is_killed(tmp_path: Path) -> None:
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@other_user.needs_root
+def test_workers_do_not_run_what_another_user_has_put_where_compiled_code_is_kept(
+    open_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch unpickles what it finds there: below TMPDIR by its own choice, so before ours."""
+    open_folder.chmod(0o1777)
+
+    def plant() -> None:
+        for name in ("cache", f"torchinductor_{getpass.getuser()}"):
+            (open_folder / name).mkdir()
+            (open_folder / name).chmod(0o777)
+
+    other_user.call(plant)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(open_folder / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    program = "import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'], os.environ['TMPDIR'])"
+    told: list[msg.AgentToLeader] = []
+
+    async def start() -> None:
+        env = {"TMPDIR": str(open_folder)}
+        hello = leader_hello(command=(sys.executable, "-S", "-c", program), env=env)
+        workers = Workers(hello, tmp_path, None, told.append, lambda: True)
+        for number in range(2):
+            workers.start(msg.StartWorker(f"w{number}", 0, 1))
+            worker = workers.get(f"w{number}")
+            assert worker is not None
+            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+            await workers.report_end(worker, 0, out_of_memory=False)
+        workers.close()
+
+    asyncio.run(start())
+    logs = "".join(each.data for each in told if isinstance(each, msg.Log)).split()
+    assert len(logs) == 4
+    assert Path(logs[0]).parent == Path(logs[1]), "in the folder of the run, which is ours"
+    warnings = [each.message for each in told if isinstance(each, msg.AgentWarning)]
+    assert len(warnings) == 1
+    assert f"{open_folder / 'cache'} belongs to user nobody" in warnings[0]
 
 
 LAST_WORDS = """

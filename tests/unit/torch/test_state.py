@@ -297,3 +297,41 @@ def test_plain_data_travels_and_code_does_not(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"weights_only|Weights only|Unsupported"):
         load_plain(dump_plain(Evil()))
     assert not (tmp_path / "executed").exists()
+
+
+def not_finite(state: State, folder: Path) -> str:
+    content = state.content()
+    shard = new_shard(content, Progress(), 0, 1)
+    assert shard is not None
+    done: list[ShardInfo] = []
+    writer = ShardWriter(
+        folder,
+        finish=done.append,
+        on_done=lambda *_: None,
+        on_error=lambda error: pytest.fail(str(error)),
+    )
+    writer.begin(content, Progress(), shard, state.lasting(), 0.0)
+    assert writer.flush(30)
+    return done[0].not_finite
+
+
+def test_a_checkpoint_names_a_trained_weight_that_is_not_finite(tmp_path: Path) -> None:
+    state = trained(0, 2, best=float("inf"), table=torch.tensor([float("nan")]))
+    state.optimizer.state[state.model[0].weight]["exp_avg"].fill_(float("inf"))
+    assert not_finite(state, tmp_path) == ""
+    with torch.no_grad():
+        state.model[0].weight[1, 2] = float("nan")
+    assert not_finite(state, tmp_path) == "model.0.weight"
+
+
+def test_statistics_of_batch_normalisation_have_to_be_finite(tmp_path: Path) -> None:
+    state = trained(0, 2)
+    state.model[1].running_mean[0] = float("nan")
+    assert not_finite(state, tmp_path) == "model.1.running_mean"
+
+
+def test_masks_and_frozen_parameters_need_not_be_finite(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+    model.register_parameter("bound", torch.nn.Parameter(torch.tensor([float("inf")]), False))
+    assert not_finite(State(model=model), tmp_path) == ""

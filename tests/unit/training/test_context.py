@@ -223,7 +223,7 @@ def test_what_the_run_counts_itself_is_not_the_scripts_to_report(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = train(monkeypatch, 1)
-    hvd.report(step=-5, examples="many", accuracy=0.5)
+    hvd.report(step=-5, examples=7, accuracy=0.5)
     made.checkpoints.close()
     last = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "metrics"][
         -1

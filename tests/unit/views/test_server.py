@@ -281,6 +281,63 @@ def test_others_than_this_machine_need_the_token(folder: Path) -> None:
         server.server_close()
 
 
+def answer(viewer: Viewer, method: str, path: str, body: str = "", **headers: str) -> str:
+    """Everything that is sent in answer to requests that follow each other, the first with these
+    headers and the last without a token."""
+    own = {"Host": f"127.0.0.1:{viewer.port}", "Content-Length": str(len(body)), **headers}
+    first = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in own.items())
+    last = f"GET / HTTP/1.1\r\nHost: {own['Host']}\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", viewer.port), 20) as sock:
+        sock.sendall(f"{method} {path} HTTP/1.1\r\n{first}\r\n{body}{last}".encode())
+        return b"".join(iter(lambda: sock.recv(65536), b"")).decode()
+
+
+@pytest.mark.parametrize(
+    ("status", "method", "path", "headers"),
+    [
+        (400, "GET", "/", {"Origin": "http://[bad"}),
+        (403, "GET", "/", {}),
+        (403, "HEAD", "/", {}),
+        (403, "GET", "/runs/digits-3/events", {}),
+        (403, "GET", "/?token=wrong", {}),
+        (403, "GET", "/", {"Cookie": "hvd_elastic_token_{port}=wrong"}),
+        (403, "GET", "/metrics", {"Authorization": "Bearer "}),
+        (403, "GET", "/?token={token}", {"Origin": "http://evil.example"}),
+        (403, "GET", "/no-such-page", {}),
+        (403, "POST", "/runs/digits-3/control", {}),
+        (421, "GET", "/", {"Host": "evil.example"}),
+        (501, "PUT", "/", {}),
+        (400, "GET", "/ and more", {}),
+    ],
+)
+def test_the_token_is_in_no_answer_to_who_does_not_show_it(
+    controller: Viewer, status: int, method: str, path: str, headers: dict[str, str]
+) -> None:
+    server = controller.server
+    known = {"port": str(controller.port), "token": server.token}
+    shown = {name: value.format(**known) for name, value in headers.items()}
+    told = answer(controller, method, path.format(**known), **shown)
+    assert int(told.split(maxsplit=2)[1]) == status
+    assert server.token not in told
+
+
+def test_the_cookie_is_set_only_by_the_request_that_shows_the_token(controller: Viewer) -> None:
+    token = controller.server.token
+    own = f"http://127.0.0.1:{controller.port}"
+    for status, method, path in [
+        (200, "GET", "/runs/digits-3"),
+        (404, "GET", "/no-such-page"),
+        (400, "GET", "/runs/digits-3/charts/loss?from=nan&to=5"),
+        (409, "POST", "/runs/digits-3/control"),
+    ]:
+        shown = {"Authorization": f"Bearer {token}", "Origin": own}
+        told = answer(controller, method, path, '{"op": "stop"}' * (method == "POST"), **shown)
+        answers = told.split("HTTP/1.1 ")[1:]
+        assert [int(each[:3]) for each in answers] == [status, 403][: len(answers)]
+        assert [token in each for each in answers] == [True, False][: len(answers)]
+        assert len(answers) == 1 + (method == "GET"), "a POST ends the connection"
+
+
 def test_a_port_in_use_is_told(viewer: Viewer) -> None:
     with pytest.raises(RunError, match=f"port {viewer.port}: Address already in use. Give another"):
         Dashboard("127.0.0.1", viewer.port)
