@@ -33,8 +33,8 @@ _MIXED = (
     'them sums (reduction="sum")'
 )
 _NOT_WITH = (
-    "the loss is a sum over the batch, and {}: its gradients are averaged over the ranks, so a step "
-    'depends on their number. Make the loss a mean over the batch (reduction="mean")'
+    "the loss is a sum over the batch, and {}: its gradients are averaged over the ranks, so a "
+    'step depends on their number. Make the loss a mean over the batch (reduction="mean")'
 )
 
 
