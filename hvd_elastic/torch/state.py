@@ -106,6 +106,11 @@ class State(ScriptState):
         super().roll_back()
         self._tensors.restore()
 
+    def module_attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, module in self.named_modules().items():
+            for path, part in module.named_modules():
+                yield f"{name}.{path}" if path else name, vars(part)
+
     def module_versions(self) -> int:
         return sum(
             0 if tensor.is_inference() else tensor._version

@@ -23,6 +23,7 @@ _LINEAR = frozenset(
     )
 )
 """Operations on a loss that keep what it is: terms are added, and multiplied by constants."""
+_OF_PENALTIES = frozenset({"PowBackward0", "AbsBackward0", "ViewBackward0"})
 _LARGEST = 64
 """Most operations that are looked at: about 1 us each."""
 _MEAN, _SUM, _OTHER = "a mean", "a sum over the batch", "something else"
@@ -40,11 +41,14 @@ _NOT_WITH = (
 @contextlib.contextmanager
 def summed_losses_are_added(ctx: Context) -> Iterator[None]:
     """Look at the losses of all backward passes in the block."""
-    backward = torch.autograd.backward
+    backward, told = torch.autograd.backward, set[str]()
 
     def look_first(tensors: Any, *args: Any, **options: Any) -> None:
         if isinstance(tensors, torch.Tensor) and ctx.step.passes:
-            _note(ctx, tensors)
+            problem = _note(ctx, tensors)
+            if problem and problem not in told:
+                told.add(problem)
+                ctx.worker.warn_once(problem)
         backward(tensors, *args, **options)
 
     torch.autograd.backward = look_first
@@ -54,23 +58,21 @@ def summed_losses_are_added(ctx: Context) -> Iterator[None]:
         torch.autograd.backward = backward
 
 
-def _note(ctx: Context, loss: torch.Tensor) -> None:
-    """Have the step add the gradients of a loss up if it is a sum; warn where that is not right."""
-    step, worker = ctx.step, ctx.worker
-    ranks = worker.communicator.size
-    kinds = kinds_of(loss, step.passes[-1].examples)
+def _note(ctx: Context, loss: torch.Tensor) -> str:
+    """Have the step add the gradients of a loss up if it is a sum; return why that is not right."""
+    step, ranks = ctx.step, ctx.worker.communicator.size
     step.ranks_added = None
-    if _SUM not in kinds or ranks == 1:
-        return
-    others = sorted(kinds - {_SUM})
-    if others:
-        worker.warn_once_of(_MIXED.format(_SUM, " and ".join(others)))
-    elif ctx.planner.adapts:
-        worker.warn_once_of(_NOT_WITH.format("the batch size adapts"))
-    elif worker.averagers.several:
-        worker.warn_once_of(_NOT_WITH.format("there are several optimizers or steps"))
-    else:
-        step.ranks_added = ranks
+    kinds = kinds_of(loss, step.passes[-1].examples) if ranks > 1 else set()
+    if _SUM not in kinds:
+        return ""
+    if others := sorted(kinds - {_SUM}):
+        return _MIXED.format(_SUM, " and ".join(others))
+    if ctx.planner.adapts:
+        return _NOT_WITH.format("the batch size adapts")
+    if ctx.worker.averagers.several:
+        return _NOT_WITH.format("there are several optimizers or steps")
+    step.ranks_added = ranks
+    return ""
 
 
 def kinds_of(loss: torch.Tensor, examples: int) -> set[str]:
@@ -122,8 +124,8 @@ def _is_over_batch(node: Any, examples: int) -> bool:
     sizes = node._saved_self_sym_sizes
     if not sizes or examples < 2 or sizes[0] % examples:
         return False
-    for _ in range(3):  # a penalty on a parameter, such as parameter.square().sum()
-        node = node.next_functions[0][0] if node.next_functions else None
-        if node is None or node.name().endswith("AccumulateGrad"):
-            return False
-    return True
+    # A penalty on a parameter, such as parameter.square().sum(), is no sum over examples.
+    (inner, _), *_ = node.next_functions
+    while inner is not None and inner.name() in _OF_PENALTIES:
+        (inner, _), *_ = inner.next_functions
+    return inner is None or not inner.name().endswith("AccumulateGrad")
