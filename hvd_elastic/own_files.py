@@ -106,7 +106,8 @@ def check_configuration(path: Path, *, may_group: bool = False) -> None:
 def _check_mode(path: Path, found: os.stat_result, *, may_group: bool = False) -> None:
     mode = stat.S_IMODE(found.st_mode)
     is_shared = mode & stat.S_IWGRP and not may_group and not _is_own_group(found.st_gid)
-    if (mode & stat.S_IWOTH or is_shared) and not mode & stat.S_ISVTX:
+    is_sticky = stat.S_ISDIR(found.st_mode) and mode & stat.S_ISVTX
+    if (mode & stat.S_IWOTH or is_shared) and not is_sticky:
         whose = f"group {found.st_gid}" if is_shared else "all users"
         raise StrangerError(
             f"{path} can be written by {whose} (mode {mode:03o}), and decides where and what this "

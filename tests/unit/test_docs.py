@@ -226,6 +226,7 @@ STEPS_OF_PAGES = {
     "gradient-accumulation": 30,
     "max-steps": 100,
     "mixed-precision": 3 * 8,
+    "token-losses": 3 * 8,
     "torch-compile": 3 * 8,
 }
 
