@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Mapping
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 TORCH_REQUIREMENT = "torch>=2.10,<2.15"
 """Versions that the patched Horovod compiles with; the same as in pyproject.toml, as the next."""
 TENSORFLOW_REQUIREMENTS = ("tensorflow-cpu>=2.21,<2.22", "keras>=3.12.3,!=3.13.*,<4")
+TRITON_FIRST = (
+    "write `import triton` before the first import of TensorFlow, or use one framework alone"
+)
 _OLDEST_TORCH = (2, 10)
 _TENSORFLOW = (2, 21)
 _OLDEST_KERAS, _NO_KERAS = (3, 12), (4, 0)
@@ -151,6 +156,35 @@ def check_keras_model(model: Any) -> None:
             f"{type(model).__name__} is of tf_keras (Keras 2), and hvd_elastic needs Keras 3: "
             "`import keras` instead of tf_keras, and save weights anew with it"
         )
+
+
+class _RefuseTriton(MetaPathFinder):
+    """Refuses to import triton after TensorFlow, by which the process dies of signal 11."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        """Return None, for the finders that follow.
+
+        Raises:
+            ScriptError: it is triton, TensorFlow is loaded, and triton is installed.
+        """
+        if name == "triton" and "tensorflow" in sys.modules and has_triton():
+            raise ScriptError(
+                "PyTorch loads triton here (for torch.compile, or an optimizer), and the script "
+                "has imported TensorFlow before: the process would die of signal 11. In the "
+                f"script, {TRITON_FIRST}"
+            )
+
+
+def refuse_triton_after_tensorflow() -> None:
+    """Have a script that imports triton after TensorFlow get an error; later calls do nothing."""
+    if not any(isinstance(finder, _RefuseTriton) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RefuseTriton())
+
+
+def has_triton() -> bool:
+    """Return whether triton is installed, as with a PyTorch for GPUs; it is not imported."""
+    others = [finder for finder in sys.meta_path if not isinstance(finder, _RefuseTriton)]
+    return any(finder.find_spec("triton", None) for finder in others)
 
 
 def _keras_backend() -> str:

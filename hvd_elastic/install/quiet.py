@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from hvd_elastic.errors import BuildError
+from hvd_elastic.formatting import unfiltered
 
 _MAKE_PERCENTAGE = re.compile(r"^\s*\[\s*(\d{1,3})%\]")
 _COMPILER_ERROR = re.compile(
@@ -74,7 +75,7 @@ class Progress:
         terminal: bool | None = None,
     ) -> None:
         self._label = label
-        self._stream = sys.stdout if stream is None else stream
+        self._stream = unfiltered(sys.stdout) if stream is None else stream
         self._clock = clock
         self._terminal = self._stream.isatty() if terminal is None else terminal
         self._began = clock()

@@ -110,3 +110,19 @@ def test_a_check_imports_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_triton_after_tensorflow_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would end the process by signal 11."""
+    (tmp_path / "triton.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    frameworks.refuse_triton_after_tensorflow()
+    monkeypatch.setitem(sys.modules, "tensorflow", types.ModuleType("tensorflow"))
+    with pytest.raises(ScriptError, match="`import triton` before the first import of TensorFlow"):
+        importlib.import_module("triton")
+    monkeypatch.delitem(sys.modules, "tensorflow")
+    importlib.import_module("triton")

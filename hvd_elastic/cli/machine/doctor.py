@@ -26,11 +26,13 @@ from packaging.specifiers import SpecifierSet
 from hvd_elastic import __version__
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.config import home
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import count, unfiltered
 from hvd_elastic.frameworks import (
     TENSORFLOW_REQUIREMENTS,
     TITLES,
     TORCH_REQUIREMENT,
+    TRITON_FIRST,
+    has_triton,
     install_command,
     tensorflow_version,
     version_of,
@@ -124,7 +126,8 @@ def doctor(
     if as_json:
         print(json.dumps({"healthy": not missing, "findings": [asdict(f) for f in findings]}))
     else:
-        print(render(findings, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        print(render(findings, colour=colour), file=unfiltered(sys.stdout))
     if missing:
         raise typer.Exit(1)
 
@@ -223,7 +226,11 @@ def _frameworks() -> list[Finding]:
         why = why_no_tensorflow(version, keras, os.environ) if version else "not installed"
         mend = install_command(*TENSORFLOW_REQUIREMENTS)
         tensorflow = Finding("tensorflow", health, str(why), mend)
-    return [torch, tensorflow]
+    found = [torch, tensorflow]
+    if {"torch", "tensorflow"} <= usable.keys() and has_triton():
+        why = "PyTorch's triton dies of signal 11 in a process that has loaded TensorFlow before"
+        found.append(Finding("triton", Health.OPTIONAL, why, f"in such a script, {TRITON_FIRST}"))
+    return found
 
 
 def _horovod() -> Finding:

@@ -127,6 +127,17 @@ def test_one_framework_that_fits_is_enough(monkeypatch, versions, torch, tensorf
     )
 
 
+def test_a_triton_beside_tensorflow_is_told_of(monkeypatch):
+    monkeypatch.setattr(doctor, "has_triton", lambda: True)
+    has(monkeypatch, torch="2.13.0")
+    assert len(doctor._frameworks()) == 2
+    has(monkeypatch, torch="2.13.0", tensorflow="2.21.0", keras="3.15.1")
+    finding = doctor._frameworks()[2]
+    assert finding.health is Health.OPTIONAL
+    assert "signal 11" in finding.found
+    assert "write `import triton` before" in finding.mend
+
+
 def test_a_torch_that_does_not_fit_is_told_with_the_reason(monkeypatch):
     for version, why in (("2.9.1", "CVE-2026-24747"), ("2.15.0", "known to compile for torch>=")):
         has(monkeypatch, torch=version)

@@ -6,6 +6,7 @@ from tests.paths import WORKER_PYTHONPATH, skip_module_without_tensorflow
 
 skip_module_without_tensorflow()
 
+import itertools
 import json
 import os
 import subprocess
@@ -162,15 +163,17 @@ def test_a_strategy_around_the_model_is_refused_without_a_traceback(tmp_path: Pa
     assert "Traceback" not in error
 
 
-def test_fit_that_raises_leaves_the_dataset_alone(alone: Context) -> None:
+@pytest.mark.parametrize("where", ["on_epoch_begin", "on_train_batch_end"])
+def test_fit_that_raises_leaves_the_dataset_alone(alone: Context, where: str) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
     dataset = hvd.dataset((INPUTS, TARGETS), 4)
     with pytest.raises(ZeroDivisionError):
-        fit(model_of(), dataset, keras.callbacks.LambdaCallback(on_train_batch_end=fail))
+        fit(model_of(), dataset, keras.callbacks.LambdaCallback(**{where: fail}))
     alone.worker.in_train = False
-    assert next(iter(dataset))[0].shape == (4, 2), "examples, as outside of training"
+    shapes = [inputs.shape for inputs, _ in itertools.islice(dataset, 2)]
+    assert shapes == [(4, 2), (2, 2)], "examples, as outside of training"
 
 
 def test_two_steps_for_a_batch_are_refused(alone: Context) -> None:
@@ -183,6 +186,53 @@ def test_two_steps_for_a_batch_are_refused(alone: Context) -> None:
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
     with pytest.raises(ScriptError, match="twice in one step"):
         fit(model)
+
+
+class Gan(keras.Model):
+    """Two parts and two optimizers, of which `compile` of Keras knows none."""
+
+    def __init__(self, *optimizers: Any) -> None:
+        super().__init__()
+        self.parts = [
+            keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+            for _ in optimizers
+        ]
+        self.built = True
+        self.compile()
+        self.optimizers = list(optimizers)
+
+    def train_step(self, data: Any) -> Any:
+        losses = {}
+        for number, (part, optimizer) in enumerate(zip(self.parts, self.optimizers, strict=True)):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((part(data[0]) - data[1]) ** 2)
+            variables = part.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+            losses[f"loss_{number}"] = loss
+        return losses
+
+
+def test_a_train_step_with_several_optimizers_trains_as_each_would_alone(alone: Context) -> None:
+    adam = keras.optimizers.Adam
+    both = [hvd.DistributedOptimizer(kind(0.1)) for kind in (keras.optimizers.SGD, adam)]
+    gan = Gan(*both)
+    fit(gan, epochs=2)
+    assert alone.worker.progress.step == 6
+    assert [int(each.iterations) for each in both] == [6, 6]
+    for part, optimizer in zip(gan.parts, (keras.optimizers.SGD(0.1), adam(0.1)), strict=True):
+        plain = Gan(optimizer)
+        plain.fit(INPUTS, TARGETS, 4, shuffle=False, verbose=0, epochs=2)
+        for own, theirs in zip(part.get_weights(), plain.parts[0].get_weights(), strict=True):
+            assert own == pytest.approx(theirs, abs=1e-5)
+
+
+def test_a_second_optimizer_that_is_not_averaged_is_refused_before_the_first_step(
+    alone: Context,
+) -> None:
+    gan = Gan(hvd.DistributedOptimizer(keras.optimizers.SGD()), keras.optimizers.Adam())
+    with pytest.raises(ScriptError, match="this Adam applies gradients that are not averaged"):
+        fit(gan)
+    assert int(gan.optimizers[0].iterations) == 0
 
 
 def test_callbacks_that_follow_a_metric_go_on_in_another_worker(alone: Context) -> None:
