@@ -6,6 +6,7 @@ the model's training function by one that joins the next generation and repeats 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,12 +16,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_elastic.checkpoint.header import unused_name
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.frameworks import check_keras_model
 from hvd_elastic.keras.monitors import Monitors
 from hvd_elastic.tensorflow.data import ElasticDataset
-from hvd_elastic.tensorflow.frontend import check_optimizer, rehearse
+from hvd_elastic.tensorflow.frontend import choose_optimizers, optimizers_watched, rehearse
 from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.tensorflow.variables import (
@@ -89,6 +91,7 @@ class ElasticCallback(keras.callbacks.Callback):
         warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
         warnings.filterwarnings("ignore", ".shuffle=True. was passed", UserWarning)
         self._values = values
+        self._watch = contextlib.ExitStack()
         self._ctx = context.current()
         self._session = Session(self._ctx, "model.fit", self._repeat_tail)
         self._ended: tuple[int, int, dict[str, float]] = (-1, 0, {})
@@ -126,10 +129,11 @@ class ElasticCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Have the step traced, and join the other ranks."""
-        self.state = State(model=self.model, optimizer=self.model.optimizer, **self._values)
+        self.state = State(model=self.model, **_optimizers_of(self.model), **self._values)
         self._monitors = Monitors(self)
         self.state.keep("_monitors", self._monitors)
-        check_optimizer(self.state)
+        choose_optimizers(self.state)
+        self._watch.enter_context(optimizers_watched(self.state))
         self._train = self.model.train_function
         rehearse(self.state, self._trace)
         self._ctx.aim(self._epochs or self.params["epochs"], "epoch")
@@ -169,12 +173,23 @@ class ElasticCallback(keras.callbacks.Callback):
         if failed is not None:
             self._session.recover(failed, in_tail=True)
         logs.update(self._finish_tail())
-        self._ctx.report(logs)
+        self._report(logs)
         if self._ctx.worker.progress.stopped or self._is_enough():
             self.model.stop_training = True
 
+    def _report(self, logs: dict[str, Any]) -> None:
+        """Record the metrics of an epoch; name those that are not one number."""
+        several = [name for name, value in logs.items() if np.size(value) != 1]
+        self._ctx.report({name: value for name, value in logs.items() if name not in several})
+        if several and self._ctx.worker.progress.epoch == 1:
+            self._ctx.worker.warn_once(
+                f"the metrics {', '.join(several)} of model.fit are not recorded, since they are "
+                "not one number each"
+            )
+
     def on_train_end(self, logs: Any = None) -> None:
         """Leave together with the other ranks."""
+        self._watch.close()
         self._ctx.idle_check.training_ends()
         self._warn_of_little_progress()
         self.model.train_function, self.model._initial_epoch = self._train, None
@@ -248,6 +263,8 @@ class ElasticCallback(keras.callbacks.Callback):
                     worker.averagers.collect()
                 except GenerationBrokenError as error:
                     self._failed = error  # the step is taken, so the callbacks follow it first
+                if worker.averagers.several:
+                    self._ctx.mark_consumed()
                 self._examples += len(tf.nest.flatten(data)[0])
                 if worker.progress.step > done:
                     self._kept = worker.saves = None  # no rank ends the last epoch again
@@ -347,12 +364,11 @@ def _check(model: Any) -> None:
     check_keras_model(model)
     check_built(model, "model.fit")
     check_no_loss_scaling(optimizer, "model.fit")
-    if averager_of(optimizer) is None:
+    if not _optimizers_of(model):
         raise ScriptError(
             f"model.compile(optimizer): this {type(optimizer).__name__} was not given to "
             "hvd_elastic.keras.DistributedOptimizer, so its gradients are not averaged; write "
-            "model.compile(hvd.DistributedOptimizer(optimizer), ...). fit trains with it alone: "
-            "for a train_step with several of its own (a GAN) use hvd_elastic.torch"
+            "model.compile(hvd.DistributedOptimizer(optimizer), ...)"
         )
     if model.steps_per_execution != 1:
         raise ScriptError(
@@ -364,3 +380,17 @@ def _check(model: Any) -> None:
         raise ScriptError(
             "model.compile(jit_compile=True): XLA cannot run Horovod's reductions. Leave it out"
         )
+
+
+def _optimizers_of(model: Any) -> dict[str, Any]:
+    """Return by name the optimizers of a model whose gradients are averaged: its attributes."""
+    found: dict[str, Any] = {}
+    for layer in model._flatten_layers():
+        for name, value in vars(layer).items():
+            each = value if isinstance(value, (list, tuple)) else [value]
+            for number, item in enumerate(each):
+                averaged = isinstance(item, keras.optimizers.Optimizer) and averager_of(item)
+                if averaged and not any(item is known for known in found.values()):
+                    own = name.lstrip("_") + (f"_{number}" if len(each) > 1 else "")
+                    found[unused_name(own, found)] = item
+    return found

@@ -188,6 +188,53 @@ def test_two_steps_for_a_batch_are_refused(alone: Context) -> None:
         fit(model)
 
 
+class Gan(keras.Model):
+    """Two parts and two optimizers, of which `compile` of Keras knows none."""
+
+    def __init__(self, *optimizers: Any) -> None:
+        super().__init__()
+        self.parts = [
+            keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+            for _ in optimizers
+        ]
+        self.built = True
+        self.compile()
+        self.optimizers = list(optimizers)
+
+    def train_step(self, data: Any) -> Any:
+        losses = {}
+        for number, (part, optimizer) in enumerate(zip(self.parts, self.optimizers, strict=True)):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((part(data[0]) - data[1]) ** 2)
+            variables = part.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+            losses[f"loss_{number}"] = loss
+        return losses
+
+
+def test_a_train_step_with_several_optimizers_trains_as_each_would_alone(alone: Context) -> None:
+    adam = keras.optimizers.Adam
+    both = [hvd.DistributedOptimizer(kind(0.1)) for kind in (keras.optimizers.SGD, adam)]
+    gan = Gan(*both)
+    fit(gan, epochs=2)
+    assert alone.worker.progress.step == 6
+    assert [int(each.iterations) for each in both] == [6, 6]
+    for part, optimizer in zip(gan.parts, (keras.optimizers.SGD(0.1), adam(0.1)), strict=True):
+        plain = Gan(optimizer)
+        plain.fit(INPUTS, TARGETS, 4, shuffle=False, verbose=0, epochs=2)
+        for own, theirs in zip(part.get_weights(), plain.parts[0].get_weights(), strict=True):
+            assert own == pytest.approx(theirs, abs=1e-5)
+
+
+def test_a_second_optimizer_that_is_not_averaged_is_refused_before_the_first_step(
+    alone: Context,
+) -> None:
+    gan = Gan(hvd.DistributedOptimizer(keras.optimizers.SGD()), keras.optimizers.Adam())
+    with pytest.raises(ScriptError, match="this Adam applies gradients that are not averaged"):
+        fit(gan)
+    assert int(gan.optimizers[0].iterations) == 0
+
+
 def test_callbacks_that_follow_a_metric_go_on_in_another_worker(alone: Context) -> None:
     class Epochs:
         """What `fit` of a worker has done when another one joins."""
