@@ -159,7 +159,8 @@ def train(state):
     end(state)
 
 
-train(hvd.State(model=model, optimizer=optimizer, step=0, after=0, fewer=False, ranks=int(sys.argv[3])))
+values = {"step": 0, "after": 0, "fewer": False, "ranks": int(sys.argv[3])}
+train(hvd.State(model=model, optimizer=optimizer, **values))
 """
 
 
