@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import functools
 import os
@@ -61,6 +62,9 @@ _SECOND = (
 )
 
 
+_DECODER = codecs.getincrementaldecoder("utf-8")
+
+
 @dataclass
 class Worker:
     """One worker process of this host."""
@@ -85,6 +89,8 @@ class Worker:
     """Whether it was ended because the signal was for it alone."""
     connection: asyncio.Task[None] | None = None
     """Receives its messages until its end; None: it has not connected."""
+    text: codecs.IncrementalDecoder = field(default_factory=lambda: _DECODER("replace"))
+    """Decodes its output; keeps the begin of a character that two reads divide."""
     to_it: socket.socket | None = None
     unsent: bytearray = field(default_factory=bytearray)
 
@@ -415,9 +421,12 @@ class Workers:
             return False
         if not worker.is_ready:
             data = without_early_messages(data, worker.start.variables[_TENSORFLOW_LEVEL])
-        if data:
-            self._tell(msg.Log(worker.name, data.decode(errors="replace")))
+        self._tell_log(worker, worker.text.decode(data))
         return True
+
+    def _tell_log(self, worker: Worker, text: str) -> None:
+        if text:
+            self._tell(msg.Log(worker.name, text))
 
     # -- end --------------------------------------------------------------------------------
 
@@ -440,6 +449,7 @@ class Workers:
             await asyncio.sleep(0.005)
         while self._forward_log(worker):
             pass
+        self._tell_log(worker, worker.text.decode(b"", final=True))
         asyncio.get_running_loop().remove_reader(worker.log)
         os.close(worker.log)
         del self._by_name[worker.name]

@@ -15,6 +15,7 @@ import numpy as np
 
 from hvd_elastic.data import images
 from hvd_elastic.data.cache import ShardCache
+from hvd_elastic.data.example import example_number
 from hvd_elastic.data.index import (
     INDEX,
     LAYOUTS,
@@ -133,10 +134,10 @@ class ShardDataset:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> Any:
-        if index < 0:
-            index += len(self)
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
+        asked, length = example_number(index), len(self)
+        if not -length <= asked < length:
+            raise IndexError(f"example {asked} of {length}: they are numbered 0 to {length - 1}")
+        index = asked % length
         number = bisect.bisect_right(self._ends, index)
         shard = self._shard(number)
         row = index - self._ends[number] + self._index.shards[number].examples

@@ -179,6 +179,16 @@ class Averager:
             collectives: whether the other ranks do so too, at the same place.
         """
 
+    def check_not_begun(self, call: str) -> None:
+        """Raise ScriptError if gradients of the present pass are weighted already.
+
+        Args:
+            call: what the script calls too late.
+        """
+
+    def weighed(self) -> None:
+        """Note that the weight of the pass that begins was set, for a graph that depends on it."""
+
     def absorb(self) -> None:
         """Add up the gradients of a pass that is followed by others in the same step."""
 

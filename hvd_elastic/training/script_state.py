@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from hvd_elastic.checkpoint.finite import has_not_finite
-from hvd_elastic.checkpoint.header import decode_values
+from hvd_elastic.checkpoint.header import PLAIN, decode_values
 from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import CheckpointError, ScriptError
@@ -29,6 +29,10 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+def _why(error: Exception) -> str:
+    return f": {error}" if isinstance(error, ScriptError) else ""
 
 
 class _Everything(Container[int]):
@@ -72,15 +76,9 @@ class ScriptState(State):
                 self._objects[name] = value
             elif value is not None or name in values:
                 self._plain[name] = value
+        self._checked: dict[str, type] = {}
         for name, value in self._plain.items():
-            try:
-                self._try_plain(value)
-            except Exception as error:  # frameworks raise many kinds, all meaning the same here
-                raise ScriptError(
-                    f"State(): {name!r} is a {type(value).__name__}, which is neither plain data "
-                    f"({self.plain_kinds}) nor an object with {self.object_kinds}. Turn it into "
-                    "one of them."
-                ) from error
+            self._check_plain(f"State(): {name!r}", name, value)
         self._helpers = HelperCopies(self._pickler)
         self._context = context.current()
         self._build()
@@ -101,7 +99,26 @@ class ScriptState(State):
         elif name in self._objects:
             self._objects[name] = value
         else:
+            self._check_plain(f"state.{name}", name, value)
             self._plain[name] = value
+
+    def _check_plain(self, place: str, name: str, value: Any) -> None:
+        """Raise ScriptError for a value that no rank could receive; ``place``: for the message.
+
+        Of values that take long to look at, the first of each type is checked.
+        """
+        kind = type(value)
+        if kind in PLAIN or self._checked.get(name) is kind:
+            return
+        try:
+            self._try_plain(value)
+        except Exception as error:  # frameworks raise many kinds, all meaning the same here
+            raise ScriptError(
+                f"{place} is a {kind.__name__}, which is neither plain data ({self.plain_kinds}) "
+                f"nor an object with {self.object_kinds} that was given to State(...). Turn it "
+                f"into one of them{_why(error)}"
+            ) from error
+        self._checked[name] = kind
 
     def commit(self, **metrics: Any) -> None:
         """Add numbers (``loss=loss``) to the run's metrics; end a step that no optimizer took.
@@ -144,7 +161,8 @@ class ScriptState(State):
 
     def _live_content(self) -> Any:
         """Return the Content of all of the state, with ``tensors``: those of its stream."""
-        return self._content_kind(self._values(), _Everything(), copy_own=False)
+        values = {**self._values(), "left_out": self._left_out()}
+        return self._content_kind(values, _Everything(), copy_own=False)
 
     def sync(
         self,
@@ -205,7 +223,7 @@ class ScriptState(State):
                 continue
             for key in {**own, **found}:
                 here, there = self._shape(own, key), self._shape(found, key)
-                if here != there:
+                if here != there and not self._may_differ(item, key, own.get(key), found.get(key)):
                     raise CheckpointError(
                         f"checkpoint {path} is of another model: {name}.{key} is {there} in the "
                         f"checkpoint and {here} in this script. Resume with the script and options "
@@ -296,6 +314,14 @@ class ScriptState(State):
     @abstractmethod
     def _tensors_of(self, item: Any) -> Mapping[str, Any] | None:
         """Return the tensors that a checkpoint must have for an object; None: it has no model's."""
+
+    def _may_differ(self, item: Any, key: str, here: Any, there: Any) -> bool:
+        """Return whether a value may have another shape in a checkpoint than in this script."""
+        return False
+
+    def _left_out(self) -> Mapping[str, Any]:
+        """Return what ranks that join get and checkpoints do not hold."""
+        return {}
 
     def _shape(self, tensors: Mapping[str, Any], name: str) -> str:
         """Return the shape of one of an object's values, for a comparison and a message."""

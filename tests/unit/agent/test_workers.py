@@ -122,3 +122,33 @@ def test_the_last_words_of_a_worker_are_heard_though_it_was_spoken_to_meanwhile(
     assert isinstance(ended, msg.WorkerEnded)
     said = [word.message for word in words if isinstance(word, msg.WorkerSaid)]
     assert [type(word) for word in said] == [msg.WorkerWarning] * 50 + [msg.Finished]
+
+
+DIVIDED = """
+import os, time
+text = "字".encode()
+for piece in (text[:2], text[2:] + b"\\xff|", text[:1]):
+    os.write(1, piece)
+    time.sleep(0.3)
+"""
+
+
+def test_a_character_that_two_reads_divide_stays_whole(tmp_path: Path) -> None:
+    told: list[msg.AgentToLeader] = []
+
+    async def run() -> None:
+        env = {"TMPDIR": str(tmp_path)}
+        hello = leader_hello(command=(sys.executable, "-S", "-c", DIVIDED), env=env)
+        workers = Workers(hello, tmp_path, None, told.append, lambda: True)
+        workers.start(msg.StartWorker("w0", 0, 1))
+        worker = workers.get("w0")
+        assert worker is not None
+        while os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            await asyncio.sleep(0.01)
+        await workers.report_end(worker, 0, out_of_memory=False)
+        workers.close()
+
+    asyncio.run(run())
+    logs = [each.data for each in told if isinstance(each, msg.Log)]
+    assert "".join(logs) == "字\ufffd|\ufffd", "only what is no UTF-8 is replaced"
+    assert len(logs) > 1

@@ -61,8 +61,11 @@ def test_examples_are_read_by_index_in_the_order_of_the_shards(tmp_path: Path, l
     several = dataset.__getitems__([7, 0, 4, 7])
     assert [float(array[0]) for array, _ in several] == [7, 0, 4, 7]
     for outside in (10, -11):
-        with pytest.raises(IndexError, match="of 10"):
+        with pytest.raises(IndexError, match=f"example {outside} of 10: they are numbered 0 to 9"):
             dataset[outside]
+    assert dataset[np.int64(-1)][1] == dataset[9][1]
+    with pytest.raises(TypeError, match=r"not by slice\(None, 3, None\).*Subset"):
+        dataset[:3]
 
 
 def test_a_pickled_data_set_reads_the_same(tmp_path: Path) -> None:

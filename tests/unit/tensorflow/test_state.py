@@ -159,3 +159,12 @@ def test_a_checkpoint_names_a_variable_that_is_not_finite(
     data = np.empty(content.total, np.uint8)
     content.begin_copy(0, content.total, data, set())()
     assert content.not_finite(0, content.total, data, own=True) == f"model.{name}"
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_no_newcomer_could_receive_is_refused_at_the_assignment() -> None:
+    state = state_of()
+    state.best = np.float64(0.5)
+    state.table = np.ones(2)
+    with pytest.raises(ScriptError, match=r"state.best is a \w+, which is neither plain data"):
+        state.best = tf.constant(0.5)
