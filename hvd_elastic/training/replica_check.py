@@ -111,9 +111,8 @@ def _refuse_difference(worker: Worker) -> None:
         f"({len(names)} of {own.known} parameters in the State). Parameters have to change "
         "alike on all ranks: in the step of the optimizer given to hvd.DistributedOptimizer, or by "
         "code that does the same on each of them. Look for another optimizer, for a scheduler "
-        "that is not in the State, for gradients that are changed before they are averaged "
-        "(p.grad.data.clamp_()), and for a condition, a random number or a learning rate that "
-        "differs between ranks"
+        "that is not in the State, for gradients that a rank changes before they are averaged, and "
+        "for a condition, a random number or a learning rate that differs between ranks"
     )
 
 
