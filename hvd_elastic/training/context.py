@@ -558,7 +558,8 @@ def current() -> Context:
     if _context is None:
         tell_uncaught()
         raise ScriptError(
-            "call hvd_elastic.torch.init() first, before anything else of it; with TensorFlow "
-            "hvd_elastic.tensorflow.init()"
+            "call hvd.init() first, before anything else of the library: that of the module that "
+            "the script imports as hvd, hvd_elastic.torch, hvd_elastic.tensorflow or "
+            "hvd_elastic.keras"
         )
     return _context
