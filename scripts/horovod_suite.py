@@ -35,7 +35,10 @@ FILES = (
     "test_tensorflow_process_sets_dynamic.py",
 )
 # Files that have to change for the release to compile.
-COMPILED = re.compile(r"--- a/(CMakeLists\.txt|horovod/torch/CMakeLists\.txt|.*flatbuffers.*)\n")
+COMPILED = re.compile(
+    r"--- a/(CMakeLists\.txt|horovod/torch/CMakeLists\.txt|horovod/runner/js_run\.py|.*flatbuffers.*"
+    r"|horovod/common/(common|group_table|nvtx_op_range)\.h)\n"
+)
 WORST = ("crashed", "failed", "skipped", "passed")
 LAUNCH = "from horovod.runner.launch import run_commandline; run_commandline()"
 PLUGIN = """

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import platformdirs
 
-from hvd_elastic.config import make_private, who_else_writes
+from hvd_elastic.own_files import make_private, who_else_writes
 
 
 def make_scratch(run_id: str, host: str, environment: Mapping[str, str]) -> Path:

@@ -55,7 +55,7 @@ class Spool:
         configured = hello.env.get("HVD_ELASTIC_HOME", "")
         expected = Path(configured).joinpath(*_inside_home(hello)).parts
         parts = Path(told).parts
-        if not Path(told).is_absolute() or ".." in parts or parts[-len(expected) :] != expected:
+        if not Path(told).is_absolute() or parts[-len(expected) :] != expected:
             raise ValueError(f"{told}, which is not {Path('…', *expected)}")
 
     def keep_run(self, fields: Mapping[str, Any]) -> None:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from hvd_elastic.own_files import private_folder
+
 SSH_PORT = 22
 
 
@@ -145,7 +147,8 @@ def remember(path: Path, entries: Iterable[tuple[str, HostKey]]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.parent.exists():
+        private_folder(path.parent)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "r+b") as file:
         # Two processes that write at the same time must not mix their lines.

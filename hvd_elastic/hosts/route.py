@@ -25,11 +25,13 @@ from hvd_elastic.errors import (
     HostUnreachableError,
     LoginRefusedError,
     SshError,
+    StrangerError,
 )
 from hvd_elastic.hosts import ssh_config
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.known_hosts import HostKey, KeyState, KnownHosts, known_name
+from hvd_elastic.own_files import check_configuration
 
 if TYPE_CHECKING:
     import paramiko
@@ -50,6 +52,18 @@ SILENCE_MS = 60_000
 def own_known_hosts() -> Path:
     """Return the path of this project's known_hosts file, written by ``hvd-elastic trust``."""
     return home() / "known_hosts"
+
+
+def _check_own_known_hosts() -> None:
+    """Raise HostKeyError if other users can write this project's known_hosts, or replace it."""
+    path = own_known_hosts()
+    try:
+        for each in (path, path.parent):
+            check_configuration(each)
+    except OSError:
+        pass  # there is none
+    except StrangerError as error:
+        raise HostKeyError(f"no host key in {path} is trusted: {error}") from None
 
 
 @dataclass
@@ -185,6 +199,7 @@ class Route:
         self.known_name = known_name(entry.get("hostkeyalias", self.address), self.port)
         if "hostkeyalias" in entry:
             self.known_name = str(entry["hostkeyalias"]).lower()
+        _check_own_known_hosts()
         self.known = KnownHosts.load([own_known_hosts(), *ssh_config.known_hosts_files(entry)])
         self.jumps = _parse_jumps(host, str(entry.get("proxyjump", "none")))
         self.gateways: list[Route] = []

@@ -30,11 +30,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvd_elastic.frameworks import check_tensorflow
+from hvd_elastic.frameworks import check_tensorflow, refuse_triton_after_tensorflow
 from hvd_elastic.training.uncaught import tell_uncaught
 
 tell_uncaught()
 check_tensorflow()
+refuse_triton_after_tensorflow()
 
 import tensorflow as tf
 

@@ -33,6 +33,7 @@ from hvd_elastic.tensorflow.variables import (
 )
 from hvd_elastic.training.frontend import Schedule, TrainedSums
 from hvd_elastic.training.replica_check import parameters_of_check, sums_of
+from hvd_elastic.training.rollback import SnapshotSource
 from hvd_elastic.training.script_state import ScriptState, Stateful
 from hvd_elastic.training.value_copies import ValueCopies, dump_value
 
@@ -96,6 +97,14 @@ class State(ScriptState):
             restore()
 
     # -- for the library -------------------------------------------------------------------
+
+    def module_attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, item in self._with_variables().items():
+            if isinstance(item, (keras.Layer, tf.Module)):
+                yield name, vars(item)
+            if isinstance(item, keras.Layer):
+                layers = item._flatten_layers(include_self=False)
+                yield from ((f"{name}.{layer.name}", vars(layer)) for layer in layers)
 
     def schedules(self) -> dict[str, Schedule]:
         return counting_schedules(self._objects.values())
@@ -201,9 +210,10 @@ class Snapshot(ValueCopies):
     """Copy of a state at one point: plain values, objects, and the given variables."""
 
     def __init__(self, plain: dict[str, Any], objects: dict[str, Any], variables: Any) -> None:
-        super().__init__(plain, objects)
-        for name, item in objects.items():
-            if not (name.startswith("_") or has_variables(item)):
+        others = {name: item for name, item in objects.items() if not has_variables(item)}
+        super().__init__(plain, others)
+        for name, item in others.items():
+            if not (name.startswith("_") or isinstance(item, SnapshotSource)):
                 self.dumped[name] = dump_value(name, item.state_dict())
         self._restore_variables = keep_values(variables)
 

@@ -181,7 +181,7 @@ def _new_tensor(info: TensorInfo) -> tuple[torch.Tensor, Any]:
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a type, such as ``float32``."""
+    """Return the name of one of PyTorch's types, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 

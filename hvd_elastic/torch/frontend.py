@@ -21,6 +21,7 @@ from hvd_elastic.torch.export import exported
 from hvd_elastic.torch.inference import TorchInference
 from hvd_elastic.torch.saving import write_object
 from hvd_elastic.training.frontend import Frontend
+from hvd_elastic.training.generators import Generator
 
 _KILLED = "DataLoader worker (pid {}) is killed by signal: Killed"
 """What PyTorch says of a process of a loader that was killed."""
@@ -39,6 +40,14 @@ class TorchFrontend(Frontend):
 
     def collectives(self) -> TorchCollectives:
         return TorchCollectives()
+
+    def generators(self) -> dict[str, Generator]:
+        found: dict[str, Generator] = {"torch": _TorchGenerator(lambda: torch.default_generator)}
+        if torch.cuda.is_available():
+            found["cuda"] = _TorchGenerator(
+                lambda: torch.cuda.default_generators[torch.cuda.current_device()]
+            )
+        return found
 
     def plain(self, value: Any) -> Any:
         return value.item() if isinstance(value, torch.Tensor) else value
@@ -96,3 +105,26 @@ class TorchFrontend(Frontend):
     load_checkpoint = staticmethod(load_checkpoint)
     write_object = staticmethod(write_object)
     exported = staticmethod(exported)
+
+
+class _TorchGenerator:
+    """A generator of a device; see :class:`hvd_elastic.training.generators.Generator`."""
+
+    def __init__(self, of_device: Callable[[], torch.Generator]) -> None:
+        self._of_device = of_device
+
+    def copy(self) -> tuple[int, torch.Tensor]:
+        generator = self._of_device()
+        return generator.initial_seed(), generator.get_state()
+
+    def set(self, state: tuple[int, torch.Tensor]) -> None:
+        self._of_device().set_state(state[1])
+
+    def dump(self) -> bytes:
+        return self.copy()[1].numpy().tobytes()
+
+    def load(self, data: bytes) -> None:
+        self._of_device().set_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def is_later(self, state: tuple[int, torch.Tensor]) -> bool:
+        return self._of_device().initial_seed() == state[0]

@@ -29,7 +29,9 @@ from hvd_elastic.torch.buffers import (
 )
 from hvd_elastic.torch.checkpoint import TorchContent, content_of, dtype_name, dtype_named
 from hvd_elastic.torch.copies import TensorCopies
+from hvd_elastic.torch.forms import ModuleForms, lay_out
 from hvd_elastic.torch.grad_scaler import GradScaler
+from hvd_elastic.torch.input_source import TensorPickler
 from hvd_elastic.torch.schedule import counting_schedules
 from hvd_elastic.torch.snapshot import Snapshot, untrained_tensors
 from hvd_elastic.torch.trained_sums import trained_sums
@@ -55,6 +57,7 @@ class State(ScriptState):
     """
 
     _content_kind = TorchContent
+    _pickler = TensorPickler
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
         for name, value in (("model", model), ("optimizer", optimizer)):
@@ -91,7 +94,7 @@ class State(ScriptState):
 
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
         several = self._context.worker.averagers.several
-        return Snapshot(self._plain, self._objects, self._large, tensors=tensors, parts=several)
+        return Snapshot(self._plain, self._objects, self._helpers, tensors=tensors, parts=several)
 
     def save_values(self, snapshot: Snapshot | None = None, *, tensors: bool = False) -> None:
         super().save_values(snapshot)
@@ -102,6 +105,11 @@ class State(ScriptState):
     def roll_back(self) -> None:
         super().roll_back()
         self._tensors.restore()
+
+    def module_attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, module in self.named_modules().items():
+            for path, part in module.named_modules():
+                yield f"{name}.{path}" if path else name, vars(part)
 
     def module_versions(self) -> int:
         return sum(
@@ -153,8 +161,10 @@ class State(ScriptState):
         return load_plain(data) if data else ()
 
     def _values(self) -> dict[str, Any]:
-        frozen = {name: _frozen(module) for name, module in self.named_modules().items()}
-        return {**super()._values(), "frozen": frozen}
+        modules = self.named_modules()
+        frozen = {name: _frozen(module) for name, module in modules.items()}
+        converted = self._forms.converted(modules)
+        return {**super()._values(), "frozen": frozen, "converted": converted}
 
     def _models(self) -> dict[str, torch.nn.Module]:
         return self.named_modules()
@@ -196,6 +206,7 @@ class State(ScriptState):
 
     def _build(self) -> None:
         give_own_memory(self.named_modules())
+        self._forms = ModuleForms(self.named_modules())
 
     def _left_out(self) -> dict[str, dict[str, torch.Tensor]]:
         return left_out(self.named_modules())
@@ -215,10 +226,13 @@ class State(ScriptState):
             _restore_forms(item, values)
 
     def _take(self, values: dict[str, Any], source: str) -> None:
+        # Earlier versions wrote neither of the two.
+        if "converted" in values:
+            self._forms.follow(self.named_modules(), values["converted"])
         super()._take(values, source)
         for name, buffers in values.get("left_out", {}).items():
             set_left_out(self.named_modules()[name], buffers)
-        for name, names in values.get("frozen", {}).items():  # earlier versions did not write it
+        for name, names in values.get("frozen", {}).items():
             frozen = set(names)
             for key, parameter in self.named_modules()[name].named_parameters():
                 if parameter.requires_grad == (key in frozen):
@@ -262,11 +276,8 @@ def _restore_forms(optimizer: Optimizer, values: dict[str, Any]) -> None:
             if not (torch.is_tensor(value) and torch.is_tensor(loaded)):
                 continue
             if value.dtype != loaded.dtype:
-                loaded = value.to(loaded.device)
-            if loaded.shape == parameter.shape and loaded.stride() != parameter.stride():
-                like = torch.empty_like(parameter.detach(), dtype=loaded.dtype)
-                loaded = like.copy_(loaded)
-            state[name] = loaded
+                state[name] = value.to(loaded.device)
+        lay_out(state, parameter)
 
 
 def _frozen(module: torch.nn.Module) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -15,6 +16,7 @@ from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import State
+from hvd_elastic.training.helper_copies import HelperCopies
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.spread import Content as Pieces
 from hvd_elastic.training.spread import spread
@@ -55,6 +57,8 @@ class ScriptState(State):
         plain_kinds, object_kinds: what plain data is, and what objects have, for messages.
     """
 
+    _pickler: type[pickle.Pickler] = pickle.Pickler
+    """Copies the framework's tensors fast."""
     _content_kind: type[Any]
     """The framework's Content, called with values, addresses and ``copy_own``."""
     plain_kinds = "numbers, strings, lists, dicts, tensors"
@@ -75,7 +79,7 @@ class ScriptState(State):
         self._checked: dict[str, type] = {}
         for name, value in self._plain.items():
             self._check_plain(f"State(): {name!r}", name, value)
-        self._large: set[str] = set()
+        self._helpers = HelperCopies(self._pickler)
         self._context = context.current()
         self._build()
         self._not_finite = self._find_not_finite()
@@ -137,7 +141,12 @@ class ScriptState(State):
         return dict(self._objects)
 
     def save_values(self, snapshot: Any = None, *, tensors: bool = False) -> None:
+        if snapshot is None:
+            self._helpers.body_ends()
         self._saved = snapshot or self.take_snapshot(tensors=tensors)
+
+    def step_begins(self) -> None:
+        self._helpers.refuse_changed(self._objects)
 
     def roll_back(self) -> None:
         self._saved.restore(self._plain, self._objects)
@@ -164,7 +173,7 @@ class ScriptState(State):
     ) -> Progress:
         # The structure is sent as plain data. Tensors are sent in a few large messages, from live
         # tensors and, where shapes agree, into live tensors.
-        own = self._live_content()
+        own, generators = self._live_content(), self._context.worker.generators
         if communicator.rank == root_rank:
             known = self._known(own)
             header: dict[str, Any] = {
@@ -176,9 +185,12 @@ class ScriptState(State):
                 ],
                 "known": known,
                 "progress": progress.as_state(),
+                "generators": generators.offered(),
             }
             communicator.broadcast_bytes(json.dumps(header).encode(), root_rank)
-            spread(own.tensors, known, True, communicator, root_rank, self._pieces)
+            every = generators.all_bits
+            agreed = spread(own.tensors, known, True, communicator, root_rank, self._pieces, every)
+            generators.settle(agreed if communicator.size > 1 else 0)
             return progress
         header = json.loads(communicator.broadcast_bytes(b"", root_rank))
         theirs = Progress.from_dict(header["progress"])
@@ -189,7 +201,10 @@ class ScriptState(State):
             for name, dtype, shape, device in header["tensors"]
         }
         ordered = list(tensors.values())
-        spread(ordered, header["known"], has, communicator, root_rank, self._pieces)
+        agreed = generators.agree(header["generators"], take=not has)
+        generators.settle(
+            spread(ordered, header["known"], has, communicator, root_rank, self._pieces, agreed)
+        )
         opaque = self._decode_opaque(base64.b64decode(header["opaque"]))
         self._take(decode_values(header["values"], tensors, opaque), f"rank {root_rank}")
         return theirs

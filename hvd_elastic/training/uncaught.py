@@ -29,6 +29,7 @@ _NOT_THE_SCRIPT = (
         str(_PACKAGE / room)
         for room in ("engines", "training", "communicator", "wire", "checkpoint")
     ),
+    str(_PACKAGE / "frameworks.py"),
     "<frozen ",
 )
 """Prefixes of file names whose code does not belong to the script."""

@@ -18,6 +18,7 @@ from hvd_elastic.training.agent_link import AgentLink, worker_options
 from hvd_elastic.training.averagers import Averagers
 from hvd_elastic.training.data_digest import DataDigest
 from hvd_elastic.training.frontend import Frontend, State
+from hvd_elastic.training.generators import Generators
 from hvd_elastic.training.input.times import InputTimes
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import Progress
@@ -53,6 +54,7 @@ class Worker:
         stop_reason: why this rank asks for the end of training; empty: it does not.
         left_epoch: where the script left an epoch early, for messages; empty: nowhere.
         examples: number of examples in the loader's data set, for messages.
+        generators: global generators of random numbers.
         digests: what is compared of the data sets of the script's loaders, in order.
         in_train: whether the training function runs.
         saves: what the script has saved since an epoch has ended, by name, with what writes it;
@@ -74,6 +76,7 @@ class Worker:
         self.left_epoch = ""
         self.examples = 0
         self.digests: list[DataDigest] = []
+        self.generators = Generators(frontend.generators())
         self.in_train = False
         self.saves: dict[str, Write] | None = None
         self.state: State | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_elastic.errors import UsageError
-from hvd_elastic.formatting import count, duration_words, plural
+from hvd_elastic.formatting import count, duration_words, plural, unfiltered
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -31,7 +31,7 @@ def progress_line() -> Iterator[Say]:
     """Yield a function that shows a line of progress: in place on a terminal, else one by one."""
     from rich.console import Console
 
-    console = Console(stderr=True)
+    console = Console(file=unfiltered(sys.stderr))
     if not console.is_terminal:
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
@@ -52,7 +52,7 @@ class LiveTable:
 
         self._cells = dict.fromkeys(sorted(sizes), ("", "", ""))
         self._words = "starting"
-        console = Console(stderr=True)
+        console = Console(file=unfiltered(sys.stderr))
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(console=console, transient=True, get_renderable=self._table)

@@ -38,7 +38,7 @@ from hvd_elastic.hosts.interfaces import interface_of
 from hvd_elastic.leader.agents.process import agent_command
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import compress, decompress, encode
-from tests.another_user import NOBODY, NOBODY_WORDS, Holder, needs_root
+from tests import other_user
 from tests.small_group import SMALL_BYTES, inside, small_group
 from tests.unit.wire.wire_samples import leader_hello, saved_file
 
@@ -810,18 +810,18 @@ def test_an_agent_that_is_ending_is_waited_for(start_agent: StartAgent, tmp_path
 # ---- other users of the host
 
 
-@needs_root
+@other_user.needs_root
 def test_another_user_who_holds_the_name_of_an_agent_neither_gets_nor_hinders_anything(
     start_agent: StartAgent,
 ) -> None:
     """As that of earlier releases, which was in the abstract namespace and known to all."""
     run_id = f"unit-{secrets.token_hex(4)}"
-    with Holder(f"@hvd_elastic/{run_id}/node1/{os.getuid()}/agent"):
+    with other_user.Holder(f"@hvd_elastic/{run_id}/node1/{os.getuid()}/agent"):
         first = start_agent(run_id=run_id)
         assert first.event("hello")["pid"] == first.process.pid
 
 
-@needs_root
+@other_user.needs_root
 def test_a_folder_that_another_user_has_made_for_the_run_is_refused(
     start_agent: StartAgent, tmp_path: Path
 ) -> None:
@@ -829,15 +829,15 @@ def test_a_folder_that_another_user_has_made_for_the_run_is_refused(
     run_id = f"unit-{secrets.token_hex(4)}"
     (tmp_path / "spool" / run_id / "node1").mkdir(parents=True)
     for folder in (tmp_path / "spool").rglob("*"):
-        os.chown(folder, NOBODY, NOBODY)
+        os.chown(folder, other_user.UID, other_user.UID)
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
     spool = tmp_path / "spool" / run_id / "node1"
-    with Holder(str(spool / "agent")), (tmp_path / "stderr").open("wb") as stderr:
+    with other_user.Holder(str(spool / "agent")), (tmp_path / "stderr").open("wb") as stderr:
         agent = start_agent(run_id=run_id, stderr=stderr)
         assert agent.process.wait(TIMEOUT_S) == os.EX_NOPERM
     told = (tmp_path / "stderr").read_text()
-    assert f"the folder {spool} belongs to {NOBODY_WORDS}" in told
+    assert f"the folder {spool} belongs to {other_user.WORDS}" in told
     assert "Traceback" not in told
 
 

@@ -15,9 +15,15 @@ Way = Callable[[Address, Address], int | None]
 
 
 @pytest.mark.parametrize("way", [peers.loopback_peer_uid, peers._look_up])
-def test_owner_of_an_open_connection_and_nobody_of_a_closed_one(way: Way) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname()) as client:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_owner_of_an_open_connection_and_nobody_of_a_closed_one(way: Way, host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, 0), family=family)
+    except OSError as error:
+        pytest.skip(f"{host}: {error.strerror}")
+    with listener as server:
+        with socket.create_connection(server.getsockname()[:2]) as client:
             peer, own = client.getsockname(), server.getsockname()
             assert way(peer, own) == os.getuid()
         accepted, _ = server.accept()

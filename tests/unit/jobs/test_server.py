@@ -17,7 +17,7 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.jobs.messages import Answer, Cancel, Down, Hosts, Request
 from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile, open_cluster
 from hvd_elastic.jobs.server import RequestServer, ask_daemon
-from tests.another_user import NOBODY, Holder, needs_root
+from tests import other_user
 
 
 def handle(request: Request) -> Answer:
@@ -156,15 +156,15 @@ def test_another_user_is_refused(place: ClusterFolder, opened: bool) -> None:
         assert "belongs to another user" in said or "Permission denied" in said
 
 
-@needs_root
+@other_user.needs_root
 def test_a_daemon_of_another_user_is_sent_nothing(place: ClusterFolder, tmp_path: Path) -> None:
     """As in a folder that they have made in place of this user's."""
-    os.chown(place.path, NOBODY, NOBODY)
+    os.chown(place.path, other_user.UID, other_user.UID)
     for folder in (place.path.parent, *list(place.path.parents)[1:5]):
         folder.chmod(0o755)
     short = tmp_path / "short"
     short.symlink_to(place.path)
-    with Holder(str(short / "daemon.sock")) as holder:
+    with other_user.Holder(str(short / "daemon.sock")) as holder:
         with pytest.raises(RunError, match="daemon of cluster test belongs to another user"):
             ask_daemon(place, Hosts())
         os.chown(place.path, os.getuid(), os.getgid())  # its socket alone is theirs

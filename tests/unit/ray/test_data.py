@@ -11,7 +11,7 @@ import pytest
 
 from hvd_elastic.errors import DataError, StrangerError
 from hvd_elastic.ray.data import PLACE_VARIABLE, RayDataset, RowServer, StoredRows
-from tests.another_user import NOBODY_WORDS, Holder, as_nobody, needs_root
+from tests import other_user
 
 
 @pytest.fixture
@@ -45,25 +45,25 @@ def test_who_has_not_the_key_is_refused(server: RowServer, monkeypatch: pytest.M
         RayDataset()
 
 
-@needs_root
+@other_user.needs_root
 def test_another_user_who_says_nothing_keeps_no_worker_waiting(server: RowServer) -> None:
     """They find its name in /proc/net/unix."""
     name = server.variables[PLACE_VARIABLE].partition(":")[0]
     program = "c = socket.socket(socket.AF_UNIX)\nc.connect('\\0' + sys.argv[1])\nprint(c.recv(1))"
-    silent = as_nobody(program, name)
+    silent = other_user.start(program, name)
     assert silent.communicate(timeout=60)[0] == "b''\n", "it is not even asked for the key"
     with pytest.raises(DataError, match="no data set 'test'"):
         RayDataset("test")
 
 
-@needs_root
+@other_user.needs_root
 def test_the_key_is_not_proved_to_another_user_who_has_taken_the_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with Holder("@hvd-ray-0123") as holder:
+    with other_user.Holder("@hvd-ray-0123") as holder:
         monkeypatch.setenv(PLACE_VARIABLE, "hvd-ray-0123:0123")
         with pytest.raises(
-            StrangerError, match=f"{re.escape(NOBODY_WORDS)} holds the local socket"
+            StrangerError, match=f"{re.escape(other_user.WORDS)} holds the local socket"
         ):
             RayDataset()
         assert holder.got() == "nothing"

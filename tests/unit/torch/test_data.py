@@ -408,7 +408,7 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused() -> None:
         assert read(replace(middle, order_hash=0), dataset, **options).position == 40
         assert read(replace(middle, position=0, epoch=1), dataset, **options).position == 20
     with pytest.raises(ValueError, match="'order_hash' is 'x', it must be a number"):
-        Progress.from_dict({**middle.as_state(), "order_hash": "x"})  # type: ignore[dict-item]
+        Progress.from_dict({**middle.as_state(), "order_hash": "x"})
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -455,7 +455,7 @@ def test_a_run_keeps_the_order_that_it_began_with() -> None:
         with pytest.raises(
             ValueError, match=r"'data_order' is .*, it must be .* from 1 to 2; a later"
         ):
-            Progress.from_dict({**old, "data_order": unknown})  # type: ignore[dict-item]
+            Progress.from_dict({**old, "data_order": unknown})
     # A new run has the new order.
     fresh: Any = DataLoader(Numbers(n), 10_000, shuffle=True, seed=6, context=fake())
     assert next(iter(fresh))[0].tolist() != permutation(6, 0, n)[:10_000].tolist()

@@ -68,6 +68,40 @@ class Wire(LocalCommunicator):
         return taken
 
 
+@pytest.mark.parametrize("by", ["a rank", "a checkpoint"])
+def test_what_was_converted_in_training_is_converted_elsewhere(by: str, tmp_path: Path) -> None:
+    def made(momentum: float = 0.9) -> State:
+        layers = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2), torch.nn.BatchNorm2d(4))
+        layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        layers[1].half()  # as built, which no other rank has to be told
+        sgd = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=momentum, fused=True)
+        return State(model=layers, optimizer=sgd)
+
+    root, newcomer = made(), made()
+    root.model[0].to(memory_format=torch.contiguous_format).double()
+    for parameter in root.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    root.optimizer.step()
+    if by == "a rank":
+        wire = Wire(0, other_lacks=True)
+        root.sync(wire, 0, Progress())
+        newcomer.sync(Wire(1, wire.said), 0, Progress())
+    else:
+        newcomer.load(saved(root, tmp_path, Progress()), "x")
+    for name in ("parameters", "buffers"):
+        pairs = zip(getattr(root.model, name)(), getattr(newcomer.model, name)(), strict=True)
+        for own, theirs in pairs:
+            torch.testing.assert_close(theirs, own)
+            assert theirs.stride() == own.stride()
+    for own, theirs in zip(root.model.parameters(), newcomer.model.parameters(), strict=True):
+        sent, held = (
+            state.optimizer.state[parameter]["momentum_buffer"]
+            for state, parameter in ((root, own), (newcomer, theirs))
+        )
+        torch.testing.assert_close(held, sent)
+        assert held.stride() == sent.stride()
+
+
 def trained(seed: int, steps: int, **values: Any) -> State:
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))

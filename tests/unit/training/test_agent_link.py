@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.another_user import NOBODY_WORDS, Holder, needs_root
+from tests import other_user
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -81,15 +81,15 @@ def test_a_worker_ends_where_its_agent_sends_what_is_no_message(data: bytes, wor
     assert "This worker ends" in done.stderr
 
 
-@needs_root
+@other_user.needs_root
 def test_a_worker_says_nothing_to_another_user_who_holds_the_name_of_its_agent() -> None:
     name = f"hvd_elastic/unit/{secrets.token_hex(8)}"
     alone = WORKER.replace("listener.bind", "0 and listener.bind").replace("listener.listen()", "")
-    with Holder(f"@{name}") as holder:
+    with other_user.Holder(f"@{name}") as holder:
         done = worker_that_is_sent(b"", alone, name)
         assert holder.got() == "nothing"
     assert done.returncode == 1
-    assert f"StrangerError: {NOBODY_WORDS} holds the local socket {name}" in done.stderr
+    assert f"StrangerError: {other_user.WORDS} holds the local socket {name}" in done.stderr
 
 
 def test_threads_that_outlive_the_script_are_told() -> None:

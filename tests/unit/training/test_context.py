@@ -321,7 +321,7 @@ class Ranks(LocalCommunicator):
     def reduce_async(self, array: Any, name: str, *, sent_as: str = "") -> Any:
         for epoch, position in self._others:
             place = Progress(epoch=epoch, position=position, order_hash=self.order).place_hash()
-            array += np.array([place, place * place, 0, 0, 0, 0, 0, 0, 0], np.float32)
+            array += np.array([place, place * place, 0, 0, 0, 0, 0, 0, 0, 0], np.float32)
         array *= np.float32(1 / self.size)
         return array
 

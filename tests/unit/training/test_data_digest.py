@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from hvd_elastic.torch.input_source import LoaderSource
 from hvd_elastic.training.data_digest import DataDigest, difference
@@ -18,7 +18,7 @@ from hvd_elastic.training.data_digest import DataDigest, difference
 EXAMPLES = 200
 
 
-class Folder:
+class Folder(Dataset[Any]):
     """Files and classes, as an ``ImageFolder`` of torchvision has them."""
 
     def __init__(self, root: str, order: list[int]) -> None:

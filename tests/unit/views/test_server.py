@@ -25,6 +25,7 @@ from hvd_elastic.views import live, live_run
 from hvd_elastic.views import server as server_module
 from hvd_elastic.views.prometheus import FIGURES, GPU_FIGURES, HOST_FIGURES, prometheus_text
 from hvd_elastic.views.server import Dashboard
+from tests import other_user
 from tests.paths import ROOT
 from tests.unit.records.sample_run import sample_folder
 
@@ -279,6 +280,41 @@ def test_others_than_this_machine_need_the_token(folder: Path) -> None:
     finally:
         server.shutdown()
         server.server_close()
+
+
+ASK = """
+for path in sys.argv[3:]:
+    asked = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=60)
+    asked.request("GET", path)
+    answer = asked.getresponse()
+    print(answer.status, answer.read().decode(), answer.getheaders())
+"""
+
+
+@other_user.needs_root
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_other_users_of_this_machine_see_nothing(folder: Path, host: str) -> None:
+    """The run folders are for their user alone, and so are their pages."""
+    try:
+        server = Dashboard(host, 0)
+    except RunError as error:
+        pytest.skip(str(error))
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    paths = ["/", "/runs/digits-3", "/metrics", "/assets/live.js", "/runs/digits-3/events"]
+    said = other_user.start(ASK, host, str(server.server_address[1]), *paths).communicate(
+        timeout=60
+    )[0]
+    own = http.client.HTTPConnection(host, server.server_address[1], timeout=60)
+    own.request("GET", "/runs/digits-3")
+    status = own.getresponse().status
+    own.close()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    assert said.count("403 this dashboard shows runs to user root (uid 0) alone") == len(paths)
+    assert "digits" not in said
+    assert status == 200
 
 
 def answer(viewer: Viewer, method: str, path: str, body: str = "", **headers: str) -> str:

@@ -7,8 +7,8 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -30,7 +30,9 @@ class Numbers:
     """A source whose batch is the epoch and the indices."""
 
     examples = 100
-    fields: ClassVar[dict[str, int]] = {}
+
+    def __init__(self) -> None:
+        self.fields: Mapping[str, int] = {}
 
     def start(self, number: int, count: int) -> None:
         pass

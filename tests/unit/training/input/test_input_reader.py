@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ class Source:
 
     def __init__(self, examples: int = 1000, host: str = "") -> None:
         self.examples = examples
-        self.fields: dict[str, int] = {}
+        self.fields: Mapping[str, int] = {}
         self.host = host
         self.read: list[list[int]] = []
         self.before: Callable[[], None] = lambda: None
