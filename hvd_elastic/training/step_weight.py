@@ -38,7 +38,7 @@ def step_weight(count: Any) -> None:
     """
     ctx = context.current()
     worker, step = ctx.worker, ctx.step
-    number = worker.frontend.plain(count)
+    number: Any = worker.frontend.plain(count)
     # NumPy's numbers are Reals, and booleans are too.
     if not isinstance(number, Real) or isinstance(number, bool) or not 0 <= number < math.inf:
         raise ScriptError(
