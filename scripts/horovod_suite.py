@@ -36,8 +36,8 @@ FILES = (
 )
 # Files that have to change for the release to compile.
 COMPILED = re.compile(
-    r"--- a/(CMakeLists\.txt|horovod/torch/CMakeLists\.txt|horovod/runner/js_run\.py|.*flatbuffers.*"
-    r"|horovod/common/(common|group_table|nvtx_op_range)\.h)\n"
+    r"--- a/(CMakeLists\.txt|horovod/torch/CMakeLists\.txt|horovod/runner/js_run\.py"
+    r"|.*flatbuffers.*|horovod/common/(common|group_table|nvtx_op_range)\.h)\n"
 )
 WORST = ("crashed", "failed", "skipped", "passed")
 LAUNCH = "from horovod.runner.launch import run_commandline; run_commandline()"
