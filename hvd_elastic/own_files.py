@@ -133,7 +133,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
         raise StrangerError(
             f"{path} belongs to {user_words(found.st_uid)} and not to "
             f"{user_words(os.geteuid())}. Use another place, such as by HVD_ELASTIC_HOME, or "
-            "have it removed"
+            f"have it removed; if what it holds is yours: chown -R {os.geteuid()} {path}"
         )
 
 
