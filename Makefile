@@ -28,7 +28,7 @@ RUN      := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-engines test-debian lint bench horovod env clean FORCE
+.PHONY: help demo test test-engines test-debian lint bench horovod horovod-suite env clean FORCE
 
 help:  ## list the targets
 	@echo "make TARGET, where TARGET is one of"
@@ -62,6 +62,9 @@ bench: $(HOROVOD)  ## measure starts, joins, leaves and failures beside peers
 horovod: $(READY)  ## build Horovod for this environment, or take the kept wheel
 	@$(VPYTHON) -m hvd_elastic.cli.app build-horovod $(ARGS)
 	@touch $(HOROVOD)
+
+horovod-suite: $(HOROVOD)  ## run Horovod's own tests (CHECKOUT=…) on our build and an unpatched one
+	@$(RUN) $(VPYTHON) scripts/horovod_suite.py "$(CHECKOUT)" $(ARGS)
 
 env: $(READY)  ## set up .venv/ without Horovod
 

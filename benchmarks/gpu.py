@@ -136,7 +136,7 @@ def overhead(args: argparse.Namespace) -> None:
     labels = torch.randint(1000, (share,), device=device)
 
     def network() -> torch.nn.Module:
-        return resnet50().to(device, memory_format=torch.channels_last)
+        return resnet50().to(device).to(memory_format=torch.channels_last)
 
     def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -151,7 +151,7 @@ def overhead(args: argparse.Namespace) -> None:
 
     ours = network()
     adapts = args.ours == "adaptive"
-    rule = {"lr_rule": "adascale"} if adapts else {}
+    rule: dict[str, Any] = {"lr_rule": "adascale"} if adapts else {}
     optimizer = hvd.DistributedOptimizer(optimizer_of(ours), ours, **rule)
     # The images stay on the GPU; the loader only returns row numbers.
     rows = TensorDataset(torch.arange(IMAGES * (WARM_STEPS + BLOCK_STEPS * (args.rounds + 1))))
