@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hvd_elastic.communicator.interface import FLAGS_NAME
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import plural
+from hvd_elastic.training.pass_counts import PassCounts
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.worker import Worker
-
-if TYPE_CHECKING:
-    from hvd_elastic.training.step_weight import PassCounts
 
 MOST_FLAGS = 16
 """Most numbers that a rank tells the others in a step."""
