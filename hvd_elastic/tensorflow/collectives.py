@@ -37,7 +37,7 @@ def reduce_in_graph(tensor: tf.Tensor, name: str, *, average: bool = False) -> t
     """Return the sum, or average, of a tensor over the ranks that there are when a graph runs."""
     horovod = load_horovod("tensorflow")
     kind = horovod.Average if average else horovod.Sum
-    return horovod.mpi_ops._allreduce(tensor, name, kind, ignore_name_scope=True)
+    return horovod.mpi_ops._allreduce(tensor, node_name(name), kind, ignore_name_scope=True)
 
 
 class TensorFlowCollectives(Collectives):
@@ -134,7 +134,7 @@ class TensorFlowCollectives(Collectives):
     def _graph(self, kind: str, name: str, *types: tf.DType, **options: int) -> Callable[..., Any]:
         key = (kind, name, types, *options.values())
         if key not in self._graphs:
-            operation, node = getattr(self.horovod.mpi_ops, kind), _node_name(name)
+            operation, node = getattr(self.horovod.mpi_ops, kind), node_name(name)
 
             def run(*tensors: tf.Tensor) -> tf.Tensor:
                 found = operation(*tensors, name=node, ignore_name_scope=True, **options)
@@ -146,7 +146,7 @@ class TensorFlowCollectives(Collectives):
         return self._graphs[key]
 
 
-def _node_name(name: str) -> str:
+def node_name(name: str) -> str:
     """Return a valid name of a node, different for different names."""
     if re.fullmatch(r"[A-Za-z0-9.][A-Za-z0-9_.-]*", name):
         return name

@@ -14,11 +14,18 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.collectives import TensorFlowCollectives, reason_of
 from hvd_elastic.tensorflow.content import load_checkpoint
 from hvd_elastic.tensorflow.inference import TensorFlowInference
+from hvd_elastic.tensorflow.losses import losses_watched
 from hvd_elastic.tensorflow.optimizer import averager_of, tape_averager
 from hvd_elastic.tensorflow.saving import exported, write_object
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Frontend
+
+_WHERE = (
+    "to the State: hvd.State(..., second_optimizer=second_optimizer). With model.fit it is an "
+    "attribute of the model, or hvd.ElasticCallback(second_optimizer=second_optimizer)"
+)
+"""Where an optimizer has to be, for messages."""
 
 
 class TensorFlowFrontend(Frontend):
@@ -28,6 +35,7 @@ class TensorFlowFrontend(Frontend):
     horovod = "tensorflow"
     loader = "hvd_elastic.tensorflow.dataset"
     other_loader = "a tf.data.Dataset of your own"
+    takes_step = "optimizer.apply()"
 
     def collectives(self) -> TensorFlowCollectives:
         return TensorFlowCollectives()
@@ -45,15 +53,21 @@ class TensorFlowFrontend(Frontend):
                 return averager.raised
             if averager.reduces(error):
                 worker.communicator.graph_ends(failed=True)
-                return worker.communicator.translated(reason_of(error))
+                found = worker.communicator.translated(reason_of(error))
+                if isinstance(found, ScriptError):
+                    # A rank that leaves the step out alone asks the others in the same way.
+                    context.current().step.refuse_left_out(worker)
+                return found
         return None
 
     @contextlib.contextmanager
     def training(self, state: Any, warmup: Callable[[], object] | None) -> Iterator[None]:
-        check_optimizer(state)
-        if warmup is not None:
-            rehearse(state, warmup)
-        yield
+        choose_optimizers(state)
+        with optimizers_watched(state), losses_watched():
+            if warmup is not None:
+                rehearse(state, warmup)
+            check_built(state)
+            yield
 
     def script_tensor(
         self, kind: str, tensor: Any, name: str, *, average: bool = False
@@ -95,14 +109,16 @@ def rehearse(state: State, steps: Callable[[], object]) -> None:
         steps()
 
 
-def check_optimizer(state: State) -> None:
-    """Raise ScriptError unless the gradients of the State's only optimizer are averaged."""
+def choose_optimizers(state: State) -> None:
+    """Have the optimizers of the State train, and no others; refuse those that do not fit.
+
+    Raises:
+        ScriptError: the gradients of one are not averaged, or the State lacks one whose are.
+    """
+    ctx = context.current()
+    made: list[Any] = list(ctx.worker.averagers)
     optimizers = {n: i for n, i in state.named_objects().items() if isinstance(i, Optimizer)}
-    if len(optimizers) > 1:
-        raise ScriptError(
-            f"State({'=..., '.join(optimizers)}=...): a script has one optimizer with TensorFlow; "
-            "train all variables with one, or use hvd_elastic.torch, which takes several"
-        )
+    chosen = []
     for name, optimizer in optimizers.items():
         averager = averager_of(optimizer)
         if averager is None:
@@ -114,4 +130,55 @@ def check_optimizer(state: State) -> None:
                 f"{name} = hvd.DistributedOptimizer({name})"
             )
             averager.optimizer = optimizer
-        context.current().choose_averagers([averager])
+        if averager not in chosen:
+            chosen.append(averager)
+    if not optimizers:
+        for averager in made:
+            if averager.optimizer is not None:
+                raise ScriptError(
+                    f"State(...): the {type(averager.optimizer).__name__} that was given to "
+                    "hvd.DistributedOptimizer is not in the State, so a worker that joins, or a "
+                    "run that is resumed, would begin with a new one. Give it to the State: "
+                    "hvd.State(model=model, optimizer=optimizer)"
+                )
+        chosen = made
+    others = [averager for averager in made if averager not in chosen]
+    ctx.choose_averagers(chosen)
+    for averager in others:
+        why = "it is not in the State, and a worker that joins would lack it"
+        averager.retire(f"{why}. Give it {_WHERE}")
+
+
+def check_built(state: State) -> None:
+    """Raise ScriptError for one of several optimizers whose variables are not known yet."""
+    for name, optimizer in state.named_objects().items():
+        if isinstance(optimizer, Optimizer) and not optimizer.built:
+            raise ScriptError(
+                f"State({name}=...): with several optimizers, each has to know which variables it "
+                f"trains before training begins: {name}.build(part.trainable_variables), or take "
+                "a step on each rank alone by hvd.run(train, warmup=...)"
+            )
+
+
+@contextlib.contextmanager
+def optimizers_watched(state: State) -> Iterator[None]:
+    """Refuse optimizers that apply gradients in the block and are not known to the library."""
+    ctx, before, plain = context.current(), vars(Optimizer).get("apply"), Optimizer.apply
+
+    def apply(self: Any, *args: Any, **options: Any) -> Any:
+        known = averager_of(self) or any(self is each for each in state.named_objects().values())
+        if not known and context.current() is ctx:
+            raise ScriptError(
+                f"this {type(self).__name__} applies gradients that are not averaged over the "
+                "ranks, and a worker that joins would not have its state. Give it to "
+                f"hvd.DistributedOptimizer, and {_WHERE}"
+            )
+        return plain(self, *args, **options)
+
+    Optimizer.apply = apply
+    try:
+        yield
+    finally:
+        del Optimizer.apply
+        if before is not None:
+            Optimizer.apply = before

@@ -21,13 +21,16 @@ from hvd_elastic.communicator.buckets import divide
 from hvd_elastic.communicator.interface import FLAGS_NAME, gradient_prefix
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.adaptation import Adaptation
-from hvd_elastic.tensorflow.collectives import reduce_in_graph
+from hvd_elastic.tensorflow.collectives import node_name, reduce_in_graph
 from hvd_elastic.tensorflow.controls import Control, Controls
+from hvd_elastic.tensorflow.metrics import MetricSums
+from hvd_elastic.tensorflow.variables import keep_values, variable_of
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.uncaught import show_instead
 
+METRICS_NAME = "hvd_elastic.metrics_of_step"
 BUCKET_BYTES = 4 << 20
 """Largest bucket; a larger gradient is reduced where it is."""
 _REDUCED_AS = {tf.bfloat16: tf.float32}
@@ -35,18 +38,27 @@ _REDUCED_AS = {tf.bfloat16: tf.float32}
 
 
 class GradientAverager(Averager):
-    """Averages the gradients of the script's optimizer; a script has one.
+    """Averages the gradients of one optimizer of the script.
+
+    With several, a loop body is one step of training, as with PyTorch: the ranks exchange their
+    flags before the first gradients of a body, and each optimizer's variables are kept before its
+    first step in it. TensorFlow writes new values elsewhere, so that copies nothing.
 
     Args:
         adaptation: what a batch that adapts adds to the steps.
+        several_steps: whether the optimizer takes several steps in a loop body.
 
     Attributes:
         optimizer: the optimizer; None: not known.
         raised: error of this library in the step's graph; None: there was none.
         controls: what the graph of the step depends on.
+        metrics: metrics that the ranks tell each other in each step; None: there are none.
     """
 
-    def __init__(self, adaptation: Adaptation, optimizer: Any = None) -> None:
+    def __init__(
+        self, adaptation: Adaptation, optimizer: Any = None, *, several_steps: bool = False
+    ) -> None:
+        self.several_steps = several_steps
         self._context = context.current()
         self._adaptation = adaptation
         self.optimizer = optimizer
@@ -54,6 +66,14 @@ class GradientAverager(Averager):
         self.controls = Controls()
         self._told: list[np.ndarray] | None = None
         self._names: list[str] = []
+        self._number = 0
+        self.metrics: MetricSums | None = None
+        self._trained: dict[int, Any] = {}
+        """Variables that the optimizer was seen to train."""
+        self._kept: Callable[[], None] | None = None
+        """Sets its variables back to their values before its first step in the loop body."""
+        self._unbuilt: Callable[[], None] | None = None
+        """Sets variables that were made in a rehearsal back to their first values."""
         self._begun = self._waits = self._rehearses = False
         self.raised: BaseException | None = None
         self._context.register_averager(self)
@@ -79,10 +99,8 @@ class GradientAverager(Averager):
         """Return gradients averaged over the ranks, and a tensor that is there after the last."""
         control = self._begin_graph()
         packed = _Packed(gradients, variables, control.factor)
-        sums, told = self._exchanged(packed.flats, packed.last, control.alone)
-        with tf.control_dependencies(sums):
-            ended = tf.numpy_function(self._end, [told], tf.bool)
-        return packed.unpacked(sums), ended
+        sums, told = self._exchanged(packed.flats, packed.last, control)
+        return packed.unpacked(sums), self._ended(sums, told, control)
 
     @tf.autograph.experimental.do_not_convert
     def apply(
@@ -93,6 +111,7 @@ class GradientAverager(Averager):
     ) -> None:
         """Average gradients and call ``take_step`` with them, in the last pass of a step."""
         adaptation = self._adaptation
+        self._note_trained(variables)
         if not adaptation.active or all(g is None for g in gradients):
             averaged, ended = self._averaged(gradients, variables)
             with _changes_wait_for(ended):
@@ -110,13 +129,13 @@ class GradientAverager(Averager):
 
         def end_step() -> tf.Tensor:
             flats = adaptation.added(packed.flats)
-            sums, told = self._exchanged(flats, packed.last, control.alone)
+            sums, told = self._exchanged(flats, packed.last, control)
             with tf.control_dependencies(sums):
                 averaged = packed.unpacked([tf.identity(flat) for flat in sums])
             dense = {number: averaged[number] for number in packed.dense}
             finite = adaptation.are_finite([*dense.values()])
             mean = adaptation.statistics.measure(control.sampled, dense, variables)
-            ended = tf.numpy_function(self._end, [told, own, mean, finite], tf.bool)
+            ended = self._ended([], told, control, own, mean, finite)
             with tf.control_dependencies([ended]):
 
                 def take() -> tf.Tensor:
@@ -129,27 +148,55 @@ class GradientAverager(Averager):
         tf.cond(control.last, end_step, add_pass)
 
     def _exchanged(
-        self, flats: Sequence[tf.Tensor], last: int, alone: tf.Tensor
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Return the averages of flat gradients over the ranks, and of their flags.
+        self, flats: Sequence[tf.Tensor], last: int, control: Control
+    ) -> tuple[list[tf.Tensor], tuple[tf.Tensor, ...]]:
+        """Return the averages of flat gradients over the ranks, and what the ranks have told.
+
+        That is the average of their flags and, in ``model.fit``, metrics (see `MetricSums`).
 
         The flags are exchanged just before flat gradient number ``last``. Earlier, while threads of
         this machine compute, each message waits for a processor, and the gradients wait behind it.
         """
-        self._names = [f"{gradient_prefix(0)}{number}" for number in range(len(flats))]
+        prefix, several = gradient_prefix(self._number), self._context.worker.averagers.several
+        self._names = [f"{prefix}{number}" for number in range(len(flats))]
         with tf.control_dependencies(flats):
             flags = tf.numpy_function(self._computed, [], tf.float32)
-        told = self._reduced(flags, FLAGS_NAME, alone)
+        told: tuple[tf.Tensor, ...] = (flags,)
+        if self.metrics is not None:
+            own, more = self.metrics.tell()
+            name = METRICS_NAME if several else FLAGS_NAME
+            both = self._reduced(tf.concat([flags, more], 0), name, control.alone)
+            told = both[: -self.metrics.size], own, both[-self.metrics.size :]
+        elif not several:
+            told = (self._reduced(flags, FLAGS_NAME, control.alone),)
         sums = []
         for number, (flat, name) in enumerate(zip(flats, self._names, strict=True)):
-            with tf.control_dependencies([flags] if number == last else []):
-                sums.append(self._reduced(tf.identity(flat), name, alone))
+            with tf.control_dependencies([flags] if several or number == last else []):
+                sums.append(self._reduced(tf.identity(flat), name, control.alone))
         return sums, told
+
+    def _ended(
+        self,
+        sums: Sequence[tf.Tensor],
+        told: tuple[tf.Tensor, ...],
+        control: Control,
+        *measured: tf.Tensor,
+    ) -> tf.Tensor:
+        """Return a tensor that is there once all reductions have succeeded."""
+        flags, *more = told
+        with tf.control_dependencies([*sums, *told]):
+            ended = tf.numpy_function(self._end, [flags, *measured], tf.bool)
+        if self.metrics is not None and more:
+            own, mean = more
+            with tf.control_dependencies([ended]):
+                self.metrics.take(own, mean, control.ranks)
+        return ended
 
     def _begin_graph(self) -> Control:
         """Return what the graph that is traced depends on."""
         if self._retired:
-            raise ScriptError(f"this optimizer does not train, since {self._retired}")
+            kind = type(self.optimizer).__name__
+            raise ScriptError(f"this {kind} does not train, since {self._retired}")
         graph = tf.compat.v1.get_default_graph()
         if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(graph):
             raise ScriptError(
@@ -169,11 +216,15 @@ class GradientAverager(Averager):
         return found
 
     def _computed(self) -> np.ndarray:
-        """Return this rank's flags; all gradients are computed, what follows is waiting."""
+        """Return this rank's flags; all gradients are computed, what follows is waiting.
+
+        With several optimizers the ranks exchange them here, once in a loop body.
+        """
         if self._rehearses:
             return np.zeros(1, np.float32)
         try:
-            again = self._begun or self._told is not None
+            several = self._context.worker.averagers.several
+            again = not several and (self._begun or self._told is not None)
             led = self._context.worker.mode is Mode.AGENT
             if (again or led) and not self._context.has_trained:
                 early = ScriptError(
@@ -187,12 +238,19 @@ class GradientAverager(Averager):
                 raise ScriptError(
                     "optimizer.apply, or tape.gradient of DistributedGradientTape, is called twice "
                     "in one step. A step applies the gradients of all variables at once: add the "
-                    "losses up. In a loop that does not iterate over hvd.dataset, each step ends "
-                    "with state.commit()"
+                    "losses up, or give DistributedOptimizer(..., several_steps=True). In a loop "
+                    "that does not iterate over hvd.dataset, each step ends with state.commit()"
                 )
             self._begun = True
             self._context.planner.work_ends()
-            flags = self._context.own_flags()
+            if several:
+                self._context.exchange()
+                if self._kept is None and self._context.rollback.keeps_aside:
+                    every = [*self._trained.values(), *self.optimizer.variables]
+                    self._kept = keep_values(map(variable_of, every))
+                flags = np.zeros(1, np.float32)
+            else:
+                flags = self._context.own_flags()
             self._waits = True
             self._context.worker.communicator.graph_waits(self._names)
             return flags
@@ -217,7 +275,8 @@ class GradientAverager(Averager):
     def reduces(self, error: BaseException) -> bool:
         """Return whether a TensorFlow error is that of a reduction of this optimizer."""
         text = str(error)
-        return self._waits or FLAGS_NAME in text or any(name in text for name in self._names)
+        names = map(node_name, self._names)
+        return self._waits or FLAGS_NAME in text or any(name in text for name in names)
 
     # -- between steps ---------------------------------------------------------------------
 
@@ -230,10 +289,46 @@ class GradientAverager(Averager):
             yield
         finally:
             self._rehearses = False
+            if self._unbuilt is not None:
+                self._unbuilt()
+
+    def built(self) -> None:
+        """Note that a step builds the optimizer's variables, which a rehearsal is not to change."""
+        if self._rehearses:
+            self._unbuilt = keep_values(map(variable_of, self.optimizer.variables))
+
+    def _note_trained(self, variables: Sequence[Any]) -> None:
+        """Note what the optimizer trains.
+
+        Raises:
+            ScriptError: another one trains a variable too, or it is not in the State.
+        """
+        self._trained.update((id(each), each) for each in map(variable_of, variables))
+        others: Any = self._context.worker.averagers
+        state: Any = self._context.worker.state
+        kind = type(self.optimizer).__name__
+        for other in others:
+            shared = other is not self and self._trained.keys() & other._trained.keys()
+            if shared:
+                raise ScriptError(
+                    f"the {kind} and the {type(other.optimizer).__name__} both train "
+                    f"{self._trained[shared.pop()].name}, and a variable has one optimizer: the "
+                    "two would change it against each other. Leave it out of one of them"
+                )
+        unknown = state and self._trained.keys() - state.trainable()
+        if unknown:
+            raise ScriptError(
+                f"the {kind} trains {self._trained[unknown.pop()].name}, which is in no model or "
+                "value of the State, so a worker that joins would begin with a value of its own. "
+                "Put the model, or the variable itself, there: hvd.State(..., generator=generator)"
+            )
 
     def prepare(self) -> None:
         self._begun = False
-        now = Control(self._context.step.weight, self._context.worker.communicator.size == 1)
+        ranks = self._context.worker.communicator.size
+        step = self._context.step
+        examples = step.passes[-1].examples if step.passes else 0
+        now = Control(step.weight, ranks == 1, ranks=ranks, examples=examples)
         self.controls.set(self._adaptation.control(now) if self._adaptation.active else now)
 
     def collect(self, *, collectives: bool = True) -> None:
@@ -244,7 +339,10 @@ class GradientAverager(Averager):
         gain = self._adaptation.step_ended(*measured) if measured else 1.0
         self.steps += 1
         self._context.planner.advance(gain, self._context.step.examples)
-        self._context.graph_stepped(told, collectives=collectives)
+        if self._context.worker.averagers.several:
+            self._context.optimizer_stepped()
+        else:
+            self._context.graph_stepped(told, collectives=collectives)
 
     def progress(self) -> tf.Tensor | None:
         """Return progress in whole steps at the initial batch size; None: the batch is fixed."""
@@ -275,7 +373,19 @@ class GradientAverager(Averager):
         self._adaptation.begin()
 
     def shared_with(self, other: Any) -> str:
-        return "of the model"  # a script has one optimizer, so a later one replaces this one
+        return ""  # known when the step is traced: see `_note_trained`
+
+    def engage(self, number: int) -> None:
+        super().engage(number)
+        self._number = number
+
+    def restore(self) -> None:
+        if self._kept is not None:
+            self._kept()
+        self.drop_copy()
+
+    def drop_copy(self) -> None:
+        self._kept = None
 
     def retire(self, reason: str) -> None:
         self._retired = reason
@@ -286,6 +396,7 @@ class GradientAverager(Averager):
     def leave_out(self, *, over: bool) -> None:
         communicator = self._context.worker.communicator
         if communicator.size > 1:
+            self._context.begin_exchange()  # else the graph of a rank that takes the step waits
             number = np.zeros((1, 1, 1), np.float32)
             begun = communicator.reduce_async(number, f"{gradient_prefix(0)}0")
             self._context.check_left_out(begun)

@@ -34,7 +34,7 @@ def averager_of(optimizer: Any) -> GradientAverager | None:
 
 @explain_arguments
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
-    optimizer: Optimizer, *, lr_rule: str | Rule | None = None
+    optimizer: Optimizer, *, lr_rule: str | Rule | None = None, several_steps: bool = False
 ) -> Optimizer:
     """Average the gradients of an optimizer over all ranks in its ``apply``.
 
@@ -47,6 +47,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             ``"sqrt"``, ``"adam_sqrt"``, ``"none"``, or a function as in
             :mod:`hvd_elastic.model.lr_rules`. By default ``"adam_sqrt"`` for Adam and related
             optimizers, and ``"adascale"`` for all others.
+        several_steps: whether ``apply`` is called several times in a loop body. Then a body that
+            fails between two of them is undone as a whole, as with several optimizers.
 
     Returns:
         The same object.
@@ -73,7 +75,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
             "Leave the strategy out; hvd_elastic starts one process for each device"
         )
     adaptation = Adaptation(context.current(), optimizer, lr_rule)
-    averager = GradientAverager(adaptation, optimizer)
+    averager = GradientAverager(adaptation, optimizer, several_steps=several_steps)
     kind = type(optimizer)
 
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
@@ -82,6 +84,7 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
         if not self.built:
             with tf.init_scope():
                 self.build(known)
+                averager.built()
         averager.apply(list(grads), known, lambda mean: kind.apply(self, mean, known))
 
     def current_rate(self: Any) -> Any:

@@ -33,6 +33,7 @@ from hvd_elastic.tensorflow.variables import (
 )
 from hvd_elastic.training.frontend import Schedule, TrainedSums
 from hvd_elastic.training.replica_check import parameters_of_check, sums_of
+from hvd_elastic.training.rollback import SnapshotSource
 from hvd_elastic.training.script_state import ScriptState, Stateful
 from hvd_elastic.training.value_copies import ValueCopies, dump_value
 
@@ -42,7 +43,8 @@ class State(ScriptState):
 
     Args:
         model: a model of Keras that is built, or a ``tf.Module``; its live variables are sent.
-        optimizer: an optimizer of Keras; it is built for the model's variables.
+        optimizer: an optimizer of Keras; if it is the only one, it is built for the variables of
+            all models.
         values: other values, read and set as attributes. Models, optimizers, modules, variables,
             and objects with ``state_dict()`` and ``load_state_dict()`` are kept by reference; all
             others must be plain data (numbers, strings, lists, dicts, arrays). When a step, or the
@@ -74,9 +76,9 @@ class State(ScriptState):
         for name, model in models.items():
             check_built(model, f"State({name}=...)")
         trainable = [v for item in models.values() for v in item.trainable_variables]
-        for item in self._objects.values():
-            if isinstance(item, Optimizer) and not item.built and trainable:
-                item.build(trainable)
+        optimizers = [item for item in self._objects.values() if isinstance(item, Optimizer)]
+        if len(optimizers) == 1 and not optimizers[0].built and trainable:
+            optimizers[0].build(trainable)  # of several each trains variables of its own
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -95,6 +97,14 @@ class State(ScriptState):
             restore()
 
     # -- for the library -------------------------------------------------------------------
+
+    def module_attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, item in self._with_variables().items():
+            if isinstance(item, (keras.Layer, tf.Module)):
+                yield name, vars(item)
+            if isinstance(item, keras.Layer):
+                layers = item._flatten_layers(include_self=False)
+                yield from ((f"{name}.{layer.name}", vars(layer)) for layer in layers)
 
     def schedules(self) -> dict[str, Schedule]:
         return counting_schedules(self._objects.values())
@@ -125,6 +135,15 @@ class State(ScriptState):
             found |= {*map(id, changing)} - {*map(id, rates_of(item))}
         return found
 
+    def trainable(self) -> set[int]:
+        """Return the ids of the variables that an optimizer may train."""
+        return {
+            id(each)
+            for item in self._with_variables().values()
+            if not isinstance(item, Optimizer)
+            for each in variables_of(item).values()
+        }
+
     def waits_before_step(self) -> bool:
         return True  # the values that a checkpoint copies stay when variables change
 
@@ -148,6 +167,17 @@ class State(ScriptState):
         ]
         lasting = self.lasting() if others else ()  # to list the variables of a model takes long
         return rates + [variable for variable in others if id(variable) not in lasting]
+
+    def _models(self) -> dict[str, Any]:
+        others = (Optimizer, *VARIABLES)
+        return {n: i for n, i in self._with_variables().items() if not isinstance(i, others)}
+
+    def _constants(self) -> Iterator[tuple[str, str, LiveVariable]]:
+        for name, item in self._models().items():
+            trained = {*map(id, trainable_of(item))}
+            for key, variable in variables_of(item).items():
+                if id(variable) not in trained and variable.dtype.is_floating:
+                    yield f"{name}.{key}", variable.dtype.name, LiveVariable(variable)
 
     def _known(self, content: Any) -> list[bool]:
         lasting = self.lasting()
@@ -180,9 +210,10 @@ class Snapshot(ValueCopies):
     """Copy of a state at one point: plain values, objects, and the given variables."""
 
     def __init__(self, plain: dict[str, Any], objects: dict[str, Any], variables: Any) -> None:
-        super().__init__(plain, objects)
-        for name, item in objects.items():
-            if not (name.startswith("_") or has_variables(item)):
+        others = {name: item for name, item in objects.items() if not has_variables(item)}
+        super().__init__(plain, others)
+        for name, item in others.items():
+            if not (name.startswith("_") or isinstance(item, SnapshotSource)):
                 self.dumped[name] = dump_value(name, item.state_dict())
         self._restore_variables = keep_values(variables)
 

@@ -98,7 +98,8 @@ class LiveVariable:
 
 def keep_values(variables: Iterable[tf.Variable]) -> Callable[[], None]:
     """Return a function that sets variables back to their present values."""
-    kept = [(variable, LiveVariable(variable).view()) for variable in variables]
+    read = tf.raw_ops.ReadVariableOp  # on its device, and nothing is copied
+    kept = [(each, read(resource=each.handle, dtype=each.dtype)) for each in variables]
 
     def restore() -> None:
         for variable, value in kept:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hvd_elastic.frameworks import check_torch, refuse_triton_after_tensorflow
 from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.data import DataLoader
@@ -72,6 +73,9 @@ __all__ = [
     "steps",
     "stop",
 ]
+
+check_torch(torch.__version__)
+refuse_triton_after_tensorflow()
 
 if not TYPE_CHECKING:  # else mypy would take any name for one of this module
     __getattr__ = missing_name(__name__)

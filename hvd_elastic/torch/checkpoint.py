@@ -58,7 +58,7 @@ class TorchContent(Content):
 
     def _copied(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         copy = tensor.to("cpu", copy=True)
-        return _bytes_of(copy.resolve_conj().resolve_neg()).numpy()
+        return _bytes_of(copy).numpy()
 
     def encode_opaque(self) -> bytes:
         """Return the values that only PyTorch can represent, serialised; empty for none."""
@@ -131,7 +131,7 @@ class _Piece:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def content_of(tensor: torch.Tensor) -> list[Callable[[], np.ndarray[Any, Any]]]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import count
 from hvd_elastic.torch.optimizer import GradientAverager, averager_of
+from hvd_elastic.torch.schedule import held_by
 from hvd_elastic.torch.state import State
+from hvd_elastic.torch.summed_losses import summed_losses_are_added
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.horovod_names import missing_name
@@ -22,6 +26,8 @@ from hvd_elastic.training.worker import Worker
 if not TYPE_CHECKING:  # hvd.elastic is this module, and another one in Horovod
     __getattr__ = missing_name(__name__)
 
+_BOTH = "Give it model and optimizer: hvd.State(model=model, optimizer=optimizer)"
+
 
 @contextlib.contextmanager
 def training(state: State, warmup: Callable[[], object] | None) -> Iterator[None]:
@@ -30,9 +36,10 @@ def training(state: State, warmup: Callable[[], object] | None) -> Iterator[None
     ctx.choose_averagers(_averagers_of(ctx.worker, state))
     if warmup is not None:
         warmup()
-    watched = register_optimizer_step_post_hook(_OptimizerWatch(ctx.worker))
+    watched = register_optimizer_step_pre_hook(_OptimizerWatch(ctx.worker, state))
     try:
-        yield
+        with summed_losses_are_added(ctx):
+            yield
     finally:
         watched.remove()
 
@@ -77,14 +84,11 @@ def _averagers_of(worker: Worker, state: State) -> list[Averager]:
             "hvd.State(model=..., optimizer=..., second_optimizer=...)"
         )
     if not found:
+        kept = {id(each) for item in state.named_objects().values() for each in held_by(item)}
         for each in worker.averagers:
             if isinstance(each, GradientAverager):
-                _check_is_held(
-                    each,
-                    storages,
-                    "State(...): the optimizer",
-                    "Give it model and optimizer: hvd.State(model=model, optimizer=optimizer)",
-                )
+                each.check_is_kept(kept)
+                _check_is_held(each, storages, "State(...): the optimizer", _BOTH)
     return list(found.values() or worker.averagers)
 
 
@@ -99,22 +103,35 @@ def _check_is_held(averager: GradientAverager, storages: set[int], which: str, w
 
 
 class _OptimizerWatch:
-    """Finds optimizers that take steps in training and whose gradients are not averaged."""
+    """Finds optimizers that take steps in training and whose gradients are not averaged.
 
-    def __init__(self, worker: Worker) -> None:
+    One that is there before the training function, or that trains what is in the State, is an
+    error. One that a loop body makes for values of its own, such as an adversarial example, is
+    warned of once.
+    """
+
+    def __init__(self, worker: Worker, state: State) -> None:
         self._worker = worker
+        self._state = state
+        self._early = weakref.WeakSet(
+            each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)
+        )
         self._told: set[str] = set()
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Warn once of each kind; raise ScriptError if the run is audited."""
+        """Raise ScriptError, or warn once of each kind; called before each step."""
         worker, kind = self._worker, type(optimizer).__name__
-        if worker.communicator.size == 1 or kind in self._told:
-            return
         averagers: Any = worker.averagers
         if averager_of(optimizer) or any(averager.stepping for averager in averagers):
             return
-        self._told.add(kind)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        storages = self._state.storages()
+        lasts = optimizer in self._early or any(
+            each.untyped_storage().data_ptr() in storages for each in parameters if each.numel()
+        )
+        if not lasts and (worker.communicator.size == 1 or kind in self._told):
+            return
+        self._told.add(kind)
         shape = f", the first of shape {tuple(parameters[0].shape)}" if parameters else ""
         problem = (
             f"the {kind} that takes a step at {script_line()} was not given to "
@@ -123,6 +140,6 @@ class _OptimizerWatch:
             "values of its own, and those of rank 0 are no better than the others. Give it to "
             "hvd.DistributedOptimizer(...), and put it into the State"
         )
-        if worker.audit:
+        if worker.audit or lasts:
             raise ScriptError(problem)
         worker.warn_once(problem)

@@ -133,6 +133,17 @@ class GradientAverager(Averager):
                 return f"{name} of shape {tuple(parameter.shape)}"
         return ""
 
+    def check_is_kept(self, kept: set[int]) -> None:
+        """Raise ScriptError if the optimizer is none of the objects ``kept``, which are ids."""
+        if id(self._optimizer) not in kept:
+            raise ScriptError(
+                f"State(...): the {type(self._optimizer).__name__} that was given to "
+                "hvd.DistributedOptimizer is not in the State, so what it gathers, such as "
+                "momentum, and its learning rate would be lost in a worker that joins and in a "
+                "run that is resumed. Give it to the State: "
+                "hvd.State(model=model, optimizer=optimizer)"
+            )
+
     def engage(self, number: int) -> None:
         super().engage(number)
         self._reductions.number(number)
@@ -546,6 +557,7 @@ class GradientAverager(Averager):
         self.synchronize()
         if name := self._trained.changed():
             self._context.worker.warn_once(_CHANGED_BEFORE_STEP.format(name))
+        self._context.rollback.step_begins()
         self._context.checkpoints.settle()
         if self._context.rollback.keeps_aside:
             self._copy.take()

@@ -234,8 +234,8 @@ class Reductions:
             if look is not None:
                 look(bucket)
         if self.checks:
-            packed = self._packed  # a sum in 16 bits may overflow
-            self.are_finite = all(each.is_finite(whole=each in packed) for each in self._buckets)
+            averages, compressed = self._buckets, self._packed  # 16 bits may overflow
+            self.are_finite = all(each.is_finite(whole=each in compressed) for each in averages)
         told = None if self._flags is None else self._flags()
         self.clear()
         return told

@@ -93,28 +93,20 @@ def forgotten_schedulers(worker: Worker, optimizer: Optimizer) -> list[LRSchedul
     """Return the schedulers of an optimizer that no object of the State holds, and warn of them.
 
     Their step count is kept in this process only: after a failure it is not rolled back with the
-    rest, and a rank that joins begins at 0. The optimizer is warned of as well if nothing there
-    holds it, and it has a state. Called in its first step. The search takes about 50 ms, so only
-    rank 0 does it, and the first step of a newcomer is not delayed.
+    rest, and a rank that joins begins at 0. Called in its first step. The search takes about 50 ms,
+    so only rank 0 does it, and the first step of a newcomer is not delayed.
     """
     state: Any = worker.state
     if state is None or worker.communicator.rank != 0:
         return []
-    kept = {id(found) for item in state.named_objects().values() for found in _held_by(item)}
-    has_state = any(part is not None for own in optimizer.state.values() for part in own.values())
-    if has_state and id(optimizer) not in kept:
-        worker.warn(
-            f"the {type(optimizer).__name__} is not in the State: what it has gathered, such as "
-            "momentum, would be lost in a worker that joins and in a run that is resumed. Give it "
-            "to the State: hvd.State(model=..., optimizer=optimizer)"
-        )
+    kept = {id(found) for item in state.named_objects().values() for found in held_by(item)}
     # The garbage collector's list is searched because optimizers do not refer to schedulers.
     users = {
         id(found): found
         for found in gc.get_objects()
         if issubclass(type(found), LRScheduler) and getattr(found, "optimizer", None) is optimizer
     }
-    parts = {id(part) for user in users.values() for part in _held_by(user) if part is not user}
+    parts = {id(part) for user in users.values() for part in held_by(user) if part is not user}
     forgotten = [user for key, user in users.items() if key not in kept | parts]
     names = ", ".join(sorted({type(user).__name__ for user in forgotten}))
     if forgotten:
@@ -127,7 +119,7 @@ def forgotten_schedulers(worker: Worker, optimizer: Optimizer) -> list[LRSchedul
     return forgotten
 
 
-def _held_by(item: Any, depth: int = 3) -> Iterator[Any]:
+def held_by(item: Any, depth: int = 3) -> Iterator[Any]:
     """Yield an object of the State and, since it may be a wrapper, the values of its attributes."""
     yield item
     if isinstance(item, (list, tuple)):
@@ -139,7 +131,7 @@ def _held_by(item: Any, depth: int = 3) -> Iterator[Any]:
     else:
         inner = list(getattr(item, "__dict__", {}).values())
     for each in inner if depth else ():
-        yield from _held_by(each, depth - 1)
+        yield from held_by(each, depth - 1)
 
 
 def schedule_length(scheduler: Any) -> int | None:

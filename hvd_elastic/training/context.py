@@ -130,10 +130,10 @@ class Context:
                 else "DistributedOptimizer(..., several_steps=True)"
             )
             raise ScriptError(
-                f"DataLoader(max_batch_size=...) with {what}: noise scale and learning-rate rules "
-                "are of one optimizer that steps once for each batch. Leave max_batch_size out "
-                "(unequal_shares=True works with several), or train all parameters with one "
-                "optimizer, in parameter groups of their own"
+                f"{self.worker.frontend.loader}(max_batch_size=...) with {what}: noise scale and "
+                "learning-rate rules are of one optimizer that steps once for each batch. Leave "
+                "max_batch_size out (unequal_shares=True works with several), or train all "
+                "parameters with one optimizer, in parameter groups of their own"
             )
         for averager in averagers:
             averager.adapt()
@@ -538,6 +538,7 @@ class Context:
         """Report to the leader that this worker is warm."""
         if not self.worker.reads:
             self.worker.communicator.warm()
+            self.worker.described_data()  # here, where nobody waits for it
         if self.worker.link is not None:
             self.worker.link.send(msg.Imported(installed_modules()))
         self.worker.sink.send(msg.Ready(time.monotonic() - self._started, script_digests()))
@@ -583,7 +584,8 @@ def current() -> Context:
     if _context is None:
         tell_uncaught()
         raise ScriptError(
-            "call hvd_elastic.torch.init() first, before anything else of it; with TensorFlow "
-            "hvd_elastic.tensorflow.init()"
+            "call hvd.init() first, before anything else of the library: that of the module that "
+            "the script imports as hvd, hvd_elastic.torch, hvd_elastic.tensorflow or "
+            "hvd_elastic.keras"
         )
     return _context

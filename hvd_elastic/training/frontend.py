@@ -12,7 +12,7 @@ Beside those of this module a frontend implements:
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +22,7 @@ import numpy as np
 from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.communicator.interface import Collectives, Communicator
+from hvd_elastic.training.generators import Generator
 from hvd_elastic.training.inference import Inference
 from hvd_elastic.training.progress import Progress
 
@@ -34,15 +35,21 @@ class Frontend(Protocol):
         horovod: name of Horovod's module for the framework.
         loader: name of our loader, for messages.
         other_loader: name of the framework's loader that ours replaces.
+        takes_step: call by which a script takes an optimizer's step, for messages.
     """
 
     module: str
     horovod: str
     loader: str
     other_loader: str
+    takes_step: str = "optimizer.step()"
 
     def collectives(self) -> Collectives:
         """Return Horovod's collectives on the framework's tensors."""
+
+    def generators(self) -> dict[str, Generator]:
+        """Return the framework's global generators of random numbers, by name."""
+        return {}
 
     def plain(self, value: Any) -> Any:
         """Return a number from the script, which may be a tensor, as a Python number."""
@@ -240,8 +247,15 @@ class State(Protocol):
                 on their device.
         """
 
+    def step_begins(self) -> None:
+        """Raise ScriptError if a change of the loop body before the step could not be undone."""
+
     def roll_back(self) -> None:
         """Restore the snapshot of the last :meth:`save_values`."""
+
+    def module_attributes(self) -> Iterable[tuple[str, dict[str, Any]]]:
+        """Yield the name of each module, of modules in others too, and its attributes."""
+        return ()
 
     def module_versions(self) -> int:
         """Return a number that grows whenever a tensor of a module is changed in place."""

@@ -120,6 +120,9 @@ class Membership:
         worker = self._worker
         assert worker.state is not None
         worker.averagers.reset()  # a newcomer has no gradients, which show what is trained
+        is_root = worker.communicator.rank == root_rank
+        if is_root and (worker.progress.position == 0 or not worker.progress.data):
+            worker.progress.data = worker.described_data()
         worker.progress = worker.state.sync(
             worker.communicator, root_rank, worker.progress, self._has_state
         )

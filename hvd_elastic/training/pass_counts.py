@@ -1,4 +1,4 @@
-"""The numbers that the losses of a step's passes are means over, on all ranks together."""
+"""The counts that the passes of a step are weighted by in place of their examples."""
 
 from __future__ import annotations
 

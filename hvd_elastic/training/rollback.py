@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
+from hvd_elastic.training.leftovers import Leftovers
 from hvd_elastic.training.progress import AFTER_LOOP, Phase, Progress
 from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.training.worker import Worker
@@ -27,11 +28,13 @@ class StepVoidedError(RuntimeError):
 
 @runtime_checkable
 class SnapshotSource(Protocol):
-    """Object of the library that can copy its state at less cost than by ``state_dict()``."""
+    """Object that can go back to an earlier state at less cost than by ``state_dict()``."""
 
-    def snapshot(self) -> Any: ...
+    def snapshot(self) -> Any:
+        """Return what :meth:`roll_back` needs to undo what follows; called after each step."""
 
-    def roll_back(self, values: Any) -> None: ...
+    def roll_back(self, values: Any) -> None:
+        """Go back to an earlier :meth:`snapshot`, not necessarily the last one."""
 
 
 _PARTIAL = 0
@@ -59,14 +62,17 @@ class Rollback:
         self._at = Progress()
         self._steps = 0
         self._stop_reason = ""
+        self._random: dict[str, Any] = {}
+        """States of the generators of random numbers."""
+        self._leftovers = Leftovers()
         self._entered = False
         self._loop = 0
         self._loops_in_turn = 0
         self._left: Any = None
-        self._epoch_end: tuple[Progress, str, Any] | None = None
-        """Progress, reason to stop and snapshot at the end of the last loop. Kept until a step of
-        the next epoch shows that every rank has passed it: until then a failure repeats the tail on
-        all ranks, so that what only rank 0 does there is done even if rank 0 is lost."""
+        self._epoch_end: tuple[Progress, str, Any, dict[str, Any]] | None = None
+        """Progress, reason to stop, snapshot and generators at the end of the last loop. Kept until
+        a step of the next epoch shows that every rank has passed it: until then a failure repeats
+        the tail on all ranks, so that what only rank 0 does there is done even if it is lost."""
         self._collective: tuple[str, Any, int] | None = None
         self._warned = False
         self._warned_of_steps = False
@@ -84,6 +90,9 @@ class Rollback:
             self._at = replace(self._worker.progress)
             self._steps = self._worker.averagers.steps
             self._stop_reason = self._worker.stop_reason
+            if self._worker.elastic:
+                self._random = self._worker.generators.copy()
+                self._leftovers.note()
 
     @property
     def keeps_aside(self) -> bool:
@@ -97,6 +106,11 @@ class Rollback:
         self._entered = True
         self._epoch_end = None
         self._save_part()
+
+    def step_begins(self) -> None:
+        """Check that the loop body can be undone; called before an optimizer's step."""
+        if self._worker.elastic and self._worker.state is not None:
+            self._worker.state.step_begins()
 
     def optimizer_stepped(self) -> None:
         """Warn once of a step that cannot be undone or repeated as others are."""
@@ -132,19 +146,26 @@ class Rollback:
         """Go back to the end of the last loop body, or of the last loop if no step has followed."""
         worker = self._worker
         self._left = self._collective = None
+        if leftovers := self._leftovers.left():
+            worker.warn(leftovers)
         if (worker.progress.step, worker.averagers.steps) != (self._at.step, self._steps):
             self.partial = True
             self._epoch_end = None
             self.save()
         elif worker.state is not None:
             if self._epoch_end is not None:
-                self._at, self._stop_reason, snapshot = self._epoch_end
+                self._at, self._stop_reason, snapshot, self._random = self._epoch_end
                 worker.state.save_values(snapshot)
-            self._restore()
+            self._restore(failed=True)
             worker.progress, worker.stop_reason = replace(self._at), self._stop_reason
 
-    def _restore(self) -> None:
+    def _restore(self, *, failed: bool = False) -> None:
+        """Restore the state; ``failed``: a loop body has failed.
+
+        Else the function has run its beginning again, where it may seed random numbers by rank.
+        """
         state = self._worker.state
+        self._worker.generators.restore(self._random, unless_seeded=not failed)
         if state is not None:
             self._worker.averagers.restore()
             state.roll_back()
@@ -157,6 +178,8 @@ class Rollback:
         self._left = None
         self._loops_in_turn = 0
         state = self._worker.state
+        if state is not None and self._worker.elastic:
+            self._leftovers.find(state)
         if state is not None and self._worker.progress.phase is Phase.LOOP:
             # The head of the epoch runs again and may change buffers, which is undone later.
             self._restore()
@@ -208,6 +231,8 @@ class Rollback:
         if not again or worker.progress.phase is Phase.HEAD:
             worker.progress.phase = Phase.LOOP
             self.save()
+            if worker.elastic and worker.state is not None:
+                self._leftovers.find(worker.state)
             return self._loop
         self._restore()
         return self._loop if worker.progress.phase is Phase.LOOP else 0
@@ -215,7 +240,7 @@ class Rollback:
     def body_ended(self, *, voided: bool) -> None:
         """Save the state at the end of a loop body; ``voided``: undo the body instead."""
         if voided:
-            self._restore()
+            self._restore(failed=True)
         else:
             self._warn_of_late_changes()
             self._epoch_end = None
@@ -304,7 +329,8 @@ class Rollback:
         worker = self._worker
         if worker.progress.phase in AFTER_LOOP and worker.state is not None:
             snapshot = snapshot or worker.state.take_snapshot(tensors=True)
-            self._epoch_end = (replace(worker.progress), worker.stop_reason, snapshot)
+            random = worker.generators.copy()
+            self._epoch_end = (replace(worker.progress), worker.stop_reason, snapshot, random)
         self.save(snapshot)
 
     def _warn_of_late_changes(self) -> None:

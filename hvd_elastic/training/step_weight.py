@@ -36,9 +36,10 @@ def step_weight(count: Any) -> None:
     """
     ctx = context.current()
     worker, step = ctx.worker, ctx.step
-    number = worker.frontend.plain(count)
+    number: Any = worker.frontend.plain(count)
     # NumPy's numbers are Reals, and booleans are too.
-    if not isinstance(number, Real) or isinstance(number, bool) or not 0 <= number < math.inf:
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    if not is_number or not 0 <= number < math.inf:
         raise ScriptError(
             f"hvd.step_weight({number!r}): give the number that this rank's loss is a mean over, 0 "
             "or more, such as int((targets != -100).sum())"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from hvd_elastic import __version__
+from hvd_elastic.agent.spool import Spool
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.errors import SshError
 from hvd_elastic.leader.agents.process import AgentProcess
@@ -33,20 +35,21 @@ class Incoming:
 
     Args:
         process: the agent's process, which errors name.
-        interface: network interface that the host has to have; None: any.
+        told: what the agent was told, by which its hello is checked.
 
     Attributes:
         hello: the agent's hello, which describes its host; None before it arrived.
     """
 
-    def __init__(self, process: AgentProcess, interface: str | None) -> None:
+    def __init__(self, process: AgentProcess, told: msg.LeaderHello) -> None:
         self._process = process
-        self._interface = interface
+        self._told = told
         name = f"host {process.host.name}: its agent"
         self._lines = LineSplitter(name)
         self._decoder: MessageDecoder[Any] = MessageDecoder(msg.AgentToLeader, name)
         self._activities: dict[str, Activity] = {}
         self.hello: msg.AgentHello | None = None
+        self._apart_s = 0.0  # least difference of the clocks that was seen
 
     def take_activities(self) -> dict[str, Activity]:
         """Return the workers' activities in the last heartbeat; empty if there is no new one."""
@@ -58,7 +61,8 @@ class Incoming:
 
         Raises:
             ProtocolError: the agent has sent an invalid message.
-            UnfitHostError: its versions differ from the leader's, or its host lacks the interface.
+            UnfitHostError: its versions differ from the leader's, its host lacks the interface, or
+                it names a folder that is not the run's.
             LedHostError: it has refused this leader, with the message before.
         """
         for line in self._lines.feed(data):
@@ -74,17 +78,30 @@ class Incoming:
             if isinstance(message, msg.AgentHello):
                 self._check_version(message)
                 self._check_network(message)
+                self._check_spool(message)
                 self.hello = message
+            self._note_delay(message)
             yield message
             if isinstance(message, msg.Refused):
                 name, by = self._process.host.name, message.led.led_by
                 raise LedHostError(f"host {name} is led by another leader, {by}")
 
+    def _note_delay(self, message: msg.AgentToLeader) -> None:
+        """Note how long metrics were on their way: after a takeover they come late, all at once."""
+        if isinstance(message, msg.AgentHello):
+            self._apart_s = time.time() - message.time
+        elif isinstance(message, msg.WorkerSaid) and isinstance(message.message, msg.Metrics):
+            said = message.message
+            if said.sent:
+                apart_s = time.time() - said.sent
+                self._apart_s = min(self._apart_s, apart_s)
+                said.late_s = apart_s - self._apart_s
+
     def _is_hello_of_another_version(self, line: bytes) -> bool:
         """Return whether the line is a hello; raise UnfitHostError if its version differs."""
         try:
             greeting = msgspec.json.decode(line, type=msg.Greeting)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         if greeting.ev != msg.AgentHello.__struct_config__.tag:
             return False
@@ -109,7 +126,7 @@ class Incoming:
             )
 
     def _check_network(self, hello: msg.AgentHello) -> None:
-        wanted, there = self._interface, hello.interfaces
+        wanted, there = self._told.interface, hello.interfaces
         if wanted and wanted not in there:
             known = ", ".join(f"{each} ({address})" for each, address in there.items()) or "none"
             raise UnfitHostError(
@@ -117,3 +134,12 @@ class Incoming:
                 f"address; it has {known}. "
                 "Name one that every host has with --network-interface, or leave it out."
             )
+
+    def _check_spool(self, hello: msg.AgentHello) -> None:
+        try:
+            Spool.check_path(hello.spool, self._told)
+        except ValueError as error:
+            raise UnfitHostError(
+                f"host {self._process.host.name}: its agent says that it keeps files of the run in "
+                f"{error}: that is not an agent of hvd_elastic. Look who has started it there"
+            ) from None

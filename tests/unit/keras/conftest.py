@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from tests.unit.tensorflow.conftest import alone
+import pytest
 
-__all__ = ["alone"]
+from hvd_elastic.training.context import Context
+from tests.unit.tensorflow.conftest import alone as in_training
+
+__all__ = ["alone", "in_training"]
+
+
+@pytest.fixture
+def alone(in_training: Context) -> Context:
+    """As ``python train.py`` makes it, with nobody else, before ``model.fit``."""
+    in_training.worker.in_train = False
+    return in_training

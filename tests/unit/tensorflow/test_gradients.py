@@ -19,8 +19,11 @@ from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow import gradients
 from hvd_elastic.tensorflow.controls import Control
+from hvd_elastic.tensorflow.frontend import choose_optimizers
 from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.step import Pass
 
 
 class Training:
@@ -110,6 +113,106 @@ def test_no_variable_changes_if_one_reduction_fails(
     reference.apply([tf.ones(2), tf.ones(2)], alone_values)
     for variable, value in zip(training.variables, alone_values, strict=True):
         np.testing.assert_allclose(variable.numpy(), value.numpy(), rtol=1e-6)
+
+
+def test_a_body_with_several_optimizers_is_undone_as_a_whole(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second optimizer's reduction fails after the first one has taken its step."""
+    worker, failing = alone.worker, [""]
+    worker.in_train, worker.mode = False, Mode.AGENT
+    worker.communicator.size = 2
+    told = worker.communicator
+
+    def reduce(tensor: tf.Tensor, name: str, *, average: bool = False) -> tf.Tensor:
+        def run(values: np.ndarray) -> np.ndarray:
+            if name == failing[0]:
+                raise RuntimeError(f"node {name}: Connection closed by peer")
+            return values
+
+        return tf.numpy_function(run, [tensor], tensor.dtype)
+
+    monkeypatch.setattr(gradients, "reduce_in_graph", reduce)
+    monkeypatch.setattr(told, "reduce_async", lambda array, *_, **__: array)
+    monkeypatch.setattr(told, "wait", lambda array: array)
+    values = [tf.Variable(1.0), tf.Variable(2.0)]
+    optimizers = [hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)) for _ in values]
+    for optimizer, value in zip(optimizers, values, strict=True):
+        optimizer.build([value])
+    state = hvd.State(**{f"v{n}": v for n, v in enumerate((*values, *optimizers))})
+    choose_optimizers(state)
+    alone.has_trained = worker.in_train = True
+    averagers: Any = list(worker.averagers)
+
+    @tf.function
+    def step() -> None:
+        for value, optimizer in zip(values, optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                loss = value * values[0]
+            optimizer.apply(tape.gradient(loss, [value]), [value])
+
+    def body() -> list[float]:
+        alone.hand_out(Pass(step_examples=8, weight=1.0))
+        worker.averagers.prepare()
+        step()
+        worker.averagers.collect()
+        alone.mark_consumed()
+        alone.rollback.body_ended(voided=False)
+        return [float(each) for each in [*values, *averagers[0].optimizer.variables]]
+
+    alone.register_data(64, 0, alone.planner)
+    alone.rollback.save()
+    before = body()
+    failing[0] = averagers[1]._names[0]
+    assert failing[0] != averagers[0]._names[0]
+    with pytest.raises(tf.errors.OpError) as failed:
+        body()
+    assert isinstance(worker.frontend.failed_collective(failed.value), GenerationBrokenError)
+    assert float(values[0]) != before[0], "the first optimizer has taken its step"
+    worker.averagers.collect(collectives=False)
+    alone.step_failed()
+    alone.rollback.fail()
+    assert [float(each) for each in [*values, *averagers[0].optimizer.variables]] == before
+    failing[0] = ""
+    body()
+    assert worker.progress.step == 2
+    assert [int(each.iterations) for each in optimizers] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda model, one, two: hvd.State(model=model), "the SGD that was given to .* not in the"),
+        (lambda model, one, two: hvd.State(model=model, a=one, b=two), "each has to know which"),
+    ],
+)
+def test_what_the_state_lacks_is_an_error_at_the_start(
+    alone: Context, make: Callable[..., Any], said: str
+) -> None:
+    alone.worker.in_train = False
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    optimizers = [hvd.DistributedOptimizer(keras.optimizers.SGD()) for _ in range(2)]
+    with pytest.raises(ScriptError, match=said):
+        hvd.run(lambda state: None)(make(model, *optimizers))
+
+
+def test_an_optimizer_that_nobody_averages_is_refused(alone: Context) -> None:
+    alone.worker.in_train = False
+    variables = [tf.Variable(1.0)]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
+    optimizer.build(variables)
+    other, late = keras.optimizers.Adam(), hvd.DistributedOptimizer(keras.optimizers.SGD())
+
+    def train(state: hvd.State, apart: Any) -> None:
+        apart.apply([tf.constant(1.0)], variables)
+
+    state = hvd.State(value=variables[0], optimizer=optimizer)
+    with pytest.raises(ScriptError, match="this Adam applies gradients that are not averaged"):
+        hvd.run(train)(state, other)
+    other.apply([tf.constant(1.0)], variables)  # outside of training it is the script's
+    alone.has_trained = False
+    with pytest.raises(ScriptError, match="this SGD does not train, since it is not in the State"):
+        hvd.run(train)(state, late)
 
 
 def test_another_world_traces_nothing_anew(alone: Context, monkeypatch: pytest.MonkeyPatch) -> None:

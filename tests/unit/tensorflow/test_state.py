@@ -22,6 +22,7 @@ from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.checkpoint.writer import ShardWriter
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.tensorflow.content import load_checkpoint
+from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
 
 
@@ -31,6 +32,7 @@ def model_of(width: int) -> keras.Model:
 
 
 def state_of(width: int = 3) -> hvd.State:
+    context.current().worker.in_train = False  # the optimizer is made before the training function
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1))
     return hvd.State(model=model_of(width), optimizer=optimizer, seen=[1], table=np.arange(3))
 
@@ -114,21 +116,17 @@ def test_rates_and_variables_that_a_script_sets_are_rolled_back(alone: Context) 
 
 
 def test_tensorflow_scripts_import_no_pytorch_and_run_no_operation() -> None:
-    """An operation would start threads, and the agent's template could not be forked."""
+    """An operation would start threads, and the agent's template could not be forked.
+
+    A single thread for operations becomes two: an audited step waits in TensorFlow for a
+    collective, which needs a thread of its own.
+    """
     program = (
-        "import sys, hvd_elastic.keras, hvd_elastic.tensorflow\n"
+        "import sys, hvd_elastic.keras, hvd_elastic.tensorflow as hvd, tensorflow as tf\n"
         "from tensorflow.python.eager import context\n"
         "assert context.context()._context_handle is None\n"
-        "assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_single_thread_for_operations_becomes_two() -> None:
-    """An audited step waits in TensorFlow for a collective, which needs a thread of its own."""
-    program = (
-        "import tensorflow as tf, hvd_elastic.tensorflow as hvd; hvd.init(); "
+        "assert 'torch' not in sys.modules\n"
+        "hvd.init()\n"
         "print(tf.config.threading.get_inter_op_parallelism_threads())"
     )
     done = subprocess.run(
@@ -139,3 +137,30 @@ def test_a_single_thread_for_operations_becomes_two() -> None:
         env={**os.environ, "TF_NUM_INTEROP_THREADS": "1"},
     )
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["one.kernel", "norm.moving_mean"])
+def test_a_checkpoint_names_a_variable_that_is_not_finite(
+    alone: Context, tmp_path: Path, name: str
+) -> None:
+    state = hvd.State(model=model_of(3), best=tf.Variable(np.inf), bound=np.array([np.inf]))
+    write(state, alone, tmp_path)
+    found = newest_valid(tmp_path)
+    assert found is not None
+    assert found.not_finite == ""
+    layer, key = name.split(".")
+    variable = getattr(state.model.get_layer(layer), key)
+    variable.assign(variable * np.nan)
+    content = state.content()
+    data = np.empty(content.total, np.uint8)
+    content.begin_copy(0, content.total, data, set())()
+    assert content.not_finite(0, content.total, data, own=True) == f"model.{name}"
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_no_newcomer_could_receive_is_refused_at_the_assignment() -> None:
+    state = state_of()
+    state.best = np.float64(0.5)
+    state.table = np.ones(2)
+    with pytest.raises(ScriptError, match=r"state.best is a \w+, which is neither plain data"):
+        state.best = tf.constant(0.5)

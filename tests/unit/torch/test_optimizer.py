@@ -586,6 +586,24 @@ def test_an_optimizer_that_nobody_knows_of_is_an_error_of_an_audited_run(alone: 
         training(alone, Plain())
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_an_optimizer_that_lasts_and_is_not_averaged_is_refused_alone_too(
+    alone: Context, early: bool
+) -> None:
+    """Made before the training function, or with what the State holds."""
+    model = linear()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    other = torch.nn.Parameter(torch.zeros(1)) if early else model.weight
+    apart = [torch.optim.Adam([other])] if early else []
+
+    @run
+    def train(state: State) -> None:
+        (apart or [torch.optim.Adam([other])])[0].step()
+
+    with pytest.raises(ScriptError, match=r"the Adam that takes a step at .* was not given to"):
+        train(State(model=model, optimizer=optimizer))
+
+
 def test_an_optimizer_in_the_wrapped_one_is_a_part_of_it(alone: Context) -> None:
     assert training(alone, Nested()) == []
 

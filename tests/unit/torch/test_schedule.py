@@ -253,25 +253,6 @@ def test_a_forgotten_scheduler_that_counts_batches_is_told_both(
     assert "scheduler = hvd.follow_progress(scheduler)" in counts
 
 
-@pytest.mark.parametrize(
-    ("momentum", "kept", "warns"), [(0.9, False, 1), (0.9, True, 0), (0.0, False, 0)]
-)
-def test_an_optimizer_with_momentum_that_is_not_in_the_state_is_named(
-    alone: Context, monkeypatch: pytest.MonkeyPatch, momentum: float, kept: bool, warns: int
-) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(alone.worker, "warn", told.append)
-    model = torch.nn.Linear(1, 1)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-    optimizer = hvd.DistributedOptimizer(sgd, model)
-    loader: hvd.DataLoader[Any] = hvd.DataLoader(TensorDataset(torch.ones(16, 1)), 8)
-
-    state = hvd.State(model=model, **({"optimizer": optimizer} if kept else {}))
-    train_once(state, loader, model, optimizer)
-    assert len(told) == warns
-    assert all("the SGD is not in the State" in each for each in told)
-
-
 @pytest.mark.parametrize("kept", ["itself", "a wrapper"])
 def test_a_scheduler_that_an_object_of_the_state_holds_is_not_forgotten(
     alone: Context, monkeypatch: pytest.MonkeyPatch, kept: str

@@ -203,12 +203,20 @@ def test_an_optimizer_whose_parameters_are_all_frozen_trains_them_later(alone: C
     assert frozen == [True, True, False, False]
 
 
-def test_what_is_trained_is_in_the_state_without_its_optimizer_too(alone: Context) -> None:
+def test_an_optimizer_that_the_state_lacks_is_refused_before_the_first_step(
+    alone: Context,
+) -> None:
+    """Its learning rate and what it gathers would be lost in a worker that joins."""
     model = linear()
-    sgd(model)
+    optimizer = sgd(model)
+    wrapper = type("Wrapper", (), {"state_dict": dict, "load_state_dict": dict})
+    with pytest.raises(ScriptError, match=r"the SGD that was given to .* is not in the State"):
+        run(hvd.State(model=model))
+    held = wrapper()
+    held.inner = optimizer
+    run(hvd.State(model=model, held=held))
     with pytest.raises(ScriptError, match=r"the optimizer trains weight of shape.*State\(model="):
-        run(hvd.State(seen=0))
-    run(hvd.State(model=model))
+        run(hvd.State(held=held))
 
 
 def test_what_no_optimizer_trains_in_a_trained_module_is_undone(alone: Context) -> None:

@@ -38,8 +38,9 @@ def test_a_mistake_is_its_message_alone_in_a_real_script() -> None:
     done = run("-c", program)
     assert done.returncode == 1
     assert done.stderr == (
-        "error: call hvd_elastic.torch.init() first, before anything else of it; with TensorFlow "
-        "hvd_elastic.tensorflow.init()\n"
+        "error: call hvd.init() first, before anything else of the library: "
+        "that of the module that the script imports as hvd, hvd_elastic.torch, "
+        "hvd_elastic.tensorflow or hvd_elastic.keras\n"
     )
 
 
@@ -80,9 +81,24 @@ def test_a_leader_shows_it_if_it_listens(capsys: pytest.CaptureFixture[str], lis
     tell_uncaught()
     tell_uncaught(tell)
     uncaught(ScriptError("so it is"))
-    uncaught(KeyboardInterrupt())
     assert told == ["error: so it is\n"]
     assert ("error: so it is\n" in capsys.readouterr().err) is not listens
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "is_told"),
+    [("raise KeyboardInterrupt", 1, True), ("os.kill(os.getpid(), 2); time.sleep(9)", -2, False)],
+)
+def test_a_keyboard_interrupt_that_nobody_has_sent_is_an_error_of_the_script(
+    ends: str, status: int, is_told: bool
+) -> None:
+    program = (
+        "import os, time; from hvd_elastic.training.uncaught import tell_uncaught as f; "
+        f"f(lambda text: print('told', text, flush=True) is None); {ends}"
+    )
+    done = run("-c", program)
+    assert done.returncode == status
+    assert ("told" in done.stdout and "KeyboardInterrupt" in done.stdout) is is_told
 
 
 @pytest.mark.usefixtures("hook")
