@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.formatting import count
 from hvd_elastic.training.audit import Audit
 from hvd_elastic.training.checkpointing import Checkpointing
 from hvd_elastic.training.frontend import Averager, Frontend, State
@@ -292,6 +293,31 @@ class Context:
             self._step_without_loader()
         elif not self.worker.averagers.several:
             self.step_done()
+
+    def step_skipped(self) -> None:
+        """Note that a step is left out on all ranks, since its averaged gradients are not finite.
+
+        Raises:
+            ScriptError: such a step is to end the run, or too many follow each other.
+        """
+        worker = self.worker
+        step = worker.progress.step
+        where = f"step {step + 1}, of epoch {self.reading.epoch} at example {self.reading.position}"
+        if worker.on_not_finite == "stop":
+            raise ScriptError(
+                f"the gradients of {where} are not finite: the loss is NaN or infinite on at least "
+                "one rank. Look at the data and the loss, lower the learning rate (or init_scale "
+                "of a gradient scaler), or clip gradients; --on-not-finite skip leaves such steps "
+                "out"
+            )
+        worker.progress.skipped = skipped = worker.progress.skipped + 1
+        # Not of each: a gradient scaler causes them, and examples may come again in each epoch.
+        if not (self.planner.skipped.overflows or skipped & (skipped - 1)):
+            worker.warn_once(
+                f"{where}, is left out: its gradients are not finite. Its examples count as used "
+                f"({count(skipped, 'such step')} so far)"
+            )
+        self.planner.skip(step)
 
     def step_done(self) -> None:
         """Count the step: its optimizers have taken it, or all ranks leave it out."""
