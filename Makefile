@@ -6,8 +6,10 @@ PYTHON ?= python3
 # what pip is asked for where EXTRAS has the framework; Horovod is compiled against it
 TORCH      ?= torch==2.13.0
 TENSORFLOW ?= tensorflow-cpu==2.21.*
-# extras of pyproject.toml to install; for one framework alone: torch,dev or tensorflow,dev
-EXTRAS ?= torch,tensorflow,dev
+# Extras of pyproject.toml to install beside those that are installed; the demo needs PyTorch alone.
+# For one framework alone: torch,dev or tensorflow,dev
+comma := ,
+EXTRAS ?= $(if $(filter-out demo help clean,$(MAKECMDGOALS)),torch$(comma)tensorflow$(comma)dev,torch)
 # added to the command behind test, test-engines, demo, bench, horovod (for example ARGS="-k hostfile")
 ARGS   ?=
 # processes that run the tests, a file of tests in one of them; more than cores are of use, since most
@@ -25,7 +27,7 @@ RUN      := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-engines lint bench horovod env clean FORCE
+.PHONY: help demo test test-engines test-debian lint bench horovod env clean FORCE
 
 help:  ## list the targets
 	@echo "make TARGET, where TARGET is one of"
@@ -41,10 +43,16 @@ test: $(HOROVOD)  ## run all tests but those of the engines: unit, ssh, real ran
 test-engines: $(ENGINES)  ## install Slurm, Spark and Ray, and run their tests
 	@$(RUN) $(VPYTHON) -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder tests/engines $(ARGS)
 
-lint: $(READY)  ## check style, format and types
+test-debian:  ## run make demo and make test on another Debian, made by debootstrap: RELEASE=trixie
+	@sh scripts/test_debian.sh "$(RELEASE)" $(ARGS)
+
+lint: $(READY)  ## check style, format, types and the oldest Python
 	@$(VPYTHON) -m ruff check .
 	@$(VPYTHON) -m ruff format --check .
 	@$(VPYTHON) -m mypy
+	@# what mypy leaves out too: no name or syntax that is newer than the oldest Python
+	@$(RUN) vermin --quiet --no-tips --target=3.10- --violations --exclude long --exclude str.decode \
+		hvd_elastic benchmarks datasets_prep scripts tests setup.py
 
 bench: $(HOROVOD)  ## measure starts, joins, leaves and failures beside peers
 	@$(RUN) $(VPYTHON) benchmarks/startup.py --repetitions 3 $(ARGS)
@@ -60,16 +68,21 @@ clean:  ## remove .venv/ and what tools left (kept Horovod wheels stay in the us
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
-# Rewritten only when a setting differs from last time, so that a change sets up anew. The checkout's
-# path is one: a moved environment does not work.
+# Rewritten only when a setting differs from last time, or an extra is new, so that a change sets up
+# anew. The checkout's path is one: a moved environment does not work.
+SETTING := $(PYTHON) $(TORCH) $(TENSORFLOW) $(CURDIR)
+INSTALLED := $(shell sed -n 's/^extras: //p' $(SETTINGS) 2>/dev/null)
+empty :=
+ALL_EXTRAS := $(subst $(empty) $(empty),$(comma),$(sort $(subst $(comma), ,$(EXTRAS) $(INSTALLED))))
 $(SETTINGS): FORCE
 	@mkdir -p $(VENV)
-	@echo '$(PYTHON) $(TORCH) $(TENSORFLOW) $(EXTRAS) $(CURDIR)' | cmp -s - $@ || echo '$(PYTHON) $(TORCH) $(TENSORFLOW) $(EXTRAS) $(CURDIR)' > $@
+	@printf '%s\n' '$(SETTING)' 'extras: $(ALL_EXTRAS)' | cmp -s - $@ \
+		|| printf '%s\n' '$(SETTING)' 'extras: $(ALL_EXTRAS)' > $@
 
-$(READY): $(SETTINGS) setup.py pyproject.toml scripts/setup_env.py
+$(READY): $(SETTINGS) setup.py pyproject.toml scripts/setup_env.py hvd_elastic/install/pinned.txt
 	@sh scripts/bootstrap.sh "$(PYTHON)"
 	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --tensorflow "$(TENSORFLOW)" \
-		--extras "$(EXTRAS)"
+		--extras "$(ALL_EXTRAS)" $(if $(filter-out env lint,$(MAKECMDGOALS)),--horovod)
 	@touch $@
 
 $(HOROVOD): $(READY) hvd_elastic/install/build_horovod.py $(wildcard hvd_elastic/install/horovod-*.patch)
@@ -79,5 +92,5 @@ $(HOROVOD): $(READY) hvd_elastic/install/build_horovod.py $(wildcard hvd_elastic
 # Slurm comes from the system's packages, Spark and Ray are extras.
 $(ENGINES): $(HOROVOD)
 	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --tensorflow "$(TENSORFLOW)" \
-		--extras "$(EXTRAS),spark,ray" --engines
+		--extras "$(ALL_EXTRAS),spark,ray" --engines
 	@touch $@

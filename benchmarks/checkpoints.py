@@ -46,6 +46,7 @@ def train(args: argparse.Namespace) -> None:
     )
     # Frozen parameters are copied like others, but have no gradients whose reduction takes time.
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    torch.manual_seed(0)
     loader: hvd.DataLoader[Any] = hvd.DataLoader(TensorDataset(torch.randn(8 * args.steps, 4)), 8)
 
     @hvd.run

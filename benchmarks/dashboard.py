@@ -41,6 +41,7 @@ _READING = "reading its events"
 _TRAIN = """
 import sys, time, torch, hvd_elastic.torch as hvd
 hvd.init()
+torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
 data = torch.utils.data.TensorDataset(torch.randn(4096, 256), torch.randint(10, (4096,)))

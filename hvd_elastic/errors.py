@@ -9,6 +9,7 @@
     │   │   └── HostUnknownError   no such name
     │   ├── HostKeyError           unknown or changed host key
     │   └── LoginRefusedError      no key, or not the right one
+    ├── StrangerError          a file, folder or socket belongs to another user
     ├── RunError               a run cannot start, be found or go on
     ├── ScriptError            the user's training script is used in a way that cannot work
     ├── CheckpointError        a checkpoint cannot be written or read
@@ -86,6 +87,10 @@ class LoginRefusedError(SshError):
     """A host does not let the user in."""
 
     brief = "cannot be logged in to"
+
+
+class StrangerError(HvdElasticError):
+    """A file, folder or socket belongs to another user, or others may change it."""
 
 
 class RunError(HvdElasticError):

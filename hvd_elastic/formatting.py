@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TextIO
 
 _NAMED_AT_MOST = 4
+_CONTROL = re.compile(
+    r"\x1b\[[\d;:]*m"  # colours, which carry no text
+    r"|\r(?=\n)"
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+)
+"""What moves the cursor, sets a title, turns the direction of text, and the like."""
 
 
 def plural(noun: str, number: object) -> str:
@@ -62,6 +69,51 @@ def shown_line(line: str) -> str:
     return line.rstrip("\r").rpartition("\r")[2]
 
 
+def printable(text: str) -> str:
+    r"""Return text from elsewhere for a terminal: control characters are shown as in JSON.
+
+    Newlines and tabs stay; colours are left out.
+
+    >>> print(printable("\x1b[31mstep 7\x1b[0m\x1b]0;title\x07"))
+    step 7\u001b]0;title\u0007
+    """
+    return _CONTROL.sub(_shown_control, text)
+
+
+def _shown_control(found: re.Match[str]) -> str:
+    is_control = len(found[0]) == 1 and not found.string.startswith("\r\n", found.start())
+    return f"\\u{ord(found[0]):04x}" if is_control else ""
+
+
+class PrintableStream:
+    """A text stream that shows the control characters of all that is written to it as text.
+
+    Attributes:
+        unfiltered: the stream below, for a program's own colours and cursor.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.unfiltered = stream
+
+    def write(self, text: str) -> int:
+        """Write text; return its length."""
+        self.unfiltered.write(printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each line."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unfiltered, name)
+
+
+def unfiltered(stream: TextIO) -> TextIO:
+    """Return the stream on which control characters have their effect."""
+    return stream.unfiltered if isinstance(stream, PrintableStream) else stream
+
+
 def number_words(value: Any) -> str:
     """Return a number to three significant digits.
 
@@ -84,9 +136,14 @@ def duration_words(seconds: float | None) -> str:
 
     >>> [duration_words(s) for s in (0.123, 7.5, 75, 3725, 200000, None)]
     ['0.12 s', '7.5 s', '1 m 15 s', '1 h 02 m', '2 d 07 h', '–']
+    >>> [duration_words(s) for s in (0, 0.0000071, 0.0004, 0.0099)]
+    ['0.00 s', '7.1 µs', '400 µs', '9.9 ms']
     """
     if seconds is None:
         return "–"
+    if 0 < seconds < 0.01:
+        size, unit = (1e6, "µs") if seconds < 0.001 else (1e3, "ms")
+        return f"{float(f'{size * seconds:.2g}'):g} {unit}"
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
     whole = round(seconds)

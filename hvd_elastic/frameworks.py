@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Mapping
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,13 @@ from hvd_elastic.errors import ScriptError
 
 TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 """Names of the frameworks for users, by the name of their module."""
-TORCH_REQUIREMENT = "torch>=2.2,<2.15"
+TORCH_REQUIREMENT = "torch>=2.10,<2.15"
 """Versions that the patched Horovod compiles with; the same as in pyproject.toml, as the next."""
-TENSORFLOW_REQUIREMENTS = ("tensorflow-cpu>=2.21,<2.22", "keras>=3.12,<4")
+TENSORFLOW_REQUIREMENTS = ("tensorflow-cpu>=2.21,<2.22", "keras>=3.12.3,!=3.13.*,<4")
+TRITON_FIRST = (
+    "write `import triton` before the first import of TensorFlow, or use one framework alone"
+)
+_OLDEST_TORCH = (2, 10)
 _TENSORFLOW = (2, 21)
 _OLDEST_KERAS, _NO_KERAS = (3, 12), (4, 0)
 _DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tf-nightly")
@@ -41,10 +47,36 @@ def tensorflow_version() -> str | None:
 def install_command(*requirements: str) -> str:
     """Return the command that installs requirements for this interpreter.
 
-    >>> install_command("keras>=3.12,<4").partition(" -m ")[2]
-    "pip install 'keras>=3.12,<4'"
+    >>> install_command("keras>=3.12.3,<4").partition(" -m ")[2]
+    "pip install 'keras>=3.12.3,<4'"
     """
     return f"{sys.executable} -m pip install {shlex.join(requirements)}"
+
+
+def why_no_torch(version: str) -> str | None:
+    """Return why this PyTorch cannot train with this release; None: it can.
+
+    >>> why_no_torch("2.13.0+cpu")
+    >>> why_no_torch("2.9.1")
+    'PyTorch 2.9.1 runs code of files that it loads (CVE-2026-24747), and hvd_elastic needs 2.10'
+    """
+    if _numbers(version) >= _OLDEST_TORCH:
+        return None
+    return (
+        f"PyTorch {version} runs code of files that it loads (CVE-2026-24747), and hvd_elastic "
+        f"needs {'.'.join(map(str, _OLDEST_TORCH))}"
+    )
+
+
+def check_torch(version: str) -> None:
+    """Refuse a PyTorch that runs code of files that it loads with ``weights_only=True``.
+
+    Raises:
+        ScriptError: names what is installed, and the command that installs what fits.
+    """
+    why = why_no_torch(version)
+    if why is not None:
+        raise ScriptError(f"{why}; run: {install_command(TORCH_REQUIREMENT)}")
 
 
 def why_no_tensorflow(
@@ -124,6 +156,35 @@ def check_keras_model(model: Any) -> None:
             f"{type(model).__name__} is of tf_keras (Keras 2), and hvd_elastic needs Keras 3: "
             "`import keras` instead of tf_keras, and save weights anew with it"
         )
+
+
+class _RefuseTriton(MetaPathFinder):
+    """Refuses to import triton after TensorFlow, by which the process dies of signal 11."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        """Return None, for the finders that follow.
+
+        Raises:
+            ScriptError: it is triton, TensorFlow is loaded, and triton is installed.
+        """
+        if name == "triton" and "tensorflow" in sys.modules and has_triton():
+            raise ScriptError(
+                "PyTorch loads triton here (for torch.compile, or an optimizer), and the script "
+                "has imported TensorFlow before: the process would die of signal 11. In the "
+                f"script, {TRITON_FIRST}"
+            )
+
+
+def refuse_triton_after_tensorflow() -> None:
+    """Have a script that imports triton after TensorFlow get an error; later calls do nothing."""
+    if not any(isinstance(finder, _RefuseTriton) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RefuseTriton())
+
+
+def has_triton() -> bool:
+    """Return whether triton is installed, as with a PyTorch for GPUs; it is not imported."""
+    others = [finder for finder in sys.meta_path if not isinstance(finder, _RefuseTriton)]
+    return any(finder.find_spec("triton", None) for finder in others)
 
 
 def _keras_backend() -> str:

@@ -27,7 +27,7 @@ def all_commands() -> dict[str, Any]:
     import typer
 
     from hvd_elastic.cli.app import COMMANDS
-    from hvd_elastic.cli.entry import flow_help
+    from hvd_elastic.cli.entry import prepare
     from hvd_elastic.cli.machine import virtclust
 
     found: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def all_commands() -> dict[str, Any]:
     programs = {"runclust": "run", "copyclust": "copy", "killclust": "kill", "checkclust": "check"}
     for program, name in programs.items():
         found[program] = found[f"hvd-elastic cluster {name}"]
-    add("virtclust", flow_help(typer.main.get_command(virtclust.app)))
+    add("virtclust", prepare(typer.main.get_command(virtclust.app)))
     return found
 
 

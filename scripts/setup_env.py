@@ -10,6 +10,7 @@ build of each.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import subprocess
@@ -22,15 +23,14 @@ ROOT = HERE.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-OLDEST_PYTHON = (3, 10)
-if sys.version_info < OLDEST_PYTHON:
-    sys.exit(
-        f"error: hvd_elastic needs Python 3.10 or later, {sys.executable} is "
-        f"{sys.version_info[0]}.{sys.version_info[1]}; name another one: make PYTHON=python3.11"
-    )
-
+from hvd_elastic.config import home  # noqa: E402
 from hvd_elastic.errors import BuildError, HvdElasticError  # noqa: E402
 from hvd_elastic.install.file_lock import file_lock  # noqa: E402
+from hvd_elastic.install.pinned import (  # noqa: E402
+    BUILD_REQUIREMENTS,
+    RUN_REQUIREMENTS,
+    pip_arguments,
+)
 from hvd_elastic.install.prerequisites import (  # noqa: E402
     DEVELOPER_PREREQUISITES,
     ENGINE_PREREQUISITES,
@@ -43,21 +43,22 @@ from hvd_elastic.install.prerequisites import (  # noqa: E402
 )
 from hvd_elastic.install.quiet import run_quietly  # noqa: E402
 
-BASE_PACKAGES = ("pip>=23", "setuptools>=77", "wheel")
+BASE_PACKAGES = ("pip", *BUILD_REQUIREMENTS, *RUN_REQUIREMENTS)
+PATCH = next((ROOT / "hvd_elastic" / "install").glob("horovod-*.patch"))
 APT_LISTS = Path("/var/lib/apt/lists")
 
 
-def ensure_system_packages(log: Path, wanted: Sequence[Prerequisite]) -> None:
+def ensure_system_packages(log: Path, wanted: Sequence[Prerequisite], build: bool) -> None:
     """Install what the machine lacks when we may, say what is lacking when we may not.
 
     Args:
         log: file for the output of apt-get.
         wanted: what the machine needs.
+        build: whether Horovod will be compiled.
 
     Raises:
-        BuildError: something without which no environment can be made is missing and cannot be
-            installed by this user. What only the Horovod build needs is demanded by that build,
-            and only if no wheel is kept.
+        BuildError: something is missing without which no environment can be made, or Horovod cannot
+            be compiled, and this user cannot install it.
     """
     lacking = missing(wanted)
     if lacking and has_apt() and os.geteuid() == 0:
@@ -77,10 +78,11 @@ def ensure_system_packages(log: Path, wanted: Sequence[Prerequisite]) -> None:
         extent = "you cannot" if not item.optional else "without it you cannot"
         print(f"missing: {item.name} ({extent} {item.purpose.value})")
     print(f"  to install what is missing: {mend}", flush=True)
-    fatal = [item for item in lacking if item.purpose is Purpose.ENVIRONMENT]
-    if fatal:
-        names = ", ".join(item.name for item in fatal)
-        raise BuildError(f"no environment can be made without {names}; run: {mend}")
+    fatal = [Purpose.ENVIRONMENT, Purpose.BUILD] if build else [Purpose.ENVIRONMENT]
+    for purpose in fatal:
+        names = ", ".join(item.name for item in lacking if item.purpose is purpose)
+        if names:
+            raise BuildError(f"without {names} you cannot {purpose.value}; run: {mend}")
 
 
 def _apt_install(lacking: list[Prerequisite], log: Path) -> None:
@@ -104,6 +106,30 @@ def _apt_update(environment: dict[str, str], log: Path) -> None:
     run_quietly(
         ["apt-get", "update"], label="Reading package lists", log=log, environment=environment
     )
+
+
+def may_build() -> bool:
+    """Return whether no Horovod is kept that may fit, so that it will be compiled."""
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    digest = hashlib.sha256(PATCH.read_bytes()).hexdigest()[:12]
+    kept = _cache().glob(f"hvd_elastic/wheels/horovod-*-{python}-*patch-{digest}/*.whl")
+    return not any(kept)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def check_folders() -> None:
+    """Check that the folders outside of the checkout can be written, which are used only later.
+
+    Raises:
+        BuildError: names the folder, and the variable that names another.
+    """
+    for folder, variable in ((_cache(), "XDG_CACHE_HOME"), (home(), "HVD_ELASTIC_HOME")):
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise BuildError(f"{folder} cannot be written; name another folder in {variable}")
 
 
 def ensure_venv(venv: Path, log: Path) -> Path:
@@ -152,7 +178,8 @@ def install_packages(
         log: file for pip's output.
     """
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
-    run_quietly([*pip, *BASE_PACKAGES], label="Installing pip and setuptools", log=log)
+    base = pip_arguments(BASE_PACKAGES, venv)
+    run_quietly([*pip, *base], label="Installing pip and setuptools", log=log)
     wanted = [name.strip() for name in extras.split(",")]
     asked = {name: wish for name, wish in frameworks.items() if name in wanted and wish}
     for wish in asked.values():
@@ -199,6 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--engines", action="store_true", help="also the system packages of Slurm and Spark"
     )
+    parser.add_argument("--horovod", action="store_true", help="Horovod is wanted afterwards")
     arguments = parser.parse_args(argv)
     wanted = [*PREREQUISITES, *(ENGINE_PREREQUISITES if arguments.engines else ())]
     if "dev" in arguments.extras.split(","):
@@ -209,7 +237,8 @@ def main(argv: list[str] | None = None) -> int:
         venv.mkdir(parents=True, exist_ok=True)
         with file_lock(venv / ".lock", lambda: _say_waiting(venv)):
             log.unlink(missing_ok=True)
-            ensure_system_packages(log, wanted)
+            check_folders()
+            ensure_system_packages(log, wanted, arguments.horovod and may_build())
             python = ensure_venv(venv, log)
             frameworks = {"torch": arguments.torch, "tensorflow": arguments.tensorflow}
             install_packages(python, venv, frameworks, arguments.extras, log)

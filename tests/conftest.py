@@ -1,5 +1,6 @@
 """For all tests."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -22,6 +23,11 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("ci", settings.get_profile("ci"), max_examples=100 if ALL else 30)
+
+# Each process collects the tests of both frameworks. Triton, which comes with a PyTorch for GPUs,
+# dies of signal 11 where TensorFlow was loaded before it.
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401
 
 # Whatever starts in the background of a shell script ignores Ctrl-C, and so would all it starts:
 # programs of ours that the tests interrupt among them.

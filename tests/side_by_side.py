@@ -13,6 +13,8 @@ import contextlib
 import fcntl
 import os
 import signal
+import threading
+import time
 from collections.abc import Generator
 from typing import Any
 
@@ -36,12 +38,22 @@ class HandsOut:
         if not self._running:
             # As Ctrl-C does: a time limit, say, must not leave hosts behind either.
             signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM", 143))
+            threading.Thread(target=_end_what_the_dead_forked, daemon=True).start()
         self._running.append(node)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         with contextlib.suppress(ValueError):
             self._running.remove(node)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str, sched: Any) -> None:
+        """A test that has killed its process is not tried again, in one process after the other."""
+        for file, tests in [*sched.workqueue.items()]:
+            if crashitem in tests:
+                tests[crashitem] = True
+                if all(tests.values()):
+                    del sched.workqueue[file]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
@@ -53,6 +65,20 @@ class HandsOut:
             channel = node.channel
             with contextlib.suppress(EOFError, channel.RemoteError, channel.TimeoutError):
                 channel.waitclose(TIDYING_S)
+
+
+def _end_what_the_dead_forked() -> None:
+    """End what was forked by processes that have died, or the run would never go on.
+
+    It holds their locks, and their end of the connection by which pytest-xdist notices a death.
+    """
+    this = psutil.Process()
+    while True:
+        time.sleep(1.0)
+        for process in this.children():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 class RunsTests:
@@ -82,7 +108,8 @@ class RunsTests:
 def register(config: pytest.Config) -> None:
     """For ``pytest_configure``."""
     if hasattr(config, "workerinput"):
-        # A terminal sends Ctrl-C to all of its process group; these are to hear of it once.
+        # A terminal sends Ctrl-C to all of its process group; these are to hear of it once. What
+        # they fork is in a group of theirs.
         os.setpgid(0, 0)
         config.pluginmanager.register(RunsTests(config))
     else:

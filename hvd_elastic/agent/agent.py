@@ -51,6 +51,7 @@ from hvd_elastic.agent.unacknowledged import UnacknowledgedLog
 from hvd_elastic.agent.worker_start import die_with_parent
 from hvd_elastic.agent.workers import Workers
 from hvd_elastic.control.progress import Activity
+from hvd_elastic.errors import RunError, StrangerError
 from hvd_elastic.hosts.interfaces import interface_of, interfaces, own_address
 from hvd_elastic.hosts.programs.cores import usable_cores
 from hvd_elastic.hosts.programs.dial_back import PARENT_VARIABLE
@@ -90,6 +91,9 @@ class Agent:
 
     Args:
         output: pipe to the leader, whose messages arrive on standard input.
+
+    Attributes:
+        exit_status: status with which the process is to end.
     """
 
     _hello: msg.LeaderHello
@@ -116,6 +120,7 @@ class Agent:
         self._replaced = False
         self._preemption: CommandWatch | None = None
         self._notices: list[int] = []
+        self.exit_status = 0
 
     # -- main loop -------------------------------------------------------------------------
 
@@ -135,8 +140,6 @@ class Agent:
         loop.remove_signal_handler(signal.SIGCHLD)
         if self._replaced:
             return
-        if self._door is not None:
-            self._door.close()
         for store in self._stores.values():
             store.close()
         if self._workers is not None:
@@ -424,8 +427,14 @@ class Agent:
     # -- hello -----------------------------------------------------------------------------
 
     async def _on_hello(self, hello: msg.LeaderHello) -> None:
+        self._spool = Spool.of_run(hello)
         # An agent of this run may still be running here, without a leader or given up by it.
-        answer = call_predecessor(hello, self._link.unread(), self._output.fileno())
+        rest, output = self._link.unread(), self._output.fileno()
+        try:
+            answer = call_predecessor(self._spool.path, hello, rest, output)
+        except StrangerError as error:
+            self._end_unused(str(error), os.EX_NOPERM)
+            return
         if isinstance(answer, msg.Refused):
             self._link.send(answer)
         if answer is not None:
@@ -433,9 +442,9 @@ class Agent:
             self._over.set()
             return
         become_subreaper()
-        swept = len(end_processes(functools.partial(_left_by_predecessor, hello), 0.5))
+        left = functools.partial(_left_by_predecessor, hello, str(self._spool.path))
+        swept = len(end_processes(left, 0.5))
         self._interface = hello.interface or interface_of(own_address(hello.local_address))
-        self._spool = Spool.of_run(hello)
         try:
             self._spool.keep_run(hello.run)
             workers = Workers(
@@ -443,16 +452,33 @@ class Agent:
             )
         except OSError as error:
             place = f"{error.filename}: " if error.filename else ""
-            raise SystemExit(
+            self._end_unused(
                 f"a folder of the run cannot be made: {place}{error.strerror}. Free space or mend "
                 "the permissions there, or set HVD_ELASTIC_HOME, or TMPDIR for temporary files, to "
                 "folders that every host can write"
-            ) from None
+            )
+            return
+        except StrangerError as error:
+            self._end_unused(str(error), os.EX_NOPERM)
+            return
+        no_door = ""
+        try:
+            self._door = listen_for_successors(self._spool.path)
+        except RunError as error:
+            workers.close()
+            self._end_unused(str(error))
+            return
+        except OSError as error:
+            no_door = f"{self._spool.path}: {error.strerror or error}"
         await workers.listen()
         self._hello, self._workers = hello, workers
-        self._door = listen_for_successors(hello.run_id, hello.host)
-        asyncio.get_running_loop().add_reader(self._door, self._at_the_door)
         self._introduce(swept)
+        if self._door is not None:
+            asyncio.get_running_loop().add_reader(self._door, self._at_the_door)
+        else:
+            self._warn(
+                f"no other leader can take this host over: no socket can be made in {no_door}"
+            )
         self._sampler = HostSampler(self._interface)
         self._begin(
             self._sampler.watch(lambda: self._activities(time.monotonic()), self._link.send)
@@ -467,6 +493,12 @@ class Agent:
             variables = {**os.environ, **hello.env}
             cloud = CloudWatch(hello.preemption, variables, self._give_notice, self._warn)
             self._begin(cloud.watch())
+
+    def _end_unused(self, why: str, status: int = 1) -> None:
+        """End before anything was begun; ``status`` EX_NOPERM: trying again is of no use."""
+        print(why, file=sys.stderr)
+        self.exit_status = status
+        self._over.set()
 
     def _introduce(self, swept: int, held: msg.HeldRun | None = None) -> None:
         """Send this agent's hello; ``held``: what an earlier leader left here of the run."""
@@ -495,14 +527,19 @@ def _is_of_saved_file(message: msg.AgentToLeader) -> bool:
     return isinstance(message, msg.WorkerSaid) and isinstance(message.message, msg.FileSaved)
 
 
-def _left_by_predecessor(hello: msg.LeaderHello) -> list[Process]:
-    """Return processes on this host that a killed agent of this run left behind."""
+def _left_by_predecessor(hello: msg.LeaderHello, spool: str) -> list[Process]:
+    """Return processes on this host that a killed agent of this run left behind.
+
+    A run of the same name in another HVD_ELASTIC_HOME is another run.
+    """
     marks = {("HVD_ELASTIC_RUN_ID", hello.run_id), ("HVD_ELASTIC_HOST", hello.host)}
     spared = own_ancestors()
     return [
         process
         for pid, process in all_processes().items()
-        if pid not in spared and marks <= environment(pid).items()
+        if pid not in spared
+        and marks <= (variables := environment(pid)).items()
+        and variables.get("HVD_ELASTIC_SPOOL", spool) == spool
     ]
 
 
@@ -515,11 +552,12 @@ def main() -> None:
     os.dup2(2, 1)
     os.set_inheritable(output.fileno(), False)
 
-    async def serve() -> None:
+    async def serve() -> int:
         agent = Agent(output)
         await agent.run()
+        return agent.exit_status
 
-    asyncio.run(serve())
+    sys.exit(asyncio.run(serve()))
 
 
 if __name__ == "__main__":

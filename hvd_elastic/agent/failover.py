@@ -1,8 +1,9 @@
 """Takeover of an agent by the next leader, and the last checkpoint without a leader.
 
-The agent listens on a unix socket in the abstract namespace, named after run, host and user. When a
-new leader starts an agent process on the host, that process connects to the socket first. If an
-agent answers, there are two cases. The new leader does not want it: then the old agent ends. Or the
+The agent listens on a unix socket in the spool of its run and host, a folder that no other user can
+enter. When a new leader starts an agent process on the host, that process connects to the socket
+first, and both ask the kernel for the other's user before they send anything. If an agent answers,
+there are two cases. The new leader does not want it: then the old agent ends. Or the
 new process hands its own standard input and output to the old agent, which from then on talks to
 the new leader, with its workers still running; the new process only waits until the old agent ends.
 """
@@ -16,19 +17,25 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hvd_elastic.agent.spool import Spool
 from hvd_elastic.agent.workers import Worker, Workers
+from hvd_elastic.errors import RunError
+from hvd_elastic.hosts.peers import connect_own, peer_uid
+from hvd_elastic.own_files import socket_in
+from hvd_elastic.records.process_lock import take_lock
 from hvd_elastic.wire import messages as msg
-from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode, peer_uid
+from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode
 
 # Maximum wait for the other agent process, after which it counts as suspended or dead.
 _ANSWER_S = 8.0
+_SOCKET = "agent"
 # Interval at which the progress of the last checkpoint is checked.
 _LOOK_S = 0.1
 _WRITE_PATIENCE_S = 300.0
@@ -86,17 +93,46 @@ class Caller:
             self.connection.sendall(encode(message))
 
 
-def _address(run_id: str, host: str) -> str:
-    return f"\0hvd_elastic/{run_id}/{host}/{os.getuid()}/agent"
+def listen_for_successors(spool: Path) -> socket.socket:
+    """Return the socket on which the next agent process of this run and host finds this one.
+
+    Args:
+        spool: folder of the run on this host.
+
+    Raises:
+        RunError: an agent of the run listens already, which was started at the same time.
+        StrangerError: the folder is not this user's alone.
+        OSError: its file system has no room, or does not know sockets.
+    """
+    with _only_one(spool), socket_in(spool, _SOCKET) as address:
+        try:
+            connect_own(address, _ANSWER_S).close()
+        except OSError:
+            Path(address).unlink(missing_ok=True)  # of an agent that was killed
+        else:
+            raise RunError("another agent of this run was started on this host at the same time")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(address)
+            listener.listen(4)
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
 
 
-def listen_for_successors(run_id: str, host: str) -> socket.socket:
-    """Return the socket on which the next agent process of this run and host finds this one."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(_address(run_id, host))
-    listener.listen(4)
-    listener.setblocking(False)
-    return listener
+@contextlib.contextmanager
+def _only_one(spool: Path) -> Iterator[None]:
+    """Hold a lock in the folder, if its file system knows locks."""
+    lock = None
+    with contextlib.suppress(OSError):
+        lock = take_lock(spool / f"{_SOCKET}.lock")
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def answer_caller(listener: socket.socket) -> Caller | None:
@@ -131,13 +167,14 @@ def answer_caller(listener: socket.socket) -> Caller | None:
 
 
 def call_predecessor(
-    hello: msg.LeaderHello, rest: bytes, output: int
+    spool: Path, hello: msg.LeaderHello, rest: bytes, output: int
 ) -> Taken | msg.Refused | None:
     """Find a running agent of the same run, host and user, and agree which process continues.
 
     Blocks; nothing else runs in this process yet.
 
     Args:
+        spool: folder of the run on this host.
         hello: first message of the leader; ``take_over`` says whether an old agent shall continue.
         rest: bytes read from the leader after that message.
         output: descriptor of this process's pipe to the leader.
@@ -145,13 +182,16 @@ def call_predecessor(
     Returns:
         The answer of the running agent; after Taken, this returns only when that agent has ended.
         None if no agent is running any more.
+
+    Raises:
+        StrangerError: the folder, or what listens there, is another user's. Nothing was sent.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(_ANSWER_S)
-        try:
-            connection.connect(_address(hello.run_id, hello.host))
-        except OSError:
-            return None
+    try:
+        with socket_in(spool, _SOCKET) as address:
+            connection = connect_own(address, _ANSWER_S)
+    except OSError:
+        return None
+    with connection:
         try:
             text = encode(_Call(hello, rest))
             socket.send_fds(connection, [text[:1]], [0, output])

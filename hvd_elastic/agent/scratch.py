@@ -6,13 +6,17 @@ sockets for every worker that was killed. ``TMPDIR`` puts them into a folder of 
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+
+import platformdirs
+
+from hvd_elastic.own_files import make_private, who_else_writes
 
 
 def make_scratch(run_id: str, host: str, environment: Mapping[str, str]) -> Path:
@@ -28,15 +32,23 @@ def make_scratch(run_id: str, host: str, environment: Mapping[str, str]) -> Path
     return Path(tempfile.mkdtemp(prefix=prefix, dir=base))
 
 
-def scratch_variables(scratch: Path) -> dict[str, str]:
-    """Return variables that make a worker use the folder, except for what later runs can reuse."""
+def compiler_cache(scratch: Path) -> tuple[Path, str]:
+    """Return the folder in which PyTorch keeps compiled code, and why it is not that of later runs.
+
+    It runs what it finds there, so it is a folder below the user's cache that nobody else can write
+    to; where that is not so (then the reason is not ""), or cannot be, it is inside ``scratch``.
+    """
+    # One for each host, since compiled code is for one kind of processor and hosts may share it.
+    name = f"torchinductor-{socket.gethostname()}"
+    cache = Path(platformdirs.user_cache_dir("hvd_elastic"))
     try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, as in some containers
-        user = str(os.getuid())
-    # PyTorch reuses the compiled code that it keeps in this folder.
-    kept = scratch.parent / f"torchinductor_{user}"
-    return {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(kept)}
+        if not cache.is_absolute():  # a user without a home folder, as in some containers
+            return scratch / name, ""
+        folder = make_private(cache / name)
+        why = who_else_writes(folder)
+    except OSError:  # such as a home folder that is read-only
+        return scratch / name, ""
+    return (scratch / name, why) if why else (folder, "")
 
 
 def _base(environment: Mapping[str, str]) -> Path:

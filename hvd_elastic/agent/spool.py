@@ -13,6 +13,7 @@ from typing import Any
 from hvd_elastic import config
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER, drop_spooled, find_spooled
 from hvd_elastic.checkpoint.shards import ShardInfo, drop_shards, find_shards
+from hvd_elastic.own_files import private_folder
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode
 
@@ -36,15 +37,36 @@ class Spool:
         """Return the spool of a run on one host; hosts may share the disk."""
         configured = hello.env.get("HVD_ELASTIC_HOME")
         home = Path.home() / configured if configured else config.home()
-        return cls(home / "spool" / hello.run_id / hello.host)
+        return cls(home.joinpath(*_inside_home(hello)))
+
+    @staticmethod
+    def check_path(told: str, hello: msg.LeaderHello) -> None:
+        """Check that an agent names a folder that can be the spool of its run and host.
+
+        The leader reads, writes and removes files there, so no other folder is believed.
+
+        Args:
+            told: path that the agent has told.
+            hello: what it was told by the leader.
+
+        Raises:
+            ValueError: it names another one; says which was expected.
+        """
+        configured = hello.env.get("HVD_ELASTIC_HOME", "")
+        expected = Path(configured).joinpath(*_inside_home(hello)).parts
+        parts = Path(told).parts
+        if not Path(told).is_absolute() or parts[-len(expected) :] != expected:
+            raise ValueError(f"{told}, which is not {Path('…', *expected)}")
 
     def keep_run(self, fields: Mapping[str, Any]) -> None:
         """Write the run's specification as one line of JSON.
 
         Raises:
+            StrangerError: the folder belongs to another user.
             OSError: the folder cannot be created.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        for folder in (self.path.parent.parent, self.path.parent, self.path):
+            private_folder(folder)
         partial = self.path / f"{SPEC_NAME}.part"
         with contextlib.suppress(OSError):  # for example a full disk; other hosts have a copy too
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -105,3 +127,7 @@ class Spool:
         for folder in (self.path.parent, self.path.parent.parent):
             with contextlib.suppress(OSError):  # used by other hosts or runs on the same disk
                 folder.rmdir()
+
+
+def _inside_home(hello: msg.LeaderHello) -> tuple[str, str, str]:
+    return "spool", hello.run_id, hello.host

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -18,15 +20,16 @@ from typing import Any
 from hvd_elastic.agent.early_messages import without_early_messages
 from hvd_elastic.agent.leader_link import read_line
 from hvd_elastic.agent.liveness import Liveness
-from hvd_elastic.agent.scratch import make_scratch, scratch_variables
+from hvd_elastic.agent.scratch import compiler_cache, make_scratch
 from hvd_elastic.agent.template.template import Template
 from hvd_elastic.agent.worker_start import WorkerStart
 from hvd_elastic.control.commands import Member
 from hvd_elastic.control.progress import Activity
+from hvd_elastic.hosts.peers import peer_uid
 from hvd_elastic.hosts.programs.cores import usable_cores
 from hvd_elastic.hosts.programs.processes import Process, descendants, environment, send
 from hvd_elastic.wire import messages as msg
-from hvd_elastic.wire.framing import MAX_LINE_BYTES, MessageDecoder, ProtocolError, encode, peer_uid
+from hvd_elastic.wire.framing import MAX_LINE_BYTES, MessageDecoder, ProtocolError, encode
 
 # Time between SIGTERM and SIGKILL for processes that a worker left behind.
 _STRAY_GRACE_S = 2.0
@@ -36,6 +39,7 @@ _SENT_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """Signals that somebody sends to a process, which does not send them to itself."""
 _CALM_S = 5.0
 """Time from a worker's joining until the template may start, so that it delays no joining."""
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _TENSORFLOW_LEVEL, _TENSORFLOW_ERRORS = "TF_CPP_MIN_LOG_LEVEL", "2"
 """Level of TensorFlow's messages; at 2 it prints errors, and neither warnings nor information."""
 _MAPPED_BYTES, _KEPT_BYTES = 128 << 20, 256 << 20
@@ -56,6 +60,9 @@ _SECOND = (
     "first one that does so trains, and a slot trains in one process. Leave init() out of other "
     "programs that the command or the script starts, and train in one"
 )
+
+
+_DECODER = codecs.getincrementaldecoder("utf-8")
 
 
 @dataclass
@@ -82,6 +89,8 @@ class Worker:
     """Whether it was ended because the signal was for it alone."""
     connection: asyncio.Task[None] | None = None
     """Receives its messages until its end; None: it has not connected."""
+    text: codecs.IncrementalDecoder = field(default_factory=lambda: _DECODER("replace"))
+    """Decodes its output; keeps the begin of a character that two reads divide."""
     to_it: socket.socket | None = None
     unsent: bytearray = field(default_factory=bytearray)
 
@@ -232,6 +241,20 @@ class Workers:
         )
         return {_VISIBLE: ",".join(named[number] for number in devices)}
 
+    @functools.cached_property
+    def _compiler_cache(self) -> str:
+        if _COMPILED in self.hello.env or _COMPILED in os.environ:
+            return ""  # the user's choice holds
+        folder, why = compiler_cache(self._scratch)
+        if why:
+            self._tell(
+                msg.AgentWarning(
+                    f"code compiled by torch.compile is not kept for later runs: {why}, and could "
+                    f"replace it. Remove that folder, or set {_COMPILED} to one of your own"
+                )
+            )
+        return str(folder)
+
     def _environment(self, order: msg.StartWorker) -> dict[str, str]:
         cores = str(max(1, usable_cores() // max(1, order.slots)))
         defaults = {
@@ -250,7 +273,7 @@ class Workers:
             "HOROVOD_LOG_LEVEL": "fatal",
             # A worker that is killed by a signal then prints its Python stack.
             "PYTHONFAULTHANDLER": "1",
-            **scratch_variables(self._scratch),
+            _COMPILED: self._compiler_cache,
         }
         if self._interface:
             # NCCL reads this only once in a process; without it, it tries every interface.
@@ -398,9 +421,12 @@ class Workers:
             return False
         if not worker.is_ready:
             data = without_early_messages(data, worker.start.variables[_TENSORFLOW_LEVEL])
-        if data:
-            self._tell(msg.Log(worker.name, data.decode(errors="replace")))
+        self._tell_log(worker, worker.text.decode(data))
         return True
+
+    def _tell_log(self, worker: Worker, text: str) -> None:
+        if text:
+            self._tell(msg.Log(worker.name, text))
 
     # -- end --------------------------------------------------------------------------------
 
@@ -423,6 +449,7 @@ class Workers:
             await asyncio.sleep(0.005)
         while self._forward_log(worker):
             pass
+        self._tell_log(worker, worker.text.decode(b"", final=True))
         asyncio.get_running_loop().remove_reader(worker.log)
         os.close(worker.log)
         del self._by_name[worker.name]

@@ -14,6 +14,7 @@ from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
+from hvd_elastic.policy.evidence import CoreSharing
 from hvd_elastic.policy.prices import hourly_price
 
 MODELS = ("resnet50", "gpt2")
@@ -139,6 +140,7 @@ class Scaling:
         parameters: number of parameters of the model.
         sizes: measured sizes, the smallest first.
         predicted: further sizes.
+        unknown: sizes that cannot be predicted, and why.
         check: largest measured size, and the ratio of its predicted to its measured throughput if
             it is predicted from the others; None: fewer than three sizes.
         words: what ate the efficiency.
@@ -149,6 +151,7 @@ class Scaling:
     parameters: int
     sizes: tuple[Size, ...]
     predicted: tuple[Predicted, ...]
+    unknown: tuple[tuple[int, str], ...]
     check: tuple[int, float] | None
     words: str
     conditions: Mapping[str, Any]
@@ -171,7 +174,10 @@ def check_prices(hosts: Sequence[Host]) -> None:
 
 
 def scaling_of(
-    settings: Settings, hosts: Sequence[Host], found: Mapping[int, tuple[int, Mapping[str, Any]]]
+    settings: Settings,
+    hosts: Sequence[Host],
+    found: Mapping[int, tuple[int, Mapping[str, Any]]],
+    cores: CoreSharing | None = None,
 ) -> Scaling:
     """Return the result of what workers have reported.
 
@@ -179,17 +185,27 @@ def scaling_of(
         settings: what was measured.
         hosts: hosts of the hostfile, in its order.
         found: number of hosts and the figures of a :class:`StepTimer`, by number of slots.
+        cores: cores of the hosts.
     """
+    cores = cores or CoreSharing()
     slots = sorted(found)
     alone = float(found[slots[0]][1]["step_s"])
     sizes = tuple(_size(settings, hosts, each, *found[each], alone) for each in slots)
     model = fit_step_time([_observation(settings, each) for each in sizes])
+    for each in slots:
+        cores.note_timed(_counts(hosts, each))
+    further = {each: cores.why_unknown(_counts(hosts, each)) for each in _further(hosts, slots)}
     versions = {"python": sys.version.split()[0]}
     return Scaling(
         settings,
         int(found[slots[0]][1]["parameters"]),
         sizes,
-        tuple(_predict(model, settings, hosts, each, alone) for each in _further(hosts, slots)),
+        tuple(
+            _predict(model, settings, hosts, each, alone)
+            for each, unknown in further.items()
+            if not unknown
+        ),
+        tuple((each, unknown) for each, unknown in further.items() if unknown),
         _check(settings, sizes),
         efficiency_words(sizes),
         {
@@ -242,6 +258,15 @@ def _used(hosts: Sequence[Host], slots: int) -> list[Host]:
         if host.slots:
             used.append(host)
     return used
+
+
+def _counts(hosts: Sequence[Host], slots: int) -> list[tuple[str, int]]:
+    """Return the number of ranks on each of the hosts that so many slots need."""
+    counts = []
+    for host in _used(hosts, slots):
+        counts.append((host.name, min(host.slots, slots)))
+        slots -= counts[-1][1]
+    return counts
 
 
 def _price(hosts: Sequence[Host], slots: int) -> float | None:

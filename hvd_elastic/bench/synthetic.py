@@ -16,6 +16,7 @@ from hvd_elastic.bench.step_timer import PREFIX
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.policy.replay import replay
 
 
 class Progress(Protocol):
@@ -75,7 +76,8 @@ def measure_synthetic(
             found[size] = _figures(run, size, PATIENCE_S + 10 * seconds, step_took)
             step_s, half_s = (found[size][1][name] for name in ("step_s", "half_s"))
             progress.measured(size, examples / step_s, half_s / step_s)
-    return scaling_of(settings, hosts, found)
+        cores = replay(run.folder.read_events()).cores
+    return scaling_of(settings, hosts, found, cores)
 
 
 def _figures(

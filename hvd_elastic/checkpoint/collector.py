@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hvd_elastic.checkpoint.manifests import CheckpointInfo
+from hvd_elastic.checkpoint.manifests import CheckpointInfo, warning_of_not_finite
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.shards import Key, ShardInfo, complete_sets, parse_shard, receive_shard
 from hvd_elastic.checkpoint.whole_files import HashingWriter
@@ -116,6 +116,7 @@ class CheckpointCollector:
         self._writable = True
         self.newest_step = -1
         """Step of the newest checkpoint of the current history of training; -1: none."""
+        self._finite_step = -1
         self.newest_s = 0.0
         """How long that checkpoint took to be written and collected [s]."""
         self.expected = ""
@@ -203,6 +204,8 @@ class CheckpointCollector:
             received = self._receive_all(shards, sources)
             seconds = time.monotonic() - began + written_s
             info = self._store.add(received, seconds)
+            if info.not_finite:
+                problems.append(warning_of_not_finite(info))
             problems += self._copy(info)
             place = str(info.path)
             try:
@@ -283,10 +286,12 @@ class CheckpointCollector:
         if info is not None:
             self._missed, self._writable = None, True
             self.newest_step, self.newest_s = info.step, info.seconds
+            if not info.not_finite or self._finite_step < 0:
+                self._finite_step = info.step
             self.expected = f"that of step {info.step} was written"
             # Older incomplete checkpoints are no longer needed.
             self._known = {k: s for k, s in self._known.items() if k[0] > info.step}
-            self._release(info.step - 1 if self._copies else info.step)
+            self._release(self._finite_step - 1 if self._copies else info.step)
         else:
             why = "; ".join(problems) or f"the checkpoint of step {key[0]} was not kept"
             self._missed = _Missed(key, sources, why)
@@ -328,7 +333,7 @@ class CheckpointCollector:
         self._accepting = False
         self._known.clear()
         self._missed = None
-        self.newest_step = -1 if newest is None else newest.step
+        self.newest_step = self._finite_step = -1 if newest is None else newest.step
         # A later takeover must not use shards of a history that training has abandoned.
         self._release(None)
 

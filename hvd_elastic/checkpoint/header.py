@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.json_text import parse_json
 
 OPAQUE = "__hvd_elastic__.opaque"
 """Name of the tensor with bytes that only the checkpoint's framework can read."""
@@ -97,7 +98,7 @@ class Header:
     """
 
     tensors: tuple[TensorInfo, ...]
-    progress: Mapping[str, int]
+    progress: Mapping[str, Any]
     world: int
     frontend: str
     library: str
@@ -135,8 +136,8 @@ class Header:
         Raises:
             ValueError: the object is not a valid header, or describes data of another length.
         """
-        described = json.loads(text)
-        about = json.loads(described.pop("__metadata__")[_KEY])
+        described = parse_json(text)
+        about = parse_json(described.pop("__metadata__")[_KEY])
         tensors = []
         at = 0
         for name, entry in described.items():

@@ -229,7 +229,7 @@ def _read(place: _Folder | CheckpointUrl) -> Lease | None:
         return None
     try:
         return msgspec.json.decode(text, type=Lease)
-    except ValueError:
+    except (ValueError, RecursionError):
         return _UNREADABLE
 
 

@@ -8,10 +8,9 @@ a checkpoint. So a complete checkpoint stays complete even if a writer is killed
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from hvd_elastic.checkpoint.whole_files import (
     write_json,
 )
 from hvd_elastic.errors import CheckpointError
+from hvd_elastic.json_text import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,11 @@ class CheckpointInfo:
     def bytes(self) -> int:
         """Return the size of all shards together."""
         return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def not_finite(self) -> str:
+        """Return the name of a weight that holds NaN or infinity; empty: none is known."""
+        return next((shard.not_finite for shard in self.shards if shard.not_finite), "")
 
     @property
     def files(self) -> list[Path]:
@@ -168,10 +173,12 @@ def newest_valid(
 ) -> CheckpointInfo | None:
     """Return the newest checkpoint whose content is verified; None if there is none.
 
+    One with weights that are not finite is returned only if no other is valid.
+
     Args:
         folder: folder of the checkpoints.
-        on_skip: called with (path, why) for each newer one that is incomplete, damaged or of
-            another run, newest first; by default a warning is logged.
+        on_skip: called with (path, why) for each newer one that is incomplete, damaged, of
+            another run or not finite, newest first; by default a warning is logged.
         run_id: run whose checkpoints are searched; empty: any run.
 
     Raises:
@@ -180,13 +187,22 @@ def newest_valid(
     """
     tell = _warn_of_skip if on_skip is None else on_skip
     unreadable = ""
-    for path, info, why in _candidates(Path(folder)):
-        if info is None:
-            tell(path, why)
-            continue
-        if not is_own(info, run_id):
-            tell(path, f"it is of run {info.run}")
-            continue
+    not_finite: list[CheckpointInfo] = []
+
+    def finite_first() -> Iterator[CheckpointInfo]:
+        for path, info, why in _candidates(Path(folder)):
+            if info is None:
+                tell(path, why)
+            elif not is_own(info, run_id):
+                tell(path, f"it is of run {info.run}")
+            elif info.not_finite:
+                tell(path, why_passed_over(info))
+                not_finite.append(info)
+            else:
+                yield info
+        yield from not_finite
+
+    for info in finite_first():
         try:
             wrong = why_invalid(info)
         except OSError as error:
@@ -216,6 +232,20 @@ def why_invalid(info: CheckpointInfo) -> tuple[Path, str] | None:
             if wrong is not None:
                 return shard.path, wrong
     return None
+
+
+def why_passed_over(info: CheckpointInfo) -> str:
+    """Return why a checkpoint with weights that are not finite is not the first choice."""
+    return f"its weights are not finite: {info.not_finite} holds NaN or infinity"
+
+
+def warning_of_not_finite(info: CheckpointInfo) -> str:
+    """Return the warning about a new checkpoint with weights that are not finite."""
+    return (
+        f"weights are not finite: {info.not_finite} holds NaN or infinity in the checkpoint of "
+        f"step {info.step}. The last finite checkpoints are kept beside it, and a resumed run "
+        "continues from them"
+    )
 
 
 def is_own(info: CheckpointInfo, run_id: str) -> bool:
@@ -253,32 +283,51 @@ def check_owner(found: Iterable[CheckpointInfo], place: str, run_id: str | None)
 def prune(folder: Path | str, keep: int, latest: CheckpointInfo) -> None:
     """Remove old checkpoints and abandoned files; failures to remove are only logged.
 
-    Kept are the newest ``keep`` checkpoints up to the step of ``latest``. Checkpoints of later
-    steps are kept too but not counted: training went back to an earlier step, perhaps because they
-    are damaged, and they must not displace checkpoints that are known to be valid.
+    See :func:`is_outdated`.
     """
     require_keep(keep)
     folder = Path(folder)
     with failures_logged(folder):
         present = find_checkpoints(folder)
-        kept = [info for info in present if info.step <= latest.step][:keep]
-        oldest = min((info.step for info in kept), default=latest.step)
-        named = {
-            shard.path.name for info in present if info.step >= oldest for shard in info.shards
-        }
+        outdated = is_outdated(present, keep, latest)
+        kept = [info for info in present if not outdated(info.step)]
+        named = {shard.path.name for info in kept for shard in info.shards}
         for path in list(folder.iterdir()):
             found = MANIFEST.fullmatch(path.name)
             # Manifests are removed first, so that a manifest never names missing shards.
-            if found and int(found[1]) < oldest:
+            if found and outdated(int(found[1])):
                 with failures_logged(path):
                     path.unlink(missing_ok=True)
         for path in list(folder.iterdir()):
             with failures_logged(path):
                 found = SHARD.fullmatch(path.name)
                 if found and path.name not in named and not path.is_dir():
-                    if int(found[1]) < oldest or _is_replaced(path, kept) or is_abandoned(path):
+                    step = int(found[1])
+                    if outdated(step) or _is_replaced(path, kept) or is_abandoned(path):
                         path.unlink(missing_ok=True)
         remove_leftovers(folder)
+
+
+def is_outdated(
+    present: Iterable[CheckpointInfo], keep: int, latest: CheckpointInfo
+) -> Callable[[int], bool]:
+    """Return a function that returns whether the files of a step are no longer needed.
+
+    Kept are the newest ``keep`` checkpoints up to the step of ``latest`` whose weights are finite,
+    and ``latest`` itself: one with NaN must not displace those that training can go back to.
+    Checkpoints of later steps are kept too but not counted: training went back to an earlier step,
+    perhaps because they are damaged, and they must not displace checkpoints known to be valid.
+
+    Args:
+        present: the checkpoints that are there.
+        keep: number of checkpoints to keep.
+        latest: the checkpoint that was written last.
+    """
+    earlier = [info for info in present if info.step <= latest.step]
+    finite = sorted((info.step for info in earlier if not info.not_finite), reverse=True)
+    oldest = min([latest.step, *finite[:keep]])
+    replaced = {info.step for info in earlier if info.not_finite} - {latest.step}
+    return lambda step: step < oldest or step in replaced
 
 
 def check_folder(folder: Path | str) -> None:
@@ -319,7 +368,7 @@ def _candidates(folder: Path) -> list[tuple[Path, CheckpointInfo | None, str]]:
         if match := MANIFEST.fullmatch(name):
             path, step = folder / name, int(match[1])
             try:
-                info = parse_manifest(json.loads(path.read_text(encoding="utf-8")), folder)
+                info = parse_manifest(parse_json(path.read_text(encoding="utf-8")), folder)
                 if info.step != step:
                     raise ValueError(f"it says step {info.step}")
                 missing = [s.path.name for s in info.shards if s.path.name not in names]

@@ -137,7 +137,7 @@ class CheckpointStore:
         except CheckpointError as error:
             trouble = error
         if self.url is not None:
-            newer_than = -1 if newest is None else newest.step
+            newer_than = -1 if newest is None or newest.not_finite else newest.step
             try:
                 found = self.url.download_newest(
                     self.folder, self._keep, newer_than, skip, self.run_id
@@ -149,6 +149,8 @@ class CheckpointStore:
             if newest is None:
                 raise trouble
             say(f"{trouble}; the workers take checkpoint {newest.path}")
+        if newest is not None and newest.not_finite:
+            say(f"the workers take checkpoint {newest.path} all the same: there is no other")
         return newest
 
     def __str__(self) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,15 @@ from hvd_elastic.checkpoint.manifests import parse_manifest
 from hvd_elastic.checkpoint.shards import PICKLED_FORMAT, ShardInfo
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.frameworks import TITLES
+from hvd_elastic.json_text import parse_json
 
 Make = Callable[[TensorInfo], tuple[Any, Any]]
 """Function that returns a new tensor of a framework, and the buffer of its data."""
+_DAMAGED = (
+    *(RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError),
+    *(RecursionError, MemoryError),
+)
+"""What is raised for content that is damaged, or made by others to do harm."""
 _READ_BYTES = 4 << 20  # most bytes per read; skipped data is held in memory only in such pieces
 
 
@@ -105,7 +110,7 @@ def load_file(path: Path, make: Make) -> Any:
             buffer[:] = body[at : at + info.bytes]
             at += info.bytes
         return decode_values(header.values, tensors, ())
-    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+    except (*_DAMAGED, OSError) as error:
         raise CheckpointError(
             f"{path} cannot be loaded, it is damaged or not a file of hvd.save: {error}"
         ) from error
@@ -116,10 +121,10 @@ def open_checkpoint(path: Path | str) -> Iterator[CheckpointReader]:
     """Open a checkpoint for reading; errors in its content are raised as CheckpointError."""
     path = Path(path)
     try:
-        info = parse_manifest(json.loads(path.read_text(encoding="utf-8")), path.parent)
+        info = parse_manifest(parse_json(path.read_text(encoding="utf-8")), path.parent)
         with contextlib.closing(CheckpointReader(info.shards, path)) as reader:
             yield reader
-    except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as why:
+    except _DAMAGED as why:
         said = str(why).strip().partition("\n")[0]
         raise CheckpointError(
             f"checkpoint {path} cannot be loaded, it is damaged or not one of ours: {said}; use an "

@@ -210,7 +210,7 @@ def _describe(path: Path, saved: SavedFile) -> None:
 def _read_description(path: Path) -> SavedFile | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=SavedFile)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

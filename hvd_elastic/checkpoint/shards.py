@@ -12,7 +12,7 @@ several hosts can be put together.
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +30,7 @@ from hvd_elastic.checkpoint.whole_files import (
 )
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.hosts.programs.file_hash import hash_of
+from hvd_elastic.json_text import parse_json
 
 FORMAT = 3
 """Format that is written. Format 2, with a header pickled by PyTorch and without ``world``, can
@@ -47,7 +48,7 @@ _FIELDS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
         int,
         "a whole number >= 0",
     ),
-    (("life", "host", "layout", "sha256", "run"), str, "a text"),
+    (("life", "host", "layout", "sha256", "run", "not_finite"), str, "a text"),
     (("created",), (int, float), "Unix seconds"),
 )
 """Fields of a shard's description, their type, and the type as text for error messages."""
@@ -82,6 +83,7 @@ class ShardInfo:
         created: when it was written [Unix seconds].
         seconds: how long writing took [s]; 0 for a shard that was found.
         run: name of the run that wrote it; empty: unknown, or there was no run.
+        not_finite: name of a weight in it that holds NaN or infinity; empty: none, or unknown.
         format: :data:`FORMAT`, or an earlier one that can be read.
     """
 
@@ -106,6 +108,7 @@ class ShardInfo:
     seconds: float = 0.0
     run: str = ""
     world: int = 0
+    not_finite: str = ""
     format: int = FORMAT
 
     @property
@@ -195,9 +198,11 @@ def describe_shard(shard: ShardInfo, keep: int) -> None:
     folder = shard.path.parent
     with write_errors_explained(folder, f"the checkpoint of step {shard.step}"):
         write_json(shard.path.with_suffix(".json"), shard.manifest())
-    steps = sorted({known.step for known in find_shards(folder) if known.step <= shard.step})
+    known = [each for each in find_shards(folder) if each.step <= shard.step]
+    steps = sorted({each.step for each in known})
     if len(steps) > keep:
-        drop_shards(folder, steps[-keep - 1])
+        finite = [each.step for each in known if not each.not_finite]
+        drop_shards(folder, min(steps[-keep - 1], max(finite, default=shard.step) - 1))
     with failures_logged(folder):
         remove_leftovers(folder)
 
@@ -213,7 +218,7 @@ def find_shards(folder: Path | str) -> list[ShardInfo]:
         for path in folder.iterdir():
             if _DESCRIPTION.fullmatch(path.name):
                 with contextlib.suppress(OSError, ValueError):
-                    shard = parse_shard(json.loads(path.read_text(encoding="utf-8")), folder)
+                    shard = parse_shard(parse_json(path.read_text(encoding="utf-8")), folder)
                     if shard.path.stat().st_size == shard.bytes:
                         found.append(shard)
     return sorted(found, key=lambda shard: (-shard.step, shard.index, shard.file))
@@ -254,10 +259,13 @@ def why_incomplete(shards: Sequence[ShardInfo]) -> str | None:
     if not shards:
         return "it has no shards"
     count, total, form = shards[0].count, shards[0].total, shards[0].format
-    missing = sorted({*range(count)} - {shard.index for shard in shards})
-    if missing:
-        return f"shard {missing[0]} of {count} is missing"
-    if [shard.index for shard in shards] != [*range(count)]:
+    indices = [shard.index for shard in shards]
+    there = {*indices}
+    # Not by a list of all, since a description from elsewhere may give any count.
+    missing = next(index for index in itertools.count() if index not in there)
+    if missing < count:
+        return f"shard {missing} of {count} is missing"
+    if indices != [*range(len(shards))] or len(shards) != count:
         return "its shards are not in order"
     at = 0
     for shard in shards:
@@ -279,7 +287,8 @@ def parse_shard(described: Any, folder: Path) -> ShardInfo:
         ValueError: the description is invalid; the message names the field.
     """
     check_format(described)
-    fields: dict[str, Any] = {"world": 0, "run": "", **described}  # format 2 has neither
+    # Format 2 has neither world nor run, and earlier versions did not look at the weights.
+    fields: dict[str, Any] = {"world": 0, "run": "", "not_finite": "", **described}
     for names, kind, what in _FIELDS:
         for name in names:
             value: Any = fields.get(name)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvd_elastic import __version__
+from hvd_elastic.checkpoint.finite import has_not_finite
 from hvd_elastic.checkpoint.header import (
     OPAQUE,
     RESERVED,
@@ -99,6 +100,7 @@ class Content(ABC):
         stream: tensors that are the same on all ranks, in the order of the stream.
         own: tensors that only rank 0 writes.
         tensors: live tensors of the stream, in its order.
+        weights: returns whether a tensor, by its name, is a weight that has to be finite.
         pinned: whether :meth:`make_buffer` returns pinned memory, for faster copies from a GPU.
     """
 
@@ -111,6 +113,7 @@ class Content(ABC):
         self.stream: list[TensorInfo] = []
         self.own: list[TensorInfo] = []
         self.tensors: list[Any] = []
+        self.weights: Callable[[str], bool] = lambda _: False
         self._shared = shared
         self._copy_own = copy_own
         self._own_data: list[Any] = []
@@ -178,7 +181,27 @@ class Content(ABC):
                 yield number, first, last
             at += tensor.bytes
 
-    def head(self, progress: Mapping[str, int], world: int) -> list[Any]:
+    def not_finite(self, begin: int, end: int, data: np.ndarray[Any, Any], *, own: bool) -> str:
+        """Return the name of a weight with NaN or infinity in a copy of a part; "" for none.
+
+        Args:
+            begin, end: range of the stream [bytes].
+            data: copy of that range.
+            own: whether to look at the copy of :attr:`own` as well.
+        """
+        at = 0
+        for number, first, last in self.parts(begin, end):
+            tensor = self.stream[number]
+            part = data[at : at + last - first]
+            at += last - first
+            if self.weights(tensor.name) and has_not_finite(tensor.dtype, part, first):
+                return tensor.name
+        for tensor, copied in zip(self.own, self._own_data, strict=True) if own else ():
+            if self.weights(tensor.name) and has_not_finite(tensor.dtype, copied):
+                return tensor.name
+        return ""
+
+    def head(self, progress: Mapping[str, Any], world: int) -> list[Any]:
         """Return the beginning of shard 0 in pieces: the header and all data before the stream."""
         opaque = self.encode_opaque()
         blobs = [TensorInfo(OPAQUE, "uint8", (len(opaque),), len(opaque))] if opaque else []

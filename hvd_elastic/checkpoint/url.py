@@ -7,7 +7,6 @@ stores list an object only once it is complete, so a listed checkpoint is comple
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +17,15 @@ from hvd_elastic.checkpoint.manifests import (
     CheckpointInfo,
     OnSkip,
     complete_checkpoint,
+    is_outdated,
     is_own,
     parse_manifest,
+    why_passed_over,
 )
 from hvd_elastic.checkpoint.shards import SHARD, DamagedShardError, receive_shard
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError
+from hvd_elastic.json_text import parse_json
 
 _CHUNK_BYTES = 4 << 20  # per read of a download; large enough to make requests cheap
 
@@ -103,7 +105,7 @@ class CheckpointUrl:
             self._files.rm_file(f"{self._root}/{name}")
 
     def upload(self, info: CheckpointInfo, keep: int) -> None:
-        """Upload a checkpoint, then remove all but the newest ``keep`` up to its step.
+        """Upload a checkpoint, then remove those that are no longer needed.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -114,12 +116,11 @@ class CheckpointUrl:
                 self._files.put_file(str(path), f"{self._root}/{path.name}")
         with self._explained("tidied up"):
             names = self._names()
-            steps = sorted({int(m[1]) for n in names if (m := MANIFEST.fullmatch(n))})
-            kept = [step for step in steps if step <= info.step][-keep:]
+            outdated = is_outdated(self.find(Path()), keep, info)
             for pattern in (MANIFEST, SHARD):  # no manifest may ever name missing shards
                 for name in names:
                     match = pattern.fullmatch(name)
-                    if match and int(match[1]) < kept[0]:
+                    if match and outdated(int(match[1])):
                         self._files.rm_file(f"{self._root}/{name}")
 
     def find(self, folder: Path) -> list[CheckpointInfo]:
@@ -142,7 +143,8 @@ class CheckpointUrl:
         Args:
             folder: local folder for the checkpoint.
             keep: number of checkpoints to keep in ``folder``.
-            newer_than: only checkpoints of later steps than this are considered.
+            newer_than: only checkpoints of later steps than this are considered; -1: all, and one
+                with weights that are not finite if no other is valid.
             on_skip: called with (path, why) for each newer one that cannot be used.
             run_id: run whose checkpoints are searched.
 
@@ -151,13 +153,17 @@ class CheckpointUrl:
                 valid, and one that cannot be downloaded now might be.
         """
         trouble: CheckpointError | None = None
-        for step, name in self._manifests():
-            if step <= newer_than:
-                break
+        names = [name for step, name in self._manifests() if step > newer_than]
+        not_finite: set[str] = set()
+        for name in names:  # grows in the loop
             try:
                 info = self._read_manifest(name, folder)
                 if not is_own(info, run_id):
                     raise ValueError(f"it is of run {info.run}")
+                if info.not_finite and name not in not_finite:
+                    not_finite.add(name)
+                    names += [name] * (newer_than < 0)
+                    raise ValueError(why_passed_over(info))
                 shards = [receive_shard(folder, s, self._reading(s.file)) for s in info.shards]
             except (DamagedShardError, ValueError) as error:
                 on_skip(Path(name), str(error))
@@ -180,7 +186,7 @@ class CheckpointUrl:
     def _read_manifest(self, name: str, folder: Path) -> CheckpointInfo:
         with self._explained("read"):
             manifest = self._files.cat_file(f"{self._root}/{name}")
-        return parse_manifest(json.loads(manifest), folder)
+        return parse_manifest(parse_json(manifest), folder)
 
     def _reading(self, name: str) -> Any:
         def copy(writer: HashingWriter) -> None:

@@ -31,7 +31,7 @@ class _Job:
     """A shard that is being copied and written."""
 
     content: Content
-    progress: dict[str, int]
+    progress: dict[str, Any]
     shard: ShardInfo
     buffer: np.ndarray[Any, Any]
     copied: threading.Event = field(default_factory=threading.Event)
@@ -152,7 +152,13 @@ class ShardWriter:
                     "optimizer.step(), not before it"
                 )
             head = job.content.head(job.progress, shard.world) if shard.index == 0 else []
-            shard = replace(shard, header=sum(memoryview(piece).nbytes for piece in head))
+            shard = replace(
+                shard,
+                header=sum(memoryview(piece).nbytes for piece in head),
+                not_finite=job.content.not_finite(
+                    shard.begin, shard.end, job.buffer, own=shard.index == 0
+                ),
+            )
 
             def write(file: HashingWriter) -> None:
                 for piece in (*head, job.buffer):

@@ -17,7 +17,7 @@ import typer.core
 import typer.main
 
 from hvd_elastic import __version__
-from hvd_elastic.cli.entry import enter, flow_help
+from hvd_elastic.cli.entry import enter, prepare
 from hvd_elastic.cli.start import end_at_interrupt, raise_at_interrupt
 
 _PASS_ON = {"allow_interspersed_args": False}
@@ -54,7 +54,7 @@ class LazyCommand:
             single.command(name, context_settings=dict(self.context_settings))(target)
             command = typer.main.get_command(single)
         command.name = name
-        return flow_help(command)
+        return prepare(command)
 
 
 SECTIONS: dict[str, dict[str, LazyCommand]] = {

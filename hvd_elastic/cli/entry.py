@@ -6,18 +6,21 @@ the parser of the command line found it. A bug shows its traceback.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import typer
 
 from hvd_elastic.cli.start import INTERRUPTED, raise_at_interrupt
 from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.formatting import PrintableStream, printable
 
 # The base class of parser errors has no public name in typer, which may bundle click.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -39,8 +42,9 @@ def enter(program: str, command: Any, arguments: Sequence[str] | None = None) ->
     raise SystemExit(_status_of(program, command, words))
 
 
-def flow_help(command: Any) -> Any:
-    """Have a command's help flow in the terminal, and name the kind of each option's value.
+def prepare(command: Any) -> Any:
+    """Have a command's help flow in the terminal, name the kind of each option's value, and show
+    control characters in what the command prints as text.
 
     Lines of a paragraph are joined, so that the terminal breaks them. A flag has no value, so
     nothing stands beside it.
@@ -56,9 +60,34 @@ def flow_help(command: Any) -> Any:
         if parameter.param_type_name == "option" and parameter.metavar is None:
             parameter.metavar = "" if parameter.is_flag else _kind(parameter)
     command.get_help_option = _without_kind(command.get_help_option)
-    for each in getattr(command, "commands", {}).values():
-        flow_help(each)
+    subcommands = getattr(command, "commands", {})
+    for each in subcommands.values():
+        prepare(each)
+    if command.callback is not None and not subcommands:  # help is printed outside, by rich
+        command.callback = _printing_text(command.callback)
     return command
+
+
+def _printing_text(callback: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(callback)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with _printable_output():
+            return callback(*arguments, **named)
+
+    return call
+
+
+@contextlib.contextmanager
+def _printable_output() -> Iterator[None]:
+    """Show control characters as text: they come from hosts, and from files of other users."""
+    with contextlib.ExitStack() as stack:
+        for redirect, stream in (
+            (contextlib.redirect_stdout, sys.stdout),
+            (contextlib.redirect_stderr, sys.stderr),
+        ):
+            if stream is not None:
+                stack.enter_context(redirect(PrintableStream(stream)))
+        yield
 
 
 def _kind(parameter: Any) -> str:
@@ -95,15 +124,15 @@ def _join_lines(text: str) -> str:
 def _status_of(program: str, command: Any, words: list[str]) -> int:
     try:
         raise_at_interrupt()
-        with flow_help(command).make_context(program, words) as context:
+        with prepare(command).make_context(program, words) as context:
             command.invoke(context)
     except HvdElasticError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return error.exit_status
     except typer.Exit as end:
         return end.exit_code
     except _ParserError as error:
-        print(_usage_words(error), file=sys.stderr)
+        print(printable(_usage_words(error)), file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -26,6 +26,7 @@ from hvd_elastic.hosts.programs.ray_node import START_S, TOKEN
 from hvd_elastic.hosts.remote_python import run_script
 from hvd_elastic.hosts.ssh import SshOptions, connect, is_local, own_address_towards
 from hvd_elastic.install.file_lock import file_lock
+from hvd_elastic.own_files import private_folder
 
 _LIMIT_S = START_S + 30.0
 """Time limit of what is done on a host [s]."""
@@ -130,7 +131,7 @@ class ClusterRecord:
 
     def locked(self, waiting: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Return the lock, without which two commands at once would start two clusters."""
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(self._folder)
         return file_lock(self._folder / "lock", waiting)
 
     def read(self) -> RayCluster | None:

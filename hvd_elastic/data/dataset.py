@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ import numpy as np
 
 from hvd_elastic.data import images
 from hvd_elastic.data.cache import ShardCache
+from hvd_elastic.data.example import example_number
 from hvd_elastic.data.index import (
     INDEX,
     LAYOUTS,
@@ -29,6 +29,7 @@ from hvd_elastic.data.index import (
 )
 from hvd_elastic.data.remote import RemoteFolder, is_url
 from hvd_elastic.errors import DataError
+from hvd_elastic.json_text import parse_json
 from hvd_elastic.model.sharding import Blocks
 
 _OPEN_SHARDS = 128
@@ -45,7 +46,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"), images.decode),
     "npy": _array,
     "txt": bytes.decode,
-    "json": json.loads,
+    "json": parse_json,
 }
 """How the fields with these endings are decoded; others stay bytes."""
 
@@ -133,10 +134,10 @@ class ShardDataset:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> Any:
-        if index < 0:
-            index += len(self)
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
+        asked, length = example_number(index), len(self)
+        if not -length <= asked < length:
+            raise IndexError(f"example {asked} of {length}: they are numbered 0 to {length - 1}")
+        index = asked % length
         number = bisect.bisect_right(self._ends, index)
         shard = self._shard(number)
         row = index - self._ends[number] + self._index.shards[number].examples

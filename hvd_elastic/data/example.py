@@ -1,8 +1,24 @@
-"""Where an example lies in a shard."""
+"""Where an example lies in a shard, and the number that it is taken by."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
+from typing import Any, NamedTuple
+
+
+def example_number(index: Any) -> int:
+    """Return the index of an example as an int.
+
+    Raises:
+        TypeError: it is something else, such as a slice.
+    """
+    try:
+        return operator.index(index)
+    except TypeError:
+        raise TypeError(
+            f"an example is taken by its number, not by {index!r}; for a part of a data set: "
+            "torch.utils.data.Subset(dataset, range(10))"
+        ) from None
 
 
 class Example(NamedTuple):

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from hvd_elastic.hosts.programs.file_hash import hash_of
 
@@ -37,11 +38,21 @@ def sha256_of(path: Path) -> str:
         return str(hash_of(file.fileno()).hexdigest())
 
 
+def open_part(path: Path) -> BinaryIO:
+    """Create the file that gets the name ``path`` when it is whole.
+
+    It is always a new one: what another user has put there stays theirs to change.
+    """
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    return part.open("xb")
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file that appears when it is whole."""
     part = path.with_name(f".{path.name}.part")
     try:
-        with part.open("wb") as file:
+        with open_part(path) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -145,7 +145,11 @@ def parse_index(text: bytes, folder: object) -> Index:
         if index.layout not in LAYOUTS:
             raise DataError(f"{path}: layout {index.layout!r} is none of {', '.join(LAYOUTS)}")
         for shard in index.shards:
-            if shard.name != Path(shard.name).name or shard.name in ("", ".."):
+            if (
+                shard.name != Path(shard.name).name
+                or shard.name in ("", "..")
+                or "\0" in shard.name
+            ):
                 raise DataError(
                     f"{path} names the shard {shard.name!r}, which would not lie in this folder"
                 )
@@ -154,7 +158,7 @@ def parse_index(text: bytes, folder: object) -> Index:
                     f"{path} gives {shard.name!r} the SHA-256 {shard.sha256!r}, which is none; "
                     f"{_again(folder)}"
                 )
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}); {_again(folder)}") from error
     return index
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_elastic.data.example import example_number
 from hvd_elastic.errors import DataError
 from hvd_elastic.model.sharding import Blocks, Order, block_order, epoch_order
 
@@ -130,6 +131,7 @@ class Mixture:
 
     def _count(self, index: int) -> tuple[int, int]:
         """Return the data set that gives an example, and how many it has given before."""
+        index = example_number(index)
         if index < 0:
             raise IndexError(f"example {index} of a mixture, which has no last one")
         left = index

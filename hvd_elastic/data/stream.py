@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from hvd_elastic.data.example import example_number
 from hvd_elastic.errors import DataError
 
 Make = Callable[[int, int, int], Iterator[Any]]
@@ -102,6 +103,7 @@ class Stream:
         Args:
             index: of the stream, >= 0; from ``len()`` on those of later epochs.
         """
+        index = example_number(index)
         if index < 0:
             raise IndexError(f"example {index} of a stream")
         epoch, index = divmod(index, self._length)

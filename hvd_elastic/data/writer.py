@@ -10,6 +10,7 @@ from pathlib import Path
 from typing_extensions import Self
 
 from hvd_elastic.data.example import Example
+from hvd_elastic.data.files import open_part
 from hvd_elastic.data.index import LAYOUTS, Shard, make_table, save_table
 from hvd_elastic.errors import DataError
 
@@ -27,8 +28,8 @@ class ShardWriter:
 
     def __init__(self, path: Path, layout: str, fields: Sequence[str]) -> None:
         self._path, self._layout, self._fields = path, LAYOUTS[layout], tuple(fields)
-        self._part = path.with_name(f".{path.name}.part")
-        self._file = self._part.open("wb")
+        self._file = open_part(path)
+        self._part = Path(self._file.name)
         self._hash = hashlib.sha256()
         self._bytes = 0
         self._examples: list[Example] = []

@@ -26,7 +26,7 @@ class SshOptions:
         connect_timeout_s: limit for name lookup, TCP connect, key exchange and authentication
             together [s].
         identity: private key file to try first.
-        password: password to try if no key is accepted.
+        password: password to try if no key is accepted; jump hosts do not get it.
     """
 
     config_path: Path | None = None

@@ -31,12 +31,10 @@ from hvd_elastic.hosts.process import (
     as_command,
     has_room,
 )
+from hvd_elastic.hosts.programs.accept_peers import accept_peers
 from hvd_elastic.hosts.programs.dial_back import CONTROL_PATIENCE_S
 from hvd_elastic.hosts.programs.secure_stream import Kind, SecureStream
 
-_STRANGERS = 64
-"""Most connections that are in their handshake at a time. One more ends the oldest of them: that of
-a host takes some milliseconds."""
 _START_S = 10.0
 """How long a host may take to open the connection of a command [s]."""
 _UNREAD_BYTES = 1 << 20
@@ -100,10 +98,12 @@ class DialIn:
         self._lock = threading.Lock()
         self._by_name: dict[str, DialledHost] = {}
         self._awaited: dict[str, queue.SimpleQueue[SecureStream]] = {}
-        self._strangers: dict[int, socket.socket] = {}
         self._warned: set[str] = set()
         self._closed = False
-        threading.Thread(target=self._listen, name="hosts dial in", daemon=True).start()
+        accepting = (self._listener, self._admit, self._meet, self._refuse)
+        threading.Thread(
+            target=accept_peers, args=accepting, name="hosts dial in", daemon=True
+        ).start()
 
     @property
     def invitation(self) -> dict[str, Any]:
@@ -168,46 +168,24 @@ class DialIn:
 
     # -- threads -------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        while not self._closed:
-            try:
-                plain, peer = self._listener.accept()
-            except OSError:
-                if self._listener.fileno() < 0:
-                    return
-                continue  # that connection is gone already
-            with self._lock:
-                self._strangers[id(plain)] = plain
-                if len(self._strangers) > _STRANGERS:
-                    oldest = next(iter(self._strangers.values()))
-                    with contextlib.suppress(OSError):
-                        oldest.shutdown(socket.SHUT_RDWR)
-            threading.Thread(
-                target=self._meet, args=(plain, str(peer[0])), name="a host dials in", daemon=True
-            ).start()
+    def _admit(self, plain: socket.socket) -> tuple[SecureStream, dict[str, Any]]:
+        stream = SecureStream(plain, self._certificate, client=False)
+        kind, data = stream.receive()
+        if kind is not Kind.MESSAGE:
+            raise ConnectionError("it did not say what it is")
+        return stream, json.loads(data)
 
-    def _meet(self, plain: socket.socket, peer: str) -> None:
-        try:
-            try:
-                stream = SecureStream(plain, self._certificate, client=False)
-                kind, data = stream.receive()
-                if kind is not Kind.MESSAGE:
-                    raise ConnectionError("it did not say what it is")
-            finally:
-                with self._lock:
-                    del self._strangers[id(plain)]
-        except OSError as error:
-            self._refuse(peer, error)
-            return
-        first = json.loads(data)
+    def _meet(self, peer: tuple[SecureStream, dict[str, Any]]) -> None:
+        stream, first = peer
         with contextlib.suppress(OSError):
             if "command" in first:
                 self._take_command(stream, first["command"])
             else:
                 self._attend(self._register(stream, first))
 
-    def _refuse(self, peer: str, error: OSError) -> None:
+    def _refuse(self, address: tuple[Any, ...], error: Exception) -> None:
         why = error.reason if isinstance(error, ssl.SSLError) else str(error)
+        peer = str(address[0])
         if peer not in self._warned and not self._closed:
             self._warned.add(peer)
             self._warn(

@@ -29,8 +29,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from hvd_elastic.errors import HostfileError
+from hvd_elastic.errors import HostfileError, StrangerError
 from hvd_elastic.formatting import count, hosts_named
+from hvd_elastic.own_files import check_configuration
 
 # A mistake such as gpu[1-1000000000] must give an error instead of filling the memory.
 MAX_HOSTS = 65_536
@@ -150,11 +151,14 @@ def parse_hostfile(path: str | Path) -> Hostfile:
     """Read a hostfile.
 
     Raises:
-        HostfileError: the file is missing, unreadable or empty, or a line cannot be parsed; names
-            path, line, column, text, and the valid forms.
+        HostfileError: the file is missing, unreadable or empty, every user can write it, or a line
+            cannot be parsed; names path, line, column, text, and the valid forms.
     """
     try:
+        check_configuration(Path(path), may_group=True)
         data = Path(path).read_bytes()
+    except StrangerError as error:
+        raise HostfileError(f"hostfile {error}") from None
     except FileNotFoundError:
         raise HostfileError(
             f"hostfile {path} does not exist. Give the path of a file with one host a line; "
@@ -253,6 +257,7 @@ def write_hostfile(path: Path, hosts: Iterable[Host]) -> None:
         OSError: it cannot be written; the old one is unchanged.
     """
     new = path.with_name(f".{path.name}.new")
+    new.touch(mode=0o644)
     new.write_text(format_hostfile(hosts), encoding="utf-8")
     new.replace(path)
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from hvd_elastic.own_files import private_folder
+
 SSH_PORT = 22
 
 
@@ -112,10 +114,10 @@ class KnownHosts:
             for known in self.lookup(name[1 : name.rindex("]")]):
                 if not known.marker and known.key == key:
                     return KeyState.KNOWN, known
-        for known in plain:
-            if known.key.key_type == key.key_type:
-                return KeyState.CHANGED, known
-        return KeyState.UNKNOWN, plain[0] if plain else None
+        # A key of another type too: the known types are asked for first, so a server that has not
+        # changed would have shown one of them, and who pretends to be it can choose the type.
+        same_type = [known for known in plain if known.key.key_type == key.key_type]
+        return (KeyState.CHANGED, (same_type or plain)[0]) if plain else (KeyState.UNKNOWN, None)
 
     def key_types(self, name: str) -> tuple[str, ...]:
         """Return the types of the host's known keys, which to request from its server first."""
@@ -145,7 +147,8 @@ def remember(path: Path, entries: Iterable[tuple[str, HostKey]]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.parent.exists():
+        private_folder(path.parent)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "r+b") as file:
         # Two processes that write at the same time must not mix their lines.

@@ -18,6 +18,7 @@ from typing import Any
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.process import CommandTimeoutError, RemoteProcess, collect
+from hvd_elastic.json_text import parse_json
 
 PROGRAMS = "hvd_elastic.hosts.programs"
 """Package of the programs that are sent to hosts."""
@@ -67,7 +68,7 @@ def run_script(
     if result.exit_status == COMMAND_NOT_FOUND:
         raise no_python(host, python)
     try:
-        return json.loads(result.stdout)
+        return parse_json(result.stdout)
     except ValueError:
         tail = (result.stderr or result.stdout).decode("utf-8", errors="replace").strip()
         last = "\n".join(tail.splitlines()[-5:]) or f"exit status {result.exit_status}"

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,13 @@ from hvd_elastic.errors import (
     HostUnreachableError,
     LoginRefusedError,
     SshError,
+    StrangerError,
 )
 from hvd_elastic.hosts import ssh_config
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.known_hosts import HostKey, KeyState, KnownHosts, known_name
+from hvd_elastic.own_files import check_configuration
 
 if TYPE_CHECKING:
     import paramiko
@@ -50,6 +52,18 @@ SILENCE_MS = 60_000
 def own_known_hosts() -> Path:
     """Return the path of this project's known_hosts file, written by ``hvd-elastic trust``."""
     return home() / "known_hosts"
+
+
+def _check_own_known_hosts() -> None:
+    """Raise HostKeyError if other users can write this project's known_hosts, or replace it."""
+    path = own_known_hosts()
+    try:
+        for each in (path, path.parent):
+            check_configuration(each)
+    except OSError:
+        pass  # there is none
+    except StrangerError as error:
+        raise HostKeyError(f"no host key in {path} is trusted: {error}") from None
 
 
 @dataclass
@@ -185,6 +199,7 @@ class Route:
         self.known_name = known_name(entry.get("hostkeyalias", self.address), self.port)
         if "hostkeyalias" in entry:
             self.known_name = str(entry["hostkeyalias"]).lower()
+        _check_own_known_hosts()
         self.known = KnownHosts.load([own_known_hosts(), *ssh_config.known_hosts_files(entry)])
         self.jumps = _parse_jumps(host, str(entry.get("proxyjump", "none")))
         self.gateways: list[Route] = []
@@ -207,8 +222,9 @@ class Route:
     def _open_through(self, jumps: list[Host]) -> Any:
         where = self.attempt.where
         transport: paramiko.Transport | None = None
+        options = replace(self.options, password=None)  # it was asked for the host, not for these
         for jump in jumps:
-            route = Route(jump, self.options, self.attempt, self.depth + 1)
+            route = Route(jump, options, self.attempt, self.depth + 1)
             self.gateways.append(route)
             if transport is None:
                 route.open_socket()
@@ -345,14 +361,14 @@ def _verify(route: Route, key: HostKey) -> None:
     if state is KeyState.CHANGED and known is not None:
         raise HostKeyError(
             f"host {name} ({route.known_name}): THE HOST KEY HAS CHANGED. It shows {shown}; "
-            f"{known.path}, line {known.line} has {known.key.fingerprint}. Somebody may be "
+            f"{known.path}, line {known.line} has {known.key.key_type} {known.key.fingerprint}. "
+            "Somebody may be "
             "listening in; nothing was sent to it. If the host was set up anew, remove the old key "
             f"with: ssh-keygen -R '{route.known_name}' -f {known.path}  "
             "and accept the new one with: hvd-elastic trust HOSTFILE"
         )
-    other = f" (known by another key: {known.key.key_type})" if known else ""
     raise HostKeyError(
-        f"host {name} ({route.known_name}): unknown host key {shown}{other}. Compare it with the "
+        f"host {name} ({route.known_name}): unknown host key {shown}. Compare it with the "
         "host's own (on it: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub) and accept it with: "
         "hvd-elastic trust HOSTFILE"
     )

@@ -10,7 +10,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvd_elastic.errors import SshError
+from hvd_elastic.errors import SshError, StrangerError
+from hvd_elastic.own_files import check_configuration
 
 if TYPE_CHECKING:
     from paramiko import SSHConfig
@@ -37,7 +38,8 @@ def load_ssh_config(config_path: Path | None, host: str | None = None) -> SSHCon
         host: host that will be looked up; blocks for other hosts are left out. None for all.
 
     Raises:
-        SshError: ``config_path`` cannot be read, or paramiko cannot parse a file.
+        SshError: ``config_path`` cannot be read, others can write a file, or paramiko cannot parse
+            one.
     """
     from paramiko.ssh_exception import ConfigParseError
 
@@ -100,7 +102,7 @@ def read_config_text(config_path: Path | None) -> str:
     if config_path is not None:
         path = config_path.expanduser()
         try:
-            return _inline(path, path.read_text(encoding="utf-8", errors="replace"), 0)
+            return _inline(path, _read(path), 0)
         except OSError as error:
             raise SshError(
                 f"ssh configuration {config_path} cannot be read: {error.strerror}. "
@@ -110,11 +112,25 @@ def read_config_text(config_path: Path | None) -> str:
     for name in (USER_CONFIG, SYSTEM_CONFIG):
         path = Path(name).expanduser()
         try:
-            parts.append(_inline(path, path.read_text(encoding="utf-8", errors="replace"), 0))
+            parts.append(_inline(path, _read(path), 0))
         except OSError:
             continue
     # ssh uses the first value found, so the user's file comes first. "Host *" ends its last block.
     return "\nHost *\n".join(parts)
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file, in which a ProxyCommand would run as this user.
+
+    Raises:
+        SshError: other users can write it.
+        OSError: it cannot be read.
+    """
+    try:
+        check_configuration(path)
+    except StrangerError as error:
+        raise SshError(f"ssh configuration {error}") from None
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _inline(path: Path, text: str, depth: int, outer: str = _EVERY_HOST) -> str:
@@ -141,7 +157,7 @@ def _inline(path: Path, text: str, depth: int, outer: str = _EVERY_HOST) -> str:
             for name in sorted(glob.glob(os.path.join(folder, Path(pattern).expanduser()))):  # noqa: PTH118, PTH207  # absolute patterns too
                 included = Path(name)
                 try:
-                    inner = included.read_text(encoding="utf-8", errors="replace")
+                    inner = _read(included)
                 except OSError:
                     continue
                 lines.append(_inline(included, inner, depth + 1, block))

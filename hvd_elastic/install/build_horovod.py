@@ -1,12 +1,12 @@
 """Build Horovod for this Python environment once, keep the wheel, install it.
 
 Horovod's newest source release (0.28.1) has six problems that ``horovod-0.28.1.patch`` in this
-folder fixes: it does not compile with current versions of torch; a process in which initialisation
-has failed can never initialise again; one that initialises again crashes if some variables are set;
-if a peer dies in the middle of a message, the others wait for 30 s; ranks that have nothing to
-exchange negotiate about it every millisecond; and a process that a data loader forks may hang. The
-wheel is kept in the user's cache folder under a name made of everything that it was compiled
-against, so another environment with the same versions gets it in seconds.
+folder fixes: it does not compile with current versions of torch and gcc; a process in which
+initialisation has failed can never initialise again; one that initialises again crashes if some
+variables are set; if a peer dies in the middle of a message, the others wait for 30 s; ranks that
+have nothing to exchange negotiate about it every millisecond; and a process that a data loader
+forks may hang. The wheel is kept in the user's cache folder under a name made of everything that it
+was compiled against, so another environment with the same versions gets it in seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -34,6 +35,7 @@ from hvd_elastic.frameworks import (
 from hvd_elastic.hosts.programs.cores import usable_cores
 from hvd_elastic.hosts.programs.memory import usable_memory
 from hvd_elastic.install.cuda import (
+    PIP_CUDA,
     assemble_toolkit,
     find_cuda_home,
     find_nccl_header,
@@ -44,21 +46,19 @@ from hvd_elastic.install.file_lock import file_lock
 from hvd_elastic.install.horovod_wheel import (
     HOROVOD_VERSION,
     INSTALLED_BUILD_FILE,
+    RECORD,
     BuildInputs,
     cached_wheel,
+    check_kept,
     installed_build,
+    sha256_of,
     wheel_cache,
 )
+from hvd_elastic.install.pinned import BUILD_REQUIREMENTS, RUN_REQUIREMENTS, pip_arguments
 from hvd_elastic.install.prerequisites import PREREQUISITES, Purpose, apt_command, has_apt, missing
 from hvd_elastic.install.quiet import make_percentage, run_quietly
 
 PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")
-SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-
-RUN_REQUIREMENTS = ("packaging", "cffi", "cloudpickle", "psutil", "pyyaml")
-"""Packages that Horovod imports, also during the build."""
-BUILD_REQUIREMENTS = ("setuptools", "wheel")
-"""Further packages for the build, which runs without pip's isolation and so finds frameworks."""
 
 # Disk space for a build, and memory for each compiler, with a margin.
 BUILD_SPACE_BYTES = 1_500_000_000
@@ -173,8 +173,9 @@ def provide_toolkit(inputs: BuildInputs, work: Path, log: Path) -> Path | None:
     if home is not None:
         return home
     target = work / "cuda"
+    packages = pip_arguments(toolkit_packages(inputs.cuda), work)
     run_quietly(
-        [*(*_PIP, "install", "--no-deps", "--target", str(target)), *toolkit_packages(inputs.cuda)],
+        [*_PIP, "install", "--target", str(target), *packages],
         label=f"Downloading the compiler of CUDA {inputs.cuda}",
         log=log,
     )
@@ -241,7 +242,8 @@ def _check_cuda(cuda: str, nccl: str | None) -> None:
         raise BuildError(
             f"PyTorch is for CUDA {cuda}, and there is no nvcc to compile Horovod for it; install "
             f"NVIDIA's package cuda-nvcc-{cuda.replace('.', '-')} (or name the toolkit's folder in "
-            f"CUDA_HOME), or take a PyTorch for CUDA 13, whose compiler pip can bring, {or_without}"
+            f"CUDA_HOME), or take a PyTorch for CUDA {PIP_CUDA}, whose compiler pip can bring, "
+            f"{or_without}"
         )
     if nccl is None:
         raise BuildError(
@@ -255,8 +257,8 @@ def build_wheel(inputs: BuildInputs, work: Path, log: Path, jobs: int) -> Path:
     _install_missing(BUILD_REQUIREMENTS, "build requirements", log)
     run_quietly(
         [
-            *_PIP, "download", "--no-deps", "--no-binary", "horovod", "--no-build-isolation",
-            "--dest", str(work), f"horovod=={inputs.horovod}",
+            *_PIP, "download", "--no-binary", "horovod", "--no-build-isolation",
+            "--dest", str(work), *pip_arguments(["horovod"], work),
         ],
         label=f"Downloading Horovod {inputs.horovod}",
         log=log,
@@ -287,19 +289,7 @@ def build_wheel(inputs: BuildInputs, work: Path, log: Path, jobs: int) -> Path:
 
 
 def unpack_sdist(archive: Path, folder: Path) -> Path:
-    """Compare the source release with its known digest, and unpack it.
-
-    Raises:
-        BuildError: it is missing or has another digest.
-    """
-    if not archive.is_file():
-        raise BuildError(f"the download brought no {archive.name}")
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if digest != SDIST_SHA256:
-        raise BuildError(
-            f"{archive.name} has SHA-256 {digest}, expected {SDIST_SHA256}: the package index did "
-            "not give the released file; nothing was unpacked"
-        )
+    """Unpack the source release, whose digest pip has compared; return its folder."""
     with tarfile.open(archive) as tar:
         if hasattr(tarfile, "data_filter"):
             tar.extractall(folder, filter="data")
@@ -350,13 +340,20 @@ def _check_import(framework: str, inputs: BuildInputs, folder: Path, log: Path) 
 
 
 def keep_wheel(wheel: Path, inputs: BuildInputs, seconds: float) -> Path:
-    """Copy a tested wheel into the cache, atomically."""
+    """Copy a tested wheel into the cache, atomically, where no one else can change it."""
     folder = wheel_cache() / inputs.name
     folder.mkdir(parents=True, exist_ok=True)
-    record = {"inputs": inputs.to_dict(), "seconds": round(seconds, 1), "built": int(time.time())}
-    (folder / "build.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     partial = folder / f".{wheel.name}.partial"
     shutil.copyfile(wheel, partial)
+    for path in (folder.parent, folder, partial):
+        path.chmod(path.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
+    record = {
+        "inputs": inputs.to_dict(),
+        "sha256": sha256_of(partial),
+        "seconds": round(seconds, 1),
+        "built": int(time.time()),
+    }
+    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     kept = folder / wheel.name
     partial.replace(kept)
     return kept
@@ -376,6 +373,7 @@ def provide_horovod(inputs: BuildInputs, *, rebuild: bool = False, jobs: int | N
         wheel = None if rebuild else cached_wheel(inputs)
         if wheel is not None:
             try:
+                check_kept(wheel)
                 install_wheel(wheel, inputs, log)
             except BuildError as error:
                 # the machine has changed since then, or the file is damaged
@@ -403,4 +401,9 @@ def _build_and_keep(inputs: BuildInputs, log: Path, jobs: int | None) -> Path:
 def _install_missing(packages: Sequence[str], what: str, log: Path) -> None:
     lacking = [name for name in packages if version_of(name) is None]
     if lacking:
-        run_quietly([*_PIP, "install", *lacking], label=f"Installing {what}", log=log)
+        with tempfile.TemporaryDirectory(prefix="hvd_elastic-build-") as work:
+            run_quietly(
+                [*_PIP, "install", *pip_arguments(lacking, Path(work))],
+                label=f"Installing {what}",
+                log=log,
+            )

@@ -1,7 +1,7 @@
 """Find CUDA's compiler and NCCL for building Horovod for GPUs.
 
-PyTorch from PyPI installs CUDA's libraries and NCCL as packages, but no compiler. From CUDA 13 on
-the compiler is available as packages too, so a machine needs only the GPU's driver:
+PyTorch from PyPI installs CUDA's libraries and NCCL as packages, but no compiler. For CUDA 13.0 the
+compiler is available as packages too, so a machine needs only the GPU's driver:
 :func:`toolkit_packages` returns their names, :func:`assemble_toolkit` makes the folder that a build
 expects.
 """
@@ -12,13 +12,15 @@ import importlib.util
 import os
 from pathlib import Path
 
+from hvd_elastic.install.pinned import pinned_version
 from hvd_elastic.install.prerequisites import find_program
 
 _COMPILER_PACKAGES = (
     *("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt"),
     *("nvidia-cuda-runtime", "nvidia-cuda-cccl"),
 )
-_FIRST_WITH_PACKAGES = 13  # major version of CUDA
+PIP_CUDA = ".".join(pinned_version(_COMPILER_PACKAGES[0]).split(".")[:2])
+"""Version of CUDA whose compiler pip can install."""
 _USUAL_HOME = Path("/usr/local/cuda")
 
 
@@ -35,14 +37,12 @@ def find_cuda_home() -> Path | None:
 
 
 def toolkit_packages(cuda: str) -> list[str]:
-    """Return the packages with which pip can compile for this CUDA; empty if there are none.
+    """Return the pinned packages that compile for this CUDA; empty if there are none.
 
     >>> toolkit_packages("13.0")[0], toolkit_packages("12.8")
-    ('nvidia-cuda-nvcc==13.0.*', [])
+    ('nvidia-cuda-nvcc', [])
     """
-    if int(_major(cuda)) < _FIRST_WITH_PACKAGES:
-        return []
-    return [f"{package}=={cuda}.*" for package in _COMPILER_PACKAGES]
+    return list(_COMPILER_PACKAGES) if cuda == PIP_CUDA else []
 
 
 def assemble_toolkit(installed: Path, cuda: str) -> Path:

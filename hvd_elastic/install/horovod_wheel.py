@@ -6,22 +6,31 @@ wheel is in a folder named after everything that it was compiled against (:class
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
 import runpy
+import stat
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from hvd_elastic.errors import BuildError
 from hvd_elastic.frameworks import TITLES, tensorflow_version, version_of, why_no_tensorflow
+from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
 from hvd_elastic.install.cuda import find_nccl_header
 from hvd_elastic.install.prerequisites import find_program
 
 HOROVOD_VERSION = "0.28.1"
+RECORD = "build.json"
+"""File beside a kept wheel: its inputs and its SHA-256."""
 
 INSTALLED_BUILD_FILE = "HVD_ELASTIC_BUILD"
 """File in Horovod's .dist-info folder with the :attr:`BuildInputs.name` of the installed build."""
@@ -94,14 +103,28 @@ def detect_inputs(
     *,
     with_tensorflow: bool = True,
     with_mpi: bool = True,
-    with_nccl: bool = True,
+    with_nccl: bool | None = None,
 ) -> BuildInputs:
     """Return the inputs of a build in this environment; avoids importing heavy packages.
 
     A TensorFlow that :func:`why_left_out` tells of is left out.
+
+    Args:
+        patch_sha256: digest of the patch.
+        with_tensorflow: whether to build for TensorFlow, if there is one.
+        with_mpi: whether to build with Open MPI, if there is one.
+        with_nccl: whether to build with NCCL, if PyTorch is for CUDA. None: if this machine has a
+            GPU, or has such a build installed, as hosts with GPUs have that share the folder.
     """
     torch = _torch_facts()
-    cuda = torch["cuda"] if with_nccl else None
+    cuda = torch["cuda"] if with_nccl is not False else None
+    if cuda is not None and with_nccl is None and not has_gpu():
+        with_cuda = detect_inputs(
+            patch_sha256, with_tensorflow=with_tensorflow, with_mpi=with_mpi, with_nccl=True
+        )
+        if installed_build() == with_cuda.name:
+            return with_cuda
+        cuda = None
     return BuildInputs(
         horovod=HOROVOD_VERSION,
         python=f"cp{sys.version_info.major}{sys.version_info.minor}",
@@ -123,8 +146,47 @@ def wheel_cache() -> Path:
 
 
 def cached_wheel(inputs: BuildInputs) -> Path | None:
-    """Return the cached wheel that was built from ``inputs``, or None."""
-    return next(iter(sorted((wheel_cache() / inputs.name).glob("horovod-*.whl"))), None)
+    """Return a cached wheel that was built from ``inputs``, or also for another framework."""
+    for wheel in sorted(wheel_cache().glob("*/horovod-*.whl")):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            record = json.loads(wheel.with_name(RECORD).read_text(encoding="utf-8"))
+            lacks: dict[str, Any] = {name: None for name in TITLES if name not in inputs.frameworks}
+            if replace(BuildInputs(**record["inputs"]), **lacks) == inputs:
+                return wheel
+    return None
+
+
+def check_kept(wheel: Path) -> None:
+    """Check that a cached wheel is the file that was kept there.
+
+    Raises:
+        BuildError: others could have changed it, or it is damaged.
+    """
+    for path in (wheel, wheel.parent, wheel.parent.parent):
+        found = path.stat()
+        if found.st_uid not in (0, os.geteuid()):
+            raise BuildError(f"{path} belongs to user id {found.st_uid}")
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise BuildError(f"others can write {path}")
+    record = json.loads(wheel.with_name(RECORD).read_text(encoding="utf-8"))
+    if record.get("sha256") != sha256_of(wheel):
+        raise BuildError(f"{wheel.name} has another SHA-256 than when it was kept")
+
+
+def sha256_of(file: Path) -> str:
+    """Return the SHA-256 of a file's content."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def has_gpu() -> bool:
+    """Return whether this machine has a GPU on which CUDA runs."""
+    answer = ask_nvidia_smi("--query-gpu=name")
+    return answer is not None and not answer.error and bool(answer.lines)
+
+
+def torch_cuda() -> str | None:
+    """Return the CUDA version that the installed PyTorch is for, or None."""
+    return _torch_facts()["cuda"]
 
 
 def installed_build() -> str | None:

@@ -18,8 +18,29 @@ from pathlib import Path
 from typing import TextIO
 
 from hvd_elastic.errors import BuildError
+from hvd_elastic.formatting import unfiltered
 
 _MAKE_PERCENTAGE = re.compile(r"^\s*\[\s*(\d{1,3})%\]")
+_COMPILER_ERROR = re.compile(
+    r"^([^\s:]+:\d+(:\d+)?|\S+): (fatal )?error: |^CMake Error|undefined reference to "
+)
+# What follows the first error of a compiler and belongs to it: the line of the source, a caret.
+_LINES_OF_AN_ERROR = 6
+_CAUSES = {
+    "No space left on device|Disk quota exceeded": (
+        "the disk is full; free some, or name another folder in TMPDIR (where Horovod is built) or "
+        "XDG_CACHE_HOME (where pip and we keep files)"
+    ),
+    "Killed signal terminated program|[Cc]annot allocate memory|out of memory": (
+        "there is too little memory; fewer compilers at once need less: "
+        "hvd-elastic build-horovod --jobs 1"
+    ),
+    "NewConnectionError|NameResolutionError|ConnectTimeoutError|ReadTimeoutError|ProxyError"
+    "|ProtocolError|IncompleteRead|Temporary failure resolving|Could not connect to": (
+        "the network failed; run the same command again when it works"
+    ),
+}
+"""What the output of a failed program may hold, and what it means; the first that fits counts."""
 # Interval between lines of progress where they cannot be rewritten, as in a log.
 _PLAIN_INTERVAL_S = 30.0
 
@@ -54,7 +75,7 @@ class Progress:
         terminal: bool | None = None,
     ) -> None:
         self._label = label
-        self._stream = sys.stdout if stream is None else stream
+        self._stream = unfiltered(sys.stdout) if stream is None else stream
         self._clock = clock
         self._terminal = self._stream.isatty() if terminal is None else terminal
         self._began = clock()
@@ -138,17 +159,29 @@ def run_quietly(
     if status != 0:
         progress.finish("failed")
         told = "\n".join(f"  {line}" for line in telling_lines(lines))
-        raise BuildError(f"{label} failed with status {status}:\n{told}\nThe whole log: {log}")
+        output = "\n".join(lines)
+        cause = next((f": {why}" for sign, why in _CAUSES.items() if re.search(sign, output)), "")
+        raise BuildError(
+            f"{label} failed with status {status}{cause}\n{told}\nThe whole log: {log}"
+        )
     progress.finish("done")
 
 
 def telling_lines(lines: Sequence[str], limit: int = 20) -> list[str]:
-    """Return the lines that show what went wrong: the first errors, then the last lines.
+    """Return the lines that show what went wrong.
 
-    >>> telling_lines(["a", "x.cc:1: error: no such thing", "b", "c", "d"], limit=3)
-    ['x.cc:1: error: no such thing', '…', 'c', 'd']
+    These are a compiler's first error and the lines after it, which show its place. If no compiler
+    failed, they are the first errors, then the last lines.
+
+    >>> telling_lines(["a", "ERROR: no such thing", "b", "c", "d"], limit=3)
+    ['ERROR: no such thing', '…', 'c', 'd']
+    >>> telling_lines(["x.cc:1:2: error: no such thing", "  1 | x", "    | ^", *"abcdefgh"])[:2]
+    ['x.cc:1:2: error: no such thing', '  1 | x']
     """
     kept = [line for line in lines if line.strip()]
+    for number, line in enumerate(kept):
+        if _COMPILER_ERROR.search(line.strip()):
+            return kept[number : number + _LINES_OF_AN_ERROR]
     end = kept[-(limit - limit // 3) :]
     before = kept[: len(kept) - len(end)]
     errors = [line for line in before if re.search(r"\b(fatal error|error|ERROR)\b:", line)]

@@ -8,11 +8,13 @@ import os
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.config import home
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.own_files import private_folder, socket_in
 from hvd_elastic.records.process_lock import is_locked, take_lock
 
 CLUSTER_VARIABLE = "HVD_ELASTIC_CLUSTER"
@@ -48,7 +50,8 @@ class ClusterFolder:
 
         Raises:
             UsageError: the name is not valid.
-            RunError: the folder cannot be made, or belongs to somebody else.
+            RunError: the folder cannot be made.
+            StrangerError: it belongs to another user.
         """
         if not _NAME.fullmatch(name):
             raise UsageError(
@@ -57,15 +60,8 @@ class ClusterFolder:
             )
         folder = cls(clusters_folder() / name)
         try:
-            folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            owner = folder.path.stat().st_uid
-            if owner != os.getuid():
-                raise RunError(
-                    f"the folder {folder.path} belongs to another user (id {owner}); set "
-                    "HVD_ELASTIC_HOME to a folder of your own"
-                )
-            folder.path.chmod(0o700)
-            folder.hostfiles.mkdir(exist_ok=True, mode=0o700)
+            for path in (clusters_folder(), folder.path, folder.hostfiles):
+                private_folder(path)
         except OSError as error:
             raise RunError(
                 f"cannot make the folder {folder.path}: {error.strerror}. Free space or mend the "
@@ -116,17 +112,9 @@ class ClusterFolder:
         except OSError:  # of another user
             return False
 
-    @contextlib.contextmanager
-    def socket_address(self) -> Iterator[str]:
-        """Yield an address of the daemon's socket that is short enough for the kernel.
-
-        A unix socket's address has at most 107 bytes, and folders may have longer paths.
-        """
-        fd = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield f"/proc/self/fd/{fd}/daemon.sock"
-        finally:
-            os.close(fd)
+    def socket_address(self) -> AbstractContextManager[str]:
+        """Return a context with an address of the daemon's socket, as :func:`socket_in`."""
+        return socket_in(self.path, "daemon.sock")
 
 
 def clusters_folder() -> Path:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import selectors
 import socket
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from hvd_elastic.errors import HvdElasticError, RunError
+from hvd_elastic.errors import HvdElasticError, RunError, StrangerError
+from hvd_elastic.hosts.peers import connect_own, peer_uid
 from hvd_elastic.jobs.messages import Answer, Request
 from hvd_elastic.jobs.place import ClusterFolder
 
@@ -26,7 +26,6 @@ _FULL_S = 0.05
 """Time until another try to connect while too many others do [s]."""
 _ANSWER_S = 60.0
 """Longest wait of a caller for the daemon [s]."""
-_CREDENTIALS = struct.Struct("3i")
 _decoder = msgspec.json.Decoder(Request)
 
 
@@ -101,8 +100,7 @@ class RequestServer:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, user, _ = _CREDENTIALS.unpack(raw)
+        user = peer_uid(connection)
         client = _Client(connection, time.monotonic() + _PATIENCE_S)
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, client)
@@ -150,13 +148,13 @@ class RequestServer:
         client.socket.close()
 
 
-def _connect(place: ClusterFolder, connection: socket.socket) -> None:
+def _connect(place: ClusterFolder) -> socket.socket:
     """Connect to a daemon, at which others may be waiting to be let in as well."""
     deadline = time.monotonic() + _ANSWER_S
     with place.socket_address() as address:
         while True:
             try:
-                return connection.connect(address)
+                return connect_own(address, _ANSWER_S)
             except BlockingIOError:  # its backlog is full
                 if time.monotonic() > deadline:
                     raise
@@ -167,29 +165,28 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
     """Send a request to the daemon of a cluster and return its answer.
 
     Raises:
-        RunError: there is no daemon, it does not answer, or it refused.
+        RunError: there is no daemon, it does not answer, it refused, or it is another user's;
+            to them nothing was sent.
     """
     ask = f"Start it with: hvd-elastic up HOSTFILE --name {place.name}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
-        connection.settimeout(_ANSWER_S)
-        try:
-            _connect(place, connection)
+    try:
+        with _connect(place) as connection:
             connection.sendall(msgspec.json.encode(request))
             connection.shutdown(socket.SHUT_WR)
             received = b"".join(iter(lambda: connection.recv(1 << 20), b""))
-        except ConnectionResetError:
-            received = b""  # it was killed
-        except (FileNotFoundError, ConnectionRefusedError) as error:
-            raise RunError(f"cluster {place.name} has no daemon. {ask}") from error
-        except PermissionError as error:
-            raise RunError(
-                f"the daemon of cluster {place.name} belongs to another user: {place.path} is "
-                "theirs alone. Submit from that account, or start a cluster of your own"
-            ) from error
-        except OSError as error:
-            raise RunError(
-                f"the daemon of cluster {place.name} does not answer ({error}); see {place.log}"
-            ) from error
+    except ConnectionResetError:
+        received = b""  # it was killed
+    except (FileNotFoundError, ConnectionRefusedError) as error:
+        raise RunError(f"cluster {place.name} has no daemon. {ask}") from error
+    except (PermissionError, StrangerError) as error:
+        raise RunError(
+            f"the daemon of cluster {place.name} belongs to another user: {place.path} is "
+            "theirs alone. Submit from that account, or start a cluster of your own"
+        ) from error
+    except OSError as error:
+        raise RunError(
+            f"the daemon of cluster {place.name} does not answer ({error}); see {place.log}"
+        ) from error
     if not received:
         raise RunError(
             f"the daemon of cluster {place.name} ended before it answered. {ask}   Then see with "

@@ -196,11 +196,20 @@ class ElasticCallback(keras.callbacks.Callback):
         failed, self._failed = self._failed, None
         if failed is not None:
             self._session.recover(failed, in_tail=True)
-        averaged = self._finish_tail()
-        logs.update(averaged | self._arrays)
-        self._ctx.report(averaged)
+        logs.update(self._finish_tail() | self._arrays)
+        self._report(logs)
         if self._ctx.worker.progress.stopped or self._is_enough():
             self.model.stop_training = True
+
+    def _report(self, logs: dict[str, Any]) -> None:
+        """Record the metrics of an epoch; name those that are not one number."""
+        several = [name for name, value in logs.items() if np.size(value) != 1]
+        self._ctx.report({name: value for name, value in logs.items() if name not in several})
+        if several and self._ctx.worker.progress.epoch == 1:
+            self._ctx.worker.warn_once(
+                f"the metrics {', '.join(several)} of model.fit are not recorded, since they are "
+                "not one number each"
+            )
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave together with the other ranks."""
@@ -350,12 +359,8 @@ class ElasticCallback(keras.callbacks.Callback):
             batch = next(latest.examples())
             try:
                 model._symbolic_build(data_batch=batch)
-            except (
-                AttributeError,
-                RuntimeError,
-                TypeError,
-                ValueError,
-            ):  # a model that Keras cannot call symbolically is traced twice
+            except (AttributeError, RuntimeError, TypeError, ValueError):
+                # A model that Keras cannot call symbolically is traced once more.
                 rehearse(self.state, lambda: self._train([batch]))
                 model.make_train_function(force=True)
                 self._train = model.train_function

@@ -111,6 +111,7 @@ class Leader:
     ) -> None:
         self._resumed = resumed
         self._next_tick = time.monotonic()
+        environment = spec.environment(environment, folder.run_id)
         store = CheckpointStore(
             folder.run_id,
             folder.checkpoints,

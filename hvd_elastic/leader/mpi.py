@@ -76,7 +76,8 @@ def run_mpi(spec: RunSpec, environment: Mapping[str, str]) -> int:
         )
     path = spec.hostfile_path
     hosts = [Host("localhost", slots=spec.slots)] if path is None else [*parse_hostfile(path).hosts]
-    forwarded = {**forwarded_environment(environment), **_FOR_MPI}
+    environment = {**spec.environment(environment, "mpi"), **_FOR_MPI}
+    forwarded = forwarded_environment(environment)
     with tempfile.TemporaryDirectory(prefix="hvd_elastic-") as folder:
         hostfile = Path(folder) / "hosts"
         lines = [
@@ -87,7 +88,7 @@ def run_mpi(spec: RunSpec, environment: Mapping[str, str]) -> int:
         command = mpirun_command(
             spec, hosts, str(hostfile), sorted(forwarded), root=os.geteuid() == 0
         )
-        process = subprocess.Popen(command, env={**environment, **_FOR_MPI})
+        process = subprocess.Popen(command, env=environment)
         before = {
             # mpirun ends its ranks on these signals, and needs the hostfile until then.
             number: signal.signal(number, lambda sent, _: process.send_signal(sent))

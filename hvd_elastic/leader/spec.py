@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,6 +81,7 @@ class RunSpec:
         preemption_command: command that reports on each host whether the host is about to be
             taken away; None: nothing is asked.
         plain: whether the command is no training script; its exit status alone counts.
+        hash_seed: the user's ``PYTHONHASHSEED``; None: it follows from the name of the run.
         policy: what decides the number of processes: ``fixed`` or ``goodput``.
         objective, min_speedup_per_slot, budget, deadline_s, target_examples: settings of the
             policy ``goodput``; see :class:`hvd_elastic.policy.objective.Objective`.
@@ -110,6 +112,7 @@ class RunSpec:
     preemption: str | None = None
     preemption_command: str | None = None
     plain: bool = False
+    hash_seed: str | None = None
     policy: str = "fixed"
     objective: str = "goodput"
     min_speedup_per_slot: float = 0.5
@@ -140,6 +143,18 @@ class RunSpec:
             raise RunError(
                 f"run {run_id} cannot be resumed: its run.json does not say what was run ({error})"
             ) from error
+
+    def environment(self, given: Mapping[str, str], run_id: str) -> dict[str, str]:
+        """Return the variables of all workers of the run, with one ``PYTHONHASHSEED`` for all.
+
+        By default each process of Python orders ``set(text)`` in another way: workers would make
+        different vocabularies of the same text. The user's own value is kept.
+
+        >>> RunSpec(("true",), "/").environment({}, "run-1")
+        {'PYTHONHASHSEED': '711764195'}
+        """
+        seed = self.hash_seed or str(zlib.crc32(run_id.encode()))
+        return {**given, "PYTHONHASHSEED": given.get("PYTHONHASHSEED") or seed}
 
     @property
     def heartbeat_s(self) -> float:

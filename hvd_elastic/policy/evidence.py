@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from hvd_elastic.formatting import count
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan, statistical_efficiency
 from hvd_elastic.model.step_time import Observation, StepTimeModel
 from hvd_elastic.model.timings import LEADER_RULES, Configuration, StepTimings
@@ -357,6 +358,21 @@ class CoreSharing:
     def note_timed(self, counts: Iterable[tuple[str, int]]) -> None:
         """Record that steps were timed with these numbers of ranks on hosts."""
         self.densest = max(self.of(counts), self.densest, key=_density)
+
+    def why_unknown(self, counts: Iterable[tuple[str, int]]) -> str:
+        """Return why a size cannot be predicted: more ranks share a core than were timed; else "".
+
+        Args:
+            counts: pairs of host and number of ranks on it.
+        """
+        sharing, timed = self.of(counts), self.densest
+        if sharing is None or timed is None:
+            return ""
+        if sharing.ranks_per_core <= max(1.0, timed.ranks_per_core):
+            return ""
+        ranks, cores = count(sharing.ranks, "rank"), count(sharing.cores, "core")
+        most = f"{count(timed.ranks, 'rank')} on {count(timed.cores, 'core')}"
+        return f"{ranks} would share {cores} of one machine, and at most {most} were timed"
 
     def of(self, counts: Iterable[tuple[str, int]]) -> Sharing | None:
         """Return the machine with the most ranks per core; None if no host is known.

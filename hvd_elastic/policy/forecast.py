@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 
-from hvd_elastic.formatting import count
 from hvd_elastic.model.goodput import best_batch_plan
 from hvd_elastic.model.shares import LEAST_SHARE
 from hvd_elastic.policy.evidence import Evidence
@@ -107,7 +106,7 @@ def forecast(
             continue
         rates = [host.price for host in used]
         rate = None if None in rates else sum(p for p in rates if p is not None)
-        unknown = _why_unknown(evidence, used)
+        unknown = evidence.cores.why_unknown((host.name, host.slots) for host in used)
         if unknown:
             found.append(Forecast(number, ranks, rate, unknown))
             continue
@@ -137,19 +136,6 @@ def forecast(
             "no batch plan keeps to the limits of the batch size on any number of hosts"
         )
     return found
-
-
-def _why_unknown(evidence: Evidence, used: Sequence[HostOffer]) -> str:
-    """Return why a size cannot be predicted, if more ranks would share a core than were timed."""
-    sharing = evidence.cores.of((host.name, host.slots) for host in used)
-    timed = evidence.cores.densest
-    if sharing is None or timed is None:
-        return ""
-    if sharing.ranks_per_core <= max(1.0, timed.ranks_per_core):
-        return ""
-    ranks, cores = count(sharing.ranks, "rank"), count(sharing.cores, "core")
-    most = f"{count(timed.ranks, 'rank')} on {count(timed.cores, 'core')}"
-    return f"{ranks} would share {cores} of one machine, and at most {most} were timed"
 
 
 def _pace(

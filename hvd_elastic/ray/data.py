@@ -11,22 +11,27 @@ import bisect
 import contextlib
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 from hvd_elastic.errors import DataError
+from hvd_elastic.hosts.peers import connect_own, peer_uid
+from hvd_elastic.hosts.programs.accept_peers import accept_peers
 from hvd_elastic.model.sharding import Blocks
 
 PLACE_VARIABLE = "HVD_ELASTIC_RAY_ROWS"
 """Variable with the socket of the host's actor and the key for it."""
 
 _WINDOW = 16
+_WAITING = 128
+"""Most processes that connect at the same moment."""
 _ENDING_S = 10.0
 """How long a process whose host's actor is gone waits for its own end [s]: its host is lost, and an
 error would be one of the script, which ends the run."""
@@ -94,9 +99,13 @@ class RowServer:
         # Names that begin with a zero byte are not in the file system and end with the process.
         name = f"hvd-ray-{secrets.token_hex(8)}"
         self.variables = {PLACE_VARIABLE: f"{name}:{key}"}
-        self._listener = Listener(f"\0{name}", authkey=key.encode())
+        self._key = key.encode()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(f"\0{name}")
+        listener.listen(_WAITING)
         self._stored = {name: Future[StoredRows]() for name in names}
-        threading.Thread(target=self._listen, name="rows", daemon=True).start()
+        arguments = (listener, self._admit, self._serve)
+        threading.Thread(target=accept_peers, args=arguments, name="rows", daemon=True).start()
 
     def offer(self, name: str, stored: StoredRows | DataError) -> None:
         """Serve a data set, or say why there is none; until then, whoever asks for it waits."""
@@ -105,14 +114,17 @@ class RowServer:
         else:
             self._stored[name].set_result(stored)
 
-    def _listen(self) -> None:
-        from multiprocessing import AuthenticationError
-
-        while True:
-            # Another user's process without the key, or one that has ended already.
-            with contextlib.suppress(OSError, EOFError, AuthenticationError):
-                client = self._listener.accept()
-                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+    def _admit(self, plain: socket.socket) -> Connection:
+        if peer_uid(plain) != os.getuid():
+            raise PermissionError("it is another user's")
+        client = Connection(plain.detach())
+        try:
+            deliver_challenge(client, self._key)
+            answer_challenge(client, self._key)
+        except BaseException:
+            client.close()
+            raise
+        return client
 
     def _serve(self, client: Connection) -> None:
         with contextlib.suppress(OSError, EOFError), client:
@@ -266,6 +278,7 @@ def _ask(asked: _Ask) -> Any:
 
     Raises:
         DataError: there is none; says why.
+        StrangerError: another user's process has taken its name.
     """
     place = os.environ.get(PLACE_VARIABLE, "")
     name, _, key = place.partition(":")
@@ -276,7 +289,10 @@ def _ask(asked: _Ask) -> Any:
         )
     try:
         if _link.server is None or _link.user != (os.getpid(), place):
-            _link.server = Client(f"\0{name}", authkey=key.encode())
+            server = Connection(connect_own(f"\0{name}").detach())
+            answer_challenge(server, key.encode())
+            deliver_challenge(server, key.encode())
+            _link.server = server
             _link.user = (os.getpid(), place)
         _link.server.send(asked)
         answer = _link.server.recv()

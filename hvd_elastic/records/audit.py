@@ -183,7 +183,7 @@ class AuditResult:
         unfinished = f"epoch {last.epoch} open" if last.open else f"ended in epoch {last.epoch}"
         if not epochs:
             return f"{unfinished} with {last.used} of {examples} used, none twice"
-        text = f"each of {examples} used exactly once in "
+        text = f"each of {examples} (by index) used exactly once in "
         text += "its one epoch" if epochs == 1 else f"each of {epochs} epochs"
         if last.open or last.ended:
             text += f"; {unfinished} with {last.used} used, none twice"
@@ -352,7 +352,7 @@ def check_audit(
     ...     {**used, "step": 2, "position": 2, "indices": [1, 3]},
     ... ]
     >>> check_audit(records, finished=True).sentence()
-    'each of 4 examples used exactly once in its one epoch'
+    'each of 4 examples (by index) used exactly once in its one epoch'
     """
     steps = _Steps()
     for record in records:

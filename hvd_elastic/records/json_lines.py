@@ -84,13 +84,13 @@ class EventLog(AbstractContextManager["EventLog"]):
             "kind": kind,
             **{key: value for key, value in (fields or {}).items() if key not in _STAMPS},
         }
-        line = _encode(record)
+        line = encode_line(record)
         with self._lock:
             if self._fd < 0:
                 raise ValueError(f"{self.path} is closed; no record can be added")
             head = b"\n" if self._torn else b""
             if self.lost:
-                head += _encode(self._loss_warning(record))
+                head += encode_line(self._loss_warning(record))
             try:
                 self._write(head + line)
                 if kind in SYNCED_KINDS:
@@ -262,7 +262,8 @@ def _ends_inside_a_line(fd: int) -> bool:
     return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
 
-def _encode(record: Record) -> bytes:
+def encode_line(record: Record) -> bytes:
+    """Return a record as a line of JSON."""
     try:
         text = json.dumps(record, default=_plain, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -274,7 +275,7 @@ def _encode(record: Record) -> bytes:
 def _decode(line: bytes) -> Record | None:
     try:
         record = _DECODER.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if isinstance(record, dict) and isinstance(record.get("kind"), str):
         return record

@@ -35,6 +35,8 @@ from typing import Any
 
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.json_text import parse_json
+from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.json_lines import EventFollower, Record, iter_events, read_events
 from hvd_elastic.records.process_lock import is_locked, take_lock
 
@@ -132,13 +134,14 @@ class RunFolder:
         Raises:
             UsageError: the run id is not valid.
             RunError: the run id is in use, or the folder cannot be written.
+            StrangerError: the folder of all runs belongs to another user.
         """
         parent = runs_folder() if root is None else Path(root)
         while True:
             folder = cls(parent / (new_run_id() if run_id is None else check_run_id(run_id)))
             try:
                 # Only the owner may read it: it holds paths and output of the job.
-                parent.mkdir(parents=True, exist_ok=True)
+                private_folder(parent)
                 folder.path.mkdir(mode=0o700)
                 for part in (folder.logs, folder.checkpoints, folder.commands):
                     part.mkdir(mode=0o700)
@@ -206,7 +209,7 @@ class RunFolder:
     def read_run(self) -> dict[str, Any]:
         """Return the content of run.json; empty if it is missing or unreadable."""
         try:
-            found = json.loads(self.run_json.read_bytes())
+            found = parse_json(self.run_json.read_bytes())
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -286,7 +289,7 @@ class RunFolder:
     def leader(self) -> dict[str, Any]:
         """Return ``{"pid", "host"}`` of the current or last leader; empty if unknown."""
         try:
-            found = json.loads(self.lock.read_bytes())
+            found = parse_json(self.lock.read_bytes())
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -321,7 +324,7 @@ class RunFolder:
             return []
         for path in paths:
             try:
-                found = json.loads(path.read_bytes())
+                found = parse_json(path.read_bytes())
                 request_id, op = str(found.pop("id")), str(found.pop("op"))
             except FileNotFoundError:
                 continue  # its sender gave up and removed it
@@ -422,6 +425,7 @@ def list_runs(*, root: Path | None = None) -> list[RunFolder]:
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
     try:
+        temporary.touch(mode=0o600)
         with temporary.open("w", encoding="utf-8") as file:
             json.dump(content, file, indent=1, default=str)
             file.write("\n")

@@ -39,12 +39,16 @@ class Spending:
         rate: price of the hosts that train now [per hour]; 0: not known.
         size: processes that train now.
         failed: whether a worker or host was lost since the last rescale began.
+        idle_s: time of the run since when no process trains [s]; None: some do.
+        heard_s: time of the run when training was last heard of [s].
     """
 
     by_cause: dict[str, Spent] = field(default_factory=lambda: {cause: Spent() for cause in CAUSES})
     rate: float = 0.0
     size: int = 0
     failed: bool = False
+    idle_s: float | None = 0.0
+    heard_s: float = 0.0
     _told_s: float | None = None
 
     def add(self, cause: str, seconds: float) -> None:
@@ -54,9 +58,16 @@ class Spending:
         spent.slot_s += seconds * self.size
         spent.money += seconds * self.rate / 3600
 
-    def trains_from(self, at_s: float | None) -> None:
-        """Note that training goes on at a time of the run [s]; None: it does not go on."""
-        self._told_s = at_s
+    def trains_from(self, at_s: float) -> None:
+        """Note that training goes on at a time of the run [s]."""
+        self._told_s, self.idle_s, self.heard_s = at_s, None, at_s
+
+    def stopped(self) -> float:
+        """Note that no process trains any more; return since when, a time of the run [s]."""
+        self._told_s = None
+        if self.idle_s is None:
+            self.idle_s = self.heard_s
+        return self.idle_s
 
     def trained(
         self, at_s: Sequence[float], data_wait: Sequence[float], rank_wait: Sequence[float]
@@ -78,6 +89,4 @@ class Spending:
 
     def went_back(self, checkpoint_at_s: float) -> None:
         """Add the work since a checkpoint that has to be done again."""
-        if self._told_s is not None:
-            self.add("failures", max(0.0, self._told_s - checkpoint_at_s))
-            self._told_s = None
+        self.add("failures", max(0.0, self.stopped() - checkpoint_at_s))

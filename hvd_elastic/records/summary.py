@@ -409,6 +409,7 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
         _hosts_changed(run, record, at_s)
     if run.attempts > 1:
         _set_size(run, at_s, 0)
+        run.spending.failed = False
     run.shares = ""
     run.input_hosts = {}
 
@@ -502,7 +503,9 @@ def _rescale_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -
 
 @_on("taken_over")
 def _taken_over(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    _set_size(run, at_s, _count(record, "size"))
+    # The leader's start did not stop them.
+    _set_size(run, at_s, _count(record, "size"), since_s=math.nextafter(run.began_s, 0))
+    run.spending.size = run.size
 
 
 @_on("command_done")
@@ -528,8 +531,11 @@ def _left(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
 def _spend_on_rescale(run: RunSummary, rescale: Rescale, at_s: float) -> None:
     """Add the time of a rescale to its cause; the processes that were there before waited."""
     if not rescale.from_size:
+        since_s = run.spending.stopped()
+        if run.sizes:
+            _set_size(run, since_s, 0, since_s=since_s)
         run.spending.size = rescale.to_size
-        run.spending.add("start-up", at_s - run.began_s)
+        run.spending.add("failures" if rescale.failure else "start-up", at_s - since_s)
         return
     run.spending.size = min(rescale.from_size, rescale.to_size)
     pause_s = at_s - rescale.at_s if rescale.pause_s is None else rescale.pause_s
@@ -555,6 +561,7 @@ def _progress(run: RunSummary, record: Mapping[str, Any]) -> None:
 @_on("metrics")
 def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     _progress(run, record)
+    run.spending.heard_s = at_s
     if _whole(record.get("step")):
         _first_step(run, at_s)
     if "throughput" in record:  # else the script reports between two of them
@@ -610,6 +617,7 @@ def _equal_metrics(run: RunSummary, records: Sequence[Mapping[str, Any]]) -> Non
             for value, at in zip(column, at_s, strict=True):
                 _metric(run, name, value, at)
     _progress(run, records[-1])
+    run.spending.heard_s = at_s[-1]
     if "throughput" in records[0]:
         data, ranks = (
             [record.get(name, 0.0) for record in records] for name in ("data_wait", "rank_wait")
@@ -742,6 +750,8 @@ def _run_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> No
     run.waiting = ""
     run.placements.append((at_s, []))
     _set_size(run, at_s, 0)
+    run.spending.stopped()
+    run.spending.idle_s = at_s
 
 
 def _first_step(run: RunSummary, at_s: float) -> None:
@@ -749,7 +759,14 @@ def _first_step(run: RunSummary, at_s: float) -> None:
         run.first_step_s = at_s
 
 
-def _set_size(run: RunSummary, at_s: float, size: int) -> None:
+def _set_size(run: RunSummary, at_s: float, size: int, *, since_s: float | None = None) -> None:
+    """Take the number of processes; with ``since_s`` in place of what was taken since then."""
+    if since_s is not None:
+        while run.sizes and run.sizes[-1][0] > since_s:
+            del run.sizes[-1]
+        if run.sizes and run.sizes[-1][1] == size:
+            run.size = size
+            return
     run.size = size
     run.largest_size = max(run.largest_size, size)
     run.sizes.append((at_s, size))

@@ -30,11 +30,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvd_elastic.frameworks import check_tensorflow
+from hvd_elastic.frameworks import check_tensorflow, refuse_triton_after_tensorflow
 from hvd_elastic.training.uncaught import tell_uncaught
 
 tell_uncaught()
 check_tensorflow()
+refuse_triton_after_tensorflow()
 
 import tensorflow as tf
 
@@ -54,6 +55,7 @@ from hvd_elastic.training.prediction import predict
 from hvd_elastic.training.saving import save
 from hvd_elastic.training.script_collectives import allgather, allreduce
 from hvd_elastic.training.script_ranks import local_rank, rank, report, size
+from hvd_elastic.training.step_weight import step_weight
 
 __all__ = [
     "DistributedGradientTape",
@@ -76,6 +78,7 @@ __all__ = [
     "run",
     "save",
     "size",
+    "step_weight",
     "steps",
     "stop",
 ]

@@ -203,7 +203,11 @@ class _Shares(OrderedLoader):
         with self._turn_lock:
             if turn not in (0, self._turn):
                 raise StopIteration
-            batch, indices = next(self._reading)
+            try:
+                batch, indices = next(self._reading)
+            except ScriptError as error:
+                show_instead(error)
+                raise
             self._read_indices.append(indices)
             flat = tf.nest.flatten(batch)
             self._check_types(flat)
@@ -322,10 +326,10 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
         super().__init__(made, made._variant_tensor)
 
     def __iter__(self) -> Iterator[Any]:
-        if ElasticDataset.as_input is not None:
-            return ElasticDataset.as_input(self)
         if not (training.is_initialized() and training.current().worker.in_train):
             return self.examples()
+        if ElasticDataset.as_input is not None:
+            return ElasticDataset.as_input(self)
         return self.batches()
 
     def batches(self, enough: Callable[[], bool] | None = None) -> Generator[Any, None, None]:
@@ -338,6 +342,7 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
         most = min(shares._order.batch_size, shares._order.examples)
         for count in (most, max(1, most // 2)):
             indices = list(range(count))
+            shares._end_pipeline()  # of the examples before, or of a loop that was left by an error
             shares._reading = iter([(shares._source.read(indices), indices)])
             yield next(super().__iter__())
         raise ScriptError(

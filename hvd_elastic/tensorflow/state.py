@@ -33,6 +33,7 @@ from hvd_elastic.tensorflow.variables import (
 )
 from hvd_elastic.training.frontend import Schedule, TrainedSums
 from hvd_elastic.training.replica_check import parameters_of_check, sums_of
+from hvd_elastic.training.rollback import SnapshotSource
 from hvd_elastic.training.script_state import ScriptState, Stateful
 from hvd_elastic.training.value_copies import ValueCopies, dump_value
 
@@ -159,6 +160,17 @@ class State(ScriptState):
         lasting = self.lasting() if others else ()  # to list the variables of a model takes long
         return rates + [variable for variable in others if id(variable) not in lasting]
 
+    def _models(self) -> dict[str, Any]:
+        others = (Optimizer, *VARIABLES)
+        return {n: i for n, i in self._with_variables().items() if not isinstance(i, others)}
+
+    def _constants(self) -> Iterator[tuple[str, str, LiveVariable]]:
+        for name, item in self._models().items():
+            trained = {*map(id, trainable_of(item))}
+            for key, variable in variables_of(item).items():
+                if id(variable) not in trained and variable.dtype.is_floating:
+                    yield f"{name}.{key}", variable.dtype.name, LiveVariable(variable)
+
     def _known(self, content: Any) -> list[bool]:
         lasting = self.lasting()
         return [
@@ -190,9 +202,10 @@ class Snapshot(ValueCopies):
     """Copy of a state at one point: plain values, objects, and the given variables."""
 
     def __init__(self, plain: dict[str, Any], objects: dict[str, Any], variables: Any) -> None:
-        super().__init__(plain, objects)
-        for name, item in objects.items():
-            if not (name.startswith("_") or has_variables(item)):
+        others = {name: item for name, item in objects.items() if not has_variables(item)}
+        super().__init__(plain, others)
+        for name, item in others.items():
+            if not (name.startswith("_") or isinstance(item, SnapshotSource)):
                 self.dumped[name] = dump_value(name, item.state_dict())
         self._restore_variables = keep_values(variables)
 

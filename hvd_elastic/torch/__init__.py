@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hvd_elastic.frameworks import check_torch, refuse_triton_after_tensorflow
 from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.data import DataLoader
@@ -43,6 +44,7 @@ from hvd_elastic.training.prediction import predict
 from hvd_elastic.training.saving import save
 from hvd_elastic.training.script_collectives import allgather, allreduce
 from hvd_elastic.training.script_ranks import local_rank, rank, report, size
+from hvd_elastic.training.step_weight import step_weight
 
 __all__ = [
     "Accumulator",
@@ -67,9 +69,13 @@ __all__ = [
     "run",
     "save",
     "size",
+    "step_weight",
     "steps",
     "stop",
 ]
+
+check_torch(torch.__version__)
+refuse_triton_after_tensorflow()
 
 if not TYPE_CHECKING:  # else mypy would take any name for one of this module
     __getattr__ = missing_name(__name__)

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training import context
+from hvd_elastic.training.progress import Phase
+from hvd_elastic.training.step import Pass
 
 
 class NoSumError(ScriptError, KeyError):
     """The requested sum does not exist: it was not added, or not synchronised."""
 
     __str__ = Exception.__str__  # a KeyError's puts quotes around the message
+
+
+class _Total(NamedTuple):
+    """A sum, and the number of examples that it is over."""
+
+    total: Any
+    examples: float
+
+    def plus(self, total: Any, examples: float) -> _Total:
+        return _Total(self.total + total, self.examples + examples)
+
+
+_NOTHING = _Total(0.0, 0.0)
 
 
 class Accumulator(Mapping[str, float]):
@@ -26,14 +41,15 @@ class Accumulator(Mapping[str, float]):
 
         totals = hvd.Accumulator()
         ...
-        totals.add(loss=loss.detach() * len(targets), examples=len(targets))   # every rank
+        totals.add(loss=loss.detach() * len(targets))   # every rank, for each batch
         ...
-        totals.synchronize()                                                   # every rank
-        print(totals["loss"] / totals["examples"])
+        totals.synchronize()                            # every rank
+        print(totals.mean("loss"))
         totals.clear()   # after the loop: code before the loop runs again after a failure
 
     If a rank dies, what it has added since the last :meth:`synchronize` is lost; what was
-    synchronised is kept through failures and in checkpoints. Call :meth:`synchronize` more often to
+    synchronised is kept through failures and in checkpoints. So divide by what was counted, as
+    :meth:`mean` does, and not by the length of the data set. Call :meth:`synchronize` more often to
     lose less; a rank that is asked to leave loses nothing. Tensors stay on their device until
     :meth:`synchronize`.
 
@@ -46,11 +62,13 @@ class Accumulator(Mapping[str, float]):
 
     def __init__(self, name: str = "accumulator") -> None:
         self._name = name
-        self._own: dict[str, Any] = {}
-        self._sums: dict[str, float] = {}
+        self._own: dict[str, _Total] = {}
+        self._sums: dict[str, _Total] = {}
+        self._counted: dict[str, Pass] = {}
+        """Pass in which each name was added last: it counts once."""
         self._times = 0
         """Number of synchronisations since the run began."""
-        self._sent: dict[str, Any] = {}
+        self._sent: dict[str, _Total] = {}
         ctx, kept = context.current(), f"_accumulator.{name}"
         if ctx.worker.in_train:
             raise ScriptError(
@@ -64,8 +82,14 @@ class Accumulator(Mapping[str, float]):
             )
         ctx.keep(kept, self, before_change=self._add_up)
 
-    def add(self, **values: float | torch.Tensor) -> None:
-        """Add numbers, or tensors of one element, on this rank."""
+    def add(self, examples: float | None = None, /, **values: float | torch.Tensor) -> None:
+        """Add numbers, or tensors of one element, on this rank.
+
+        Args:
+            examples: number of examples that they are sums over, for :meth:`mean`; None: those of
+                this rank's batch of ``hvd.DataLoader``, once for each name, or else 0.
+            values: the numbers by name.
+        """
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 if value.numel() != 1 or value.is_complex():
@@ -82,7 +106,17 @@ class Accumulator(Mapping[str, float]):
                         f"Accumulator.add({name}={value!r}): it must be a number, or a tensor of "
                         "one element"
                     ) from None
-            self._own[name] = self._own.get(name, 0.0) + value
+            count = self._examples_of_pass(name) if examples is None else examples
+            self._own[name] = self._own.get(name, _NOTHING).plus(value, count)
+
+    def _examples_of_pass(self, name: str) -> int:
+        ctx = context.current()
+        passes = ctx.step.passes
+        in_loop = ctx.worker.in_train and ctx.worker.progress.phase is Phase.LOOP
+        if not (passes and in_loop) or self._counted.get(name) is passes[-1]:
+            return 0
+        self._counted[name] = passes[-1]
+        return passes[-1].examples
 
     def synchronize(self) -> None:
         """Add to the sums what all ranks have added since the last call; all ranks must call it.
@@ -94,14 +128,14 @@ class Accumulator(Mapping[str, float]):
 
     def _add_up(self) -> None:
         communicator = context.current().worker.communicator
-        added = [{name: float(value) for name, value in self._own.items()}]
+        added = [{name: (float(value), count) for name, (value, count) in self._own.items()}]
         if communicator.size > 1:
             line = np.frombuffer(json.dumps(added[0]).encode() + b"\n", np.uint8).copy()
             lines = communicator.gather(line, f"hvd_elastic.{self._name}")
             added = [json.loads(line) for line in lines.tobytes().splitlines()]
         for values in added:
-            for name, value in values.items():
-                self._sums[name] = self._sums.get(name, 0.0) + value
+            for name, total in values.items():
+                self._sums[name] = self._sums.get(name, _NOTHING).plus(*total)
         self._sent, self._own = self._own, {}
         self._times += 1
 
@@ -116,6 +150,27 @@ class Accumulator(Mapping[str, float]):
         Raises:
             NoSumError: no rank had added it when :meth:`synchronize` was called; a KeyError.
         """
+        return float(self._total(name).total)
+
+    def mean(self, name: str) -> float:
+        """Return the sum over all ranks, divided by the number of examples that were added.
+
+        A rank that died took its sum and its count with it, so the mean is over the others.
+
+        Raises:
+            NoSumError: there is no such sum.
+            ScriptError: it is not known over how many examples.
+        """
+        total, examples = self._total(name)
+        if not examples:
+            raise ScriptError(
+                f"Accumulator.mean({name!r}): it is not known over how many examples the sum is, "
+                "since it was not added in a loop over hvd.DataLoader; give their number first: "
+                f"add(len(targets), {name}=...)"
+            )
+        return float(total) / examples
+
+    def _total(self, name: str) -> _Total:
         try:
             return self._sums[name]
         except KeyError:
@@ -132,18 +187,23 @@ class Accumulator(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self._sums)
 
-    def snapshot(self) -> tuple[dict[str, Any], dict[str, float], int]:
+    def snapshot(self) -> tuple[dict[str, _Total], dict[str, _Total], int]:
         """Return a copy for :meth:`roll_back`; shallow, since numbers never change in place."""
         return dict(self._own), dict(self._sums), self._times
 
-    def roll_back(self, values: tuple[dict[str, Any], dict[str, float], int]) -> None:
+    def roll_back(self, values: tuple[dict[str, _Total], dict[str, _Total], int]) -> None:
         """Restore an earlier :meth:`snapshot`."""
+        self._counted.clear()
         own, sums, self._times = values
         self._own, self._sums = dict(own), dict(sums)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums over all ranks, and the number of synchronisations."""
-        return {"sums": dict(self._sums), "times": self._times}
+        return {
+            "sums": {name: total for name, (total, _) in self._sums.items()},
+            "examples": {name: count for name, (_, count) in self._sums.items()},
+            "times": self._times,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, possibly on another rank."""
@@ -155,6 +215,8 @@ class Accumulator(Mapping[str, float]):
         elif times == self._times - 1:
             # This rank completed a synchronisation that the other did not, so those sums lack what
             # this rank sent in it.
-            for name, value in self._sent.items():
-                self._own[name] = self._own.get(name, 0.0) + value
-        self._sums, self._times = dict(state["sums"]), times
+            for name, sent in self._sent.items():
+                self._own[name] = self._own.get(name, _NOTHING).plus(*sent)
+        counts = state.get("examples", {})  # earlier releases did not write it
+        self._sums = {name: _Total(v, counts.get(name, 0)) for name, v in state["sums"].items()}
+        self._times = times

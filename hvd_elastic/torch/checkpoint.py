@@ -51,14 +51,14 @@ class TorchContent(Content):
     def _add_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
         address = tensor.data_ptr()
         place = (tensor.device, address, tensor.dtype, tensor.shape, tensor.stride())
-        key, dtype = place if address else None, _dtype_name(tensor.dtype)
+        key, dtype = place if address else None, dtype_name(tensor.dtype)
         shared = address in self._shared
         self.pinned |= shared and tensor.is_cuda
         return self.name_tensor(key, path, tensor, dtype, shared=shared)
 
     def _copied(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         copy = tensor.to("cpu", copy=True)
-        return _bytes_of(copy.resolve_conj().resolve_neg()).numpy()
+        return _bytes_of(copy).numpy()
 
     def encode_opaque(self) -> bytes:
         """Return the values that only PyTorch can represent, serialised; empty for none."""
@@ -131,7 +131,7 @@ class _Piece:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def content_of(tensor: torch.Tensor) -> list[Callable[[], np.ndarray[Any, Any]]]:
@@ -180,7 +180,8 @@ def _new_tensor(info: TensorInfo) -> tuple[torch.Tensor, Any]:
 
 
 @cache
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of one of PyTorch's types, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 

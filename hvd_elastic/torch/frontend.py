@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-import time
+import signal
+import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.checkpoint import load_checkpoint
@@ -17,10 +21,11 @@ from hvd_elastic.torch.export import exported
 from hvd_elastic.torch.inference import TorchInference
 from hvd_elastic.torch.saving import write_object
 from hvd_elastic.training.frontend import Frontend
+from hvd_elastic.training.generators import Generator
 
-_KILLED_READER = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: Killed")
-
-
+_KILLED = "DataLoader worker (pid {}) is killed by signal: Killed"
+"""What PyTorch says of a process of a loader that was killed."""
+_KILLED_READER = re.compile(re.escape(_KILLED).replace(r"\{\}", r"\d+"))
 _READER_ENDS_S = 1.0
 """Time in which a process of the loader ends after its connections."""
 
@@ -36,6 +41,14 @@ class TorchFrontend(Frontend):
     def collectives(self) -> TorchCollectives:
         return TorchCollectives()
 
+    def generators(self) -> dict[str, Generator]:
+        found: dict[str, Generator] = {"torch": _TorchGenerator(lambda: torch.default_generator)}
+        if torch.cuda.is_available():
+            found["cuda"] = _TorchGenerator(
+                lambda: torch.cuda.default_generators[torch.cuda.current_device()]
+            )
+        return found
+
     def plain(self, value: Any) -> Any:
         return value.item() if isinstance(value, torch.Tensor) else value
 
@@ -46,18 +59,28 @@ class TorchFrontend(Frontend):
         )
 
     def killed_reader(self, error: BaseException) -> str:
-        """See :meth:`Frontend.killed_reader`; PyTorch may raise another error from it.
+        """See :meth:`Frontend.killed_reader`.
 
-        A batch that it has sent cannot be fetched any more: that is an error of the connection.
+        PyTorch raises an error of its own if it hears of the death first. A batch that the process
+        had sent, and whose memory cannot be fetched any more, raises any other.
         """
         cause: BaseException | None = error
-        if isinstance(error, (OSError, EOFError)):
-            cause = _failed_reader() or error
+        processes: dict[int, BaseProcess] = {}
         while cause is not None:
             found = isinstance(cause, RuntimeError) and _KILLED_READER.search(str(cause))
             if found:
                 return found[0]
-            cause = cause.__cause__
+            for frame, _ in traceback.walk_tb(cause.__traceback__):
+                reading = frame.f_locals.get("self")
+                if isinstance(reading, _MultiProcessingDataLoaderIter):
+                    started = getattr(reading, "_workers", ())
+                    processes |= {each.sentinel: each for each in started}
+            cause = cause.__cause__ or cause.__context__
+        for sentinel in wait([*processes], _READER_ENDS_S) if processes else ():
+            process = processes[sentinel]
+            process.join()  # the kernel closes the sentinel a moment before the process has ended
+            if process.exitcode == -signal.SIGKILL:
+                return _KILLED.format(process.pid)
         return ""
 
     def free_memory(self) -> None:
@@ -84,13 +107,24 @@ class TorchFrontend(Frontend):
     exported = staticmethod(exported)
 
 
-def _failed_reader() -> RuntimeError | None:
-    """Return PyTorch's error about a process of a loader that has failed; None: there is none."""
-    end = time.monotonic() + _READER_ENDS_S
-    while time.monotonic() < end:
-        try:
-            torch._C._error_if_any_worker_fails()
-            time.sleep(0.02)  # PyTorch's handler of signals may raise it here
-        except RuntimeError as error:
-            return error
-    return None
+class _TorchGenerator:
+    """A generator of a device; see :class:`hvd_elastic.training.generators.Generator`."""
+
+    def __init__(self, of_device: Callable[[], torch.Generator]) -> None:
+        self._of_device = of_device
+
+    def copy(self) -> tuple[int, torch.Tensor]:
+        generator = self._of_device()
+        return generator.initial_seed(), generator.get_state()
+
+    def set(self, state: tuple[int, torch.Tensor]) -> None:
+        self._of_device().set_state(state[1])
+
+    def dump(self) -> bytes:
+        return self.copy()[1].numpy().tobytes()
+
+    def load(self, data: bytes) -> None:
+        self._of_device().set_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def is_later(self, state: tuple[int, torch.Tensor]) -> bool:
+        return self._of_device().initial_seed() == state[0]

@@ -50,6 +50,7 @@ class Bucket:
         self.parameters = parameters
         self.missing = 0
         self._views: list[torch.Tensor] = []
+        self._addresses: list[int] = []
         self._versions: list[int] = []
         self._sent: torch.Tensor | None = None
         self.padding = padding
@@ -58,17 +59,28 @@ class Bucket:
         elements = 0 if self._in_place else sum(sizes) + padding
         self._flat = torch.zeros(elements, dtype=_gradient_type(like), device=like.device)
         self._pieces: Sequence[torch.Tensor] = ()
+        self._forms = [(parameter.shape, _strides(parameter)) for parameter in parameters]
         if not self._in_place:
             self._pieces = self._flat.split([*sizes, padding])
-            # `data`, since a view has the version counter of the whole bucket.
-            self._views = [
-                piece.as_strided(parameter.shape, _strides(parameter)).data
-                for piece, parameter in zip(self._pieces, parameters, strict=False)
-            ]
+            self._make_views()
         self._at_once = bool(self._views) and (
             self._flat.is_cuda or elements < _TINY * len(parameters)
         )
         self.open()
+
+    def _make_views(self) -> None:
+        # `data`, since a view has the version counter of the whole bucket.
+        pieces = zip(self._pieces, self._forms, strict=False)
+        self._views = [piece.as_strided(*form).data for piece, form in pieces]
+        self._addresses = _addresses(self._views)
+
+    def follow(self) -> None:
+        """Renew the views if the script has given gradients other memory since the last step.
+
+        ``p.grad.data = ...`` and ``model.double()`` do: they keep the object, which is a view here.
+        """
+        if not self._in_place and _addresses(self._views) != self._addresses:
+            self._make_views()
 
     def open(self) -> None:
         """Begin a step: no gradient is here yet."""
@@ -139,8 +151,13 @@ class Bucket:
         (parameter,) = self.parameters
         if gradient.stride() != _strides(parameter):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-        self._views = [gradient]
+        self._views, self._addresses = [gradient], [gradient.data_ptr()]
         self._flat = gradient.data.as_strided((gradient.numel(),), (1,))
+
+    def scale(self, factor: float) -> None:
+        """Multiply what is here."""
+        if self.holds:
+            _multiply(self._flat, factor, out=self._flat)
 
     @torch.no_grad()
     def give(self, *, absent: bool) -> None:
@@ -155,9 +172,12 @@ class Bucket:
 
     def changed(self) -> torch.Tensor | None:
         """Return a parameter whose gradient was changed or replaced since :meth:`give`, or None."""
-        found = zip(self.parameters, self._views, self._versions, strict=True)
-        for parameter, view, version in found:
-            if parameter.grad is not view or view._version != version:
+        addresses = _addresses(self._views)
+        found = zip(
+            *(self.parameters, self._views, self._versions, addresses, self._addresses), strict=True
+        )
+        for parameter, view, version, address, given in found:
+            if parameter.grad is not view or view._version != version or address != given:
                 return parameter
         return None
 
@@ -255,6 +275,15 @@ def _gradient_type(parameter: torch.Tensor) -> torch.dtype:
 def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a parameter's gradient: its own, or those of compact memory."""
     return torch.empty_like(parameter, device="meta").stride()
+
+
+def memory_of(gradient: torch.Tensor) -> tuple[int, int]:
+    """Return what changes if a gradient is changed in place or is given other memory."""
+    return gradient._version, gradient.data_ptr() if _is_dense(gradient) else 0
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [*map(torch.Tensor.data_ptr, tensors)]
 
 
 def _is_dense(gradient: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ _PLAIN = frozenset(
 """Types of tensors that are sent as their bytes."""
 
 
-class _Pickler(pickle.Pickler):
+class TensorPickler(pickle.Pickler):
     """Pickles tensors of the CPU as their bytes, which stay out of the stream.
 
     Strides survive where the elements fill their memory, as in ``torch.channels_last``.
@@ -57,7 +57,7 @@ class LoaderSource(IndexedSource):
         pins: whether batches are put into pinned memory.
     """
 
-    pickler = _Pickler
+    pickler = TensorPickler
 
     def __init__(
         self,

@@ -305,7 +305,7 @@ class GradientAverager(Averager):
             self._reductions.are_done = True
             self._context.exchange()
             return
-        self._open()
+        self._open_last()
         if self._context.step.is_too_large:
             self._sampling.leave_out()
         if used:
@@ -367,16 +367,33 @@ class GradientAverager(Averager):
         """Factor on this rank's mean gradient in the sum over ranks and passes."""
         return self._context.step.weight / self._communicator.size
 
+    def check_not_begun(self, call: str) -> None:
+        if self._reductions.are_begun or self._reductions.are_done or self._computed:
+            raise ScriptError(
+                f"{call} after a backward pass of the batch, whose gradients are being averaged "
+                "already: call it before backward()"
+            )
+
     def _open(self) -> None:
         """Begin a step with the first of its gradients, unless it has begun."""
         if self._reductions.is_open:
             return
-        differs = self._trained.follow()
-        if differs:
+        self._follow()
+        self._sampling.begin_step()
+        self._reductions.open()
+
+    def _open_last(self) -> None:
+        """Begin the last pass of a step with the first of its gradients."""
+        self._open()
+        if self._context.step.counts is not None:
+            self._reductions.scale(self._context.step.counts.take_scale_of_earlier())
+
+    def _follow(self) -> None:
+        """Follow what the script has done to its parameters since the last step."""
+        if self._trained.follow():
             self._add_hooks()
             self._sampling.statistics.forget_parts()
-        self._sampling.begin_step()
-        self._reductions.open(anew=differs)
+            self._reductions.divide_again()
 
     def _add(self) -> None:
         for bucket in self._reductions.waiting:
@@ -400,12 +417,14 @@ class GradientAverager(Averager):
             self._sampling.leave_out()
         self._sampling.see(self._names)
         if self._reductions.is_open or step.weight != 1:
-            self._open()
+            self._open_last()
             self._add()
             for bucket in self._reductions.waiting:
                 bucket.give(absent=False)
             self._trained.drop_late()
             self._reductions.clear()
+        else:
+            self._follow()
         for parameter in self._names:
             gradient = parameter.grad
             if gradient is not None and gradient.layout is not torch.strided:
@@ -464,7 +483,7 @@ class GradientAverager(Averager):
             return False
         if self._reductions.are_done:
             self._reductions.refuse_if_reduced(parameter)
-        self._open()
+        self._open_last()
         # Where the batch adapts, the step may be called off for lack of memory: on a CPU until the
         # last bucket is full, and on a GPU until its end.
         if not (self._context.planner.adapts or self._may_carry or step.has_told):
@@ -516,6 +535,7 @@ class GradientAverager(Averager):
         self.synchronize()
         if name := self._trained.changed():
             self._context.worker.warn_once(_CHANGED_BEFORE_STEP.format(name))
+        self._context.rollback.step_begins()
         self._context.checkpoints.settle()
         if self._context.rollback.keeps_aside:
             self._copy.take()

@@ -20,6 +20,7 @@ from hvd_elastic.torch.gradient_buckets import (
     carry_flags,
     description,
     divide,
+    memory_of,
 )
 from hvd_elastic.training.worker import Worker
 
@@ -57,7 +58,7 @@ class Reductions:
         self._missing: dict[torch.Tensor, Bucket] = {}
         self._packed: dict[Bucket, Packed] = {}
         self._begun: dict[Bucket, tuple[list[Any], torch.Tensor]] = {}
-        self._unfilled: dict[Bucket, list[tuple[torch.Tensor, torch.Tensor, int]]] = {}
+        self._unfilled: dict[Bucket, list[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]]] = {}
         self.carrier: Bucket | None = None
         self._flags: Callable[[], np.ndarray] | None = None
         self.is_open = self.is_filling = self.are_done = False
@@ -66,9 +67,15 @@ class Reductions:
         """Set the optimizer's number among those that train, from 0."""
         self._prefix = gradient_prefix(number)
 
-    def open(self, *, anew: bool) -> None:
-        """Begin a step; ``anew``: divide the parameters into buckets again."""
-        if anew or not self._buckets:
+    def divide_again(self) -> None:
+        """Divide the parameters into other buckets from the next step on."""
+        self._buckets = []
+
+    def open(self) -> None:
+        """Begin a step."""
+        for bucket in self._buckets:
+            bucket.follow()
+        if not self._buckets:
             # The shape of the first bucket is compared, so it is sent as it is.
             apart = self._compression is not Compression.none
             self._buckets = divide(self._names, self._group_of, apart=apart)
@@ -115,7 +122,9 @@ class Reductions:
     def pass_ends(self) -> None:
         """Note the gradients in buckets that the backward pass has not filled."""
         self._unfilled = {
-            bucket: [(p, p.grad, p.grad._version) for p in bucket.parameters if p.grad is not None]
+            bucket: [
+                (p, p.grad, memory_of(p.grad)) for p in bucket.parameters if p.grad is not None
+            ]
             for bucket in self.waiting
         }
 
@@ -128,6 +137,12 @@ class Reductions:
     def are_begun(self) -> bool:
         """Whether buckets are being reduced, or gradients of the last pass have arrived."""
         return bool(self._begun) or len(self._missing) < len(self._bucket_of)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients of earlier passes, which are in the buckets."""
+        if factor != 1:
+            for bucket in self.waiting:
+                bucket.scale(factor)
 
     def begin(self, bucket: Bucket, flags: np.ndarray | None = None) -> None:
         """Begin to sum a bucket over the ranks, and set the gradients to its views.
@@ -168,7 +183,7 @@ class Reductions:
                 parameter = bucket.changed()
             else:
                 noted = self._unfilled.get(bucket, ())
-                changed = (p for p, g, version in noted if p.grad is not g or g._version != version)
+                changed = (p for p, g, memory in noted if p.grad is not g or memory_of(g) != memory)
                 parameter = next(changed, None)
             if parameter is not None:
                 raise ScriptError(

@@ -105,7 +105,11 @@ def load_state(path: Path, name: str) -> Mapping[str, Any]:
 
 def _why_refused(path: Path, said: str) -> str:
     """Return why a file is not loaded, from the message of PyTorch's restricted unpickler."""
-    refused = re.search(r"Unsupported (?:global|class|operand): (?:GLOBAL )?([\w.]+)", said)
+    refused = re.search(
+        r"un(?:supported|recognized) (?:global|class|operand|function):? (?:GLOBAL )?([\w.]+)",
+        said,
+        re.IGNORECASE,
+    )
     if refused is None:
         return f"{path} cannot be loaded: it is not a file of torch.save, or it is damaged"
     return (

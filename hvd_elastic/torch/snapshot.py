@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
+from hvd_elastic.training.helper_copies import HelperCopies
+from hvd_elastic.training.rollback import SnapshotSource
 from hvd_elastic.training.value_copies import ValueCopies, dump_value
-
-_LARGE_BYTES = 1 << 20
-"""Helper objects with a larger state (such as a copy of the model) are copied at the end of an
-epoch and not after each step: copying 1 MiB takes less than 1 % of a step of 30 ms."""
 
 
 class Snapshot(ValueCopies):
@@ -22,7 +20,7 @@ class Snapshot(ValueCopies):
         objects: objects with ``state_dict()`` and ``load_state_dict()``, by name. Those whose names
             begin with an underscore belong to the library and are copied only if they are a
             :class:`SnapshotSource`.
-        large: names of objects that are too large to be copied after each step; new ones are added.
+        helpers: copies the objects of the script that are no modules and optimizers.
         tensors: copy also buffers, modules that no optimizer trains, and large objects, as is done
             at the end of an epoch.
         parts: with ``tensors``, copy also the untrained parameters of modules that are trained
@@ -36,12 +34,14 @@ class Snapshot(ValueCopies):
         self,
         plain: Mapping[str, Any],
         objects: Mapping[str, Any],
-        large: set[str],
+        helpers: HelperCopies,
         *,
         tensors: bool = False,
         parts: bool = False,
     ) -> None:
-        super().__init__(plain, objects)
+        trained = (torch.nn.Module, torch.optim.Optimizer)
+        others = {name: item for name, item in objects.items() if not isinstance(item, trained)}
+        super().__init__(plain, others)
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, item in objects.items():
             if name.startswith("_"):
@@ -50,12 +50,10 @@ class Snapshot(ValueCopies):
                 self.dumped[name] = dump_value(
                     name, [_options(group) for group in item.param_groups]
                 )
-            elif not isinstance(item, torch.nn.Module) and (tensors or name not in large):
-                dumped = dump_value(name, item.state_dict())
-                if len(dumped) > _LARGE_BYTES:
-                    large.add(name)
-                if tensors or name not in large:
-                    self.dumped[name] = dumped
+            elif name in others and not isinstance(item, SnapshotSource):
+                copied = helpers.copy(name, item, always=tensors)
+                if copied is not None:
+                    self.dumped[name] = copied
         if tensors:
             self._tensors = [
                 (tensor, tensor.detach().to("cpu", copy=True))

@@ -15,12 +15,23 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.checkpoint import TorchContent, content_of, dtype_named
+from hvd_elastic.torch.buffers import (
+    give_own_memory,
+    has_grown,
+    is_writable,
+    left_out,
+    set_left_out,
+    take_shapes,
+)
+from hvd_elastic.torch.checkpoint import TorchContent, content_of, dtype_name, dtype_named
 from hvd_elastic.torch.copies import TensorCopies
+from hvd_elastic.torch.forms import ModuleForms, lay_out
 from hvd_elastic.torch.grad_scaler import GradScaler
+from hvd_elastic.torch.input_source import TensorPickler
 from hvd_elastic.torch.schedule import counting_schedules
 from hvd_elastic.torch.snapshot import Snapshot, untrained_tensors
 from hvd_elastic.torch.trained_sums import trained_sums
@@ -46,6 +57,7 @@ class State(ScriptState):
     """
 
     _content_kind = TorchContent
+    _pickler = TensorPickler
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
         for name, value in (("model", model), ("optimizer", optimizer)):
@@ -68,7 +80,8 @@ class State(ScriptState):
         return isinstance(value, Stateful)
 
     def _try_plain(self, value: Any) -> None:
-        load_plain(dump_plain(value))
+        TorchContent(value, copy_own=False)
+        load_plain(dump_plain(_without_numpy(value)))  # no class that a newcomer would not have
 
     # -- for the library -------------------------------------------------------------------
 
@@ -81,7 +94,7 @@ class State(ScriptState):
 
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
         several = self._context.worker.averagers.several
-        return Snapshot(self._plain, self._objects, self._large, tensors=tensors, parts=several)
+        return Snapshot(self._plain, self._objects, self._helpers, tensors=tensors, parts=several)
 
     def save_values(self, snapshot: Snapshot | None = None, *, tensors: bool = False) -> None:
         super().save_values(snapshot)
@@ -134,7 +147,8 @@ class State(ScriptState):
         self, own: torch.Tensor | None, dtype: str, shape: tuple[int, ...], device: str
     ) -> torch.Tensor:
         like = (dtype_named(dtype), torch.Size(shape), device)
-        if own is not None and (own.dtype, own.shape, own.device.type) == like:
+        fits = own is not None and (own.dtype, own.shape, own.device.type) == like
+        if fits and is_writable(own):
             return own
         return torch.empty(shape, dtype=dtype_named(dtype), device=device)
 
@@ -142,8 +156,24 @@ class State(ScriptState):
         return load_plain(data) if data else ()
 
     def _values(self) -> dict[str, Any]:
-        frozen = {name: _frozen(module) for name, module in self.named_modules().items()}
-        return {**super()._values(), "frozen": frozen}
+        modules = self.named_modules()
+        frozen = {name: _frozen(module) for name, module in modules.items()}
+        converted = self._forms.converted(modules)
+        return {**super()._values(), "frozen": frozen, "converted": converted}
+
+    def _models(self) -> dict[str, torch.nn.Module]:
+        return self.named_modules()
+
+    def _constants(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        for name, module in self.named_modules().items():
+            for key, buffer in module.named_buffers():
+                has_data = not (is_lazy(buffer) or buffer.is_meta or buffer.is_sparse)
+                if has_data and (buffer.is_floating_point() or buffer.is_complex()):
+                    yield f"{name}.{key}", dtype_name(buffer.dtype), buffer
+
+    def _frozen(self) -> set[str]:
+        modules = self.named_modules().items()
+        return {f"{name}.{key}" for name, module in modules for key in _frozen(module)}
 
     def _shared(self) -> set[int]:
         shared = self.lasting()
@@ -169,21 +199,50 @@ class State(ScriptState):
         optimizers = self.named_optimizers().values()
         return bool(optimizers) and all(hasattr(item, "synchronize") for item in optimizers)
 
+    def _build(self) -> None:
+        give_own_memory(self.named_modules())
+        self._forms = ModuleForms(self.named_modules())
+
+    def _left_out(self) -> dict[str, dict[str, torch.Tensor]]:
+        return left_out(self.named_modules())
+
+    def _may_differ(self, item: Any, key: str, here: Any, there: Any) -> bool:
+        return isinstance(item, Module) and has_grown(item, key, here, there)
+
     def _tensors_of(self, item: Any) -> Mapping[str, Any] | None:
         return item.state_dict() if isinstance(item, torch.nn.Module) else None
 
     def _set_object(self, item: Any, values: Any) -> None:
+        if isinstance(item, Module):
+            give_own_memory({"": item})
+            take_shapes(item, values)
         super()._set_object(item, values)
         if isinstance(item, Optimizer):
             _restore_forms(item, values)
 
     def _take(self, values: dict[str, Any], source: str) -> None:
+        # Earlier versions wrote neither of the two.
+        if "converted" in values:
+            self._forms.follow(self.named_modules(), values["converted"])
         super()._take(values, source)
-        for name, names in values.get("frozen", {}).items():  # earlier versions did not write it
+        for name, buffers in values.get("left_out", {}).items():
+            set_left_out(self.named_modules()[name], buffers)
+        for name, names in values.get("frozen", {}).items():
             frozen = set(names)
             for key, parameter in self.named_modules()[name].named_parameters():
                 if parameter.requires_grad == (key in frozen):
                     parameter.requires_grad_(key not in frozen)
+
+
+def _without_numpy(value: Any) -> Any:
+    """Return a value with Python's numbers in place of NumPy's, as other ranks receive it."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict:
+        return {_without_numpy(key): _without_numpy(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return [_without_numpy(item) for item in value]
+    return value
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -212,11 +271,8 @@ def _restore_forms(optimizer: Optimizer, values: dict[str, Any]) -> None:
             if not (torch.is_tensor(value) and torch.is_tensor(loaded)):
                 continue
             if value.dtype != loaded.dtype:
-                loaded = value.to(loaded.device)
-            if loaded.shape == parameter.shape and loaded.stride() != parameter.stride():
-                like = torch.empty_like(parameter.detach(), dtype=loaded.dtype)
-                loaded = like.copy_(loaded)
-            state[name] = loaded
+                state[name] = value.to(loaded.device)
+        lay_out(state, parameter)
 
 
 def _frozen(module: torch.nn.Module) -> list[str]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import compress
 from typing import Any
 
 import torch
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.torch.forms import form_of, lay_out
 
 
 class TrainedParameters:
     """Keeps the parameters of an optimizer that are frozen out of the reductions.
 
-    Until they are unfrozen they cost nothing.
+    Until they are unfrozen they cost nothing. The script may also convert parameters in training:
+    ``model.double()``, ``model.to(memory_format=torch.channels_last)``.
 
     Args:
         optimizer: the optimizer when it is wrapped.
@@ -29,7 +32,9 @@ class TrainedParameters:
         self._optimizer = optimizer
         self._sizes = self._group_sizes()
         self._every = dict(names)
-        self._trained: list[bool] = []
+        self._addresses: list[int | None] = []
+        self._forms: list[tuple[Any, ...]] = []
+        self._frozen: list[torch.Tensor] = []
         self._versions: dict[torch.Tensor, int] = {}
         self._hooks: dict[torch.Tensor, Any] = {}
         self._is_told = False
@@ -37,14 +42,34 @@ class TrainedParameters:
         self.follow()
 
     def follow(self) -> bool:
-        """Follow what the script has frozen and unfrozen; return whether ``names`` has changed."""
-        trained = self._trained_now()
-        if trained == self._trained:
+        """Follow what the script has frozen, unfrozen and converted since the last call.
+
+        The optimizer's state gets the strides of parameters that were converted, as fused
+        optimizers need it.
+
+        Returns:
+            Whether other gradients are to be averaged, or gradients of other types, devices or
+            strides.
+        """
+        addresses = [
+            each.data_ptr() if each.requires_grad or each.grad is not None else None
+            for each in self._every
+        ]
+        # Looking at the forms would take longer, and one that changes needs other memory.
+        if addresses == self._addresses:
             return False
-        self._trained = trained
-        every = zip(self._every.items(), trained, strict=True)
+        self._addresses = addresses
+        trained = [address is not None for address in addresses]
+        names = dict(compress(self._every.items(), trained))
+        forms = [form_of(parameter) for parameter in names]
+        if names == self.names and forms == self._forms:
+            return False
+        self._frozen = [each for each in self._every if each not in names]
+        self._forms = forms
         self.names.clear()
-        self.names.update(named for named, is_trained in every if is_trained)
+        self.names.update(names)
+        for parameter in names:
+            lay_out(self._optimizer.state.get(parameter, {}), parameter)
         return True
 
     def hook(self, on_ready: Callable[[torch.Tensor], None]) -> None:
@@ -65,10 +90,8 @@ class TrainedParameters:
 
         The ranks do not average them in this step, in which these parameters stay as they are.
         """
-        if self._trained_now() != self._trained:
-            for parameter in self._every:
-                if parameter not in self.names:
-                    parameter.grad = None
+        for parameter in self._frozen:
+            parameter.grad = None
 
     def watch(self) -> None:
         """Note what the parameters are when a loop body begins, for :meth:`changed`."""
@@ -102,6 +125,3 @@ class TrainedParameters:
 
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for group in self._optimizer.param_groups]
-
-    def _trained_now(self) -> list[bool]:
-        return [each.requires_grad or each.grad is not None for each in self._every]

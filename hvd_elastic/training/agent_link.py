@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from hvd_elastic.control.progress import Activity
+from hvd_elastic.hosts.peers import connect_own
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError, encode
 
@@ -61,6 +62,10 @@ class AgentLink:
     Attributes:
         recorded_step: last step whose examples the leader has recorded, for an audited run.
         input: processes of input hosts that read for the ranks; None: never heard of any.
+
+    Raises:
+        StrangerError: the agent is gone, and another user's process holds its name.
+        OSError: the agent is gone.
     """
 
     def __init__(
@@ -82,8 +87,7 @@ class AgentLink:
         self._aborted = 0
         self._change = threading.Condition()
         self._send_lock = threading.Lock()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect("\0" + socket_name)
+        self._socket = connect_own("\0" + socket_name)
         self._owner_pid = os.getpid()
         self._outlived = 0
         self._handler = self._note_signal

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from hvd_elastic.checkpoint.manifests import complete_checkpoint
+from hvd_elastic.checkpoint.manifests import complete_checkpoint, warning_of_not_finite
 from hvd_elastic.checkpoint.shards import ShardInfo, describe_shard, find_shards
 from hvd_elastic.checkpoint.stream import Content, new_shard
 from hvd_elastic.checkpoint.writer import ShardWriter
@@ -44,6 +44,7 @@ class Checkpointing:
         self._room_agreed = False
         self._agreed = (False, False, False)
         self._failed = ""
+        self._was_not_finite = False
         self._looked_at = 0.0
         self._is_behind = False
 
@@ -184,7 +185,10 @@ class Checkpointing:
         if self._spool is not None:
             describe_shard(shard, _SPOOLED + 1)
         else:
-            complete_checkpoint(shard.path.parent, [shard], _KEPT)
+            info = complete_checkpoint(shard.path.parent, [shard], _KEPT)
+            if info.not_finite and not self._was_not_finite:
+                self._worker.warn(warning_of_not_finite(info))
+            self._was_not_finite = bool(info.not_finite)
 
     def _done(self, shard: ShardInfo, blocked_s: float) -> None:
         self._failed = ""

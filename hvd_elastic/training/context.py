@@ -27,7 +27,7 @@ from hvd_elastic.training.membership import Membership
 from hvd_elastic.training.metrics import Metrics
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Phase, Progress
-from hvd_elastic.training.replica_check import check_replicas
+from hvd_elastic.training.replica_check import ReplicaCheck
 from hvd_elastic.training.rollback import Rollback
 from hvd_elastic.training.script_data import ScriptData
 from hvd_elastic.training.state_parts import StateParts
@@ -49,6 +49,7 @@ class Context:
         checkpoints: takes this process's checkpoints.
         metrics: collects and sends the run's metrics.
         idle_check: warns if nothing is trained.
+        replica_check: compares the parameters of the ranks.
         state_parts: objects of the library that are part of the script's state.
         data: what the script has told of its data.
         membership: takes this process to the next generation.
@@ -66,6 +67,7 @@ class Context:
         self.checkpoints = Checkpointing(self.worker)
         self.metrics = Metrics(self.worker)
         self.idle_check = IdleCheck(self.worker)
+        self.replica_check = ReplicaCheck(self.worker)
         self.state_parts = StateParts()
         self.data = ScriptData()
         self.membership = Membership(
@@ -219,7 +221,8 @@ class Context:
         return self.planner.adapts or self.worker.averagers.several
 
     def _wishes(self) -> list[bool]:
-        return [self.worker.wants_change, wants_stop(self.worker), *self.checkpoints.wishes()]
+        worker, is_due = self.worker, self.replica_check.is_due
+        return [worker.wants_change, wants_stop(worker), is_due, *self.checkpoints.wishes()]
 
     def exchange(self) -> None:
         """Wait for the exchange that :meth:`begin_exchange` began; once a step."""
@@ -230,20 +233,24 @@ class Context:
             worker.refuse_aborted()  # a single rank has no collective that would fail
         self.begin_exchange()
         self._audit.finish()
-        stop = self._finish_exchange()
+        stop, compare = self._finish_exchange()
         if step.stage is Stage.VOIDED:
             self.planner.want_review()
         elif stop:
             agree_on_stop(worker, worker.progress.step + 1)
-        check_replicas(worker)
+        self.replica_check.step_exchanged(is_due=compare)
 
-    def _finish_exchange(self) -> bool:
-        """Note what the ranks wish at the next step boundary; return whether training is to end."""
+    def _finish_exchange(self) -> tuple[bool, bool]:
+        """Note what the ranks wish at the next step boundary.
+
+        Returns:
+            Whether training is to end, and whether the ranks compare their parameters now.
+        """
         told = self.step.finish_exchange(self.worker, self._exchange_checks_steps)
-        change, stop, *checkpoint = told
+        change, stop, compare, *checkpoint = told
         self.membership.change_agreed |= change
         self.checkpoints.agree(checkpoint)
-        return stop
+        return stop, compare
 
     def own_flags(self) -> np.ndarray:
         """Return what this rank tells the others in a step whose graph reduces it.
@@ -258,6 +265,10 @@ class Context:
             self._audit.finish()
         return step.flags(self._wishes, place=self.reading.place_hash() if step.passes else 0)
 
+    def number_of_flags(self) -> int:
+        """Return the length of :meth:`own_flags`."""
+        return len(self.step.flags(self._wishes, place=0))
+
     def graph_stepped(self, told: np.ndarray, *, collectives: bool = True) -> None:
         """Count a step that a graph has taken.
 
@@ -270,12 +281,12 @@ class Context:
         worker = self.worker
         self.end_uncommitted()
         self.step.receive(told, shared=worker.communicator.size > 1)
-        stop = self._finish_exchange()
+        stop, compare = self._finish_exchange()
         self.optimizer_stepped()
         if collectives:
             if stop:
                 agree_on_stop(worker, worker.progress.step)
-            check_replicas(worker)
+            self.replica_check.step_exchanged(is_due=compare)
 
     def optimizer_stepped(self) -> None:
         """Count the step that an optimizer has taken; with several, the body's end counts it."""
@@ -307,7 +318,8 @@ class Context:
         first = worker.progress.step == 0 and self.step.stage is not Stage.UNCOMMITTED
         if first and worker.mode is not Mode.ALONE:
             loader, other = worker.frontend.loader, worker.frontend.other_loader
-            what = f"optimizer.step() was called for a batch that does not come from {loader}"
+            call = worker.frontend.takes_step
+            what = f"{call} was called for a batch that does not come from {loader}"
             remedy = (
                 f"Read the training data with {loader}(dataset, batch_size, shuffle=True) in place "
                 f"of {other}, with the batch size of all ranks together and without a "

@@ -8,6 +8,7 @@ skipped and nothing is read twice.
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -28,6 +29,7 @@ from hvd_elastic.model.sharding import (
     steps_left,
 )
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.data_digest import ALIKE, DataDigest, difference
 from hvd_elastic.training.input.rate import InputBench
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
@@ -144,7 +146,12 @@ class DataOrder:
             (examples, shuffle, seed if shuffle else None, getattr(dataset, "order_key", None)),
             (self._window, sizes),
         )
-        self._hash = zlib.crc32(repr(determined_by).encode()) or 1
+        self.digest = DataDigest(dataset, examples)
+        self._hash = zlib.crc32(repr((determined_by, self.digest.fields)).encode()) or 1
+        self._order_alone = zlib.crc32(repr(determined_by).encode()) or 1
+        """What checkpoints of earlier releases hold in its place."""
+        self._data: str = ""
+        """What this rank's data set was compared with."""
         # (epoch, version), and the order of that epoch.
         self._order: tuple[tuple[int, int], Order] | None = None
         # (epoch, generation) in which this loader was last read to its end.
@@ -156,6 +163,7 @@ class DataOrder:
         """Register the data set and the planner with the context."""
         dropped = self.examples % self.batch_size if self.drop_last else 0
         context.register_data(self.examples, dropped, self.planner)
+        context.worker.digests.append(self.digest)
 
     def steps_from(self, position: int, ranks: int) -> int:
         """Return the number of steps from a position to the end of an epoch."""
@@ -397,9 +405,11 @@ class DataOrder:
                 f"{other}"
             )
         context.data.last_reader = (now, self)
+        if progress.data != self._data:
+            self._compare(worker)
         if progress.position == 0:
             progress.order_hash = self._hash
-        elif progress.order_hash not in (0, self._hash):
+        elif progress.order_hash not in (0, self._hash, self._order_alone):
             window = "" if self._window is None else f", shuffle_window={self._window}"
             raise ScriptError(
                 f"epoch {progress.epoch} was begun in another order of the data, in which "
@@ -408,6 +418,24 @@ class DataOrder:
                 "of them would come again, and others never. Go on with the dataset, seed, shuffle "
                 "and shuffle_window with which the epoch was begun (and for a Mixture its "
                 "datasets, weights and seed), or start a new run"
+            )
+
+    def _compare(self, worker: Worker) -> None:
+        """Compare the data set with that of the rank whose progress this one has received.
+
+        Raises:
+            ScriptError: they differ; names what differs.
+        """
+        self._data = worker.progress.data
+        number, described = worker.digests.index(self.digest), json.loads(self._data)
+        if number >= len(described):
+            return  # the other rank had not made this loader yet
+        field = difference(self.digest.described(), described[number])
+        if field:
+            raise ScriptError(
+                f"rank {worker.communicator.rank} reads another data set than the rank whose state "
+                f"it has received, or than this run has read before: they differ in {field!r}. "
+                f"{ALIKE}"
             )
 
     def _warn_of_endless_step(self, context: Context) -> None:

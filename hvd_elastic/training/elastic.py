@@ -306,6 +306,7 @@ def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
             if not all_returned(ctx, bool(returned)):
                 returned = [train()]
                 phase = ctx.rollback.function_returned()
+            ctx.replica_check.training_ends()
             worker.communicator.barrier()  # no rank exits while another may still need it
         except GenerationBrokenError as error:
             ctx.broken(error)
@@ -357,6 +358,7 @@ def _run_static(ctx: Context, train: Callable[[], Result]) -> Result:
     start_static(ctx)
     try:
         result = train()
+        ctx.replica_check.training_ends()
     except GenerationBrokenError as error:
         raise static_rank_lost(ctx, error) from error
     end_training(ctx)
@@ -411,7 +413,9 @@ def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Resu
     @horovod.elastic.run
     def again(_: Any) -> Result:
         try:
-            return train()
+            result = train()
+            ctx.replica_check.training_ends()
+            return result
         except GenerationBrokenError as error:
             raise error.__cause__ or error from None  # Horovod handles only its own error type
 

@@ -22,6 +22,7 @@ import numpy as np
 from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.communicator.interface import Collectives, Communicator
+from hvd_elastic.training.generators import Generator
 from hvd_elastic.training.inference import Inference
 from hvd_elastic.training.progress import Progress
 
@@ -45,6 +46,10 @@ class Frontend(Protocol):
 
     def collectives(self) -> Collectives:
         """Return Horovod's collectives on the framework's tensors."""
+
+    def generators(self) -> dict[str, Generator]:
+        """Return the framework's global generators of random numbers, by name."""
+        return {}
 
     def plain(self, value: Any) -> Any:
         """Return a number from the script, which may be a tensor, as a Python number."""
@@ -176,6 +181,16 @@ class Averager:
             collectives: whether the other ranks do so too, at the same place.
         """
 
+    def check_not_begun(self, call: str) -> None:
+        """Raise ScriptError if gradients of the present pass are weighted already.
+
+        Args:
+            call: what the script calls too late.
+        """
+
+    def weighed(self) -> None:
+        """Note that the weight of the pass that begins was set, for a graph that depends on it."""
+
     def absorb(self) -> None:
         """Add up the gradients of a pass that is followed by others in the same step."""
 
@@ -231,6 +246,9 @@ class State(Protocol):
             tensors: without ``snapshot``, copy also buffers and modules that no optimizer trains,
                 on their device.
         """
+
+    def step_begins(self) -> None:
+        """Raise ScriptError if a change of the loop body before the step could not be undone."""
 
     def roll_back(self) -> None:
         """Restore the snapshot of the last :meth:`save_values`."""

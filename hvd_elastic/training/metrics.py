@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import numbers
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,9 +13,14 @@ from typing import Any
 import numpy as np
 
 from hvd_elastic.communicator.interface import Communicator
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
 
+ENVELOPE = frozenset({"t", "mono", "kind"})
+"""Fields of every event: its time, and what has happened."""
+_REAL = re.compile(r"(torch\.)?(bool|u?int\d|b?float\d)")  # names of types of real numbers
+_INTEGERS = range(-(2**63), 2**64)  # what messages can hold
 _INTERVAL_S = 0.25  # not every step: reading the script's tensors waits for the device
 
 
@@ -22,6 +30,7 @@ class Metrics:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._values: dict[str, Any] = {}
+        self._refused: set[str] = set()
         self._due = 0.0
         self._window = (time.monotonic(), 0)
         self._input = (0.0, 0.0)
@@ -31,8 +40,18 @@ class Metrics:
         self._announces_pause = False
 
     def update(self, values: Mapping[str, Any]) -> None:
-        """Store numbers from the script until metrics are sent next."""
-        self._values.update(values)
+        """Store numbers from the script until metrics are sent next.
+
+        Raises:
+            ScriptError: a value is not one number; names it.
+        """
+        self._values.update({name: _one_number(name, value) for name, value in values.items()})
+        for name in values.keys() & ENVELOPE - self._refused:
+            self._refused.add(name)
+            self._worker.warn_once(
+                f"the metric {name!r} is not recorded: each event has a field of this name. Give "
+                "it another name"
+            )
 
     def world_begins(self, *, first: bool, announces_pause: bool) -> None:
         """Begin to measure a generation; ``first``: the first one of this process."""
@@ -85,14 +104,40 @@ class Metrics:
         record |= planned()
         if "throughput" in record and "efficiency" in record:
             record["goodput"] = record["throughput"] * record["efficiency"]
-        own = {*worker.progress.as_dict(), "size", "kind", *record}
+        own = {*worker.progress.as_dict(), "size", *ENVELOPE, *record}
         for name, value in self._values.items():
             if name not in own:  # the scheduling decisions rely on the library's own values
-                record[name] = worker.frontend.plain(value)
+                record[name] = _plain(worker.frontend.plain(value))
         self._window = (now, worker.progress.examples)
         self._input = worker.input_times.waited
         self._waited_s = worker.communicator.waited_s
         worker.sink.send(msg.Metrics(worker.position, worker.communicator.size, record))
+
+
+def _one_number(name: str, value: Any) -> Any:
+    """Return a metric as it is kept: a number, or a tensor that is read when metrics are due."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None:
+        if isinstance(value, numbers.Real):
+            return _plain(value)
+    elif math.prod(shape) == 1 and _REAL.match(getattr(dtype, "name", str(dtype))):
+        return _plain(value.item()) if isinstance(value, (np.ndarray, np.generic)) else value
+    what = type(value).__name__ if shape is None else f"{type(value).__name__} of {dtype}"
+    if shape is not None and math.prod(shape) != 1:
+        what += f" with the shape {tuple(shape)}"
+    raise ScriptError(
+        f"the metric {name!r} is a {what}, and a metric is one number: a Python number, or a "
+        f"tensor or array with one element. Give its mean, for example: {name}=float(value.mean())"
+    )
+
+
+def _plain(number: Any) -> bool | int | float:
+    """Return a number as a Python number that fits into an event."""
+    if isinstance(number, bool):
+        return number
+    if isinstance(number, numbers.Integral) and int(number) in _INTEGERS:
+        return int(number)
+    return float(number)
 
 
 def average_over_ranks(

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
+from typing import Any
 
 from hvd_elastic.model.sharding import LATEST_ORDER
 
@@ -49,6 +50,8 @@ class Progress:
         stopped: whether the ranks have agreed to end training; see ``stop()``.
         order_hash: of all that determines the order of the current epoch, besides its number; 0:
             unknown.
+        data: what is compared of the data set of each loader of the script, as a JSON list of
+            :meth:`DataDigest.described`; "": unknown.
 
     >>> progress = Progress()
     >>> progress.advance(64)
@@ -67,6 +70,7 @@ class Progress:
     data_order: int = LATEST_ORDER
     stopped: bool = False
     order_hash: int = field(default=0, compare=False)
+    data: str = field(default="", compare=False)
 
     def advance(self, step_examples: int) -> None:
         """Count a step on ``step_examples`` examples of all ranks together (>= 0)."""
@@ -100,12 +104,12 @@ class Progress:
         """Return the counts, for events."""
         return {name: getattr(self, name) for name in _COUNTS}
 
-    def as_state(self) -> dict[str, int]:
-        """Return all fields as plain numbers, for a checkpoint or a broadcast."""
+    def as_state(self) -> dict[str, Any]:
+        """Return all fields as plain values, for a checkpoint or a broadcast."""
         return {**asdict(self), "phase": int(self.phase), "stopped": int(self.stopped)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, int]) -> Progress:
+    def from_dict(cls, values: Mapping[str, Any]) -> Progress:
         """Return the progress from the values of :meth:`as_state`.
 
         Unknown keys are ignored, so that a newer file still loads. Files of older releases have no
@@ -141,7 +145,12 @@ class Progress:
         if not isinstance(order_hash, int):
             raise ValueError(f"progress field 'order_hash' is {order_hash!r}, it must be a number")
         return cls(
-            **numbers, phase=phase, data_order=data_order, stopped=stopped, order_hash=order_hash
+            **numbers,
+            phase=phase,
+            data_order=data_order,
+            stopped=stopped,
+            order_hash=order_hash,
+            data=str(values.get("data", "")),
         )
 
 

@@ -1,12 +1,14 @@
-"""Checks from time to time that all ranks hold the same parameters.
+"""Checks from time to time, and at the end of training, that all ranks hold the same parameters.
 
-Each check compares some numbers of some tensors, different ones each time, with one small
-reduction. Values are compared within a tolerance and not bit by bit, since processors of different
-kinds round differently.
+A check during training compares some numbers of some tensors, different ones each time, with one
+small reduction. The last one compares all of them. Values are compared within a tolerance and not
+bit by bit, since processors of different kinds round differently.
 """
 
 from __future__ import annotations
 
+import time
+import zlib
 from collections.abc import Sequence
 from functools import cache
 from typing import TypeVar
@@ -14,12 +16,12 @@ from typing import TypeVar
 import numpy as np
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training.frontend import TrainedSums
+from hvd_elastic.training.frontend import State, TrainedSums
 from hvd_elastic.training.worker import Worker
 
 Parameter = TypeVar("Parameter")
-_PERIOD_STEPS = 1024
-"""A check takes 1 to 2 ms, so less than 0.1 % of the time where a step takes 2 ms or more."""
+_PERIOD_S = 10.0
+"""A check takes 1 to 2 ms, so 0.02 % of the time."""
 _NUMBERS = 4096
 """Numbers of each tensor that one check compares: 32 KiB of float64."""
 _PARAMETERS = 16
@@ -27,40 +29,95 @@ _PARAMETERS = 16
 _LEAST_TOLERANCE = 1e-10
 """Least squared relative difference: below it, rounding of the float64 sums matters."""
 _NAMES_SHOWN = 3  # the others are counted, to keep the message short
+_CHANGE_ALIKE = (
+    "Parameters have to change alike on all ranks: in the step of the optimizer given to "
+    "hvd.DistributedOptimizer, or by code that does the same on each of them. Look for another "
+    "optimizer, for a scheduler that is not in the State, for gradients that a rank changes "
+    "before they are averaged, for code that only some ranks run, such as loading "
+    "weights on rank 0, and for a condition, a random number or a learning rate that differs "
+    "between ranks"
+)
 
 
-def check_replicas(worker: Worker) -> None:
-    """Compare parameters with the other ranks if a check is due; called in each step on all ranks.
+class ReplicaCheck:
+    """Compares this rank's parameters with those of the other ranks.
 
-    Checks are due in steps 1, 2, 4, ... and every 1024th step. Ranks differ if the norm of the
-    difference, relative to that of the parameter, is above the square root of the type's machine
-    epsilon: 3e-4 in float32. The norm is estimated from sums with random signs, which differ by
-    about that norm (Alon, Matias and Szegedy, STOC 1996, section 2.2).
+    Ranks differ if the norm of the difference, relative to that of the parameter, is above the
+    square root of the type's machine epsilon: 3e-4 in float32. The norm is estimated from sums with
+    random signs, which differ by about that norm (Alon, Matias and Szegedy, STOC 1996, section
+    2.2).
 
-    Raises:
-        ScriptError: parameters differ; names the first of them, and the ranks.
+    Args:
+        worker: this process.
     """
-    number = _number_of_check(worker.progress.step)
-    communicator, state = worker.communicator, worker.state
-    if number is None or communicator.size == 1 or state is None:
-        return
-    own = state.trained_sums(_signs(), number)
-    if not own.names:
-        return
-    told = np.column_stack([own.sums, np.square(own.sums[:, 0])])
-    told = communicator.wait(communicator.reduce_async(told, "hvd_elastic.replicas"))
-    signed, squares, signed_squares = told.T
-    with np.errstate(all="ignore"):
-        differ = signed_squares - np.square(signed) > _tolerances(own) * squares
-    if differ.any():
-        _refuse_difference(worker)
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._last = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this rank wants a check in the next step; the ranks agree on it."""
+        return time.monotonic() >= self._last + _PERIOD_S
+
+    def step_exchanged(self, *, is_due: bool) -> None:
+        """Compare some parameters in steps 1, 2, 4, ..., and where one is due; on all ranks.
+
+        Raises:
+            ScriptError: parameters differ; names the first of them, and the ranks.
+        """
+        step = self._worker.progress.step
+        number = _number_of_check(step, is_due=is_due)
+        communicator, state = self._worker.communicator, self._worker.state
+        if number is None or communicator.size == 1 or state is None:
+            return
+        self._last = time.monotonic()
+        own = state.trained_sums(_signs(), number)
+        if not own.names:
+            return
+        told = np.column_stack([own.sums, np.square(own.sums[:, 0])])
+        told = communicator.wait(communicator.reduce_async(told, "hvd_elastic.replicas"))
+        signed, squares, signed_squares = told.T
+        with np.errstate(all="ignore"):  # what is not finite on a rank is not known to be the same
+            alike = signed_squares - np.square(signed) <= _tolerances(own) * squares
+        if not alike.all():
+            self._compare_all(state, f"after step {step}")
+
+    def training_ends(self) -> None:
+        """Compare all numbers of all parameters; all ranks call this before they end.
+
+        Raises:
+            ScriptError: parameters differ; names the first of them, and the ranks.
+        """
+        if self._worker.communicator.size > 1 and self._worker.state is not None:
+            self._compare_all(self._worker.state, "at the end of training")
+
+    def _compare_all(self, state: State, when: str) -> None:
+        own = state.trained_sums(_signs(), None)
+        rows = self._worker.communicator.gather(own.sums[np.newaxis], "hvd_elastic.replicas_whole")
+        signed, squares = rows[:, :, 0], rows[0, :, 1]
+        with np.errstate(all="ignore"):
+            alike = np.square(signed - signed[0]) <= _tolerances(own) * squares
+        apart = ~alike & ~(np.isnan(signed) & np.isnan(signed[0]))
+        differs = apart.any(axis=0)
+        names = [name for name, each in zip(own.names, differs, strict=True) if each]
+        ranks = [f"rank {rank}" for rank in np.flatnonzero(apart.any(axis=1))]
+        if not names:  # over the whole parameter the difference is within the tolerance
+            return
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+        raise ScriptError(
+            f"{when} the ranks hold different parameters: {', '.join(ranks)} "
+            f"{'differs' if len(ranks) == 1 else 'differ'} from rank 0 in {shown} "
+            f"({len(names)} of {own.known} parameters in the State). {_CHANGE_ALIKE}"
+        )
 
 
-def _number_of_check(step: int) -> int | None:
+def _number_of_check(step: int, *, is_due: bool) -> int | None:
     """Return the number of the check that is due after ``step`` steps, or None."""
-    if step >= _PERIOD_STEPS:
-        return None if step % _PERIOD_STEPS else step // _PERIOD_STEPS + 9
-    return step.bit_length() - 1 if step and not step & (step - 1) else None
+    if step and not step & (step - 1):
+        return step.bit_length() - 1
+    # A hash, since regular steps might come back to the same parameters again and again.
+    return zlib.crc32(b"%d" % step) if is_due else None
 
 
 def parameters_of_check(parameters: Sequence[Parameter], number: int | None) -> Sequence[Parameter]:
@@ -90,30 +147,6 @@ def sums_of(flat: np.ndarray, signs: np.ndarray, number: int | None) -> tuple[fl
         signed += float(piece @ signs[: len(piece)])
         squares += float(piece @ piece)
     return signed, squares
-
-
-def _refuse_difference(worker: Worker) -> None:
-    """Compare all numbers of all parameters; raise ScriptError that names those that differ."""
-    assert worker.state is not None
-    own = worker.state.trained_sums(_signs(), None)
-    rows = worker.communicator.gather(own.sums[np.newaxis], "hvd_elastic.replicas_whole")
-    signed, squares = rows[:, :, 0], rows[0, :, 1]
-    with np.errstate(all="ignore"):
-        apart = np.square(signed - signed[0]) > _tolerances(own) * squares
-    names = [name for name, differs in zip(own.names, apart.any(axis=0), strict=True) if differs]
-    ranks = [f"rank {rank}" for rank in np.flatnonzero(apart.any(axis=1))]
-    if not names:  # over the whole parameter the difference is within the tolerance
-        return
-    shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
-    raise ScriptError(
-        f"after step {worker.progress.step} the ranks hold different parameters: "
-        f"{', '.join(ranks)} {'differs' if len(ranks) == 1 else 'differ'} from rank 0 in {shown} "
-        f"({len(names)} of {own.known} parameters in the State). Parameters have to change "
-        "alike on all ranks: in the step of the optimizer given to hvd.DistributedOptimizer, or by "
-        "code that does the same on each of them. Look for another optimizer, for a scheduler "
-        "that is not in the State, for gradients that a rank changes before they are averaged, and "
-        "for a condition, a random number or a learning rate that differs between ranks"
-    )
 
 
 @cache

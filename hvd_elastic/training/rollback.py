@@ -27,11 +27,13 @@ class StepVoidedError(RuntimeError):
 
 @runtime_checkable
 class SnapshotSource(Protocol):
-    """Object of the library that can copy its state at less cost than by ``state_dict()``."""
+    """Object that can go back to an earlier state at less cost than by ``state_dict()``."""
 
-    def snapshot(self) -> Any: ...
+    def snapshot(self) -> Any:
+        """Return what :meth:`roll_back` needs to undo what follows; called after each step."""
 
-    def roll_back(self, values: Any) -> None: ...
+    def roll_back(self, values: Any) -> None:
+        """Go back to an earlier :meth:`snapshot`, not necessarily the last one."""
 
 
 _PARTIAL = 0
@@ -59,14 +61,16 @@ class Rollback:
         self._at = Progress()
         self._steps = 0
         self._stop_reason = ""
+        self._random: dict[str, Any] = {}
+        """States of the generators of random numbers."""
         self._entered = False
         self._loop = 0
         self._loops_in_turn = 0
         self._left: Any = None
-        self._epoch_end: tuple[Progress, str, Any] | None = None
-        """Progress, reason to stop and snapshot at the end of the last loop. Kept until a step of
-        the next epoch shows that every rank has passed it: until then a failure repeats the tail on
-        all ranks, so that what only rank 0 does there is done even if rank 0 is lost."""
+        self._epoch_end: tuple[Progress, str, Any, dict[str, Any]] | None = None
+        """Progress, reason to stop, snapshot and generators at the end of the last loop. Kept until
+        a step of the next epoch shows that every rank has passed it: until then a failure repeats
+        the tail on all ranks, so that what only rank 0 does there is done even if it is lost."""
         self._collective: tuple[str, Any, int] | None = None
         self._warned = False
         self._warned_of_steps = False
@@ -84,6 +88,8 @@ class Rollback:
             self._at = replace(self._worker.progress)
             self._steps = self._worker.averagers.steps
             self._stop_reason = self._worker.stop_reason
+            if self._worker.elastic:
+                self._random = self._worker.generators.copy()
 
     @property
     def keeps_aside(self) -> bool:
@@ -98,21 +104,27 @@ class Rollback:
         self._epoch_end = None
         self._save_part()
 
+    def step_begins(self) -> None:
+        """Check that the loop body can be undone; called before an optimizer's step."""
+        if self._worker.elastic and self._worker.state is not None:
+            self._worker.state.step_begins()
+
     def optimizer_stepped(self) -> None:
         """Warn once of a step that cannot be undone or repeated as others are."""
         worker = self._worker
         if self._warned_of_steps or not worker.elastic:
             return
+        call = worker.frontend.takes_step
         if worker.progress.phase in AFTER_LOOP:
             warning = (
-                "optimizer.step() is called after the loop over the loader has ended. If the loop "
+                f"{call} is called after the loop over the loader has ended. If the loop "
                 "asks for a batch before it has trained on the one before (a prefetcher), the next "
                 "worker that joins ends the run: train on each batch before the next one is asked "
                 "for, and let num_workers of the loader read ahead"
             )
         elif worker.averagers.steps > self._steps + 1:
             warning = (
-                "optimizer.step() is called several times in one loop body, or between two calls "
+                f"{call} is called several times in one loop body, or between two calls "
                 "of state.commit(). If a rank fails between these steps, the first of them stay, "
                 "so the result differs from that of an undisturbed training. Give "
                 "DistributedOptimizer(..., several_steps=True), which undoes and repeats the whole "
@@ -138,13 +150,18 @@ class Rollback:
             self.save()
         elif worker.state is not None:
             if self._epoch_end is not None:
-                self._at, self._stop_reason, snapshot = self._epoch_end
+                self._at, self._stop_reason, snapshot, self._random = self._epoch_end
                 worker.state.save_values(snapshot)
-            self._restore()
+            self._restore(failed=True)
             worker.progress, worker.stop_reason = replace(self._at), self._stop_reason
 
-    def _restore(self) -> None:
+    def _restore(self, *, failed: bool = False) -> None:
+        """Restore the state; ``failed``: a loop body has failed.
+
+        Else the function has run its beginning again, where it may seed random numbers by rank.
+        """
         state = self._worker.state
+        self._worker.generators.restore(self._random, unless_seeded=not failed)
         if state is not None:
             self._worker.averagers.restore()
             state.roll_back()
@@ -215,7 +232,7 @@ class Rollback:
     def body_ended(self, *, voided: bool) -> None:
         """Save the state at the end of a loop body; ``voided``: undo the body instead."""
         if voided:
-            self._restore()
+            self._restore(failed=True)
         else:
             self._warn_of_late_changes()
             self._epoch_end = None
@@ -304,7 +321,8 @@ class Rollback:
         worker = self._worker
         if worker.progress.phase in AFTER_LOOP and worker.state is not None:
             snapshot = snapshot or worker.state.take_snapshot(tensors=True)
-            self._epoch_end = (replace(worker.progress), worker.stop_reason, snapshot)
+            random = worker.generators.copy()
+            self._epoch_end = (replace(worker.progress), worker.stop_reason, snapshot, random)
         self.save(snapshot)
 
     def _warn_of_late_changes(self) -> None:
@@ -319,10 +337,10 @@ class Rollback:
             changes.add("a module")
         if changes:
             self._warned = True
-            changed = min(changes)
+            changed, call = min(changes), self._worker.frontend.takes_step
             self._worker.warn_once(
                 f"{changed} of the State changes in the loop body after the collective {name!r}, "
-                "which comes after optimizer.step(). If a rank fails in that collective, the rest "
+                f"which comes after {call}. If a rank fails in that collective, the rest "
                 "of the body is not run for this step, and the change is missing. Call the "
-                "collective before optimizer.step(), or at the end of the loop body"
+                f"collective before {call}, or at the end of the loop body"
             )

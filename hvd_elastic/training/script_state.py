@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
+import pickle
 from abc import abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from hvd_elastic.checkpoint.header import decode_values
+from hvd_elastic.checkpoint.finite import has_not_finite
+from hvd_elastic.checkpoint.header import PLAIN, decode_values
 from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import State
+from hvd_elastic.training.helper_copies import HelperCopies
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.spread import Content as Pieces
 from hvd_elastic.training.spread import spread
@@ -26,6 +29,10 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+def _why(error: Exception) -> str:
+    return f": {error}" if isinstance(error, ScriptError) else ""
 
 
 class _Everything(Container[int]):
@@ -50,6 +57,8 @@ class ScriptState(State):
         plain_kinds, object_kinds: what plain data is, and what objects have, for messages.
     """
 
+    _pickler: type[pickle.Pickler] = pickle.Pickler
+    """Copies the framework's tensors fast."""
     _content_kind: type[Any]
     """The framework's Content, called with values, addresses and ``copy_own``."""
     plain_kinds = "numbers, strings, lists, dicts, tensors"
@@ -67,18 +76,13 @@ class ScriptState(State):
                 self._objects[name] = value
             elif value is not None or name in values:
                 self._plain[name] = value
+        self._checked: dict[str, type] = {}
         for name, value in self._plain.items():
-            try:
-                self._try_plain(value)
-            except Exception as error:  # frameworks raise many kinds, all meaning the same here
-                raise ScriptError(
-                    f"State(): {name!r} is a {type(value).__name__}, which is neither plain data "
-                    f"({self.plain_kinds}) nor an object with {self.object_kinds}. Turn it into "
-                    "one of them."
-                ) from error
-        self._large: set[str] = set()
+            self._check_plain(f"State(): {name!r}", name, value)
+        self._helpers = HelperCopies(self._pickler)
         self._context = context.current()
         self._build()
+        self._not_finite = self._find_not_finite()
         self._saved = self.take_snapshot()
         self._context.register_state(self)
 
@@ -95,7 +99,26 @@ class ScriptState(State):
         elif name in self._objects:
             self._objects[name] = value
         else:
+            self._check_plain(f"state.{name}", name, value)
             self._plain[name] = value
+
+    def _check_plain(self, place: str, name: str, value: Any) -> None:
+        """Raise ScriptError for a value that no rank could receive; ``place``: for the message.
+
+        Of values that take long to look at, the first of each type is checked.
+        """
+        kind = type(value)
+        if kind in PLAIN or self._checked.get(name) is kind:
+            return
+        try:
+            self._try_plain(value)
+        except Exception as error:  # frameworks raise many kinds, all meaning the same here
+            raise ScriptError(
+                f"{place} is a {kind.__name__}, which is neither plain data ({self.plain_kinds}) "
+                f"nor an object with {self.object_kinds} that was given to State(...). Turn it "
+                f"into one of them{_why(error)}"
+            ) from error
+        self._checked[name] = kind
 
     def commit(self, **metrics: Any) -> None:
         """Add numbers (``loss=loss``) to the run's metrics; end a step that no optimizer took.
@@ -118,7 +141,12 @@ class ScriptState(State):
         return dict(self._objects)
 
     def save_values(self, snapshot: Any = None, *, tensors: bool = False) -> None:
+        if snapshot is None:
+            self._helpers.body_ends()
         self._saved = snapshot or self.take_snapshot(tensors=tensors)
+
+    def step_begins(self) -> None:
+        self._helpers.refuse_changed(self._objects)
 
     def roll_back(self) -> None:
         self._saved.restore(self._plain, self._objects)
@@ -128,11 +156,13 @@ class ScriptState(State):
 
     def content(self, *, copy_own: bool = True) -> Content:
         made: Content = self._content_kind(self._values(), self._shared(), copy_own=copy_own)
+        made.weights = self._weights()
         return made
 
     def _live_content(self) -> Any:
         """Return the Content of all of the state, with ``tensors``: those of its stream."""
-        return self._content_kind(self._values(), _Everything(), copy_own=False)
+        values = {**self._values(), "left_out": self._left_out()}
+        return self._content_kind(values, _Everything(), copy_own=False)
 
     def sync(
         self,
@@ -143,7 +173,7 @@ class ScriptState(State):
     ) -> Progress:
         # The structure is sent as plain data. Tensors are sent in a few large messages, from live
         # tensors and, where shapes agree, into live tensors.
-        own = self._live_content()
+        own, generators = self._live_content(), self._context.worker.generators
         if communicator.rank == root_rank:
             known = self._known(own)
             header: dict[str, Any] = {
@@ -155,9 +185,12 @@ class ScriptState(State):
                 ],
                 "known": known,
                 "progress": progress.as_state(),
+                "generators": generators.offered(),
             }
             communicator.broadcast_bytes(json.dumps(header).encode(), root_rank)
-            spread(own.tensors, known, True, communicator, root_rank, self._pieces)
+            every = generators.all_bits
+            agreed = spread(own.tensors, known, True, communicator, root_rank, self._pieces, every)
+            generators.settle(agreed if communicator.size > 1 else 0)
             return progress
         header = json.loads(communicator.broadcast_bytes(b"", root_rank))
         theirs = Progress.from_dict(header["progress"])
@@ -168,7 +201,10 @@ class ScriptState(State):
             for name, dtype, shape, device in header["tensors"]
         }
         ordered = list(tensors.values())
-        spread(ordered, header["known"], has, communicator, root_rank, self._pieces)
+        agreed = generators.agree(header["generators"], take=not has)
+        generators.settle(
+            spread(ordered, header["known"], has, communicator, root_rank, self._pieces, agreed)
+        )
         opaque = self._decode_opaque(base64.b64decode(header["opaque"]))
         self._take(decode_values(header["values"], tensors, opaque), f"rank {root_rank}")
         return theirs
@@ -187,7 +223,7 @@ class ScriptState(State):
                 continue
             for key in {**own, **found}:
                 here, there = self._shape(own, key), self._shape(found, key)
-                if here != there:
+                if here != there and not self._may_differ(item, key, own.get(key), found.get(key)):
                     raise CheckpointError(
                         f"checkpoint {path} is of another model: {name}.{key} is {there} in the "
                         f"checkpoint and {here} in this script. Resume with the script and options "
@@ -216,6 +252,36 @@ class ScriptState(State):
             tensors = self._tensors_of(item)
             objects[name] = item.state_dict() if tensors is None else tensors
         return {"objects": objects, "plain": self._plain}
+
+    def _weights(self) -> Callable[[str], bool]:
+        """Return a function that tells the names of weights, which have to be finite.
+
+        These are the tensors of models that are trained, and those that are not parameters, such
+        as the statistics of batch normalisation.
+        """
+        models = tuple(f"{name}." for name in self._models())
+        others = self._not_finite | self._frozen()
+        return lambda name: name.startswith(models) and name not in others
+
+    def _find_not_finite(self) -> set[str]:
+        """Return the names of constants of models that are not finite, such as a mask of -inf."""
+        return {
+            name
+            for name, dtype, tensor in self._constants()
+            if any(has_not_finite(dtype, piece()) for piece in self._pieces(tensor))
+        }
+
+    @abstractmethod
+    def _models(self) -> Mapping[str, Any]:
+        """Return the models among the objects, by name."""
+
+    @abstractmethod
+    def _constants(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield name in a checkpoint, type and tensor of what models hold besides parameters."""
+
+    def _frozen(self) -> set[str]:
+        """Return the names in a checkpoint of parameters that are not trained."""
+        return set()
 
     def _shared(self) -> set[int]:
         """Return the addresses of the tensors that are the same on all ranks."""
@@ -248,6 +314,14 @@ class ScriptState(State):
     @abstractmethod
     def _tensors_of(self, item: Any) -> Mapping[str, Any] | None:
         """Return the tensors that a checkpoint must have for an object; None: it has no model's."""
+
+    def _may_differ(self, item: Any, key: str, here: Any, there: Any) -> bool:
+        """Return whether a value may have another shape in a checkpoint than in this script."""
+        return False
+
+    def _left_out(self) -> Mapping[str, Any]:
+        """Return what ranks that join get and checkpoints do not hold."""
+        return {}
 
     def _shape(self, tensors: Mapping[str, Any], name: str) -> str:
         """Return the shape of one of an object's values, for a comparison and a message."""

@@ -111,9 +111,11 @@ class Session:
         ctx, worker = self._ctx, self._ctx.worker
         ctx.end_uncommitted()
         phase = ctx.rollback.function_returned()
-        while worker.mode is Mode.AGENT:
+        while True:
             try:
-                worker.communicator.barrier()  # no rank exits while another may still need it
+                ctx.replica_check.training_ends()
+                if worker.mode is Mode.AGENT:
+                    worker.communicator.barrier()  # no rank exits while another may still need it
                 break
             except GenerationBrokenError as error:
                 self.recover(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER
+from hvd_elastic.records.json_lines import encode_line
 from hvd_elastic.records.tensorboard import TensorBoardWriter, check_tensorboard
 from hvd_elastic.training.agent_link import AgentLink
 from hvd_elastic.wire import messages as msg
@@ -90,7 +90,7 @@ class FileSink(Sink):
         kind = message.__struct_config__.tag
         fields = {"kind": kind, **message.event_fields()}
         if isinstance(message, _EVENTS):
-            record = {"t": time.time(), "mono": time.monotonic(), **fields}
+            record = {**fields, "t": time.time(), "mono": time.monotonic(), "kind": kind}
             self._append("events.jsonl", record)
             if self._board is not None:
                 self._board.note(record)
@@ -98,7 +98,7 @@ class FileSink(Sink):
             self._append("audit.jsonl", fields)
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        line = encode_line(record)
         # A single write to a file opened for appending keeps the lines of several ranks apart.
         descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:

@@ -34,7 +34,8 @@ def spread(
     communicator: Communicator,
     root_rank: int,
     content: Callable[[Any], Content],
-) -> None:
+    agreed: int = 0,
+) -> int:
     """Give the root's tensors to the ranks that lack them.
 
     Args:
@@ -44,17 +45,21 @@ def spread(
         communicator: communicator of all ranks.
         root_rank: rank whose tensors all get.
         content: returns the bytes of a tensor in pieces, which are read in several threads.
+        agreed: bits of this rank.
+
+    Returns:
+        The bits that all ranks have set.
     """
     compared = [
         index
         for index, tensor in enumerate(tensors)
         if not known[index] and tensor.nbytes >= _COMPARED_BYTES
     ]
-    row = [int(not has)]
+    row = [int(not has) + 2 * agreed]
     for digest in _digests([content(tensors[index]) for index in compared]):
         row += digest
     rows = communicator.gather(np.array([row]), "hvd_elastic.lacking")
-    lack_all = rows[:, 0].astype(bool).tolist()
+    lack_all = (rows[:, 0] % 2).astype(bool).tolist()
     # Tensors too small to compare are sent to all ranks but the root.
     lack_small = [rank != root_rank for rank in range(communicator.size)]
     lacking = [lack_all if same else lack_small for same in known]
@@ -70,6 +75,7 @@ def spread(
             communicator.broadcast(some, root_rank)
         elif any(lacks):
             communicator.hand_over(some, lacks)
+    return int(np.bitwise_and.reduce(rows[:, 0] // 2))
 
 
 def _digests(contents: Sequence[Content]) -> list[list[int]]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvd_elastic.communicator.interface import FLAGS_NAME
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import plural
+from hvd_elastic.training.data_digest import ALIKE, difference
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.worker import Worker
+
+if TYPE_CHECKING:
+    from hvd_elastic.training.step_weight import PassCounts
 
 MOST_FLAGS = 16
 """Most numbers that a rank tells the others in a step."""
@@ -95,6 +100,7 @@ class Step:
             batch belongs to the step too.
         ahead: place in the data after the batches before the current one, in a step of several
             batches of the loader; None in a step of one.
+        counts: what the script weights the passes by in place of examples; None: by examples.
     """
 
     def __init__(self) -> None:
@@ -105,6 +111,7 @@ class Step:
         self.in_no_sync = False
         self.continues = False
         self.ahead: Progress | None = None
+        self.counts: PassCounts | None = None
         self._told: Any = None
         self._is_shared = self._is_received = False
 
@@ -150,12 +157,15 @@ class Step:
     @property
     def weight(self) -> float:
         """Factor on this rank's mean gradient in the current pass."""
+        if self.counts is not None:
+            self.counts.check(len(self.passes))
+            return self.counts.weight(is_last=not (self.in_no_sync or self.continues))
         return self.passes[-1].weight if self.passes else 1.0
 
     def begin(self, first: Pass) -> None:
         """Begin a new step with its first pass."""
         self.stage, self.passes, self.ahead = Stage.BEGUN, [first], None
-        self.continues = False
+        self.continues, self.counts = False, None
 
     def next_batch(self, progress: Progress) -> None:
         """Go on with the next batch of the loader; ``progress``: that of training."""
@@ -175,6 +185,7 @@ class Step:
         self.stage, self.passes, self._told = Stage.NONE, [], None
         self._is_received = False
         self.ahead, self.continues, self.in_no_sync = None, False, False
+        self.counts = None
 
     def begin_exchange(
         self,
@@ -263,16 +274,15 @@ class Step:
         where = f"in epoch {at.epoch} at example {at.position}"
         if self.ahead is not None:
             where += f", with {batches - 1} of {batches} backward passes in no_sync()"
-        line = f"{at.order_hash}|{worker.examples}|{where}|{worker.left_epoch}\n"
-        own = np.frombuffer(line.encode(), np.uint8).copy()
-        told = worker.communicator.gather(own, "hvd_elastic.places").tobytes().decode()
+        line = f"{at.order_hash}|{worker.examples}|{where}|{worker.left_epoch}"
         places: dict[str, list[str]] = {}
         orders: dict[str, str] = {}
-        for rank, line in enumerate(told.splitlines()):
-            order, examples, place, left = line.split("|", 3)
+        for rank, told in enumerate(_gather_lines(worker, line, "places")):
+            order, examples, place, left = told.split("|", 3)
             places.setdefault(place + (f" ({left})" if left else ""), []).append(str(rank))
             orders.setdefault(order, f"rank {rank} in one of {examples} examples")
         if len(orders) > 1:
+            _refuse_data_sets(worker)
             raise ScriptError(
                 f"the ranks read different data sets, or one in different orders: "
                 f"{'; '.join(orders.values())}. {_READ_ALIKE}"
@@ -315,6 +325,26 @@ class Step:
                 "different weights. Take every step on all ranks; where the batch adapts, and with "
                 "PyTorch's hvd.GradScaler, one with gradients that are not finite is left out on "
                 "all of them by itself. Else have all decide alike, by hvd.allreduce"
+            )
+
+
+def _gather_lines(worker: Worker, line: str, name: str) -> list[str]:
+    """Return the line of each rank; all ranks call this."""
+    own = np.frombuffer(line.encode() + b"\n", np.uint8).copy()
+    told: bytes = worker.communicator.gather(own, f"hvd_elastic.{name}").tobytes()
+    return told.decode().splitlines()
+
+
+def _refuse_data_sets(worker: Worker) -> None:
+    """Raise ScriptError if data sets of the same length differ; names the rank and the field."""
+    lines = _gather_lines(worker, worker.described_data(), "data_sets")
+    first, *others = map(json.loads, lines)
+    for rank, theirs in enumerate(others, 1):
+        field = "".join(difference(*pair) for pair in zip(first, theirs, strict=False))
+        if field:
+            raise ScriptError(
+                f"the ranks read different data sets: those of ranks 0 and {rank} differ in "
+                f"{field!r}. {ALIKE}"
             )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import sysconfig
 import threading
@@ -10,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from hvd_elastic.errors import HvdElasticError
@@ -27,6 +29,7 @@ _NOT_THE_SCRIPT = (
         str(_PACKAGE / room)
         for room in ("engines", "training", "communicator", "wire", "checkpoint")
     ),
+    str(_PACKAGE / "frameworks.py"),
     "<frozen ",
 )
 """Prefixes of file names whose code does not belong to the script."""
@@ -44,6 +47,9 @@ def tell_uncaught(tell: Callable[[str], bool] | None = None) -> None:
     if not isinstance(hook, _Hook):
         hook = sys.excepthook = _Hook(hook)
     hook.tell = tell
+    if tell is not None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with contextlib.suppress(ValueError):  # signals are the main thread's
+            signal.signal(signal.SIGINT, hook.interrupt)
 
 
 def show_instead(error: HvdElasticError) -> None:
@@ -64,9 +70,19 @@ class _Hook:
         self._previous = previous
         self.tell: Callable[[str], bool] | None = None
         self.instead: HvdElasticError | None = None
+        self._was_interrupted = False
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Handle SIGINT as Python does, and remember it."""
+        self._was_interrupted = True
+        signal.default_int_handler(number, frame)
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if isinstance(error, KeyboardInterrupt):
+            text = "".join(traceback.format_exception(kind, error, _without_entry(trace)))
+            if not self._was_interrupted and self.tell is not None and self.tell(text):
+                # Raised by the script: Python would end by SIGINT, as if somebody had sent that.
+                raise SystemExit(1)
             self._previous(kind, error, trace)
             return
         whole = os.environ.get(_WANTED) == "1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -11,14 +12,23 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.rollback import SnapshotSource
 
 
-def dump_value(name: str, value: Any) -> bytes:
+def dump_value(
+    name: str, value: Any, pickler: Callable[..., pickle.Pickler] = pickle.Pickler
+) -> bytes:
     """Return a copy of a value of the State, for :func:`load_value`.
+
+    Args:
+        name: name of the value, for messages.
+        value: the value.
+        pickler: makes the copy.
 
     Raises:
         ScriptError: it cannot be copied; names it.
     """
+    stream = io.BytesIO()
     try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        pickler(stream, pickle.HIGHEST_PROTOCOL).dump(value)
+        return stream.getvalue()
     except Exception as error:  # pickle and what it calls raise many kinds
         raise ScriptError(
             f"State: {name!r} cannot be copied ({type(error).__name__}: {error}), which is needed "
@@ -56,7 +66,8 @@ class ValueCopies(ABC):
 
     Args:
         plain: plain values by name.
-        objects: objects by name, of which those that are a :class:`SnapshotSource` are copied.
+        objects: objects by name: those of the library, whose names begin with an underscore, and
+            helpers of the script. Those that are a :class:`SnapshotSource` are copied.
 
     Attributes:
         dumped: copies of the states of further objects by name, which a frontend adds.
@@ -70,7 +81,7 @@ class ValueCopies(ABC):
         self._own = {
             name: item.snapshot()
             for name, item in objects.items()
-            if name.startswith("_") and isinstance(item, SnapshotSource)
+            if isinstance(item, SnapshotSource)
         }
         self.dumped: dict[str, bytes] = {}
 

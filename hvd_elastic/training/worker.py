@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import time
@@ -15,7 +16,9 @@ from hvd_elastic.control.progress import Activity, Position
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.agent_link import AgentLink, worker_options
 from hvd_elastic.training.averagers import Averagers
+from hvd_elastic.training.data_digest import DataDigest
 from hvd_elastic.training.frontend import Frontend, State
+from hvd_elastic.training.generators import Generators
 from hvd_elastic.training.input.times import InputTimes
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import Progress
@@ -51,6 +54,8 @@ class Worker:
         stop_reason: why this rank asks for the end of training; empty: it does not.
         left_epoch: where the script left an epoch early, for messages; empty: nowhere.
         examples: number of examples in the loader's data set, for messages.
+        generators: global generators of random numbers.
+        digests: what is compared of the data sets of the script's loaders, in order.
         in_train: whether the training function runs.
         saves: what the script has saved since an epoch has ended, by name, with what writes it;
             None: the script itself saves it again after a failure.
@@ -70,6 +75,8 @@ class Worker:
         self.stop_reason = ""
         self.left_epoch = ""
         self.examples = 0
+        self.digests: list[DataDigest] = []
+        self.generators = Generators(frontend.generators())
         self.in_train = False
         self.saves: dict[str, Write] | None = None
         self.state: State | None = None
@@ -124,6 +131,10 @@ class Worker:
         """Warn of a problem that all ranks see, on rank 0 only."""
         if self.communicator.rank == 0:
             self.warn(message)
+
+    def described_data(self) -> str:
+        """Return what is compared of the data sets; see :attr:`Progress.data`."""
+        return json.dumps([digest.described() for digest in self.digests])
 
     @property
     def wants_change(self) -> bool:

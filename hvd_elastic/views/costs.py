@@ -14,7 +14,7 @@ _NOTABLE = 0.005
 """Part of the time from which a cause is told in words."""
 _MEANINGS = {
     "training": "steps, without the waits below",
-    "start-up": "from the start of a leader until the first step",
+    "start-up": "from the start of a run, or its end before a resume, until the first step",
     "rescales": "pauses for hosts that joined or left",
     "failures": "pauses after a loss, and work that was done again",
     "input": "rank 0 waits for data",

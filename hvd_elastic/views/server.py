@@ -10,6 +10,7 @@ import hmac
 import ipaddress
 import json
 import math
+import os
 import secrets
 import socket
 import threading
@@ -22,6 +23,8 @@ from typing import Any
 from urllib.parse import SplitResult, parse_qs, unquote, urlencode, urlsplit
 
 from hvd_elastic.errors import HvdElasticError, RunError
+from hvd_elastic.hosts.peers import loopback_peer_uid
+from hvd_elastic.own_files import user_words
 from hvd_elastic.views.live import LiveRuns, comparison_page, first_page, run_page
 from hvd_elastic.views.live_run import LiveComparison, LiveRun
 from hvd_elastic.views.page import read_asset
@@ -48,6 +51,7 @@ _SOON_S = 0.02
 """The same while a long run is being read [s]."""
 _MOST_BYTES = 4096
 """Longest request to control a run."""
+_ROOT = 0
 _SILENT_S = 30.0
 """Time after which a viewer who neither asks nor takes what is sent is given up [s]."""
 
@@ -56,8 +60,8 @@ class Dashboard(ThreadingHTTPServer):
     """The server of live pages.
 
     Args:
-        host: address to listen on. Whoever is not on this machine needs a token, which is part of
-            :attr:`url`.
+        host: address to listen on. If it is not one of this machine alone, everybody needs a token,
+            which is part of :attr:`url`; else other users than root and this one are refused.
         port: port; 0: a free one.
         control: whether runs can be controlled; then everybody needs the token.
 
@@ -131,6 +135,14 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _SILENT_S
     server_version, sys_version = "hvd_elastic", ""
 
+    def setup(self) -> None:
+        """Begin a connection: find out who has made it."""
+        super().setup()
+        self._user: int | None = None
+        if not self.server.token:
+            own = self.connection.getsockname()
+            self._user = loopback_peer_uid(self.client_address, own)
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (the base's name)
         """Print nothing for a request."""
 
@@ -144,6 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self._control)
 
     def _answer(self, act: Callable[[], None]) -> None:
+        self._has_token = False  # of this request: others may follow on the connection
         try:
             self._asked = _split(self.path)
             self._check()
@@ -157,6 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check(self) -> None:
         """Refuse requests that another site has a browser send, and those without the token."""
+        self._refuse_other_users()
         if self.server.is_local and self.headers.get("Host") not in self.server.names:
             # Else a foreign name that resolves to this machine could read it (DNS rebinding).
             why = "this name is not that of the dashboard"
@@ -167,8 +181,18 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
             if self.headers.get("Sec-Fetch-Mode") != "navigate":
                 raise _RefusedError(HTTPStatus.FORBIDDEN, "requests of other sites are refused")
-        if self.server.token and not self._shows_token():
+        self._has_token = bool(self.server.token) and self._shows_token()
+        if self.server.token and not self._has_token:
             why = "open the address with the token that the dashboard has printed"
+            raise _RefusedError(HTTPStatus.FORBIDDEN, why)
+
+    def _refuse_other_users(self) -> None:
+        """Where no token is needed: run folders are for their user alone."""
+        if not self.server.token and self._user not in (os.getuid(), _ROOT):
+            why = (
+                f"this dashboard shows runs to {user_words(os.getuid())} alone. For others it has "
+                "to be started with --host ADDRESS or --control: then it needs a token"
+            )
             raise _RefusedError(HTTPStatus.FORBIDDEN, why)
 
     def _shows_token(self) -> bool:
@@ -277,7 +301,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("Cache-Control", "no-store")
-        if self.server.token:
+        if self._has_token:  # never to others, for whom it is the key
             cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             self.send_header("Set-Cookie", cookie)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hvd_elastic.formatting import count, duration_words
+from hvd_elastic.formatting import count, duration_words, printable, unfiltered
 from hvd_elastic.records.wording import Line, Narrator, progress_words
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class RunView(AbstractContextManager["RunView"]):
         from rich.live import Live
 
         self._console = Console(
-            file=self._stream, force_terminal=True if force else None, highlight=False
+            file=unfiltered(self._stream), force_terminal=True if force else None, highlight=False
         )
         # Redrawn when events come instead of by a thread, since training needs the cores.
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -178,18 +178,19 @@ class RunView(AbstractContextManager["RunView"]):
             parts.append(duration_words(max(0.0, t - self._started)))
         text = Text(no_wrap=True, overflow="ellipsis")
         if self._state:  # first, so that a narrow window does not cut it off
-            text.append(f"{self._state} …  ", "bold yellow")
-        return text.append(" · ".join(part for part in parts if part), "bold")
+            text.append(printable(f"{self._state} …  "), "bold yellow")
+        return text.append(printable(" · ".join(part for part in parts if part)), "bold")
 
     def _print(self, line: Line, t: Any) -> None:
         stamp = time.strftime("%H:%M:%S  ", time.localtime(t)) if t is not None else ""
+        shown = printable(line.text)
         if self._console is not None:
             from rich.text import Text
 
-            text = Text().append(stamp, "dim").append(line.text, _STYLES[line.tone])
+            text = Text().append(stamp, "dim").append(shown, _STYLES[line.tone])
             self._console.print(text, soft_wrap=True)
         else:
-            self._stream.write(f"{stamp}{line.text}\n")
+            self._stream.write(f"{stamp}{shown}\n")
             self._stream.flush()
 
 

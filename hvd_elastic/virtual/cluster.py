@@ -121,7 +121,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
             )
             try:
                 with _writing(cluster.folder):
-                    cluster.folder.mkdir(mode=0o755)
+                    cluster.folder.mkdir(mode=0o700)
                     save_state(cluster.folder, state)
                     sshfiles.make_keys([cluster.folder / "id_ed25519"])
                     state = cluster._backend(state).prepare(state)
@@ -366,11 +366,13 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         ]
         folders = [self.folder / "hosts" / host.name for host in new]
         for folder in folders:
-            for name in ("root", "tmp", "data"):
-                (folder / name).mkdir(parents=True)
+            for path in (folder, *(folder / name for name in ("root", "tmp", "data"))):
+                path.mkdir(parents=True)
+                path.chmod(0o755)  # other users of the host see it, whatever the umask
         sshfiles.make_keys(folder / sshfiles.HOST_KEY for folder in folders)
         login_key = (self.folder / "id_ed25519.pub").read_text()
         for folder in folders:
+            (folder / "authorized_keys").touch(mode=0o600)
             (folder / "authorized_keys").write_text(login_key)
         running = tuple(replace(host, status="up") for host in new)
         state = replace(before, hosts=(*before.hosts, *running))
@@ -392,6 +394,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         for path, text in files.items():
             try:
                 temporary = path.with_name(path.name + ".new")
+                temporary.touch(mode=0o644)
                 temporary.write_text(text)
                 temporary.replace(path)
             except OSError as error:

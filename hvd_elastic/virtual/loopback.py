@@ -89,6 +89,7 @@ class Loopback:
         started = []
         for host in hosts:
             folder = self.folder / "hosts" / host.name
+            (folder / "sshd_config").touch(mode=0o600)
             (folder / "sshd_config").write_text(
                 sshfiles.sshd_config(
                     host, folder=folder, cluster_folder=self.folder, use_pam=_is_locked(state.user)

@@ -145,6 +145,7 @@ class Namespaces:
         text = sshfiles.etc_hosts(
             state, (plan.leader_address(state.subnet), socket.gethostname().split(".")[0])
         )
+        (self.folder / "etc_hosts").touch(mode=0o644)
         with (self.folder / "etc_hosts").open("a+") as file:
             file.truncate(0)
             file.write(text)
@@ -259,6 +260,7 @@ class Namespaces:
 
     def _host_environment(self, state: ClusterState, host: HostState) -> dict[str, str]:
         folder = self.folder / "hosts" / host.name
+        (folder / "sshd_config").touch(mode=0o600)
         (folder / "sshd_config").write_text(
             sshfiles.sshd_config(host, folder=SEEN_IN_HOST, cluster_folder=self.folder)
         )

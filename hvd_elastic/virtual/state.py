@@ -20,6 +20,7 @@ import msgspec
 
 from hvd_elastic.config import home
 from hvd_elastic.errors import VirtualClusterError
+from hvd_elastic.own_files import private_folder
 
 # Increased whenever older versions cannot read the state any more.
 FORMAT = 1
@@ -169,7 +170,7 @@ def locked(folder: Path) -> Iterator[None]:
 def _lock(folder: Path) -> int:
     while True:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            private_folder(folder)
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise VirtualClusterError(

@@ -8,8 +8,6 @@ unix socket, or a connection that an agent opens to its leader.
 from __future__ import annotations
 
 import json
-import socket
-import struct
 import zlib
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar, get_args
@@ -174,12 +172,3 @@ def decompress(data: bytes, limit: int = MAX_LINE_BYTES) -> bytes:
     if not unpacking.eof:
         raise ProtocolError(f"a peer sent more than {limit} compressed bytes, or not all of them")
     return plain
-
-
-def peer_uid(connection: socket.socket) -> int:
-    """Return the user id of the peer of a unix socket, as reported by the kernel."""
-    credentials = connection.getsockopt(
-        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
-    )
-    _pid, uid, _gid = struct.unpack("3i", credentials)
-    return int(uid)

@@ -169,6 +169,7 @@ import torch
 import hvd_elastic.torch as hvd
 
 hvd.init()
+torch.manual_seed(0)
 model = torch.nn.Linear(2, 1)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 data = torch.utils.data.TensorDataset(torch.randn(40, 2), torch.randn(40, 1))

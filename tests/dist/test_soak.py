@@ -55,7 +55,9 @@ def test_a_short_soak_passes(tmp_path: Path) -> None:
     assert found["faults"]
     assert all(fault["stall_s"] is not None for fault in found["faults"])
     for name in ("examples, as the ranks saw it", "examples, by the run's audit"):
-        assert found["checks"][name].startswith("each of 1437 examples used exactly once in")
+        assert found["checks"][name].startswith(
+            "each of 1437 examples (by index) used exactly once in"
+        )
     assert found["checks"]["left behind"] == "nothing"
     assert path.with_suffix(".md").read_text().startswith("# Soak, seed 2\n\n**passed")
 

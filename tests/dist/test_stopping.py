@@ -76,7 +76,7 @@ def test_a_script_that_returns_in_the_middle_of_an_epoch_has_read_all_until_ther
     told = json.loads(job.command("report", job.run_id, "--json"))
     assert told["audit"]["ok"], told["audit"]
     assert told["audit"]["sentence"] == (
-        "each of 1000 examples used exactly once in each of 2 epochs; "
+        "each of 1000 examples (by index) used exactly once in each of 2 epochs; "
         "ended in epoch 2 with 384 used, none twice"
     )
     assert "2 (ended in it)" in Path(told["path"]).read_text()

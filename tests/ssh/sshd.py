@@ -13,9 +13,9 @@ SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 AVAILABLE = Path(SSHD).exists() and shutil.which("ssh-keygen") is not None
 
 
-def make_key(path: Path) -> Path:
+def make_key(path: Path, key_type: str = "ed25519") -> Path:
     subprocess.run(
-        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(path)], check=True
+        ["ssh-keygen", "-q", "-t", key_type, "-N", "", "-C", "test", "-f", str(path)], check=True
     )
     return path
 

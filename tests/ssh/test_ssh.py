@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.errors import HostKeyError, HostUnreachableError, SshError
+from hvd_elastic.errors import HostKeyError, HostUnreachableError, LoginRefusedError, SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import (
@@ -181,20 +181,21 @@ def test_a_key_can_be_known_to_the_project_alone(
         assert connection.run("true", 20).ok
 
 
-@pytest.mark.parametrize("marker", ["", "@revoked "])
+@pytest.mark.parametrize("marker", ["ed25519", "ecdsa", "@revoked "])
 def test_a_changed_or_revoked_key_is_fatal(server: Sshd, tmp_path: Path, marker: str) -> None:
     config = server.write_config(tmp_path / "config", ["node1"])
     wrong = tmp_path / "wrong"
-    if marker:
+    if marker == "@revoked ":
         wrong.write_text(marker + server.known_hosts_line())
     else:
-        other = private_sshd.make_key(tmp_path / "other").with_suffix(".pub").read_text()
+        other = private_sshd.make_key(tmp_path / "other", marker).with_suffix(".pub").read_text()
         wrong.write_text(f"[{server.address}]:{server.port} {other}")
     config.write_text(config.read_text().replace(str(server.folder / "known_hosts"), str(wrong)))
     with pytest.raises(HostKeyError) as caught:
         connect(Host("node1"), SshOptions(config_path=config))
     assert f"{wrong}, line 1" in str(caught.value)
-    assert ("revoked" if marker else "HAS CHANGED") in str(caught.value)
+    what = "revoked" if marker == "@revoked " else "HAS CHANGED"
+    assert what in str(caught.value)
 
 
 def test_a_dead_port(server: Sshd, options: SshOptions) -> None:
@@ -327,6 +328,29 @@ def test_through_a_jump_host(server: Sshd, tmp_path: Path) -> None:
     with connect(Host("node1"), SshOptions(config_path=config)) as connection:
         assert connection.run("echo there", 20).text == "there"
         assert connection.peer_address is None
+
+
+def test_a_jump_host_is_not_given_the_password_of_the_host(server: Sshd, tmp_path: Path) -> None:
+    folder = tmp_path / "door"
+    folder.mkdir()
+    door = Sshd(folder)
+    door.stop()
+    # As on a host that does not know our key and would let us in by a password.
+    text = door.config.read_text().replace("PasswordAuthentication no", "")
+    door.config.write_text(f"{text}PubkeyAuthentication no\n")
+    door.process = door._start()
+    config = server.write_config(tmp_path / "config", ["node1"], "  ProxyJump door\n")
+    door.write_config(config, ["door"])
+    options = SshOptions(config_path=config, password="secret")
+    try:
+        with pytest.raises(LoginRefusedError, match=f"port {door.port}.*refused to log in"):
+            connect(Host("node1"), options)
+        assert "password" not in (folder / "sshd.log").read_text()
+        with pytest.raises(LoginRefusedError):
+            connect(Host("door"), options)
+        assert "Failed password" in (folder / "sshd.log").read_text(), "and there is it told"
+    finally:
+        door.stop()
 
 
 def test_a_jump_that_leads_to_itself(server: Sshd, tmp_path: Path) -> None:

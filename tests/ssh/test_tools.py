@@ -378,9 +378,11 @@ def test_trust_shows_accepts_and_then_is_strict(tools: Tools, server: Sshd) -> N
     found = records(tools("trust", str(tools.hostfile), "--json"))
     assert {entry["state"] for entry in found.values()} == {"known"}
 
-    other = private_sshd.make_key(tools.folder / "other").with_suffix(".pub").read_text()
-    known.write_text(f"[{server.address}]:{server.port} {other}")
-    result = tools("trust", str(tools.hostfile), "--yes", "--json")
-    assert result.returncode == 1
-    assert {entry["state"] for entry in records(result).values()} == {"refused"}
-    assert known.read_text().endswith(other)
+    for key_type in ("ed25519", "ecdsa"):
+        key = private_sshd.make_key(tools.folder / key_type, key_type)
+        other = key.with_suffix(".pub").read_text()
+        known.write_text(f"[{server.address}]:{server.port} {other}")
+        result = tools("trust", str(tools.hostfile), "--yes", "--json")
+        assert result.returncode == 1
+        assert {entry["state"] for entry in records(result).values()} == {"refused"}
+        assert known.read_text().endswith(other)

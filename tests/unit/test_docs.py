@@ -226,6 +226,7 @@ STEPS_OF_PAGES = {
     "gradient-accumulation": 30,
     "max-steps": 100,
     "mixed-precision": 3 * 8,
+    "token-losses": 3 * 8,
     "torch-compile": 3 * 8,
 }
 
@@ -321,3 +322,16 @@ def test_the_scripts_that_save_and_load_models_run_as_shown(tmp_path: Path) -> N
     for folder in (tmp_path, tmp_path / "runs" / "digits-1"):
         assert (folder / "saved" / "best.pt").stat().st_size > 0
     assert (folder / "saved" / "final.pt").exists()
+
+
+def test_each_promise_of_security_names_tests_that_there_are() -> None:
+    tests = "".join(read(path) for path in (ROOT / "tests").rglob("test_*.py"))
+    sections = read(ROOT / "docs" / "security.md").split("\n## ")
+    against = [each for each in sections if each.startswith(("Another", "A host", "Data"))]
+    assert len(against) == 4
+    for section in against:
+        for promise in section.split("\n- **")[1:]:
+            named = re.findall(r"`(test_\w+)`", promise)
+            assert named, f"no test shows: {promise[:60]}"
+            missing = [name for name in named if f"def {name}(" not in tests]
+            assert not missing, f"{promise[:40]}: there is no {missing}"

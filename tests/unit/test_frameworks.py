@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import types
@@ -43,11 +44,25 @@ def test_versions_that_do_not_fit_are_refused_with_what_fits(
     if told is None:
         frameworks.check_tensorflow()
         return
-    fits = r".*; run: .*pip install 'tensorflow-cpu>=2.21,<2.22' 'keras>=3.12,<4'"
+    fits = r".*; run: .*pip install 'tensorflow-cpu>=2.21,<2.22' 'keras>=3.12.3,!=3.13.*,<4'"
     if environment:
         fits = ".*; unset the variable$"
     with pytest.raises(ScriptError, match=told + fits):
         frameworks.check_tensorflow()
+
+
+def test_a_torch_that_runs_code_of_files_is_refused_with_what_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frameworks.check_torch("2.10.0+cu128")
+    fits = r"PyTorch 2\.9\.1\+cpu .*CVE-2026-24747.* needs 2\.10; run: .*'torch>=2\.10,<2\.15'"
+    with pytest.raises(ScriptError, match=fits):
+        frameworks.check_torch("2.9.1+cpu")
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    monkeypatch.delitem(sys.modules, "hvd_elastic.torch", raising=False)
+    with pytest.raises(ScriptError, match=fits):
+        importlib.import_module("hvd_elastic.torch")
 
 
 @pytest.fixture
@@ -95,3 +110,19 @@ def test_a_check_imports_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_triton_after_tensorflow_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would end the process by signal 11."""
+    (tmp_path / "triton.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    frameworks.refuse_triton_after_tensorflow()
+    monkeypatch.setitem(sys.modules, "tensorflow", types.ModuleType("tensorflow"))
+    with pytest.raises(ScriptError, match="`import triton` before the first import of TensorFlow"):
+        importlib.import_module("triton")
+    monkeypatch.delitem(sys.modules, "tensorflow")
+    importlib.import_module("triton")

@@ -9,6 +9,7 @@ from typing import Any
 from hvd_elastic.cli.cluster.host_options import Chosen
 from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cluster.run.commands import CommandResult, HowToRun
+from hvd_elastic.formatting import unfiltered
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
 from hvd_elastic.hosts.ssh import is_local
@@ -73,12 +74,12 @@ def show_gathered(hosts: Sequence[Host], results: Sequence[HostResult[CommandRes
         if value.stdout:
             why = "" if some[0].ok else f": {some[0].error}"
             print(f"{RULE}\n{_fold(some)} ({len(some)}){why}\n{RULE}", flush=True)
-            # Write the original bytes, which need not be UTF-8.
+            # Write the original bytes, which need not be UTF-8, and may have colours.
             sys.stdout.buffer.write(value.stdout.removesuffix(b"\n") + b"\n")
             sys.stdout.buffer.flush()
     for some in errors.values():
         for line in some[0].answer.stderr.decode("utf-8", errors="replace").splitlines():
-            print(f"{_fold(some)}: {line}", file=sys.stderr)
+            print(f"{_fold(some)}: {line}", file=unfiltered(sys.stderr))
     cut = [result for result in by_name.values() if result.answer.left_out_bytes]
     if cut:
         most = max(result.answer.left_out_bytes for result in cut) / 1e6

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from hvd_elastic.formatting import unfiltered
+
 if TYPE_CHECKING:
     from hvd_elastic.cluster.copy.copying import CopyProgress
 
@@ -38,7 +40,8 @@ def copy_bar(*, quiet: bool) -> Iterator[Callable[[CopyProgress], None] | None]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[states]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(file=unfiltered(sys.stderr))
+    with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("copy", total=None, states="")
 
         def show(now: CopyProgress) -> None:

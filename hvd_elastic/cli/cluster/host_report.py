@@ -16,7 +16,7 @@ import typer
 from hvd_elastic.cli.cluster.host_options import Chosen
 from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cli.start import INTERRUPTED
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import count, printable, unfiltered
 from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
 
@@ -49,15 +49,23 @@ class Printer:
             for index, host in enumerate(hosts)
         }
 
-    def lines(self, host: Host, stream: str, text: str) -> None:
-        """Print lines of a host, each after its name, in one write."""
+    def lines(self, host: Host, stream: str, text: str, *, raw: bool = False) -> None:
+        """Print lines of a host, each after its name, in one write.
+
+        Args:
+            host: the host.
+            stream: ``stdout`` or ``stderr``.
+            text: the lines.
+            raw: whether control characters have their effect.
+        """
+        text = text if raw else printable(text)
         # A host that joined later has no prefix.
         prefix = self._prefix.get(host.name, f"{host.name}: ")
         self._print(prefix + text.replace("\n", f"\n{prefix}"), stream)
 
     def note(self, text: str) -> None:
         """Print a line of the tool itself."""
-        self._print(text, "stderr")
+        self._print(printable(text), "stderr")
 
     def waiting(self, running: Mapping[str, float], queued: int) -> None:
         """Show the hosts that take long, on a terminal, in a line that the next one replaces.
@@ -84,8 +92,8 @@ class Printer:
         if not sys.stderr.isatty():
             return
         with self._lock:
-            text = text[: shutil.get_terminal_size().columns - 1]
-            print(f"{_CLEAR}{text}", end="", file=sys.stderr, flush=True)
+            text = printable(text)[: shutil.get_terminal_size().columns - 1]
+            print(f"{_CLEAR}{text}", end="", file=unfiltered(sys.stderr), flush=True)
             self._passes = True
 
     def clear(self) -> None:
@@ -104,7 +112,7 @@ class Printer:
 
     def _clear(self) -> None:
         if self._passes:
-            print(_CLEAR, end="", file=sys.stderr, flush=True)
+            print(_CLEAR, end="", file=unfiltered(sys.stderr), flush=True)
             self._passes = False
 
     def _print(self, text: str, stream: str) -> None:
@@ -113,7 +121,8 @@ class Printer:
                 return
             self._clear()
             try:
-                print(text, file=sys.stdout if stream == "stdout" else sys.stderr, flush=True)
+                to = sys.stdout if stream == "stdout" else sys.stderr
+                print(text, file=unfiltered(to), flush=True)
             except BrokenPipeError:
                 # An exception in the thread of a host would get lost.
                 self.gone = True

@@ -116,7 +116,8 @@ def run(
         return
     settings = CommandSettings(how, chosen.fanout, timeout, total_timeout, retries)
     printer = Printer(chosen.hosts)
-    on_lines = None if chosen.as_json or gather else printer.lines
+    # What the user's own command prints may have colours.
+    on_lines = None if chosen.as_json or gather else partial(printer.lines, raw=True)
     has_stdin = not no_stdin and sys.stdin is not None and not sys.stdin.isatty()
     has_stdin = has_stdin and not _is_nothing(0)
     # Not sys.stdin: a background thread that reads it would delay the end of this process.

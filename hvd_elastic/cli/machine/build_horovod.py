@@ -18,9 +18,13 @@ def build_horovod(
     without_tensorflow: Annotated[
         bool, typer.Option("--without-tensorflow", help="leave TensorFlow out")
     ] = False,
-    without_nccl: Annotated[
-        bool, typer.Option("--without-nccl", help="leave CUDA and NCCL out")
-    ] = False,
+    nccl: Annotated[
+        bool | None,
+        typer.Option(
+            "--with-nccl/--without-nccl",
+            help="include CUDA and NCCL, or leave them out (default: by whether there is a GPU)",
+        ),
+    ] = None,
     jobs: Annotated[
         int | None,
         whole_number_option("--jobs", help="compilers at once (default: by cores and memory)"),
@@ -43,17 +47,23 @@ def build_horovod(
       hvd-elastic build-horovod --rebuild
     """
     from hvd_elastic.install.build_horovod import patch_digest, provide_horovod
-    from hvd_elastic.install.horovod_wheel import detect_inputs, why_left_out
+    from hvd_elastic.install.horovod_wheel import detect_inputs, torch_cuda, why_left_out
 
     inputs = detect_inputs(
         patch_digest(),
         with_tensorflow=not without_tensorflow,
         with_mpi=not without_mpi,
-        with_nccl=not without_nccl,
+        with_nccl=nccl,
     )
     if print_name:
         print(inputs.name)
         return
+    if nccl is None and inputs.cuda is None and (cuda := torch_cuda()):
+        print(
+            f"No GPU here, so Horovod is built for CPUs; for CUDA {cuda} with NCCL: `make horovod` "
+            "on a host with a GPU, or build-horovod --with-nccl",
+            flush=True,
+        )
     if not without_tensorflow and (why := why_left_out(inputs.cuda)):
         print(why, flush=True)
     try:

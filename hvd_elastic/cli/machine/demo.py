@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from hvd_elastic.cli.numbers import whole_number_option
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import UsageError
+from hvd_elastic.formatting import unfiltered
 from hvd_elastic.frameworks import TORCH_REQUIREMENT
 
 
@@ -41,6 +43,7 @@ def demo(
 
     from hvd_elastic.bench.demo import play
 
-    status = play(Console(stderr=as_json), loopback, epochs, as_json)
+    console = Console(file=unfiltered(sys.stderr if as_json else sys.stdout))
+    status = play(console, loopback, epochs, as_json)
     if status:
         raise typer.Exit(status)

@@ -16,26 +16,32 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 import typer
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from hvd_elastic import __version__
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.config import home
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import count, unfiltered
 from hvd_elastic.frameworks import (
     TENSORFLOW_REQUIREMENTS,
     TITLES,
     TORCH_REQUIREMENT,
+    TRITON_FIRST,
+    has_triton,
     install_command,
     tensorflow_version,
     version_of,
     why_no_tensorflow,
+    why_no_torch,
 )
 from hvd_elastic.hosts.account import how_to_mend_shell, why_no_commands
 from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
-from hvd_elastic.install.horovod_wheel import installed_build, wheel_cache
+from hvd_elastic.install.horovod_wheel import has_gpu, installed_build, torch_cuda, wheel_cache
 from hvd_elastic.install.prerequisites import (
     PREREQUISITES,
     Prerequisite,
@@ -43,6 +49,7 @@ from hvd_elastic.install.prerequisites import (
     apt_command,
     has_apt,
 )
+from hvd_elastic.virtual.netns import why_no_namespaces
 
 _BUILD_WITH = "hvd-elastic build-horovod"
 _LOW_DISK_BYTES = 2_000_000_000
@@ -91,7 +98,7 @@ def diagnose() -> list[Finding]:
             "hvd_elastic", Health.GOOD, f"{__version__} in {Path(__file__).resolve().parents[1]}"
         ),
         _python(),
-        *(_package(name) for name in ("fabric", "paramiko", "numpy", "psutil")),
+        *_packages(),
         *_frameworks(),
         _horovod(),
         *(_prerequisite(item) for item in PREREQUISITES),
@@ -119,7 +126,8 @@ def doctor(
     if as_json:
         print(json.dumps({"healthy": not missing, "findings": [asdict(f) for f in findings]}))
     else:
-        print(render(findings, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        print(render(findings, colour=colour), file=unfiltered(sys.stdout))
     if missing:
         raise typer.Exit(1)
 
@@ -157,19 +165,42 @@ def render(findings: Sequence[Finding], *, colour: bool = False) -> str:
 
 def _python() -> Finding:
     version = ".".join(str(part) for part in sys.version_info[:3])
-    return Finding("python", Health.GOOD, f"{version} ({sys.executable})")
+    found, fits = f"{version} ({sys.executable})", _requirements()[0]
+    if version not in SpecifierSet(fits):
+        mend = f"make a virtual environment with another Python ({fits})"
+        return Finding("python", Health.MISSING, f"{found}, and hvd_elastic needs {fits}", mend)
+    return Finding("python", Health.GOOD, found)
 
 
-def _package(name: str) -> Finding:
-    version = version_of(name)
+def _packages() -> list[Finding]:
+    """Return a line for each package that ours requires without an extra."""
+    asked = [Requirement(text) for text in _requirements()[1]]
+    return [_package(needs) for needs in asked if "extra" not in str(needs.marker)]
+
+
+def _package(needs: Requirement) -> Finding:
+    version, mend = version_of(needs.name), install_command(f"{needs.name}{needs.specifier}")
     if version is None:
-        return Finding(name, Health.MISSING, "not installed", install_command(name))
-    return Finding(name, Health.GOOD, version)
+        return Finding(needs.name, Health.MISSING, "not installed", mend)
+    if not needs.specifier.contains(version, prereleases=True):
+        found = f"{version}, and hvd_elastic needs {needs.specifier}"
+        return Finding(needs.name, Health.MISSING, found, mend)
+    return Finding(needs.name, Health.GOOD, version)
+
+
+def _requirements() -> tuple[str, list[str]]:
+    """Return the versions of Python and the packages that ours needs; none if pip has not it."""
+    try:
+        found = metadata("hvd-elastic")
+    except PackageNotFoundError:
+        return "", []
+    return found["Requires-Python"], found.get_all("Requires-Dist") or []
 
 
 def _versions() -> dict[str, str]:
     """Return the versions of installed frameworks that scripts can train with, by module name."""
-    found = {"torch": version_of("torch")}
+    torch = version_of("torch")
+    found = {"torch": torch if torch and why_no_torch(torch) is None else None}
     if why_no_tensorflow(tensorflow_version(), version_of("keras"), os.environ) is None:
         found["tensorflow"] = tensorflow_version()
     return {name: version for name, version in found.items() if version is not None}
@@ -179,8 +210,14 @@ def _frameworks() -> list[Finding]:
     """Return a line for each framework; one of them is enough."""
     usable = _versions()
     health = Health.OPTIONAL if usable else Health.MISSING
-    torch = Finding("torch", health, "not installed", install_command(TORCH_REQUIREMENT))
-    if "torch" in usable:
+    version, mend = version_of("torch"), install_command(TORCH_REQUIREMENT)
+    if "torch" not in usable:
+        why = why_no_torch(version) if version else "not installed"
+        torch = Finding("torch", health, str(why), mend)
+    elif not Requirement(TORCH_REQUIREMENT).specifier.contains(usable["torch"], prereleases=True):
+        found = f"{version}; Horovod is known to compile for {TORCH_REQUIREMENT}"
+        torch = Finding("torch", Health.OPTIONAL, found, mend)
+    else:
         torch = Finding("torch", Health.GOOD, usable["torch"])
     version, keras = tensorflow_version(), version_of("keras")
     if "tensorflow" in usable:
@@ -189,7 +226,11 @@ def _frameworks() -> list[Finding]:
         why = why_no_tensorflow(version, keras, os.environ) if version else "not installed"
         mend = install_command(*TENSORFLOW_REQUIREMENTS)
         tensorflow = Finding("tensorflow", health, str(why), mend)
-    return [torch, tensorflow]
+    found = [torch, tensorflow]
+    if {"torch", "tensorflow"} <= usable.keys() and has_triton():
+        why = "PyTorch's triton dies of signal 11 in a process that has loaded TensorFlow before"
+        found.append(Finding("triton", Health.OPTIONAL, why, f"in such a script, {TRITON_FIRST}"))
+    return found
 
 
 def _horovod() -> Finding:
@@ -213,6 +254,9 @@ def _horovod() -> Finding:
     if failures:
         health = Health.OPTIONAL if parts else Health.MISSING
         return Finding("horovod", health, f"{found}; not for {'; '.join(failures)}", _BUILD_WITH)
+    if "torch" in names and torch_cuda() and has_gpu() and "-nccl-" not in build:
+        why = f"{found}; without NCCL, so ranks on GPUs of this machine cannot train"
+        return Finding("horovod", Health.OPTIONAL, why, f"{_BUILD_WITH} --with-nccl")
     if not build:
         # It works, but a process whose initialisation failed once cannot join again.
         return Finding("horovod", Health.OPTIONAL, f"{found}; not our patched build", _BUILD_WITH)
@@ -310,9 +354,10 @@ def _virtual_hosts() -> Finding:
     account = _account()
     if account is None or why_no_commands(account) is not None:
         return Finding("virtual hosts", Health.OPTIONAL, "none; see login shell")
-    if os.geteuid() == 0:
+    refusal = why_no_namespaces()
+    if refusal is None:
         return Finding("virtual hosts", Health.GOOD, "network namespaces (root)")
-    return Finding("virtual hosts", Health.OPTIONAL, "loopback only; network namespaces need root")
+    return Finding("virtual hosts", Health.OPTIONAL, f"loopback only: {refusal}")
 
 
 def _account() -> pwd.struct_passwd | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hvd_elastic.errors import UsageError
-from hvd_elastic.formatting import count, duration_words, plural
+from hvd_elastic.formatting import count, duration_words, plural, unfiltered
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -31,7 +31,7 @@ def progress_line() -> Iterator[Say]:
     """Yield a function that shows a line of progress: in place on a terminal, else one by one."""
     from rich.console import Console
 
-    console = Console(stderr=True)
+    console = Console(file=unfiltered(sys.stderr))
     if not console.is_terminal:
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
@@ -52,7 +52,7 @@ class LiveTable:
 
         self._cells = dict.fromkeys(sorted(sizes), ("", "", ""))
         self._words = "starting"
-        console = Console(stderr=True)
+        console = Console(file=unfiltered(sys.stderr))
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(console=console, transient=True, get_renderable=self._table)
@@ -127,7 +127,7 @@ def tables_of(found: Scaling, examples: int, epochs: float) -> list[Table]:
             ]
         )
     tables = [("measured", rows)]
-    if found.predicted:
+    if found.predicted or found.unknown:
         rows = [["slots", "hosts", "examples/s", "95 %", "efficiency"]]
         for each in found.predicted:
             between = f"{rate_words(each.low)} to {rate_words(each.high)}"
@@ -135,6 +135,7 @@ def tables_of(found: Scaling, examples: int, epochs: float) -> list[Table]:
             rows.append(
                 [str(each.slots), str(each.hosts), rate_words(each.throughput), between, share]
             )
+        rows += [[str(slots), "", "not known", "", ""] for slots, _ in found.unknown]
         tables.append(("predicted", rows))
     if priced := costs(found, examples, epochs):
         rows = [["slots", "an epoch", f"{epochs:g} {plural('epoch', epochs)}", "time"]]
@@ -167,6 +168,9 @@ def notes_of(found: Scaling, examples: int, epochs: float, deadline_h: float | N
         slots, ratio = found.check
         off = abs(100 * (ratio - 1))
         notes.append(f"From the smaller sizes alone, {slots} slots are predicted {off:.1f} % off.")
+    if found.unknown:
+        slots, why = found.unknown[0]
+        notes.append(f"Not known: with {count(slots, 'slot')}, {why}. Measure it: --np {slots}")
     if priced := costs(found, examples, epochs):
         bend = knee(priced)
         notes.append(f"Up to {_cost_words(bend)} speed grows at least half as fast as the price.")

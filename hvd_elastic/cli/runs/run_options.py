@@ -300,6 +300,7 @@ class RunOptions:
             "ssh_config": ssh_config_for(self.hostfile, self.ssh_config),
             "input_hosts": self._input_hosts(),
             "pin_hosts": tuple(host.name for host in self._pinned()),
+            "hash_seed": os.environ.get("PYTHONHASHSEED"),
             **self.scaling.fields(),
         }
         if place is not None and not is_url(place):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from typing import Annotated
@@ -10,6 +11,7 @@ import typer
 
 from hvd_elastic.cli.numbers import number_option, port_option
 from hvd_elastic.cli.shared_options import OptionalRun
+from hvd_elastic.formatting import printable, unfiltered
 
 _PIECE_BYTES = 1 << 21
 """Bytes of events that are read together."""
@@ -67,6 +69,7 @@ def top(
     from rich.console import Console, Group, RenderableType
     from rich.live import Live
     from rich.table import Table
+    from rich.text import Text
 
     from hvd_elastic.cli.jobs.naming import open_run
     from hvd_elastic.cli.runs.show import status_rows
@@ -84,6 +87,9 @@ def top(
     follower, narrator, summary = EventFollower(folder.events), Narrator(), RunSummary()
     latest: deque[str] = deque(maxlen=8)
 
+    def plain(text: str) -> Text:
+        return Text(printable(text))  # of a str rich would take [red] for a colour
+
     def look() -> tuple[Group, bool]:
         alive = folder.leader_alive()
         while records := follower.poll(_PIECE_BYTES):
@@ -99,7 +105,7 @@ def top(
         shown = Table.grid(padding=(0, 2))
         rate = summary.last.get("throughput")
         for name, text in status_rows(folder, summary, state, until):
-            shown.add_row(name, text)
+            shown.add_row(name, plain(text))
             if name == "progress" and rate and summary.size:
                 shown.add_row("speed", f"{rate:,.0f} examples/s on {summary.size} processes")
             done = summary.last.get("done")
@@ -109,14 +115,14 @@ def top(
         for head in ("host", "slots", "step", "CPU", "memory", "sent", "received"):
             busy.add_column(head, justify="left" if head == "host" else "right")
         for name, cells in host_rows(summary):
-            busy.add_row(name, *cells)
+            busy.add_row(*map(plain, (name, *cells)))
         events = Table.grid()
         for line in reversed(latest):  # where the window ends, the oldest are cut off
-            events.add_row(line.splitlines()[0])
+            events.add_row(plain(line.splitlines()[0]))
         hosts: list[RenderableType] = [busy, ""] if busy.row_count else []
         return Group(shown, "", *hosts, events), alive or state in ("starting", "leaderless")
 
-    console = Console()
+    console = Console(file=unfiltered(sys.stdout))
     on_screen = console.is_terminal
     with Live(console=console, auto_refresh=False, screen=on_screen, transient=True) as live:
         while True:

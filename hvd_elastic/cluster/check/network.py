@@ -21,6 +21,7 @@ from hvd_elastic.hosts.local import LocalConnection
 from hvd_elastic.hosts.process import RemoteProcess
 from hvd_elastic.hosts.remote_python import PROGRAMS, start_program
 from hvd_elastic.hosts.ssh import connect, own_address_towards
+from hvd_elastic.json_text import parse_json
 
 # Duration of one throughput measurement in each direction.
 MEASURE_S = 0.2
@@ -258,7 +259,7 @@ def _read_answer(process: RemoteProcess, deadline: float) -> dict[str, Any]:
             raise TimeoutError
         # Output of login scripts is not JSON and is skipped.
         with contextlib.suppress(ValueError):
-            answer = json.loads(line)
+            answer = parse_json(line)
             if isinstance(answer, dict):
                 return answer
 

@@ -29,6 +29,7 @@ from hvd_elastic.hosts.local import LocalConnection
 from hvd_elastic.hosts.process import RemoteProcess
 from hvd_elastic.hosts.remote_python import COMMAND_NOT_FOUND, no_python, start_program
 from hvd_elastic.hosts.ssh import connect, is_local, own_address_towards
+from hvd_elastic.json_text import parse_json
 
 NODE = "hvd_elastic.cluster.copy.node"
 SOURCE = "the source"
@@ -254,7 +255,7 @@ class CopySession(AbstractContextManager["CopySession"]):
         for line in process.stdout:
             # Output of login scripts is not JSON and is skipped.
             with contextlib.suppress(ValueError):
-                message = json.loads(line)
+                message = parse_json(line)
                 if isinstance(message, dict):
                     self._events.put((node, message))
         self._events.put((node, self._why_ended(node, process)))

@@ -43,7 +43,9 @@ class Capture:
 
     @property
     def kept(self) -> bytes:
-        return bytes(self._kept)
+        """What is kept, without a part of a character at its end if it is cut there."""
+        cut = self.size_bytes > len(self._kept)
+        return bytes(self._kept[: whole_characters(self._kept) if cut else None])
 
     @property
     def fingerprint(self) -> bytes:
@@ -70,8 +72,9 @@ class LineSplitter:
             lines, end, rest = (self._rest + data).rpartition(b"\n")
             texts = [lines] if end else []
             while len(rest) > LONGEST_LINE_BYTES:
-                texts.append(rest[:LONGEST_LINE_BYTES])
-                rest = rest[LONGEST_LINE_BYTES:]
+                end_of_part = whole_characters(rest[:LONGEST_LINE_BYTES])
+                texts.append(rest[:end_of_part])
+                rest = rest[end_of_part:]
             self._rest = rest
         for text in texts:
             self._emit(text.decode("utf-8", errors="replace"))
@@ -82,3 +85,17 @@ class LineSplitter:
             rest, self._rest = self._rest, b""
         if rest:
             self._emit(rest.decode("utf-8", errors="replace"))
+
+
+def whole_characters(data: bytes | bytearray) -> int:
+    """Return the length of the data without a UTF-8 character that is cut at its end.
+
+    >>> whole_characters("a字".encode()), whole_characters("a字".encode()[:-1])
+    (4, 1)
+    """
+    for back in range(1, min(4, len(data)) + 1):
+        byte = data[-back]
+        if byte & 0xC0 != 0x80:  # the first byte of a character says how many it has
+            needed = 1 if byte < 0xC0 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(data) - back if needed > back else len(data)
+    return len(data)

@@ -17,6 +17,8 @@ import sys
 import threading
 import time
 
+from hvd_elastic.hosts.programs.accept_peers import accept_peers
+
 # A firewall that drops packets gives no answer, so do not wait longer than this.
 CONNECT_S = 2.0
 # A peer that neither sends nor receives for this time has failed.
@@ -95,15 +97,20 @@ def connect(peer: list[object], token: bytes, what: bytes) -> socket.socket:
     return sock
 
 
-def serve(sock: socket.socket, token: bytes, seconds: float) -> None:
+def admit(sock: socket.socket, token: bytes) -> socket.socket:
+    """Return the connection once it has shown the token."""
+    sock.settimeout(SILENCE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if not hmac.compare_digest(read_exactly(sock, TOKEN_BYTES), token):
+        raise OSError(0, "it does not have the token")
+    return sock
+
+
+def serve(sock: socket.socket, seconds: float) -> None:
     """Serve one connection made with :func:`connect`."""
     with sock:
         try:
-            sock.settimeout(SILENCE_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            if not hmac.compare_digest(read_exactly(sock, TOKEN_BYTES), token):
-                return
             what = read_exactly(sock, 1)
             sock.sendall(b"+")
             if what == PING:
@@ -143,13 +150,12 @@ class Probe:
         listener.bind((address, 0))
         listener.listen(512)
 
-        def take() -> None:
-            while True:
-                sock, _ = listener.accept()
-                arguments = (sock, self._token, self._seconds)
-                threading.Thread(target=serve, args=arguments, daemon=True).start()
-
-        threading.Thread(target=take, daemon=True).start()
+        arguments = (
+            listener,
+            lambda sock: admit(sock, self._token),
+            lambda sock: serve(sock, self._seconds),
+        )
+        threading.Thread(target=accept_peers, args=arguments, daemon=True).start()
         return {"address": address, "port": listener.getsockname()[1]}
 
     def reach(self, request: dict[str, object]) -> dict[str, object]:

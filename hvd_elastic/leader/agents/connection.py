@@ -66,7 +66,7 @@ class AgentConnection:
         self._post = post
         self._sender = sender
         self._process = AgentProcess(host, connect, python, logins)
-        self._incoming = Incoming(self._process, hello.interface)
+        self._incoming = Incoming(self._process, hello)
         self._unusable: HvdElasticError | None = None
         """Why nothing more is read from the agent; None: it is read on."""
         self._outgoing = Outgoing()

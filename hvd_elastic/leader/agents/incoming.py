@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from hvd_elastic import __version__
+from hvd_elastic.agent.spool import Spool
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.errors import SshError
 from hvd_elastic.leader.agents.process import AgentProcess
@@ -33,15 +34,15 @@ class Incoming:
 
     Args:
         process: the agent's process, which errors name.
-        interface: network interface that the host has to have; None: any.
+        told: what the agent was told, by which its hello is checked.
 
     Attributes:
         hello: the agent's hello, which describes its host; None before it arrived.
     """
 
-    def __init__(self, process: AgentProcess, interface: str | None) -> None:
+    def __init__(self, process: AgentProcess, told: msg.LeaderHello) -> None:
         self._process = process
-        self._interface = interface
+        self._told = told
         name = f"host {process.host.name}: its agent"
         self._lines = LineSplitter(name)
         self._decoder: MessageDecoder[Any] = MessageDecoder(msg.AgentToLeader, name)
@@ -58,7 +59,8 @@ class Incoming:
 
         Raises:
             ProtocolError: the agent has sent an invalid message.
-            UnfitHostError: its versions differ from the leader's, or its host lacks the interface.
+            UnfitHostError: its versions differ from the leader's, its host lacks the interface, or
+                it names a folder that is not the run's.
             LedHostError: it has refused this leader, with the message before.
         """
         for line in self._lines.feed(data):
@@ -74,6 +76,7 @@ class Incoming:
             if isinstance(message, msg.AgentHello):
                 self._check_version(message)
                 self._check_network(message)
+                self._check_spool(message)
                 self.hello = message
             yield message
             if isinstance(message, msg.Refused):
@@ -84,7 +87,7 @@ class Incoming:
         """Return whether the line is a hello; raise UnfitHostError if its version differs."""
         try:
             greeting = msgspec.json.decode(line, type=msg.Greeting)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         if greeting.ev != msg.AgentHello.__struct_config__.tag:
             return False
@@ -109,7 +112,7 @@ class Incoming:
             )
 
     def _check_network(self, hello: msg.AgentHello) -> None:
-        wanted, there = self._interface, hello.interfaces
+        wanted, there = self._told.interface, hello.interfaces
         if wanted and wanted not in there:
             known = ", ".join(f"{each} ({address})" for each, address in there.items()) or "none"
             raise UnfitHostError(
@@ -117,3 +120,12 @@ class Incoming:
                 f"address; it has {known}. "
                 "Name one that every host has with --network-interface, or leave it out."
             )
+
+    def _check_spool(self, hello: msg.AgentHello) -> None:
+        try:
+            Spool.check_path(hello.spool, self._told)
+        except ValueError as error:
+            raise UnfitHostError(
+                f"host {self._process.host.name}: its agent says that it keeps files of the run in "
+                f"{error}: that is not an agent of hvd_elastic. Look who has started it there"
+            ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import threading
@@ -140,6 +141,8 @@ class AgentProcess:
                 "name the interpreter that every host has with --python."
             )
             return cause, True
+        if status == os.EX_NOPERM:
+            return f"host {name}: {last}", True
         if missing is not None:
             return f"host {name}: the agent cannot start: {last}. Install it there.", True
         return f"host {name}: the agent did not start: {last}", False

@@ -6,7 +6,6 @@ Each agent keeps the run's specification in the spool of its host (:mod:`hvd_ela
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.fanout import Stopper, fan_out
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import connect
+from hvd_elastic.json_text import parse_json
 from hvd_elastic.leader.spec import RunSpec
 
 WHAT_IS_TRUSTED = (
@@ -83,6 +83,6 @@ def _specs(texts: Iterable[bytes], run_id: str) -> Iterator[RunSpec]:
     """Yield the valid specifications of this run among the lines."""
     for text in texts:
         with contextlib.suppress(ValueError, RunError):
-            fields = json.loads(text)
+            fields = parse_json(text)
             if isinstance(fields, dict) and fields.get("run_id") == run_id:
                 yield RunSpec.from_dict(fields, run_id)

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hvd_elastic import __version__
+from hvd_elastic.training.data_digest import ALIKE, difference
 from hvd_elastic.training.input.answer_times import mean
 from hvd_elastic.training.input.link import Batch, Failed, Link, LinkError, Offer, connect
 from hvd_elastic.training.input.requests import Request
-from hvd_elastic.training.input.server import LocalReader
+from hvd_elastic.training.input.server import LocalReader, Source
 
 DEPTH = 2
 """Requests for each process: while it sends the answer to one, it reads the next."""
@@ -90,10 +91,10 @@ class Asks(Protocol):
     """The reader of a rank, as its threads call it; see :class:`reader.InputReader`.
 
     Attributes:
-        examples: number of examples of the data set.
+        source: what is read.
     """
 
-    examples: int
+    source: Source
 
     def take(self, thread: AskingThread, *, wait: bool) -> Request | None:
         """Return what a process is to read next; None: nothing now, or it is not needed further."""
@@ -184,7 +185,7 @@ class AskingThread:
     def _converse(self, link: Link, open_requests: deque[Request]) -> None:
         reader = self._reader
         offer, _ = link.receive()
-        unfit = _unfit(offer, reader.examples)
+        unfit = _unfit(offer, reader.source)
         if unfit:
             reader.no_use(self.host, unfit)
             return
@@ -219,15 +220,17 @@ class AskingThread:
         self._free_at = now
 
 
-def _unfit(offer: Any, examples: int) -> str:
+def _unfit(offer: Any, source: Source) -> str:
     """Return why a process that makes this offer is not to be used; empty: it is."""
     if not isinstance(offer, Offer):
         return "it does not speak this protocol"
     if offer.version != __version__:
         return f"it has hvd_elastic {offer.version}, and this host {__version__}"
-    if offer.examples != examples:
+    if offer.examples != source.examples:
         return (
-            f"its data set has {offer.examples} examples, and that of this host {examples}: copy "
-            "the same data there (copyclust)"
+            f"its data set has {offer.examples} examples, and that of this host {source.examples}: "
+            "copy the same data there (copyclust)"
         )
+    if field := difference(source.fields, offer.fields):
+        return f"its data set differs from that of this host in {field!r}. {ALIKE}"
     return ""

@@ -43,10 +43,14 @@ class _Frame(msgspec.Struct, tag_field="kind", forbid_unknown_fields=True):
 
 
 class Offer(_Frame, tag="offer"):
-    """First message of a process that reads: its version, and the size of its data set."""
+    """First message of a process that reads: its version, and what its data set is.
+
+    ``fields``: see :class:`~hvd_elastic.training.data_digest.DataDigest`.
+    """
 
     examples: int
     version: str = __version__
+    fields: dict[str, int] = {}
 
 
 class Want(_Frame, tag="want"):
@@ -130,7 +134,7 @@ class Link:
             raise LinkError(f"{self._peer} announced a batch of {sum(sizes)} bytes")
         try:
             message = _decoder.decode(self._exactly(header_bytes))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LinkError(f"{self._peer} sent no valid frame: {error}") from error
         return message, [self._exactly(size) for size in sizes]
 

@@ -34,7 +34,7 @@ class OrderedLoader:
         if self._registered is not context:
             self._registered = context
             self._order.register(context)
-            self._shared.offer(context)
+            self._shared.offer(context, self._order.digest)
         return context
 
     def __len__(self) -> int:

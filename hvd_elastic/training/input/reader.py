@@ -35,12 +35,11 @@ class InputReader:
         warn: called with a problem of an input host, from any thread.
 
     Attributes:
-        examples: number of examples of the data set.
+        source: what is read.
     """
 
     def __init__(self, source: Source, processes: int, warn: Callable[[str], None]) -> None:
-        self.examples = source.examples
-        self._source = source
+        self.source = source
         self._processes = processes
         self._warn = warn
         self._change = threading.Condition()
@@ -82,7 +81,7 @@ class InputReader:
         if not self._locals:
             # Forked by the main thread, like the processes of a loader.
             count = self._processes
-            self._locals = [LocalReader(self._source, n, count) for n in range(count)]
+            self._locals = [LocalReader(self.source, n, count) for n in range(count)]
             with self._change:
                 for number, local in enumerate(self._locals):
                     self._start(number, OwnProcess(local))
@@ -126,7 +125,7 @@ class InputReader:
     def _read_here(self, request: Request) -> tuple[Any, list[int]]:
         """Return the next batch, which this process reads itself, and its indices."""
         want, began = request.want, time.perf_counter()
-        batch = self._source.make_here(want.epoch, want.indices)
+        batch = self.source.make_here(want.epoch, want.indices)
         alone_s = time.perf_counter() - began
         with self._change:
             failed = self._requests.was_read_here()
@@ -245,7 +244,7 @@ class InputReader:
             LinkError: they are compressed, and not as the answer says.
         """
         whole = expand(buffers, answer.sizes) if answer.sizes else [*buffers]
-        batch = self._source.unpack(whole)
+        batch = self.source.unpack(whole)
         with self._change:
             self._batch_bytes = size_of(whole)
             took_s = time.monotonic() - request.sent_at

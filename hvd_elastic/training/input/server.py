@@ -13,13 +13,14 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import numpy as np
 
+from hvd_elastic.hosts.programs.accept_peers import accept_peers
 from hvd_elastic.hosts.programs.processes import own_delay_s
 from hvd_elastic.training.input.compression import LinkLimit, compress, size_of
 from hvd_elastic.training.input.link import (
@@ -43,9 +44,11 @@ class Source(Protocol):
 
     Attributes:
         examples: number of examples.
+        fields: checksums of the data set; see :class:`DataDigest`.
     """
 
     examples: int
+    fields: Mapping[str, int] = {}
 
     def start(self, number: int, count: int) -> None:
         """Prepare a process that was forked to read, the ``number``-th of ``count``."""
@@ -93,7 +96,7 @@ def serve(
     """
     turn = turn or threading.Lock()
     with contextlib.suppress(OSError, LinkError):
-        link.send(Offer(source.examples))
+        link.send(Offer(source.examples, fields=dict(source.fields)))
         size, made_s, made_at = 0, 0.0, 0.0
         while True:
             free_at = time.perf_counter()
@@ -231,20 +234,14 @@ def _serve_ranks(
 
 
 def serve_port(listener: socket.socket, certificate: str, source: Source) -> None:
-    """Answer the requests of every rank that connects and shows the certificate; never returns."""
+    """Answer the requests of every rank that connects and shows the certificate."""
     turn = threading.Lock()
 
-    def meet(plain: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            link = accept(plain, certificate)
-            try:
-                serve(link, source, turn, LinkLimit())
-            finally:
-                link.close()
+    def meet(link: Link) -> None:
+        with contextlib.closing(link):
+            serve(link, source, turn, LinkLimit())
 
-    while True:
-        plain, _ = listener.accept()
-        threading.Thread(target=meet, args=(plain,), daemon=True).start()
+    accept_peers(listener, lambda plain: accept(plain, certificate), meet)
 
 
 @contextlib.contextmanager

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.data_digest import DataDigest
 from hvd_elastic.training.data_order import Place
 from hvd_elastic.training.input.asking import InputServer
 from hvd_elastic.training.input.reader import InputReader
 from hvd_elastic.training.input.server import Source
+from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.planning.compute_times import NewEvent, no_event
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
@@ -40,9 +42,12 @@ class SharedReading:
         self._told: msg.UseInput | None = None
         self._next_place: Place | None = None
 
-    def offer(self, context: Context) -> None:
+    def offer(self, context: Context, digest: DataDigest) -> None:
         """Register what is read; an input host serves the loader that its script makes first."""
         context.data.loaders += 1
+        self._source.fields = digest.fields
+        if context.worker.mode is Mode.AGENT and not context.worker.reads:
+            digest.read_examples(self._source)
         if context.data.loaders == 1:
             context.data.input_source = self._source
             self._may_be_helped = True

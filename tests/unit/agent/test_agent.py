@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import psutil
@@ -38,6 +38,7 @@ from hvd_elastic.hosts.interfaces import interface_of
 from hvd_elastic.leader.agents.process import agent_command
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import compress, decompress, encode
+from tests import other_user
 from tests.small_group import SMALL_BYTES, inside, small_group
 from tests.unit.wire.wire_samples import leader_hello, saved_file
 
@@ -104,7 +105,13 @@ while link.wait(0) is None:
 
 class Agent:
     def __init__(
-        self, folder: Path, command: list[str], *, group: Path | None = None, **hello: Any
+        self,
+        folder: Path,
+        command: list[str],
+        *,
+        group: Path | None = None,
+        stderr: IO[bytes] | None = None,
+        **hello: Any,
     ) -> None:
         self.run_id = hello.get("run_id") or f"unit-{secrets.token_hex(4)}"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HVD_ELASTIC_HOME": str(folder)}
@@ -114,6 +121,7 @@ class Agent:
             program if group is None else inside(group, program),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=stderr,
             env=environment,
         )
         self.skipped: list[Message] = []
@@ -783,6 +791,54 @@ def test_an_agent_that_stands_still_is_ended_by_the_next(start_agent: StartAgent
     assert new.event("hello")["held"] is None
     assert old.process.wait(TIMEOUT_S) == -signal.SIGKILL
     old.wait_clean()
+
+
+def test_an_agent_that_is_ending_is_waited_for(start_agent: StartAgent, tmp_path: Path) -> None:
+    """Else it would remove the folder that the next one uses."""
+    stubborn = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    old = start_agent(stubborn + WORKER)
+    old.start_worker()
+    old.said_by_worker("ready")
+    old.say(op="shutdown", grace_s=0.5)
+    new = start_agent(run_id=old.run_id)
+    assert new.event("hello")["held"] is None
+    assert old.process.wait(TIMEOUT_S) == 0
+    spool = tmp_path / "spool" / old.run_id / "node1"
+    assert {"run.json", "agent"} <= {path.name for path in spool.iterdir()}
+
+
+# ---- other users of the host
+
+
+@other_user.needs_root
+def test_another_user_who_holds_the_name_of_an_agent_neither_gets_nor_hinders_anything(
+    start_agent: StartAgent,
+) -> None:
+    """As that of earlier releases, which was in the abstract namespace and known to all."""
+    run_id = f"unit-{secrets.token_hex(4)}"
+    with other_user.Holder(f"@hvd_elastic/{run_id}/node1/{os.getuid()}/agent"):
+        first = start_agent(run_id=run_id)
+        assert first.event("hello")["pid"] == first.process.pid
+
+
+@other_user.needs_root
+def test_a_folder_that_another_user_has_made_for_the_run_is_refused(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    """Though an agent of theirs listens in it."""
+    run_id = f"unit-{secrets.token_hex(4)}"
+    (tmp_path / "spool" / run_id / "node1").mkdir(parents=True)
+    for folder in (tmp_path / "spool").rglob("*"):
+        os.chown(folder, other_user.UID, other_user.UID)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    spool = tmp_path / "spool" / run_id / "node1"
+    with other_user.Holder(str(spool / "agent")), (tmp_path / "stderr").open("wb") as stderr:
+        agent = start_agent(run_id=run_id, stderr=stderr)
+        assert agent.process.wait(TIMEOUT_S) == os.EX_NOPERM
+    told = (tmp_path / "stderr").read_text()
+    assert f"the folder {spool} belongs to {other_user.WORDS}" in told
+    assert "Traceback" not in told
 
 
 # ---- notices that the host will go

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.agent.loopback_peer import loopback_peer_uid
 from hvd_elastic.agent.rendezvous import GenerationStore, without_leftovers
+from hvd_elastic.hosts.peers import loopback_peer_uid
 
 TIMEOUT_S = 20
 

@@ -8,6 +8,7 @@ import errno
 import importlib.util
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -135,7 +136,10 @@ def as_an_agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     become_subreaper()
     yield
     for pid in started:
+        has_ended = select.select([os.pidfd_open(pid)], [], [], 60)[0]
+        os.kill(pid, signal.SIGKILL)  # a test that has failed keeps its socket open
         os.waitpid(pid, 0)
+        assert has_ended
     ctypes.CDLL(None).prctl(SUBREAPER, 0, 0, 0, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import os
 import signal
 import subprocess
@@ -11,9 +12,12 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from hvd_elastic.agent.workers import Workers
 from hvd_elastic.wire import messages as msg
+from tests import other_user
+from tests.other_user import open_folder as open_folder
 from tests.unit.wire.wire_samples import leader_hello
 
 TIMEOUT_S = 60
@@ -38,6 +42,45 @@ def test_workers_die_with_the_agent_that_is_killed(tmp_path: Path) -> None:
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@other_user.needs_root
+def test_workers_do_not_run_what_another_user_has_put_where_compiled_code_is_kept(
+    open_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch unpickles what it finds there: below TMPDIR by its own choice, so before ours."""
+    open_folder.chmod(0o1777)
+
+    def plant() -> None:
+        for name in ("cache", f"torchinductor_{getpass.getuser()}"):
+            (open_folder / name).mkdir()
+            (open_folder / name).chmod(0o777)
+
+    other_user.call(plant)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(open_folder / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    program = "import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'], os.environ['TMPDIR'])"
+    told: list[msg.AgentToLeader] = []
+
+    async def start() -> None:
+        env = {"TMPDIR": str(open_folder)}
+        hello = leader_hello(command=(sys.executable, "-S", "-c", program), env=env)
+        workers = Workers(hello, tmp_path, None, told.append, lambda: True)
+        for number in range(2):
+            workers.start(msg.StartWorker(f"w{number}", 0, 1))
+            worker = workers.get(f"w{number}")
+            assert worker is not None
+            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+            await workers.report_end(worker, 0, out_of_memory=False)
+        workers.close()
+
+    asyncio.run(start())
+    logs = "".join(each.data for each in told if isinstance(each, msg.Log)).split()
+    assert len(logs) == 4
+    assert Path(logs[0]).parent == Path(logs[1]), "in the folder of the run, which is ours"
+    warnings = [each.message for each in told if isinstance(each, msg.AgentWarning)]
+    assert len(warnings) == 1
+    assert f"{open_folder / 'cache'} belongs to user nobody" in warnings[0]
 
 
 LAST_WORDS = """
@@ -79,3 +122,33 @@ def test_the_last_words_of_a_worker_are_heard_though_it_was_spoken_to_meanwhile(
     assert isinstance(ended, msg.WorkerEnded)
     said = [word.message for word in words if isinstance(word, msg.WorkerSaid)]
     assert [type(word) for word in said] == [msg.WorkerWarning] * 50 + [msg.Finished]
+
+
+DIVIDED = """
+import os, time
+text = "字".encode()
+for piece in (text[:2], text[2:] + b"\\xff|", text[:1]):
+    os.write(1, piece)
+    time.sleep(0.3)
+"""
+
+
+def test_a_character_that_two_reads_divide_stays_whole(tmp_path: Path) -> None:
+    told: list[msg.AgentToLeader] = []
+
+    async def run() -> None:
+        env = {"TMPDIR": str(tmp_path)}
+        hello = leader_hello(command=(sys.executable, "-S", "-c", DIVIDED), env=env)
+        workers = Workers(hello, tmp_path, None, told.append, lambda: True)
+        workers.start(msg.StartWorker("w0", 0, 1))
+        worker = workers.get("w0")
+        assert worker is not None
+        while os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            await asyncio.sleep(0.01)
+        await workers.report_end(worker, 0, out_of_memory=False)
+        workers.close()
+
+    asyncio.run(run())
+    logs = [each.data for each in told if isinstance(each, msg.Log)]
+    assert "".join(logs) == "字\ufffd|\ufffd", "only what is no UTF-8 is replaced"
+    assert len(logs) > 1

@@ -17,8 +17,10 @@ from hvd_elastic.bench.scaling import (
     knee,
     scaling_of,
 )
+from hvd_elastic.cli.planning.scaling_tables import notes_of, tables_of
 from hvd_elastic.errors import UsageError
 from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.policy.evidence import CoreSharing
 
 HOSTS = [Host("a", slots=4, price=2.0), Host("b", slots=4, price=2.0)]
 
@@ -132,3 +134,19 @@ def test_a_framework_that_is_not_installed_is_told(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=f"{framework} is not installed here"):
         Settings(framework=framework).check()
+
+
+def test_a_size_with_more_ranks_on_a_core_than_were_measured_is_not_predicted() -> None:
+    """One machine of two cores that plays several hosts: 1, 2 and 4 ranks are equally fast."""
+    hosts = [Host(name, slots=4) for name in "abc"]
+    cores = CoreSharing()
+    for host in hosts:
+        cores.add_host(host.name, "the machine", 2)
+    found = {n: (1, figures(0.1 * max(1, n / 2), 0.0)) for n in (1, 2, 4)}
+    result = scaling_of(Settings(batch_size=50), hosts, found, cores)
+    assert result.predicted == ()
+    why = "{} ranks would share 2 cores of one machine, and at most 4 ranks on 2 cores were timed"
+    assert result.unknown == ((8, why.format(8)), (12, why.format(12)))
+    (_, rows) = tables_of(result, 1000, 1)[1]
+    assert [row[2] for row in rows[1:]] == ["not known", "not known"]
+    assert any(why.format(8) in note for note in notes_of(result, 1000, 1, None))

@@ -70,7 +70,7 @@ def test_an_epoch_without_a_change() -> None:
     story.world(["p", "q"], 0)
     story.make(1, 0, p=[2], q=[0])
     story.make(2, 0, p=[1], q=[3])
-    assert story.sentence() == "each of 4 examples used exactly once in its one epoch"
+    assert story.sentence() == "each of 4 examples (by index) used exactly once in its one epoch"
     assert story.problems() == ([], [])
 
 
@@ -92,7 +92,7 @@ def test_the_step_in_flight_is_done_again_by_the_survivor() -> None:
     story.begin(2, 0, p=[1], q=[3])  # q dies
     story.world(["p"], 1)
     story.make(2, 0, p=[1, 3])
-    assert story.sentence() == "each of 4 examples used exactly once in its one epoch"
+    assert story.sentence() == "each of 4 examples (by index) used exactly once in its one epoch"
     assert story.problems() == ([], [])
 
 
@@ -104,7 +104,7 @@ def test_a_step_that_only_the_dead_ended_may_be_done_again() -> None:
     story.say("q", "end", step=2)  # and dies, while p broke off
     story.world(["p"], 1)
     story.make(2, 0, p=[1, 3])
-    assert story.sentence() == "each of 4 examples used exactly once in its one epoch"
+    assert story.sentence() == "each of 4 examples (by index) used exactly once in its one epoch"
     assert story.problems() == ([], [])
 
 
@@ -115,7 +115,7 @@ def test_the_step_in_flight_that_was_made_after_all_is_not_done_again() -> None:
     story.begin(2, 0, p=[1], q=[3])  # made, but nobody came to say so
     story.world(["p"], 2)
     story.make(3, 1, p=[0, 1, 2, 3])
-    assert story.sentence() == "each of 4 examples used exactly once in each of 2 epochs"
+    assert story.sentence() == "each of 4 examples (by index) used exactly once in each of 2 epochs"
     assert story.problems() == ([], [])
 
 
@@ -131,7 +131,7 @@ def test_two_steps_done_again_although_a_process_lived_on() -> None:
     (problem,), lost = story.problems()
     assert "steps 2 to 3 were done again although a process that had made them lived" in problem
     assert lost == []
-    assert story.sentence().startswith("each of 4 examples used exactly once")
+    assert story.sentence().startswith("each of 4 examples (by index) used exactly once")
 
 
 def test_steps_done_again_from_a_checkpoint_are_counted() -> None:
@@ -143,7 +143,7 @@ def test_steps_done_again_from_a_checkpoint_are_counted() -> None:
     for step in (2, 3, 4):
         story.make(step, 0, r=[step - 1])
     assert story.problems() == ([], [2])
-    assert story.sentence() == "each of 4 examples used exactly once in its one epoch"
+    assert story.sentence() == "each of 4 examples (by index) used exactly once in its one epoch"
 
 
 def test_steps_left_out_are_told() -> None:

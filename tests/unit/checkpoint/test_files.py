@@ -11,8 +11,10 @@ import subprocess
 import sys
 import textwrap
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_elastic.checkpoint import whole_files
+from hvd_elastic.checkpoint.header import Header, TensorInfo
 from hvd_elastic.checkpoint.manifests import (
     CheckpointInfo,
     check_folder,
@@ -29,6 +32,8 @@ from hvd_elastic.checkpoint.manifests import (
     newest_valid,
     why_invalid,
 )
+from hvd_elastic.checkpoint.reader import load_arrays, load_file
+from hvd_elastic.checkpoint.saved import find_spooled
 from hvd_elastic.checkpoint.shards import (
     ShardInfo,
     complete_sets,
@@ -37,6 +42,7 @@ from hvd_elastic.checkpoint.shards import (
     find_shards,
     parse_shard,
     receive_shard,
+    why_incomplete,
     write_shard,
 )
 from hvd_elastic.checkpoint.whole_files import HashingWriter
@@ -519,3 +525,60 @@ def test_the_module_needs_neither_torch_nor_horovod() -> None:
     code = f"{imports}; print({{'torch', 'horovod'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def put_header(folder: Path, header: bytes) -> CheckpointInfo:
+    """A checkpoint without any data behind its header."""
+    shard = replace(shard_of(1, 0, 1, b""), header=len(header))
+
+    def copy(file: HashingWriter) -> None:
+        file.write(header)
+
+    return complete_checkpoint(folder, [write_shard(folder, shard, copy)], 9)
+
+
+def test_a_description_of_a_shard_of_very_many_costs_no_memory() -> None:
+    """Of a host that was taken over, or in a folder of checkpoints from elsewhere."""
+    count = 10_000_000
+    described = replace(shard_of(1, 0, 1, b"x"), bytes=1, sha256="0" * 64, count=count).manifest()
+    shard = parse_shard(described, Path())
+    tracemalloc.start()
+    try:
+        assert complete_sets([shard]) == []
+        assert why_incomplete([shard]) == f"shard 1 of {count} is missing"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_json_that_is_nested_too_deeply_is_damage(folder: Path) -> None:
+    """In a manifest, a description in a spool, and the headers of a checkpoint and a saved file."""
+    deep = b"[" * 200_000
+    header = b'{"__metadata__":' + deep
+    whole = len(header).to_bytes(8, "little") + header
+    info = put_header(folder, whole)
+    with pytest.raises(CheckpointError, match=r"cannot be loaded, it is damaged .* too deeply"):
+        load_arrays(info.path)
+    with pytest.raises(CheckpointError, match=r"cannot be loaded, it is damaged .* too deeply"):
+        load_file(info.shards[0].path, lambda info: (None, None))
+    info.path.write_bytes(deep)
+    skipped = Skipped()
+    assert newest_valid(folder, skipped) is None
+    ((name, why),) = skipped
+    assert (name, "nested too deeply" in why) == (info.path.name, True)
+    info.shards[0].path.with_suffix(".json").write_bytes(deep)
+    assert find_shards(folder) == []
+    (folder / "best.pt-1-0123456789ab.save.json").write_bytes(b'{"host":' + deep)
+    assert find_spooled(folder) == []
+
+
+def test_a_manifest_of_more_than_any_memory_is_damage(folder: Path) -> None:
+    size = 1 << 60
+    tensor = TensorInfo("w", "uint8", (size,), size)
+    header = Header((tensor,), {}, 1, "torch", "0", {}).encode()
+    info = put_header(folder, header)
+    manifest = json.loads(info.path.read_text())
+    manifest["shards"][0].update(end=size, total=size, bytes=len(header) + size)
+    info.path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="cannot be loaded, it is damaged"):
+        load_arrays(info.path)

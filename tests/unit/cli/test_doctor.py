@@ -64,6 +64,7 @@ def test_a_user_to_whom_sshd_gives_no_commands_is_told_so(monkeypatch):
     account = pwd.struct_passwd(("ann", "x", 1000, 1000, "", "/home/ann", "/usr/sbin/nologin"))
     monkeypatch.setattr(pwd, "getpwuid", lambda _: account)
     monkeypatch.setattr(doctor, "_built_with", lambda *_: ({"gloo": True}, ""))
+    monkeypatch.setattr(doctor, "why_no_namespaces", lambda: None)
     found = {finding.name: finding for finding in doctor.diagnose()}
     assert found["login shell"].health is Health.OPTIONAL
     assert "user ann has the login shell /usr/sbin/nologin" in found["login shell"].found
@@ -107,6 +108,8 @@ def has(monkeypatch, **versions: str) -> None:
         ({"torch": "2.13.0"}, Health.GOOD, Health.OPTIONAL, "not installed"),
         ({"tensorflow": "2.21.0", "keras": "3.15.1"}, Health.OPTIONAL, Health.GOOD, "Keras 3.15.1"),
         ({}, Health.MISSING, Health.MISSING, "not installed"),
+        ({"torch": "2.9.1"}, Health.MISSING, Health.MISSING, "not installed"),
+        ({"torch": "2.15.0"}, Health.OPTIONAL, Health.OPTIONAL, "not installed"),
         (
             {"tensorflow": "2.15.1", "keras": "2.15.0"},
             *[Health.MISSING] * 2,
@@ -122,6 +125,54 @@ def test_one_framework_that_fits_is_enough(monkeypatch, versions, torch, tensorf
     assert all(
         ("pip install" in finding.mend) is (finding.health is not Health.GOOD) for finding in found
     )
+
+
+def test_a_triton_beside_tensorflow_is_told_of(monkeypatch):
+    monkeypatch.setattr(doctor, "has_triton", lambda: True)
+    has(monkeypatch, torch="2.13.0")
+    assert len(doctor._frameworks()) == 2
+    has(monkeypatch, torch="2.13.0", tensorflow="2.21.0", keras="3.15.1")
+    finding = doctor._frameworks()[2]
+    assert finding.health is Health.OPTIONAL
+    assert "signal 11" in finding.found
+    assert "write `import triton` before" in finding.mend
+
+
+def test_a_torch_that_does_not_fit_is_told_with_the_reason(monkeypatch):
+    for version, why in (("2.9.1", "CVE-2026-24747"), ("2.15.0", "known to compile for torch>=")):
+        has(monkeypatch, torch=version)
+        assert why in doctor._frameworks()[0].found
+
+
+def test_versions_out_of_the_range_of_the_package_are_told(monkeypatch):
+    needs = ["paramiko>=99", "numpy>=1", "absent-package", 'torch>=99; extra == "torch"']
+    monkeypatch.setattr(doctor, "_requirements", lambda: (">=3.99", needs))
+    paramiko, numpy, absent = doctor._packages()
+    assert paramiko.health is absent.health is Health.MISSING
+    assert paramiko.found.endswith(", and hvd_elastic needs >=99")
+    assert "pip install 'paramiko>=99'" in paramiko.mend
+    assert numpy.health is Health.GOOD
+    assert "hvd_elastic needs >=3.99" in doctor._python().found
+    assert doctor._python().health is Health.MISSING
+
+
+def test_a_root_that_may_not_make_namespaces_is_told_so(monkeypatch):
+    monkeypatch.setattr(doctor, "why_no_namespaces", lambda: "this root may not make namespaces")
+    assert doctor._virtual_hosts().found == "loopback only: this root may not make namespaces"
+
+
+def test_a_horovod_without_nccl_on_a_machine_with_a_gpu_is_told(monkeypatch):
+    has(monkeypatch, torch="2.13.0", horovod="0.28.1")
+    monkeypatch.setattr(doctor, "torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(doctor, "_built_with", lambda *_: ({"gloo": True}, ""))
+    for gpu, build, health in (
+        (True, "horovod-0.28.1-patch-0123", Health.OPTIONAL),
+        (True, "horovod-0.28.1-nccl-2.29.7-patch-0123", Health.GOOD),
+        (False, "horovod-0.28.1-patch-0123", Health.GOOD),
+    ):
+        monkeypatch.setattr(doctor, "has_gpu", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(doctor, "installed_build", lambda build=build: build)
+        assert doctor._horovod().health is health
 
 
 @pytest.mark.parametrize(

@@ -58,3 +58,17 @@ def test_a_host_whose_line_is_out_counts_as_ended(
     shown = [json.loads(text) for text in out.getvalue().splitlines()]
     assert [entry["kind"] for entry in shown] == ["host"] * line + ["summary"]
     assert shown[-1]["states"] == {"ok": line, "interrupted": 4 - line}
+
+
+def test_what_hosts_send_is_shown_as_text_except_the_output_of_ones_own_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    host = Host("node1")
+    printer = Printer([host])
+    printer.lines(host, "stdout", "a \x1b]0;OWNED\x07 command line")
+    printer.note("an error \x1b[2J of a host")
+    printer.lines(host, "stdout", "\x1b[32mgreen\x1b[0m", raw=True)
+    assert capsys.readouterr() == (
+        "node1: a \\u001b]0;OWNED\\u0007 command line\nnode1: \x1b[32mgreen\x1b[0m\n",
+        "an error \\u001b[2J of a host\n",
+    )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -492,3 +493,58 @@ def test_help_has_examples_on_lines_of_their_own(call: Call, name: str) -> None:
     assert "Examples:" in done.out
     assert any(line.strip().startswith(f"hvd-elastic {name}") for line in done.out.splitlines())
     assert "--json" in done.out
+
+
+# ---- a run of somebody else, whose files may have been written for the terminals of others
+
+TITLE = "\x1b]0;OWNED\x07\x1b[31m\x1b[2J\x9b2J\u202e [red]markup[/blue]"
+
+
+@pytest.fixture
+def hostile(run: RunFolder) -> RunFolder:
+    lines = []
+    for line in run.events.read_text().splitlines():
+        event = json.loads(line)
+        for name, value in event.items():
+            if isinstance(value, str) and name not in ("kind", "status", "run_id"):
+                event[name] = value + TITLE
+        if event["kind"] == "metrics":
+            event[f"figure{TITLE}"] = 0.5
+        lines.append(json.dumps(event))
+        if event["kind"] == "run_started":
+            lines.append(json.dumps({"kind": "warning", "t": event["t"], "message": TITLE}))
+    run.events.write_text("\n".join(lines) + "\n")
+    (run.logs / "node1.0.log").write_text(f"a line{TITLE}\n")
+    return run
+
+
+@pytest.mark.usefixtures("hostile")
+@pytest.mark.parametrize(
+    "line",
+    ["report", "status", "attach", "top", "list", "logs", "logs --host x\x1b[2J", "scale 5",
+     "get no\x1b]0;OWNED\x07 ."],
+)  # fmt: skip
+@pytest.mark.parametrize("colours", [False, True])
+def test_control_characters_of_a_run_reach_no_terminal(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, colours: bool
+) -> None:
+    if colours:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+    words = line.split(" ")
+    words += ["--out", str(tmp_path / "report.html")] if line == "report" else []
+    done = call(*words)
+    shown = done.out + done.err
+    theirs = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]"
+    if colours and line == "top":  # it has colours of its own, and moves the cursor
+        theirs = r"\x1b\]|[\x07\x9b\u202e]"
+    assert re.findall(theirs, shown) == []
+    if line in ("report", "status", "attach", "top", "logs"):
+        assert r"\u001b]0;OWNED\u0007" in shown.replace("\n", "")
+    if line in ("attach", "logs", "top"):
+        assert "[red]markup[/blue]" in shown.replace("\n", "")
+
+
+def test_json_is_still_what_it_was(call: Call, hostile: RunFolder) -> None:
+    found = [json.loads(line) for line in call("attach", "--json").out.splitlines()]
+    assert TITLE in [event.get("message") for event in found]

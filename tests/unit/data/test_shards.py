@@ -34,6 +34,8 @@ from hvd_elastic.data.files import sha256_of
 from hvd_elastic.data.index import table_path
 from hvd_elastic.data.tfrecord import TFRecord
 from hvd_elastic.errors import DataError
+from tests import other_user
+from tests.other_user import open_folder as open_folder
 from tests.unit.data.shards import npy, write_numbers
 
 pytest.importorskip("google_crc32c", reason="TFRecord needs its checksums")
@@ -59,8 +61,11 @@ def test_examples_are_read_by_index_in_the_order_of_the_shards(tmp_path: Path, l
     several = dataset.__getitems__([7, 0, 4, 7])
     assert [float(array[0]) for array, _ in several] == [7, 0, 4, 7]
     for outside in (10, -11):
-        with pytest.raises(IndexError, match="of 10"):
+        with pytest.raises(IndexError, match=f"example {outside} of 10: they are numbered 0 to 9"):
             dataset[outside]
+    assert dataset[np.int64(-1)][1] == dataset[9][1]
+    with pytest.raises(TypeError, match=r"not by slice\(None, 3, None\).*Subset"):
+        dataset[:3]
 
 
 def test_a_pickled_data_set_reads_the_same(tmp_path: Path) -> None:
@@ -512,6 +517,21 @@ def test_an_example_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
         ShardDataset(tmp_path)[0]
 
 
+@other_user.needs_root
+def test_what_another_user_has_put_in_the_way_of_a_shard_is_not_written_to(
+    open_folder: Path,
+) -> None:
+    def plant() -> None:
+        for name in (".s-00.tar.part", ".s-00.tar.npy.part", ".index.json.part"):
+            (open_folder / name).touch()
+            (open_folder / name).chmod(0o666)
+
+    other_user.call(plant)
+    write_numbers(open_folder, [3])
+    owners = {path.stat().st_uid for path in open_folder.iterdir() if path.suffix != ".part"}
+    assert owners == {os.geteuid()}
+
+
 def test_a_shard_appears_only_whole(tmp_path: Path) -> None:
 
     def fail() -> None:
@@ -535,7 +555,10 @@ def test_a_shard_appears_only_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"name": ".."}, {"name": ""}, {"name": "a/b"}, {"sha256": "../../../etc/x"}, {"sha256": ""}],
+    [
+        *({"name": name} for name in ("..", "", "a/b", "a.tar\0")),
+        *({"sha256": name} for name in ("../../../etc/x", "")),
+    ],
 )
 def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, change: dict[str, str]) -> None:
     index = write_numbers(tmp_path / "d", [2]) / "index.json"
@@ -543,4 +566,11 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path, change: dict[str
     whole["shards"][0].update(change)
     index.write_text(json.dumps(whole))
     with pytest.raises(DataError, match=r"would not lie in this folder|which is none; make it"):
+        load_index(index.parent)
+
+
+def test_an_index_that_is_nested_too_deeply_is_damaged(tmp_path: Path) -> None:
+    index = write_numbers(tmp_path / "d", [2]) / "index.json"
+    index.write_text(index.read_text().replace("{", '{"classes":' + "[" * 200_000, 1))
+    with pytest.raises(DataError, match=r"index.json is damaged .* make it again"):
         load_index(index.parent)

@@ -66,8 +66,14 @@ def test_any_of_several_keys_is_good(tmp_path: Path) -> None:
     assert check(tmp_path, text, "gpu1", HostKey("ssh-ed25519", b"third")) is KeyState.CHANGED
 
 
-def test_a_key_of_another_kind_is_unknown(tmp_path: Path) -> None:
-    assert check(tmp_path, line("gpu1", RSA), "gpu1") is KeyState.UNKNOWN
+def test_a_key_of_another_type_than_the_known_one_is_changed(tmp_path: Path) -> None:
+    path = tmp_path / "known"
+    path.write_text(line("gpu1", RSA) + line("gpu1", OTHER))
+    state, known = KnownHosts.load([path]).check("gpu1", HostKey("ecdsa-sha2-nistp256", b"e"))
+    assert state is KeyState.CHANGED
+    assert known is not None
+    assert known.key == RSA
+    assert check(tmp_path, line("gpu2", RSA), "gpu1") is KeyState.UNKNOWN
 
 
 def test_a_changed_key_under_a_port_is_changed_even_if_the_bare_name_differs(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 import json
 import os
@@ -19,7 +18,7 @@ import pytest
 from hvd_elastic import frameworks
 from hvd_elastic.cli import app
 from hvd_elastic.errors import BuildError
-from hvd_elastic.install import build_horovod, cuda, horovod_wheel
+from hvd_elastic.install import build_horovod, cuda, horovod_wheel, pinned
 from hvd_elastic.install.horovod_wheel import BuildInputs
 from hvd_elastic.install.prerequisites import PREREQUISITES
 
@@ -93,6 +92,7 @@ def test_cuda_counts_with_a_torch_that_was_compiled_for_it(tmp_path, monkeypatch
     built_for: str | None = "13.0"
     facts = lambda: {"__version__": "2", "cuda": built_for}  # noqa: E731
     monkeypatch.setattr(horovod_wheel, "_torch_facts", facts)
+    monkeypatch.setattr(horovod_wheel, "has_gpu", lambda: True)
     monkeypatch.setenv("HOROVOD_NCCL_INCLUDE", str(tmp_path))
     (tmp_path / "nccl.h").write_text(NCCL_HEADER)
     found = horovod_wheel.detect_inputs("x")
@@ -102,6 +102,27 @@ def test_cuda_counts_with_a_torch_that_was_compiled_for_it(tmp_path, monkeypatch
     built_for = None
     found = horovod_wheel.detect_inputs("x")
     assert (found.cuda, found.nccl) == (None, None)
+
+
+def test_without_a_gpu_horovod_is_for_cpus_whatever_torch_is_for(monkeypatch, tmp_path, capsys):
+    """Unless it is asked for, or such a build is there: hosts with GPUs may share the folder."""
+    fake_program(tmp_path, "nvidia-smi", "echo 'No devices were found'; exit 6")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    torch = {"__version__": "2.13.0+cu130", "cuda": "13.0"}
+    monkeypatch.setattr(horovod_wheel, "_torch_facts", lambda: torch)
+    assert horovod_wheel.detect_inputs("x").cuda is None
+    assert command("--print-name") == 0
+    with_cuda = horovod_wheel.detect_inputs("x", with_nccl=True)
+    assert with_cuda.cuda == "13.0"
+    monkeypatch.setattr(build_horovod, "provide_horovod", lambda *_, **__: None)
+    assert command() == 0
+    assert "No GPU here, so Horovod is built for CPUs; for CUDA 13.0" in capsys.readouterr().out
+    monkeypatch.setattr(horovod_wheel, "installed_build", lambda: with_cuda.name)
+    assert horovod_wheel.detect_inputs("x") == with_cuda
+    assert horovod_wheel.detect_inputs("x", with_nccl=False).cuda is None
+    fake_program(tmp_path, "nvidia-smi", "echo NVIDIA H100")
+    monkeypatch.setattr(horovod_wheel, "installed_build", lambda: None)
+    assert horovod_wheel.detect_inputs("x") == with_cuda
 
 
 @pytest.mark.parametrize(
@@ -117,6 +138,7 @@ def test_a_tensorflow_that_horovod_cannot_serve_is_left_out_with_the_reason(
     monkeypatch, version, cuda, built, told
 ):
     monkeypatch.setattr(horovod_wheel, "_torch_facts", lambda: {"__version__": "2", "cuda": cuda})
+    monkeypatch.setattr(horovod_wheel, "has_gpu", lambda: True)
     monkeypatch.setattr(horovod_wheel, "tensorflow_version", lambda: version)
     monkeypatch.setattr(horovod_wheel, "version_of", lambda _: "3.15.1")
     assert horovod_wheel.detect_inputs("x").tensorflow == built
@@ -306,25 +328,41 @@ def test_the_patch_applies_inside_somebody_s_repository(tmp_path):
 # --- the source release ---------------------------------------------------------------------------
 
 
-def test_an_archive_that_is_not_the_release_is_not_unpacked(tmp_path):
-    archive = tmp_path / "horovod-0.28.1.tar.gz"
+def archive_with(setup: str, folder: Path) -> Path:
+    """A source release as a package index could give it."""
+    archive = folder / "horovod-0.28.1.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
-        content = b"import os"
         info = tarfile.TarInfo("horovod-0.28.1/setup.py")
-        info.size = len(content)
-        tar.addfile(info, io.BytesIO(content))
-    with pytest.raises(BuildError, match="SHA-256"):
-        build_horovod.unpack_sdist(archive, tmp_path)
-    assert not (tmp_path / "horovod-0.28.1").exists()
+        info.size = len(setup)
+        tar.addfile(info, io.BytesIO(setup.encode()))
+    return archive
 
 
-def test_the_release_is_unpacked(tmp_path, monkeypatch):
-    archive = tmp_path / "horovod-0.28.1.tar.gz"
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.addfile(tarfile.TarInfo("horovod-0.28.1/setup.py"), io.BytesIO())
-    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    monkeypatch.setattr(build_horovod, "SDIST_SHA256", digest)
+def test_an_archive_that_is_not_the_release_is_not_run(tmp_path, monkeypatch):
+    ran = tmp_path / "ran"
+    archive_with(f"open({str(ran)!r}, 'w')", tmp_path)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    (tmp_path / "work").mkdir()
+    with pytest.raises(BuildError, match=r"DO NOT MATCH THE HASHES(.|\n)*Expected sha256 92a43f5"):
+        build_horovod.build_wheel(INPUTS, tmp_path / "work", tmp_path / "log", 1)
+    assert not ran.exists()
+
+
+def test_the_release_is_unpacked(tmp_path):
+    archive = archive_with("", tmp_path)
     assert (build_horovod.unpack_sdist(archive, tmp_path) / "setup.py").is_file()
+
+
+def test_all_that_pip_installs_for_a_build_is_pinned_with_digests(tmp_path):
+    names = [*pinned.BUILD_REQUIREMENTS, *pinned.RUN_REQUIREMENTS]
+    names += ["horovod", "pip", *cuda.toolkit_packages(cuda.PIP_CUDA)]
+    *_, file = pinned.pip_arguments(names, tmp_path)
+    text = Path(file).read_text()
+    for name in names:
+        assert re.search(rf"^{name}==[\d.]+.*\\\n    --hash=sha256:", text, re.MULTILINE), name
+    assert pinned.pinned_version("horovod") == horovod_wheel.HOROVOD_VERSION
 
 
 # --- what is checked before anything is compiled --------------------------------------------------
@@ -394,9 +432,61 @@ def test_the_second_environment_takes_the_kept_wheel(workshop):
     assert (kept.parent / "build.json").is_file()
 
 
-def test_another_torch_gets_another_wheel(workshop):
+def test_a_wheel_for_both_frameworks_serves_an_environment_with_one(workshop):
+    both = dataclasses.replace(INPUTS, tensorflow="2.21.0")
+    build_horovod.provide_horovod(both)
     build_horovod.provide_horovod(INPUTS)
-    build_horovod.provide_horovod(dataclasses.replace(INPUTS, torch="2.12.0"))
+    build_horovod.provide_horovod(dataclasses.replace(INPUTS, tensorflow="2.22.0"))
+    assert workshop == ["build", "install", "install", "build", "install"]
+
+
+def make_writable(path: Path) -> None:
+    path.chmod(path.stat().st_mode | 0o020)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda kept: kept.write_text("another"), "another SHA-256"),
+        (make_writable, "others can write"),
+        (lambda kept: make_writable(kept.parent), "others can write"),
+        (lambda kept: make_writable(kept.parent.parent), "others can write"),
+        pytest.param(
+            lambda kept: os.chown(kept, 65534, -1),
+            "belongs to user id 65534",
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
+        ),
+    ],
+)
+def test_a_kept_wheel_that_others_may_have_changed_is_not_installed(workshop, capsys, change, why):
+    build_horovod.provide_horovod(INPUTS)
+    kept = horovod_wheel.cached_wheel(INPUTS)
+    assert kept is not None
+    change(kept)
+    build_horovod.provide_horovod(INPUTS)
+    assert workshop == ["build", "install"] * 2
+    assert why in capsys.readouterr().out
+    build_horovod.provide_horovod(INPUTS)  # what was built then is fit to be used
+    assert workshop == ["build", "install"] * 2 + ["install"]
+
+
+def test_a_kept_wheel_is_not_writable_for_others_whatever_the_umask(workshop):
+    before = os.umask(0)
+    try:
+        build_horovod.provide_horovod(INPUTS)
+    finally:
+        os.umask(before)
+    build_horovod.provide_horovod(INPUTS)
+    assert workshop == ["build", "install", "install"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("torch", "2.12.0"), ("python", "cp310"), ("platform", "x86_64-glibc2.41"), ("mpi", None)],
+)
+def test_a_wheel_for_something_else_is_not_taken(workshop, name, value):
+    build_horovod.provide_horovod(INPUTS)
+    build_horovod.provide_horovod(dataclasses.replace(INPUTS, **{name: value}))
     assert workshop.count("build") == 2
 
 

@@ -63,13 +63,60 @@ def test_output_goes_to_the_log_and_not_to_the_terminal(tmp_path, capfd):
     assert "Working: done" in captured.out
 
 
+def failure_of(output: str, log: Path) -> str:
+    """The message of a program that fails after this output, as pip does after a compiler."""
+    last = "".join(f"\nfile {number} of Horovod" for number in range(50))
+    program = f"import sys; print({output + last!r}); sys.exit(1)"
+    with pytest.raises(BuildError) as failed:
+        run_quietly(python(program), label="Building", log=log)
+    return str(failed.value)
+
+
+GCC = """\
+  In file included from horovod/common/message.cc:19:
+  horovod/common/common.h:344:18: error: 'logic_error' is not a member of 'std'
+    344 |       throw std::logic_error("output_index != 0 not supported");
+        |                  ^~~~~~~~~~~
+  gmake[2]: *** [message.cc.o] Error 1
+  common/half.h:1:1: error: another"""
+
+
+def test_a_failed_build_shows_the_compiler_s_first_error_not_pip_s_last_lines(tmp_path):
+    text = failure_of(GCC, tmp_path / "log")
+    assert "common.h:344:18: error: 'logic_error' is not a member of 'std'\n" in text
+    assert "^~~~" in text
+    assert "file 49 of Horovod" not in text
+    linker = "/usr/bin/ld: a.o: in function `f()':\na.cc:(.text+0x1): undefined reference to `g()'"
+    assert "undefined reference to `g()'" in failure_of(linker, tmp_path / "log")
+    cmake = "CMake Error at horovod/torch/CMakeLists.txt:20 (message):\n  no CUDA"
+    assert "(message):\n    no CUDA" in failure_of(cmake, tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    ("output", "cause"),
+    [
+        ("a.cc:9:1: fatal error: error closing /tmp/a.s: No space left on device", "TMPDIR"),
+        ("ERROR: Could not install packages: [Errno 28] No space left on device", "disk is full"),
+        ("c++: fatal error: Killed signal terminated program cc1plus", "--jobs 1"),
+        (
+            "WARNING: Retrying after connection broken by 'NewConnectionError(x)'\nERROR: No torch",
+            "the network failed; run the same command again",
+        ),
+    ],
+)
+def test_a_full_disk_too_little_memory_and_no_network_are_named_as_such(tmp_path, output, cause):
+    first, *rest = failure_of(output, tmp_path / "log").splitlines()
+    assert cause in first
+    assert output.splitlines()[-1] in "\n".join(rest)
+
+
 def test_a_failure_shows_the_telling_lines_and_where_the_log_is(tmp_path):
-    program = "import sys; print('a.cc:1: error: bad'); [print(i) for i in range(50)]; sys.exit(3)"
+    program = "import sys; print('ERROR: bad'); [print(i) for i in range(50)]; sys.exit(3)"
     with pytest.raises(BuildError) as failed:
         run_quietly(python(program), label="Building", log=tmp_path / "log")
     text = str(failed.value)
     assert "status 3" in text
-    assert "error: bad" in text
+    assert "ERROR: bad" in text
     assert "\n  49\n" in text
     assert "\n  7\n" not in text
     assert str(tmp_path / "log") in text

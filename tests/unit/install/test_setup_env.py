@@ -1,15 +1,31 @@
-"""What the set-up of a checkout installs; nothing is installed here."""
+"""What the set-up of a checkout installs and refuses; nothing is installed here."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from hvd_elastic.errors import BuildError
+from hvd_elastic.install.build_horovod import patch_digest
+
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "setup_env.py"
 FRAMEWORKS = {"torch": "torch==2.13.0", "tensorflow": "tensorflow==2.21.*"}
+
+
+@pytest.fixture
+def setup_env(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("setup_env", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "setup_env", module)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize(
@@ -22,23 +38,56 @@ FRAMEWORKS = {"torch": "torch==2.13.0", "tensorflow": "tensorflow==2.21.*"}
     ],
 )
 def test_frameworks_among_the_extras_are_installed_as_asked_for_and_pinned(
+    setup_env: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     extras: str,
     installed: list[str],
     rest: str,
 ) -> None:
-    spec = importlib.util.spec_from_file_location("setup_env", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    setup_env = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "setup_env", setup_env)
-    spec.loader.exec_module(setup_env)
     commands: list[list[str]] = []
     monkeypatch.setattr(setup_env, "run_quietly", lambda words, **_: commands.append(words))
     monkeypatch.setattr(setup_env, "_installed_frameworks", lambda _: ["torch==2.13.0+cpu"])
     setup_env.install_packages(Path("python"), tmp_path, FRAMEWORKS, extras, tmp_path / "log")
+    assert "--require-hashes" in commands[0]
     assert [words[-1] for words in commands[1:-1]] == installed
     assert commands[-1][-1] == f"{SCRIPT.parents[1]}{rest}"
     assert (tmp_path / "constraints.txt").read_text() == "torch==2.13.0+cpu\n"
     assert str(tmp_path / "constraints.txt") in commands[-1]
+
+
+def test_folders_that_cannot_be_written_are_named_before_anything_is_installed(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "not" / "yet"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    setup_env.check_folders()
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "file" / "runs"))
+    with pytest.raises(BuildError, match=r"file/runs cannot be written.* in HVD_ELASTIC_HOME"):
+        setup_env.check_folders()
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(BuildError, match=r"cache cannot be written.* in XDG_CACHE_HOME"):
+        setup_env.check_folders()
+
+
+def test_a_machine_without_a_compiler_is_told_before_anything_is_installed(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Unless a Horovod is kept that was compiled before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lacking = [item for item in setup_env.PREREQUISITES if item.name in ("g++", "ssh")]
+    monkeypatch.setattr(setup_env, "missing", lambda _: lacking)
+    monkeypatch.setattr(setup_env, "has_apt", lambda: True)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert setup_env.may_build()
+    why = (
+        r"without g\+\+ you cannot build Horovod; run: sudo apt-get install -y g\+\+ openssh-client"
+    )
+    with pytest.raises(BuildError, match=why):
+        setup_env.ensure_system_packages(tmp_path / "log", [], setup_env.may_build())
+    python = f"cp3{sys.version_info.minor}"
+    folder = f"horovod-0.28.1-{python}-x86_64-torch-2.13-patch-{patch_digest()[:12]}"
+    (tmp_path / "hvd_elastic/wheels" / folder).mkdir(parents=True)
+    (tmp_path / "hvd_elastic/wheels" / folder / "horovod-0.28.1.whl").touch()
+    setup_env.ensure_system_packages(tmp_path / "log", [], setup_env.may_build())

@@ -17,6 +17,7 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.jobs.messages import Answer, Cancel, Down, Hosts, Request
 from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile, open_cluster
 from hvd_elastic.jobs.server import RequestServer, ask_daemon
+from tests import other_user
 
 
 def handle(request: Request) -> Answer:
@@ -135,18 +136,41 @@ def test_another_user_is_refused(place: ClusterFolder, opened: bool) -> None:
         os.setgid(65534)
         os.setuid(65534)
         try:
+            if opened:
+                with connection(place) as made:
+                    made.shutdown(socket.SHUT_WR)
+                    os.write(write_end, read_all(made).message.encode())
             os.write(write_end, ask_daemon(place, Hosts()).message.encode() or b"answered")
         except (RunError, OSError) as error:
             os.write(write_end, str(error).encode())
-        os._exit(0)
+        finally:
+            os._exit(0)
     os.close(write_end)
     os.waitpid(child, 0)
     with open(read_end) as told:  # noqa: PTH123
         said = told.read()
     if opened:
         assert said.startswith("this daemon belongs to another user (id 0); you have id 65534")
+        assert said.endswith("Submit from that account, or start a cluster of your own")
     else:
         assert "belongs to another user" in said or "Permission denied" in said
+
+
+@other_user.needs_root
+def test_a_daemon_of_another_user_is_sent_nothing(place: ClusterFolder, tmp_path: Path) -> None:
+    """As in a folder that they have made in place of this user's."""
+    os.chown(place.path, other_user.UID, other_user.UID)
+    for folder in (place.path.parent, *list(place.path.parents)[1:5]):
+        folder.chmod(0o755)
+    short = tmp_path / "short"
+    short.symlink_to(place.path)
+    with other_user.Holder(str(short / "daemon.sock")) as holder:
+        with pytest.raises(RunError, match="daemon of cluster test belongs to another user"):
+            ask_daemon(place, Hosts())
+        os.chown(place.path, os.getuid(), os.getgid())  # its socket alone is theirs
+        with pytest.raises(RunError, match="daemon of cluster test belongs to another user"):
+            ask_daemon(place, Hosts())
+        assert holder.got() == "nothing"
 
 
 def test_two_daemons_of_one_cluster(place: ClusterFolder) -> None:

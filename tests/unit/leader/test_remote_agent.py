@@ -61,6 +61,7 @@ def heard(
     output: bytes,
     stderr: bytes = b"",
     on: list[AgentConnection] | None = None,
+    env: dict[str, str] | None = None,
 ) -> list[Any]:
     """What is posted of an agent that writes this; ``on`` gets the connection."""
     process = Process(output, stderr)
@@ -68,7 +69,7 @@ def heard(
     connection = AgentConnection(
         Host("b", slots=1),
         lambda _: Connection(process),  # type: ignore[arg-type,return-value]
-        *("python3", leader_hello()),
+        *("python3", leader_hello(env=env or {})),
         lambda _, message: posted.put(message),
         threading.Semaphore(),
         Sender(),
@@ -99,8 +100,29 @@ def test_an_agent_that_sends_what_is_no_message_is_given_up(line: bytes, words: 
     assert not down.fatal, "it is tried again"
 
 
+@pytest.mark.parametrize(
+    ("spool", "home", "expected"),
+    [
+        ("/etc", None, "…/spool/unit/node1"),
+        ("spool/unit/node1", None, "…/spool/unit/node1"),
+        ("/home/u/spool/unit/node1/..", None, "…/spool/unit/node1"),
+        ("/home/u/spool/unit/node2", None, "…/spool/unit/node1"),
+        ("/home/u/spool/unit/node1", "/data/h", "/data/h/spool/unit/node1"),
+    ],
+)
+def test_a_host_whose_agent_names_another_folder_than_the_run_s_is_not_used(
+    spool: str, home: str | None, expected: str
+) -> None:
+    """The leader would read, write and remove files there."""
+    env = {} if home is None else {"HVD_ELASTIC_HOME": home}
+    hello = encode(agent_hello(python=platform.python_version(), spool=spool))
+    (failed,) = heard(hello, env=env)
+    assert f"files of the run in {spool}, which is not {expected}" in failed.cause
+    assert failed.fatal, "trying again is of no use"
+
+
 def test_what_a_shell_prints_before_the_agent_speaks_is_passed_over() -> None:
-    noise = b'Welcome to b\n{"motd": 1}\n[]\n'
+    noise = b'Welcome to b\n{"motd": 1}\n[]\n{"ev":' + b"[" * 200_000 + b"\n"
     warning = msg.AgentWarning("it works")
     hello, heard_later, _ = heard(noise + HELLO + encode(warning))
     assert isinstance(hello, msg.AgentHello)

@@ -31,6 +31,21 @@ def test_a_leader_that_is_itself_a_rank_does_not_hand_its_ranks_on() -> None:
     assert forwarded_environment({**ranks, **agent, **tuned}) == tuned
 
 
+def test_all_workers_of_a_run_have_one_hash_seed_and_a_resumed_run_has_it_too() -> None:
+    spec = RunSpec(("python", "t.py"), "/w")
+    first = spec.environment({"A": "b"}, "run-1")
+    assert first == {"A": "b", "PYTHONHASHSEED": first["PYTHONHASHSEED"]}
+    assert 0 <= int(first["PYTHONHASHSEED"]) < 2**32
+    assert first == spec.environment({"A": "b"}, "run-1") != spec.environment({"A": "b"}, "run-2")
+
+
+def test_the_users_own_hash_seed_is_kept_also_where_a_resumed_run_lacks_it() -> None:
+    given = {"PYTHONHASHSEED": "random"}
+    assert RunSpec(("p",), "/w").environment(given, "run-1") == given
+    spec = RunSpec.from_dict({**RunSpec(("p",), "/w", hash_seed="7").as_dict()}, "run-1")
+    assert spec.environment({}, "run-1") == {"PYTHONHASHSEED": "7"}
+
+
 def test_a_spec_survives_run_json() -> None:
     spec = RunSpec(
         ("python", "a b.py"), "/work", hostfile="hosts", np=4, min_np=2, max_np=8, audit=True

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hvd_elastic.errors import DataError
+from hvd_elastic.errors import DataError, StrangerError
 from hvd_elastic.ray.data import PLACE_VARIABLE, RayDataset, RowServer, StoredRows
+from tests import other_user
 
 
 @pytest.fixture
@@ -41,6 +43,30 @@ def test_who_has_not_the_key_is_refused(server: RowServer, monkeypatch: pytest.M
     monkeypatch.setenv(PLACE_VARIABLE, f"{name}:{'0' * 32}")
     with pytest.raises((DataError, AuthenticationError)):
         RayDataset()
+
+
+@other_user.needs_root
+def test_another_user_who_says_nothing_keeps_no_worker_waiting(server: RowServer) -> None:
+    """They find its name in /proc/net/unix."""
+    name = server.variables[PLACE_VARIABLE].partition(":")[0]
+    program = "c = socket.socket(socket.AF_UNIX)\nc.connect('\\0' + sys.argv[1])\nprint(c.recv(1))"
+    silent = other_user.start(program, name)
+    assert silent.communicate(timeout=60)[0] == "b''\n", "it is not even asked for the key"
+    with pytest.raises(DataError, match="no data set 'test'"):
+        RayDataset("test")
+
+
+@other_user.needs_root
+def test_the_key_is_not_proved_to_another_user_who_has_taken_the_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with other_user.Holder("@hvd-ray-0123") as holder:
+        monkeypatch.setenv(PLACE_VARIABLE, "hvd-ray-0123:0123")
+        with pytest.raises(
+            StrangerError, match=f"{re.escape(other_user.WORDS)} holds the local socket"
+        ):
+            RayDataset()
+        assert holder.got() == "nothing"
 
 
 def test_process_of_a_lost_host_waits_for_its_own_end(

@@ -34,7 +34,10 @@ def test_a_whole_run() -> None:
     assert result.repeated_steps == 1
     assert result.steps == 69
     assert [epoch.used for epoch in result.epochs] == [EXAMPLES] * 3
-    assert result.sentence() == "each of 1437 examples used exactly once in each of 3 epochs"
+    assert (
+        result.sentence()
+        == "each of 1437 examples (by index) used exactly once in each of 3 epochs"
+    )
 
 
 def test_nothing_recorded() -> None:
@@ -108,7 +111,8 @@ def test_a_script_may_end_in_the_middle_of_an_epoch() -> None:
     assert ended.ok
     assert ended.problems() == []
     assert ended.complete_epochs == 1
-    text = "each of 4 examples used exactly once in its one epoch; ended in epoch 1 with 2 used"
+    text = "each of 4 examples (by index) used exactly once in its one epoch; "
+    text += "ended in epoch 1 with 2 used"
     assert ended.sentence() == f"{text}, none twice"
     begun = check_audit([*lines[:1], used(1, [3])], finished=True, ended_in=0, examples_made=1)
     assert begun.sentence() == "ended in epoch 0 with 1 of 4 examples used, none twice"
@@ -116,7 +120,9 @@ def test_a_script_may_end_in_the_middle_of_an_epoch() -> None:
     # Between two epochs, or right at the end of one, nothing is left open.
     for epoch in (0, 1):
         between = check_audit(lines[:2], finished=True, ended_in=epoch, examples_made=4)
-        assert between.sentence() == "each of 4 examples used exactly once in its one epoch"
+        assert (
+            between.sentence() == "each of 4 examples (by index) used exactly once in its one epoch"
+        )
 
 
 def test_what_is_lost_before_the_script_ends_is_a_fault() -> None:

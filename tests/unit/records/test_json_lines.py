@@ -86,7 +86,16 @@ def test_a_torn_last_line_is_skipped_and_does_not_swallow_the_next_record(path: 
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"\xff\xfe\n", b"[1]\n", b"3\n", b'{"no": "kind"}\n', b"\0" * 400 + b"\n"]
+    "line",
+    [
+        b"",
+        b"\xff\xfe\n",
+        b"[1]\n",
+        b"3\n",
+        b'{"no": "kind"}\n',
+        b"\0" * 400 + b"\n",
+        b'{"a":' + b"[" * 9999 + b"\n",
+    ],
 )
 def test_lines_that_are_no_records_are_skipped(path: Path, line: bytes) -> None:
     path.write_bytes(b'{"kind":"a"}\n' + line + b'{"kind":"b"}\n')

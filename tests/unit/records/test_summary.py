@@ -73,7 +73,7 @@ def test_a_resumed_run_counts_on() -> None:
     run = summarize(events)
     assert (run.status, run.attempts, run.steps) == ("running", 2, 40)
     assert run.hosts == [("n1", 4)]
-    assert run.sizes == [(2.0, 2), (9.0, 0), (11.0, 4)]
+    assert run.sizes == [(2.0, 2), (3.0, 0), (11.0, 4)]
     assert [(r.at_s, r.to_size, r.finished) for r in run.rescales] == [(1, 2, True), (10, 4, True)]
 
 
@@ -198,3 +198,47 @@ def test_an_event_that_is_not_of_its_kind_is_left_out_and_counted(misfit: dict[s
     assert (run.misfits, run.steps) == (1, 7)
     assert "1 event with unexpected fields left out." in run_words(run, "running")
     assert [line for event in events for line in narrator.tell(event)]
+
+
+def event(t: float, kind: str, **fields: Any) -> dict[str, Any]:
+    return {"t": t, "kind": kind, **fields}
+
+
+def began(t: float, generation: int, from_size: int, to_size: int) -> list[dict[str, Any]]:
+    """Events of a rescale whose first step ends after 2 s."""
+    sizes = {"from_size": from_size, "to_size": to_size}
+    return [
+        event(t, "rescale_started", generation=generation, **sizes),
+        event(t + 2, "rescale_finished", generation=generation, size=to_size, pause_s=None),
+    ]
+
+
+def trains(begin: int, end: int) -> list[dict[str, Any]]:
+    return [event(t, "metrics", step=t, throughput=1.0) for t in range(begin, end + 1)]
+
+
+def seconds(run: RunSummary) -> dict[str, float]:
+    return {cause: spent.seconds for cause, spent in run.spending.by_cause.items() if spent.seconds}
+
+
+TRAINED = [event(0.0, "run_started"), *began(8.0, 1, 0, 2), *trains(11, 100)]
+
+
+def test_after_a_takeover_training_is_no_start_up() -> None:
+    taken = [event(110.0, "run_started"), event(112.0, "taken_over", size=2)]
+    lost = [*trains(113, 200), event(201.0, "host_lost", host="n1"), *began(203.0, 2, 0, 2)]
+    run = summarize([*TRAINED, *taken, *lost])
+    assert seconds(run) == {"start-up": 10.0, "failures": 5.0}
+    assert run.sizes == [(10.0, 2), (200.0, 0), (205.0, 2)], "they trained on without a leader"
+
+
+def test_an_outage_of_the_only_host_is_a_failure_since_training_was_last_heard_of() -> None:
+    run = summarize([*TRAINED, event(107.0, "host_lost", host="n1"), *began(128.0, 2, 0, 2)])
+    assert seconds(run) == {"start-up": 10.0, "failures": 30.0}
+
+
+def test_the_time_before_a_resume_without_processes_is_not_training() -> None:
+    ended = [event(101.0, "run_finished", status="failed"), event(111.0, "run_started")]
+    run = summarize([*TRAINED, *ended, *began(118.0, 1, 0, 2), *trains(121, 200)])
+    assert seconds(run) == {"start-up": 10.0 + 19.0}
+    assert run.sizes == [(10.0, 2), (101.0, 0), (120.0, 2)]

@@ -141,3 +141,30 @@ def test_a_single_thread_for_operations_becomes_two() -> None:
         env={**os.environ, "TF_NUM_INTEROP_THREADS": "1"},
     )
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", ["one.kernel", "norm.moving_mean"])
+def test_a_checkpoint_names_a_variable_that_is_not_finite(
+    alone: Context, tmp_path: Path, name: str
+) -> None:
+    state = hvd.State(model=model_of(3), best=tf.Variable(np.inf), bound=np.array([np.inf]))
+    write(state, alone, tmp_path)
+    found = newest_valid(tmp_path)
+    assert found is not None
+    assert found.not_finite == ""
+    layer, key = name.split(".")
+    variable = getattr(state.model.get_layer(layer), key)
+    variable.assign(variable * np.nan)
+    content = state.content()
+    data = np.empty(content.total, np.uint8)
+    content.begin_copy(0, content.total, data, set())()
+    assert content.not_finite(0, content.total, data, own=True) == f"model.{name}"
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_no_newcomer_could_receive_is_refused_at_the_assignment() -> None:
+    state = state_of()
+    state.best = np.float64(0.5)
+    state.table = np.ones(2)
+    with pytest.raises(ScriptError, match=r"state.best is a \w+, which is neither plain data"):
+        state.best = tf.constant(0.5)

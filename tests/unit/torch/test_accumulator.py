@@ -14,6 +14,8 @@ from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.progress import Phase
+from hvd_elastic.training.step import Pass
 
 
 class ThreeAlike(LocalCommunicator):
@@ -64,7 +66,8 @@ def test_ranks_that_add_different_names_or_nothing(ctx: Context) -> None:
 
     class Others(ThreeAlike):
         def gather(self, array: Any, name: str) -> Any:
-            others = np.frombuffer(b'{}\n{"hits": 2.5, "loss": NaN}\n', np.uint8)
+            text = b'{}\n{"hits": [2.5, 8], "loss": [NaN, 8]}\n'
+            others = np.frombuffer(text, np.uint8)
             return np.concatenate([array, others])
 
     ctx.worker.communicator = Others()
@@ -76,6 +79,30 @@ def test_ranks_that_add_different_names_or_nothing(ctx: Context) -> None:
         "steps": "1.0",
         "loss": "nan",
     }
+
+
+def test_the_mean_is_over_the_examples_that_were_seen(ctx: Context) -> None:
+    """And not over those of the data set: a rank that dies takes its part of both with it."""
+    totals, others = hvd.Accumulator(), hvd.Accumulator("others")
+    ctx.worker.in_train, ctx.worker.progress.phase = True, Phase.LOOP
+    for number, share in enumerate((12, 12, 5)):
+        ctx.step.begin(Pass(step_examples=2 * share, weight=1.0, examples=share))
+        before = totals.snapshot()
+        totals.add(loss=torch.tensor(3.0) * share)
+        totals.add(loss=0.0)
+        if number == 0:  # the body fails, and runs again
+            totals.roll_back(before)
+            totals.add(loss=3.0 * share)
+    totals.add(10, hits=5)
+    totals.synchronize()
+    assert (totals.mean("loss"), totals.mean("hits")) == (3.0, 0.5)
+    others.load_state_dict(totals.state_dict())
+    assert others.mean("loss") == 3.0
+    others.load_state_dict({"sums": {"loss": 3.0}, "times": 1})
+    with pytest.raises(ScriptError, match=r"give their number first: add\(len\(targets\), loss"):
+        others.mean("loss")
+    with pytest.raises(ScriptError, match="has no sum 'accuracy'"):
+        totals.mean("accuracy")
 
 
 def test_a_rank_that_is_asked_to_leave_loses_nothing(

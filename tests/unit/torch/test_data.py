@@ -36,6 +36,7 @@ from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.training.data_order import Place
 from hvd_elastic.training.input.times import InputTimes
+from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.script_data import ScriptData
@@ -104,6 +105,8 @@ class FakeContext:
     input_times: InputTimes = field(default_factory=InputTimes)
     options: WorkerOptions = field(default_factory=WorkerOptions)
     link: Any = None
+    digests: list[Any] = field(default_factory=list)
+    mode: Mode = Mode.ALONE
     has_ranks = True
     frontend = TorchFrontend()
 
@@ -405,7 +408,7 @@ def test_another_order_in_the_middle_of_an_epoch_is_refused() -> None:
         assert read(replace(middle, order_hash=0), dataset, **options).position == 40
         assert read(replace(middle, position=0, epoch=1), dataset, **options).position == 20
     with pytest.raises(ValueError, match="'order_hash' is 'x', it must be a number"):
-        Progress.from_dict({**middle.as_state(), "order_hash": "x"})  # type: ignore[dict-item]
+        Progress.from_dict({**middle.as_state(), "order_hash": "x"})
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -452,7 +455,7 @@ def test_a_run_keeps_the_order_that_it_began_with() -> None:
         with pytest.raises(
             ValueError, match=r"'data_order' is .*, it must be .* from 1 to 2; a later"
         ):
-            Progress.from_dict({**old, "data_order": unknown})  # type: ignore[dict-item]
+            Progress.from_dict({**old, "data_order": unknown})
     # A new run has the new order.
     fresh: Any = DataLoader(Numbers(n), 10_000, shuffle=True, seed=6, context=fake())
     assert next(iter(fresh))[0].tolist() != permutation(6, 0, n)[:10_000].tolist()

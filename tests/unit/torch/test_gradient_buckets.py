@@ -172,6 +172,88 @@ def test_a_model_of_any_kind_learns_as_without_ranks(
         assert mine.grad.stride() == mine.stride()
 
 
+def new_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data = parameter.grad.data.clone()
+
+
+def clip_weights(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clamp(-0.3, 0.3)
+
+
+CONVERSIONS: dict[str, Callable[[Any], object]] = {
+    "there and back": lambda model: model.double().float(),
+    "another type": lambda model: model.double(),
+    "half the bytes": lambda model: model.bfloat16(),
+    "other strides": lambda model: model.to(memory_format=torch.channels_last),
+    "gradients": new_gradients,
+    "weights": clip_weights,
+}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_a_model_that_is_converted_in_training_is_averaged_as_before(
+    alone: Context, ranks: Alike, monkeypatch: pytest.MonkeyPatch, how: str, bucket_bytes: int
+) -> None:
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
+    models: list[nn.Module] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Conv2d(3, 8, 2), nn.Tanh(), nn.Conv2d(8, 2, 3)))
+    mine, plain = models
+    sgd, reference = (torch.optim.SGD(each.parameters(), lr=0.1) for each in models)
+    reference.param_groups[0]["lr"] /= 2
+    optimizer = DistributedOptimizer(sgd, mine)
+    for step in range(6):
+        alone.hand_out(Pass(step_examples=8, weight=0.5))  # so the average is not the own gradient
+        for model, each in ((mine, optimizer), (plain, reference)):
+            each.zero_grad(set_to_none=step < 4)
+            images = inputs(step).repeat(1, 8).reshape(-1, 3, 4, 4)
+            model(images.to(next(model.parameters()).dtype)).square().mean().backward()
+            each.step()
+            if step in (1, 4):
+                CONVERSIONS[how](model)
+    for ours, theirs in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert ours.stride() == theirs.stride()
+
+
+def test_a_gradient_that_gets_other_memory_while_it_is_averaged_is_refused(
+    alone: Context, ranks: Alike
+) -> None:
+    (only,), optimizer = trained(alone, 3)
+    assert only.grad is not None
+    only.grad.data = only.grad.data.clamp(-1, 1)
+    with pytest.raises(
+        ScriptError, match=r"'parameter\.0' was changed while it was being averaged"
+    ):
+        optimizer.step()
+
+
+def test_a_fused_optimizer_follows_the_strides_of_its_parameters(
+    alone: Context, ranks: Alike
+) -> None:
+    """With moments in other strides it would change the wrong weights."""
+    ends = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Conv2d(3, 8, 2)
+        adam = torch.optim.Adam(layer.parameters(), lr=0.1, fused=fused)
+        optimizer = DistributedOptimizer(adam, layer)
+        for step in range(6):
+            alone.hand_out(Pass(step_examples=8, weight=1.0))
+            optimizer.zero_grad()
+            layer(inputs(step).repeat(1, 8).reshape(-1, 3, 4, 4)).square().mean().backward()
+            optimizer.step()
+            if step == 2:
+                layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        ends.append(layer.weight.detach())
+    torch.testing.assert_close(*ends)
+
+
 def trained(alone: Context, *sizes: int, tiny: int = 0) -> tuple[list[nn.Parameter], Any]:
     """Return parameters of such sizes with gradients of 3, and their optimizer."""
     parameters = [nn.Parameter(torch.zeros(size)) for size in (*sizes, *[1] * tiny)]

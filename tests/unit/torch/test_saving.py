@@ -363,13 +363,25 @@ def test_sources_that_hold_no_weights_are_explained(tmp_path: Path) -> None:
 
 
 class Bomb:
+    def __init__(self, call: Any, argument: Any) -> None:
+        self._way = (call, (argument,))
+
     def __reduce__(self) -> Any:
-        return (Path.touch, (Path("bang"),))
+        return self._way
 
 
-def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
-    torch.save({"model": Bomb()}, "bomb.pt")
-    with pytest.raises(CheckpointError, match="loading would run code"):
+@pytest.mark.parametrize(
+    ("bomb", "name"),
+    [
+        (Bomb(Path.touch, Path("bang")), r"[\w.]+"),
+        # PyTorch has other words for modules that it never trusts.
+        (Bomb(os.system, "touch bang"), "posix.system"),
+        (Bomb(eval, "open('bang', 'w')"), "eval"),
+    ],
+)
+def test_code_in_a_file_is_not_run(tmp_path: Path, bomb: Bomb, name: str) -> None:
+    torch.save({"model": bomb}, "bomb.pt")
+    with pytest.raises(CheckpointError, match=f"holds a {name}, whose loading would run code"):
         hvd.load_model("bomb.pt", Net())
     assert not Path("bang").exists()
 

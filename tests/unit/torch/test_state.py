@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -65,6 +66,40 @@ class Wire(LocalCommunicator):
             return data
         taken: bytes = self.said.pop(0)
         return taken
+
+
+@pytest.mark.parametrize("by", ["a rank", "a checkpoint"])
+def test_what_was_converted_in_training_is_converted_elsewhere(by: str, tmp_path: Path) -> None:
+    def made(momentum: float = 0.9) -> State:
+        layers = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2), torch.nn.BatchNorm2d(4))
+        layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        layers[1].half()  # as built, which no other rank has to be told
+        sgd = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=momentum, fused=True)
+        return State(model=layers, optimizer=sgd)
+
+    root, newcomer = made(), made()
+    root.model[0].to(memory_format=torch.contiguous_format).double()
+    for parameter in root.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    root.optimizer.step()
+    if by == "a rank":
+        wire = Wire(0, other_lacks=True)
+        root.sync(wire, 0, Progress())
+        newcomer.sync(Wire(1, wire.said), 0, Progress())
+    else:
+        newcomer.load(saved(root, tmp_path, Progress()), "x")
+    for name in ("parameters", "buffers"):
+        pairs = zip(getattr(root.model, name)(), getattr(newcomer.model, name)(), strict=True)
+        for own, theirs in pairs:
+            torch.testing.assert_close(theirs, own)
+            assert theirs.stride() == own.stride()
+    for own, theirs in zip(root.model.parameters(), newcomer.model.parameters(), strict=True):
+        sent, held = (
+            state.optimizer.state[parameter]["momentum_buffer"]
+            for state, parameter in ((root, own), (newcomer, theirs))
+        )
+        torch.testing.assert_close(held, sent)
+        assert held.stride() == sent.stride()
 
 
 def trained(seed: int, steps: int, **values: Any) -> State:
@@ -297,3 +332,155 @@ def test_plain_data_travels_and_code_does_not(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"weights_only|Weights only|Unsupported"):
         load_plain(dump_plain(Evil()))
     assert not (tmp_path / "executed").exists()
+
+
+def not_finite(state: State, folder: Path) -> str:
+    content = state.content()
+    shard = new_shard(content, Progress(), 0, 1)
+    assert shard is not None
+    done: list[ShardInfo] = []
+    writer = ShardWriter(
+        folder,
+        finish=done.append,
+        on_done=lambda *_: None,
+        on_error=lambda error: pytest.fail(str(error)),
+    )
+    writer.begin(content, Progress(), shard, state.lasting(), 0.0)
+    assert writer.flush(30)
+    return done[0].not_finite
+
+
+def test_a_checkpoint_names_a_trained_weight_that_is_not_finite(tmp_path: Path) -> None:
+    state = trained(0, 2, best=float("inf"), table=torch.tensor([float("nan")]))
+    state.optimizer.state[state.model[0].weight]["exp_avg"].fill_(float("inf"))
+    assert not_finite(state, tmp_path) == ""
+    with torch.no_grad():
+        state.model[0].weight[1, 2] = float("nan")
+    assert not_finite(state, tmp_path) == "model.0.weight"
+
+
+def test_statistics_of_batch_normalisation_have_to_be_finite(tmp_path: Path) -> None:
+    state = trained(0, 2)
+    state.model[1].running_mean[0] = float("nan")
+    assert not_finite(state, tmp_path) == "model.1.running_mean"
+
+
+def test_masks_and_frozen_parameters_need_not_be_finite(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("mask", torch.full((2, 2), float("-inf")).triu(1))
+    model.register_parameter("bound", torch.nn.Parameter(torch.tensor([float("inf")]), False))
+    assert not_finite(State(model=model), tmp_path) == ""
+
+
+class Buffers(torch.nn.Module):
+    """Buffers of every kind that nothing could be received into."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.weight = torch.nn.Parameter(torch.randn(2))
+        self.register_buffer("expanded", torch.tensor([float(seed)]).expand(4))
+        self.register_buffer("conjugate", torch.tensor([1j * seed]).conj())
+        self.register_buffer("negative", torch.tensor([1j * seed]).conj().imag)
+        with torch.inference_mode():
+            self.register_buffer("inferred", torch.full((2,), float(seed)))
+        self.register_buffer("bank", torch.zeros(0, 3))
+        self.register_buffer("late", None)
+        self.register_buffer("early", torch.ones(1))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+
+def all_buffers(state: State) -> Any:
+    return {name: buffer.tolist() for name, buffer in state.model.named_buffers()}
+
+
+def test_a_newcomer_gets_buffers_of_every_kind() -> None:
+    root, newcomer, wire = State(model=Buffers(1)), State(model=Buffers(2)), Wire(0)
+    model = root.model
+    model.bank = torch.cat([model.bank, torch.ones(5, 3)])
+    model.late, model.early = torch.ones(3), None
+    model.cache = torch.arange(6.0)
+    root.sync(wire, 0, Progress())
+    newcomer.sync(Wire(1, wire.said), 0, Progress())
+    assert all_buffers(newcomer) == all_buffers(root)
+    assert newcomer.model.cache.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_buffers_that_have_grown_are_resumed(tmp_path: Path) -> None:
+    state = State(model=Buffers(1))
+    state.model.bank, state.model.late = torch.ones(5, 3), torch.ones(3)
+    payload = saved(state, tmp_path, Progress(step=1, epoch=0, position=0, examples=0))
+    resumed = State(model=Buffers(2))
+    resumed.load(payload, "c.json")
+    assert all_buffers(resumed) == {**all_buffers(state), "cache": [0, 0]}
+    assert "cache" not in payload["objects"]["model"]
+
+
+def test_a_buffer_with_other_columns_is_of_another_model(tmp_path: Path) -> None:
+    state = State(model=Buffers(1))
+    payload = saved(state, tmp_path, Progress(step=1, epoch=0, position=0, examples=0))
+    state.model.bank = torch.zeros(0, 4)
+    with pytest.raises(CheckpointError, match=r"model.bank is \(0, 3\) in the checkpoint"):
+        state.load(payload, "c.json")
+
+
+def test_a_buffer_of_two_modules_stays_one(tmp_path: Path) -> None:
+    shared = torch.ones(1).expand(3)
+    model = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+    for module in model:
+        module.register_buffer("mask", shared)
+    State(model=model)
+    assert model[0].mask is model[1].mask
+    model[0].mask[0] = 2
+    assert model[1].mask.tolist() == [2, 1, 1]
+
+
+class Box(NamedTuple):
+    a: int
+    b: int
+
+
+KEPT = {
+    "float64": np.float64(0),
+    "float32": np.float32(1.5),
+    "truth": np.bool_(True),
+    "nested": {"best": [np.float64(2), (1, None)]},
+    "tensor": torch.ones(2),
+    "size": torch.Size([1, 2]),
+    "type": torch.float32,
+    "bytes": b"x",
+    "set": {1, 2},
+    "big": 10**30,
+}
+REFUSED = {
+    "array": np.ones(3),
+    "inside": {"a": [np.ones(3)]},
+    "named": Box(1, 2),
+    "path": Path("x"),
+    "range": range(3),
+    "deque": deque([1]),
+    "module_late": torch.nn.Linear(1, 1),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_the_state_takes_first_it_takes_later_and_hands_over(name: str) -> None:
+    value = KEPT[name]
+    State(value=value)
+    root, newcomer, wire = State(value=None), State(value=None), Wire(0)
+    root.value = value
+    root.sync(wire, 0, Progress())
+    newcomer.sync(Wire(1, wire.said), 0, Progress())
+    assert flat(newcomer.value) == flat(value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_newcomer_could_receive_is_refused_at_the_assignment(name: str) -> None:
+    state = State(value=None)
+    for _ in range(2):
+        with pytest.raises(ScriptError, match=r"state.value is a \w+, which is neither plain"):
+            state.value = REFUSED[name]
+    assert state.value is None
+    if name != "module_late":
+        with pytest.raises(ScriptError, match=r"State\(\): 'value' is a \w+, which is neither"):
+            State(value=REFUSED[name])

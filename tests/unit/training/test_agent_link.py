@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import other_user
+
 ROOT = Path(__file__).resolve().parents[3]
 
 WORKER = """
@@ -44,8 +46,10 @@ threading.Thread(target=read, name="logs").start()
 """
 
 
-def worker_that_is_sent(data: bytes, program: str = WORKER) -> subprocess.CompletedProcess[str]:
-    name = f"hvd_elastic/unit/{secrets.token_hex(8)}"
+def worker_that_is_sent(
+    data: bytes, program: str = WORKER, name: str = ""
+) -> subprocess.CompletedProcess[str]:
+    name = name or f"hvd_elastic/unit/{secrets.token_hex(8)}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("HVD_ELASTIC_LOCAL_RANK", None)
     return subprocess.run(
@@ -75,6 +79,17 @@ def test_a_worker_ends_where_its_agent_sends_what_is_no_message(data: bytes, wor
     assert done.returncode == 1
     assert words in done.stderr
     assert "This worker ends" in done.stderr
+
+
+@other_user.needs_root
+def test_a_worker_says_nothing_to_another_user_who_holds_the_name_of_its_agent() -> None:
+    name = f"hvd_elastic/unit/{secrets.token_hex(8)}"
+    alone = WORKER.replace("listener.bind", "0 and listener.bind").replace("listener.listen()", "")
+    with other_user.Holder(f"@{name}") as holder:
+        done = worker_that_is_sent(b"", alone, name)
+        assert holder.got() == "nothing"
+    assert done.returncode == 1
+    assert f"StrangerError: {other_user.WORDS} holds the local socket {name}" in done.stderr
 
 
 def test_threads_that_outlive_the_script_are_told() -> None:

@@ -27,6 +27,7 @@ from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.training import context, metrics, worker
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.data_digest import DataDigest
 from hvd_elastic.training.horovod_names import explain_arguments
 from hvd_elastic.training.launch import Mode, detect_mode, refuse_other_launchers
 from hvd_elastic.training.progress import Progress
@@ -222,7 +223,7 @@ def test_what_the_run_counts_itself_is_not_the_scripts_to_report(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = train(monkeypatch, 1)
-    hvd.report(step=-5, examples="many", accuracy=0.5)
+    hvd.report(step=-5, examples=7, accuracy=0.5)
     made.checkpoints.close()
     last = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "metrics"][
         -1
@@ -310,6 +311,8 @@ class Ranks(LocalCommunicator):
     """Averages as Horovod does, with ranks that stand at these places."""
 
     order = 0
+    described = b"[]"
+    """What the data sets of the other rank are, where orders differ."""
 
     def __init__(self, others: list[tuple[int, int]]) -> None:
         self.size = 1 + len(others)
@@ -318,11 +321,13 @@ class Ranks(LocalCommunicator):
     def reduce_async(self, array: Any, name: str, *, sent_as: str = "") -> Any:
         for epoch, position in self._others:
             place = Progress(epoch=epoch, position=position, order_hash=self.order).place_hash()
-            array += np.array([place, place * place, 0, 0, 0, 0, 0, 0, 0], np.float32)
+            array += np.array([place, place * place, 0, 0, 0, 0, 0, 0, 0, 0], np.float32)
         array *= np.float32(1 / self.size)
         return array
 
     def gather(self, array: Any, name: str) -> Any:
+        if name == "hvd_elastic.data_sets":
+            return np.concatenate([array, np.frombuffer(b"%s\n" % self.described, np.uint8)])
         others = "".join(f"{self.order}|90|in epoch {e} at example {p}|\n" for e, p in self._others)
         return np.concatenate([array, np.frombuffer(others.encode(), np.uint8)])
 
@@ -364,6 +369,15 @@ def test_ranks_whose_data_sets_differ_are_told() -> None:
     with pytest.raises(
         ScriptError, match=r"rank 0 in one of 100 examples; rank 1 in one of 90 examples\. Bring"
     ):
+        made.exchange()
+
+
+def test_the_field_in_which_data_sets_differ_is_named() -> None:
+    made = at_place(0, 0, [(0, 0)])
+    made.worker.digests = [DataDigest(["b", "a"], 2)]
+    made.worker.communicator, others.order = (others := Ranks([(0, 0)])), 5
+    others.described = json.dumps([DataDigest(["a", "b"], 2).described()]).encode()
+    with pytest.raises(ScriptError, match="those of ranks 0 and 1 differ in 'entries'"):
         made.exchange()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.trained_sums import trained_sums
 from hvd_elastic.training.progress import Progress
-from hvd_elastic.training.replica_check import check_replicas
+from hvd_elastic.training.replica_check import ReplicaCheck
 from hvd_elastic.training.worker import Worker
 
 
@@ -26,16 +27,16 @@ class Pair:
 
     size = 2
 
-    def __init__(self, other: torch.nn.Module | None, step: int) -> None:
-        self._other, self._step = other, step
+    def __init__(self, other: torch.nn.Module | None, step: int, *, is_due: bool = False) -> None:
+        self._other, self._step, self._is_due = other, step, is_due
         self.collectives: list[str] = []
 
     def _others(self, name: str) -> np.ndarray:
         assert self._other is not None
-        engine = Pair(None, self._step)
+        engine = Pair(None, self._step, is_due=self._is_due)
         engine.wanted = name  # type: ignore[attr-defined]
         try:
-            check_replicas(world(self._other, self._step, engine))
+            compare(self._other, self._step, engine, is_due=self._is_due)
         except Told as told:
             found: np.ndarray = told.args[0]
             return found
@@ -74,9 +75,16 @@ def network() -> Any:
     )
 
 
-def check(mine: torch.nn.Module, other: torch.nn.Module, step: int) -> list[str]:
-    engine = Pair(other, step)
-    check_replicas(world(mine, step, engine))
+def compare(model: torch.nn.Module, step: int, engine: Pair, *, is_due: bool) -> None:
+    check = ReplicaCheck(world(model, step, engine))
+    check.training_ends() if step < 0 else check.step_exchanged(is_due=is_due)
+
+
+def check(
+    mine: torch.nn.Module, other: torch.nn.Module, step: int, *, is_due: bool = False
+) -> list[str]:
+    engine = Pair(other, step, is_due=is_due)
+    compare(mine, step, engine, is_due=is_due)
     return engine.collectives
 
 
@@ -93,10 +101,42 @@ def test_ranks_that_hold_the_same_are_left_alone(kind: torch.dtype) -> None:
         assert check(mine, other, step) == ["hvd_elastic.replicas"]
 
 
-def test_it_is_due_often_at_first_and_seldom_later() -> None:
+def test_it_is_made_often_at_first_and_later_when_a_rank_finds_it_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long the steps take."""
     model = network()
-    due = [step for step in range(2500) if check(model, model, step)]
-    assert due == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+    made = [step for step in range(2500) if check(model, model, step)]
+    assert made == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+    assert check(model, model, 1500, is_due=True)
+    now = 50.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    rank = ReplicaCheck(world(model, 1500, Pair(model, 1500, is_due=True)))
+    assert not rank.is_due
+    now += 11
+    assert rank.is_due
+    rank.step_exchanged(is_due=True)
+    assert not rank.is_due
+
+
+def test_all_parameters_are_compared_before_training_ends() -> None:
+    """In a short training the checks on the way may have missed what is different."""
+    mine, other = network(), network()
+    assert check(mine, other, -1) == ["hvd_elastic.replicas_whole"]
+    with torch.no_grad():
+        other[3].weight[1].mul_(1.03)
+    told = r"at the end of training the ranks .* in model\.3\.weight \(1 of 6 parameters"
+    with pytest.raises(ScriptError, match=told):
+        check(mine, other, -1)
+
+
+def test_a_parameter_that_is_not_finite_on_one_rank_is_a_difference() -> None:
+    mine, other = network(), network()
+    with torch.no_grad():
+        other[3].bias[0] = float("nan")
+    for step in (4, -1):
+        with pytest.raises(ScriptError, match=r"rank 1 differs from rank 0 in model\.3\.bias"):
+            check(mine, other, step)
 
 
 def test_one_parameter_that_differs_by_a_percent_is_named() -> None:
@@ -128,11 +168,11 @@ def test_a_model_of_many_large_tensors_is_seen_through_in_turns() -> None:
     other = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(size)) for size in sizes])
     with torch.no_grad():
         other[39][-3000:] += 0.5
-    steps = [1024 * number for number in range(1, 20)]
+    steps = [1000 * number for number in range(1, 20)]
     found = []
     for step in steps:
         try:
-            check(mine, other, step)
+            check(mine, other, step, is_due=True)
         except ScriptError as error:
             found.append(str(error))
     assert 0 < len(found) < len(steps)
@@ -144,4 +184,4 @@ def test_numbers_that_are_not_finite_on_all_ranks_are_no_difference() -> None:
     for model in (mine, other):
         with torch.no_grad():
             model[3].bias.fill_(float("nan"))
-    assert check(mine, other, 2) == ["hvd_elastic.replicas"]
+    assert check(mine, other, 2) == ["hvd_elastic.replicas", "hvd_elastic.replicas_whole"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.helper_copies import HelperCopies
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import Phase, Progress
 from hvd_elastic.training.worker import Worker
@@ -343,23 +345,113 @@ def test_what_another_library_does_after_the_loop_counts_once(
     assert meter.values == [1.0]
 
 
-def test_large_helper_objects_are_copied_at_the_end_of_an_epoch_only(
+LARGE = 200_000
+"""Numbers of a helper object whose state is above 1 MiB."""
+
+
+def with_large_helper(training: Training, helper: Any) -> hvd.State:
+    """A State, with a clock by which each copy of the helper takes a millisecond."""
+    state = hvd.State(model=training.model, optimizer=training.optimizer, helper=helper)
+    now = itertools.count()
+    state._helpers = HelperCopies(clock=lambda: next(now) * 1e-3)
+    training.context.worker.in_train = True
+    training.context.rollback.save()
+    return state
+
+
+def body(training: Training, before: Callable[[], object], after: Callable[[], object]) -> None:
+    before()
+    training.step(torch.ones(2, 3).double())
+    after()
+    training.context.commit({})
+
+
+def test_large_helpers_are_undone_where_copying_them_takes_little_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    training = Training(monkeypatch)
-    large, small = Meter(200_000), Meter()
-    state = hvd.State(model=training.model, optimizer=training.optimizer, large=large, small=small)
+    training, large = Training(monkeypatch), Meter(LARGE)
+    state = with_large_helper(training, large)
+    large.values[0] = 1.0
+    state.roll_back()
+    assert large.values[0] == 0.0
 
-    def change_and_undo(**how: bool) -> tuple[float, int]:
-        large.values[0], small.values = 1.0, [1.0]
-        snapshot = state.take_snapshot(**how)
-        large.values[0], small.values = 2.0, [1.0, 2.0]
-        state.save_values(snapshot)
-        state.roll_back()
-        return large.values[0], len(small.values)
 
-    assert change_and_undo() == (2.0, 1)
-    assert change_and_undo(tensors=True) == (1.0, 1)
+def test_a_change_before_the_step_that_is_too_large_to_be_undone_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training, large = Training(monkeypatch), Meter(LARGE)
+    state = with_large_helper(training, large)
+
+    def add() -> None:
+        large.values[state.steps] = 1.0
+        state.steps += 1
+
+    def fill() -> None:
+        for _ in range(100):
+            body(training, add, lambda: None)
+
+    state.steps = 0
+    with pytest.raises(ScriptError, match="Meter changes in the loop body before") as refused:
+        fill()
+    assert "snapshot()" in str(refused.value)
+    assert "right after optimizer.step()" in str(refused.value)
+    assert 20 < state.steps < 100, "as long as its copies take up their credit it is undone"
+
+
+def test_a_large_average_that_is_updated_after_the_step_is_no_such_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training, large = Training(monkeypatch), Meter(LARGE)
+    state = with_large_helper(training, large)
+
+    def average() -> None:
+        large.values[0] += 1.0
+
+    for _ in range(200):
+        body(training, lambda: None, average)
+    assert "helper" not in state._saved.dumped, "it is not copied any more"
+
+
+class Ring:
+    """A replay buffer that undoes what it is told to, as docs/training-script.md has it."""
+
+    def __init__(self) -> None:
+        self.values, self.added = [0.0] * 8, 0
+        self.old: list[float] = []
+
+    def add(self, value: float) -> None:
+        self.old.append(self.values[self.added % 8])
+        self.values[self.added % 8] = value
+        self.added += 1
+
+    def snapshot(self) -> int:
+        return self.added
+
+    def roll_back(self, added: int) -> None:
+        while self.added > added:
+            self.added -= 1
+            self.values[self.added % 8] = self.old.pop()
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AssertionError("it is not copied")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_a_helper_with_snapshot_and_roll_back_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training, ring = Training(monkeypatch), Ring()
+    with monkeypatch.context() as patch:
+        patch.setattr(hvd.State, "storages", lambda _: set())
+        with_large_helper(training, ring)
+    for number in range(12):
+        body(training, lambda number=number: ring.add(number), lambda: None)  # type: ignore[misc]
+    before = list(ring.values)
+    ring.add(99.0)
+    assert ring.values != before
+    training.context.rollback.fail()
+    assert ring.values == before
 
 
 def test_a_loop_of_a_script_that_iterates_several_times_in_an_epoch_goes_on(

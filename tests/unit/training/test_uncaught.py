@@ -81,9 +81,24 @@ def test_a_leader_shows_it_if_it_listens(capsys: pytest.CaptureFixture[str], lis
     tell_uncaught()
     tell_uncaught(tell)
     uncaught(ScriptError("so it is"))
-    uncaught(KeyboardInterrupt())
     assert told == ["error: so it is\n"]
     assert ("error: so it is\n" in capsys.readouterr().err) is not listens
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "is_told"),
+    [("raise KeyboardInterrupt", 1, True), ("os.kill(os.getpid(), 2); time.sleep(9)", -2, False)],
+)
+def test_a_keyboard_interrupt_that_nobody_has_sent_is_an_error_of_the_script(
+    ends: str, status: int, is_told: bool
+) -> None:
+    program = (
+        "import os, time; from hvd_elastic.training.uncaught import tell_uncaught as f; "
+        f"f(lambda text: print('told', text, flush=True) is None); {ends}"
+    )
+    done = run("-c", program)
+    assert done.returncode == status
+    assert ("told" in done.stdout and "KeyboardInterrupt" in done.stdout) is is_told
 
 
 @pytest.mark.usefixtures("hook")

@@ -46,7 +46,7 @@ def test_a_report_has_plots_marks_tables_and_verdict(tmp_path: Path) -> None:
     marks = data["marks"]
     assert isinstance(marks, list)
     assert [mark["way"] for mark in marks] == ["up", "down", "down", "up"]
-    assert "each of 1437 examples used exactly once in each of 12 epochs" in page
+    assert "each of 1437 examples (by index) used exactly once in each of 12 epochs" in page
     assert "host node3 joined: 2 → 3 slots" in page
     assert "python train.py --epochs 12" in page
     assert '<th class="n">training waited</th>' in page

@@ -25,6 +25,7 @@ from hvd_elastic.views import live, live_run
 from hvd_elastic.views import server as server_module
 from hvd_elastic.views.prometheus import FIGURES, GPU_FIGURES, HOST_FIGURES, prometheus_text
 from hvd_elastic.views.server import Dashboard
+from tests import other_user
 from tests.paths import ROOT
 from tests.unit.records.sample_run import sample_folder
 
@@ -279,6 +280,98 @@ def test_others_than_this_machine_need_the_token(folder: Path) -> None:
     finally:
         server.shutdown()
         server.server_close()
+
+
+ASK = """
+for path in sys.argv[3:]:
+    asked = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=60)
+    asked.request("GET", path)
+    answer = asked.getresponse()
+    print(answer.status, answer.read().decode(), answer.getheaders())
+"""
+
+
+@other_user.needs_root
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_other_users_of_this_machine_see_nothing(folder: Path, host: str) -> None:
+    """The run folders are for their user alone, and so are their pages."""
+    try:
+        server = Dashboard(host, 0)
+    except RunError as error:
+        pytest.skip(str(error))
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    paths = ["/", "/runs/digits-3", "/metrics", "/assets/live.js", "/runs/digits-3/events"]
+    said = other_user.start(ASK, host, str(server.server_address[1]), *paths).communicate(
+        timeout=60
+    )[0]
+    own = http.client.HTTPConnection(host, server.server_address[1], timeout=60)
+    own.request("GET", "/runs/digits-3")
+    status = own.getresponse().status
+    own.close()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    assert said.count("403 this dashboard shows runs to user root (uid 0) alone") == len(paths)
+    assert "digits" not in said
+    assert status == 200
+
+
+def answer(viewer: Viewer, method: str, path: str, body: str = "", **headers: str) -> str:
+    """Everything that is sent in answer to requests that follow each other, the first with these
+    headers and the last without a token."""
+    own = {"Host": f"127.0.0.1:{viewer.port}", "Content-Length": str(len(body)), **headers}
+    first = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in own.items())
+    last = f"GET / HTTP/1.1\r\nHost: {own['Host']}\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", viewer.port), 20) as sock:
+        sock.sendall(f"{method} {path} HTTP/1.1\r\n{first}\r\n{body}{last}".encode())
+        return b"".join(iter(lambda: sock.recv(65536), b"")).decode()
+
+
+@pytest.mark.parametrize(
+    ("status", "method", "path", "headers"),
+    [
+        (400, "GET", "/", {"Origin": "http://[bad"}),
+        (403, "GET", "/", {}),
+        (403, "HEAD", "/", {}),
+        (403, "GET", "/runs/digits-3/events", {}),
+        (403, "GET", "/?token=wrong", {}),
+        (403, "GET", "/", {"Cookie": "hvd_elastic_token_{port}=wrong"}),
+        (403, "GET", "/metrics", {"Authorization": "Bearer "}),
+        (403, "GET", "/?token={token}", {"Origin": "http://evil.example"}),
+        (403, "GET", "/no-such-page", {}),
+        (403, "POST", "/runs/digits-3/control", {}),
+        (421, "GET", "/", {"Host": "evil.example"}),
+        (501, "PUT", "/", {}),
+        (400, "GET", "/ and more", {}),
+    ],
+)
+def test_the_token_is_in_no_answer_to_who_does_not_show_it(
+    controller: Viewer, status: int, method: str, path: str, headers: dict[str, str]
+) -> None:
+    server = controller.server
+    known = {"port": str(controller.port), "token": server.token}
+    shown = {name: value.format(**known) for name, value in headers.items()}
+    told = answer(controller, method, path.format(**known), **shown)
+    assert int(told.split(maxsplit=2)[1]) == status
+    assert server.token not in told
+
+
+def test_the_cookie_is_set_only_by_the_request_that_shows_the_token(controller: Viewer) -> None:
+    token = controller.server.token
+    own = f"http://127.0.0.1:{controller.port}"
+    for status, method, path in [
+        (200, "GET", "/runs/digits-3"),
+        (404, "GET", "/no-such-page"),
+        (400, "GET", "/runs/digits-3/charts/loss?from=nan&to=5"),
+        (409, "POST", "/runs/digits-3/control"),
+    ]:
+        shown = {"Authorization": f"Bearer {token}", "Origin": own}
+        told = answer(controller, method, path, '{"op": "stop"}' * (method == "POST"), **shown)
+        answers = told.split("HTTP/1.1 ")[1:]
+        assert [int(each[:3]) for each in answers] == [status, 403][: len(answers)]
+        assert [token in each for each in answers] == [True, False][: len(answers)]
+        assert len(answers) == 1 + (method == "GET"), "a POST ends the connection"
 
 
 def test_a_port_in_use_is_told(viewer: Viewer) -> None:

@@ -81,6 +81,20 @@ def test_a_terminal_gets_a_live_line_and_text_is_no_markup() -> None:
     assert "step 276" in text
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_what_a_worker_or_a_host_sends_moves_no_cursor_and_sets_no_title(live: bool) -> None:
+    stream = io.StringIO()
+    with RunView(stream, live=live) as view:
+        view.print("[node1:0] loss \x1b]0;title\x07\x1b[31m0.5\x1b[0m \x9b2J")
+        view.show({"kind": "warning", "t": 1.0, "message": "host node1: \x1b]0;title\x07"})
+        view.show({"kind": "metrics", "t": 2.0, "step": 1, "loss": "\x1b]0;title\x07"})
+    shown = stream.getvalue()
+    assert "[node1:0] loss \\u001b]0;title\\u00070.5 \\u009b2J" in shown
+    assert "\x1b]" not in shown
+    assert "\x07" not in shown
+    assert "\x9b" not in shown
+
+
 def test_the_live_line_shows_at_once_that_a_rescale_is_over() -> None:
     stream = io.StringIO()
     view = RunView(stream, live=True, clock=FakeClock())

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import enum
 import math
-import os
-import socket
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 
 from hvd_elastic.control.progress import Position
 from hvd_elastic.wire import messages as msg
-from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError, encode, peer_uid
+from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError, encode
 
 plain = st.recursive(
     st.none()
@@ -119,9 +117,3 @@ def test_numbers_of_derived_types_are_plain_ones() -> None:
     }
     with pytest.raises(TypeError, match="cannot hold an object of type object"):
         encode(metrics(wrong=object()))
-
-
-def test_the_kernel_says_who_is_at_the_other_end() -> None:
-    one, other = socket.socketpair()
-    with one, other:
-        assert peer_uid(one) == os.getuid()

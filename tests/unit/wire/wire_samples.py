@@ -16,7 +16,7 @@ def agent_hello(**fields: Any) -> msg.AgentHello:
         "protocol": msg.PROTOCOL,
         "version": __version__,
         "python": "3.11.7",
-        "spool": "/spool",
+        "spool": "/home/spool/unit/node1",
         "spooled": [],
         "saved": [],
         "executable": "/usr/bin/python3",

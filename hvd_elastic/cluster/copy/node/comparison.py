@@ -17,6 +17,7 @@ from hvd_elastic.cluster.copy.node.tree import (
     decode,
     encode,
     is_excluded,
+    is_foreign,
     list_names,
     shown,
 )
@@ -77,7 +78,8 @@ class Comparison:
         tree: the tree; a single file is turned into a folder with one entry.
         folders: open folders of the destination.
         needed: files to be sent, by index.
-        doubtful: files whose size is right and whose time differs (or that are to be compared).
+        doubtful: files whose size is right and whose time or owner differs (or that are to be
+            compared).
         touched: files of which only the time or the mode is to be set.
         extra: paths to be removed.
         digests: sha256 of doubtful files that proved equal to the source's.
@@ -117,7 +119,7 @@ class Comparison:
             elif status.st_size != file.size:
                 self._replaced_bytes += status.st_blocks * 512
                 self.needed.append(index)
-            elif checksum or status.st_mtime_ns != file.mtime_ns:
+            elif checksum or status.st_mtime_ns != file.mtime_ns or is_foreign(status):
                 self.doubtful.append(index)
             elif stat.S_IMODE(status.st_mode) != file.mode:
                 self.touched.append(index)
@@ -164,19 +166,23 @@ class Comparison:
     def settle_doubts(self, digests: dict[int, bytes]) -> None:
         """Compare the doubtful files with the digests of the source's files."""
         for index in self.doubtful:
+            file = self.tree.files[index]
             try:
-                number = self.folders.open_file(self.tree.files[index].path)
+                number = self.folders.open_file(file.path)
                 try:
                     same = index in digests and hash_of(number).digest() == digests[index]
+                    status = os.fstat(number)
+                    found = (status.st_mtime_ns, stat.S_IMODE(status.st_mode))
                 finally:
                     os.close(number)
             except OSError:
-                same = False
+                same, found = False, (0, 0)
             if same:
-                self.touched.append(index)
+                if found != (file.mtime_ns, file.mode):
+                    self.touched.append(index)
                 self.digests[index] = digests[index]
             else:
-                self._replaced_bytes += self.tree.files[index].size
+                self._replaced_bytes += file.size
                 self.needed.append(index)
         self.doubtful = []
         self.needed.sort()

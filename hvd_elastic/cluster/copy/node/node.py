@@ -42,6 +42,7 @@ from hvd_elastic.cluster.copy.node.frames import (
 )
 from hvd_elastic.cluster.copy.node.store import Gone, SharedError, SourceStore, Store, Target
 from hvd_elastic.cluster.copy.node.tree import Tree, encode, read_tree, shown, walk
+from hvd_elastic.hosts.programs.accept_peers import accept_peers
 
 # Interval of the progress reports.
 BEAT_S = 0.25
@@ -240,8 +241,9 @@ class Destination(Node):
         family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         self._listener.bind(where)
-        self._listener.listen(8)
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener.listen(128)
+        arguments = (self._listener, self._admit, self._take)
+        threading.Thread(target=accept_peers, args=arguments, daemon=True).start()
         self.say("hello", address=address, port=self._listener.getsockname()[1])
 
     def obey(self, do: str, message: dict[str, Any]) -> None:
@@ -332,21 +334,11 @@ class Destination(Node):
             unproved=pack([[index, target.digests[index].hex()] for index in target.unproved]),
         )
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._take, args=(sock,), daemon=True).start()
+    def _admit(self, sock: socket.socket) -> Link:
+        return accept(sock, bytes.fromhex(self.config["secret"]), self.config["certificate"])
 
-    def _take(self, sock: socket.socket) -> None:
-        """Accept a connection and receive from it in place of the previous one."""
-        try:
-            secret = bytes.fromhex(self.config["secret"])
-            link = accept(sock, secret, self.config["certificate"])
-        except (OSError, LinkError, ValueError):
-            return  # not a node of this copy, or a feeder that reports the failure itself
+    def _take(self, link: Link) -> None:
+        """Receive from a feeder that has connected, in place of the previous one."""
         with self._taking:
             if self._link is not None:
                 self._link.dropped_for_another = True

@@ -24,14 +24,16 @@ from hvd_elastic.cluster.copy.node.comparison import StoreError, check_free
 from hvd_elastic.cluster.copy.node.frames import LinkError, pack, unpack
 from hvd_elastic.cluster.copy.node.node import Destination
 from hvd_elastic.cluster.copy.node.pull_command import fill, placeholders
-from hvd_elastic.cluster.copy.node.store import SharedError, Target, lock_folder
+from hvd_elastic.cluster.copy.node.store import SharedError, Target, lock_folder, open_own_folder
 from hvd_elastic.cluster.copy.node.tree import (
     FETCHED,
     File,
     Folders,
+    Tree,
     check_inside,
     decode,
     encode,
+    is_foreign,
     read_tree,
     remove_entry,
     shown,
@@ -100,7 +102,7 @@ class Pull:
         self._umask = umask
         self._folders = Folders(self.place)
         self._naming = threading.Lock()
-        self._lock = -1
+        self._lock = self._own = -1
         self._work = os.path.join(self.place, encode(FETCHED))
         self.fetched = os.path.join(self._work, b"files")
 
@@ -127,6 +129,7 @@ class Pull:
                 status is not None
                 and stat.S_ISREG(status.st_mode)
                 and file.size in (None, status.st_size)
+                and not is_foreign(status)
             ):
                 mode = stat.S_IMODE(status.st_mode)
                 found.append((index, status.st_size, status.st_mtime_ns, mode))
@@ -150,9 +153,13 @@ class Pull:
                 return Fetched([], [ALL], str(error))
             return Fetched([ALL], [], "")
         if self._lock < 0:
+            if self._own >= 0:
+                os.close(self._own)  # the host that shares it may have removed it
             # Another host that shares the folder holds the lock.
             with contextlib.suppress(SharedError):
                 self._lock = lock_folder(self._folders, FETCHED, self._copy)
+            shared = self._lock < 0
+            self._own = open_own_folder(self._folders, FETCHED) if shared else self._lock
         for index in indices:
             folder = os.path.dirname(os.path.join(self.fetched, encode(self.files[index].path)))
             os.makedirs(folder, 0o755, exist_ok=True)
@@ -208,9 +215,13 @@ class Pull:
                 done.result()
         return Fetched(came, failed, reasons[0] if reasons else "")
 
-    def path_of(self, index: int) -> bytes:
-        """Return the path of a fetched file before it has its final name."""
-        return os.path.join(self.fetched, encode(self.files[index].path))
+    def open(self, index: int) -> int:
+        """Open a fetched file that does not have its final name; return its descriptor."""
+        return os.open(self._name_of(index), os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._own)
+
+    def _name_of(self, index: int) -> bytes:
+        """Return the name of a fetched file in our own folder: others may rename that folder."""
+        return os.path.join(os.path.basename(self.fetched), encode(self.files[index].path))
 
     def name(self, index: int) -> tuple[int, int, int, int]:
         """Give a fetched file its final name; return number, size, time and mode.
@@ -218,7 +229,7 @@ class Pull:
         Raises:
             OSError: it cannot be renamed.
         """
-        source, path = self.path_of(index), self.files[index].path
+        path = self.files[index].path
         with self._naming:
             folder = ""
             for part in path.split("/")[:-1]:
@@ -229,9 +240,18 @@ class Pull:
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(name, 0o777 & ~self._umask, dir_fd=parent)
             parent, name = self._folders.of(path)
-            os.rename(source, name, dst_dir_fd=parent)
+            os.rename(self._name_of(index), name, src_dir_fd=self._own, dst_dir_fd=parent)
             status = os.stat(name, dir_fd=parent, follow_symlinks=False)
         return index, status.st_size, status.st_mtime_ns, stat.S_IMODE(status.st_mode)
+
+    def foreign(self, tree: Tree) -> str:
+        """Return the path of a file or link that belongs to another user; "" if none does."""
+        paths = [file.path for file in tree.files] + [path for path, _, _ in tree.links]
+        for path in paths:
+            status = self._folders.status(path)
+            if status is not None and is_foreign(status):
+                return path
+        return ""
 
     def is_new(self, file: File, begun_ns: int) -> bool:
         """Return whether a file was created or changed at or after ``begun_ns``."""
@@ -257,7 +277,7 @@ class Pull:
         file = self.files[index]
         where = shown(file.path)
         try:
-            status = os.lstat(self.path_of(index))
+            status = os.stat(self._name_of(index), dir_fd=self._own, follow_symlinks=False)
         except OSError:
             return f"the command ended well, and {where} is not below {{dst}}"
         if not stat.S_ISREG(status.st_mode):
@@ -379,6 +399,13 @@ class PullNode(Destination):
         self._failed = self._failed or bool(done.failed)
         if not pull.has_list:
             tree = walk(pull.place, self.config["patterns"])[0] if done.came else None
+            foreign = pull.foreign(tree) if tree else ""
+            if foreign:
+                why = (
+                    f"{shown(foreign)} belongs to another user, so it may not be what the command "
+                    "fetched; remove it, or choose another destination"
+                )
+                done, tree = Fetched([], [ALL], why), None
             sizes = (
                 [file.size for file in tree.files if pull.is_new(file, begun_ns)] if tree else []
             )
@@ -418,12 +445,12 @@ class PullNode(Destination):
             if self._receiving is not None:
                 self._receiving.join()
             for index in indices:
-                number, path = self._number(index), pull.path_of(index)
+                number = self._number(index)
                 try:
-                    target.adopt(number, path)
+                    target.adopt(number, pull.open(index))
                 except LinkError:
                     # Its partial content was of another version and is dropped now.
-                    target.adopt(number, path)
+                    target.adopt(number, pull.open(index))
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import os
 import stat
 import threading
 import time
+from array import array
 from collections import OrderedDict
 from typing import Any
 
@@ -27,9 +28,11 @@ from hvd_elastic.cluster.copy.node.tree import (
     Folders,
     Tree,
     encode,
+    is_foreign,
     list_names,
     remove_entry,
     shown,
+    user_name,
 )
 from hvd_elastic.hosts.programs.file_hash import hash_of
 
@@ -55,16 +58,14 @@ class Gone(Exception):  # noqa: N818  # it is an outcome, not an error of the pr
     """A file will not arrive; the message says why."""
 
 
-def lock_folder(folders: Folders, folder: str, copy: str) -> int:
-    """Create and lock one of our own folders in a destination; return its descriptor.
+def open_own_folder(folders: Folders, folder: str) -> int:
+    """Create and open one of our own folders in a destination; return its descriptor.
 
     Raises:
-        SharedError: another node of the same copy holds the lock.
-        StoreError: another copy holds the lock.
+        StoreError: it is another user's, or others can change what is in it.
     """
     name = encode(folder)
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    deadline = time.monotonic() + OWNER_S
     while True:
         parent = folders.folder("")
         with contextlib.suppress(FileExistsError):
@@ -73,6 +74,49 @@ def lock_folder(folders: Folders, folder: str, copy: str) -> int:
             number = os.open(name, flags, dir_fd=parent)
         except FileNotFoundError:
             continue  # another copy ended and removed it in this moment
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.ELOOP, errno.ENOTDIR):
+                raise
+            status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        else:
+            status = os.fstat(number)
+            is_own = status.st_uid == os.geteuid() or status.st_uid == _uid_of_new_file(number)
+            if is_own and not status.st_mode & 0o022:
+                return number
+            os.close(number)
+        raise StoreError(
+            f"{folders.shown(folder)} belongs to user {user_name(status.st_uid)} (mode "
+            f"{stat.S_IMODE(status.st_mode):o}), so others could change files while they arrive. "
+            "Remove it, or choose a destination that others cannot write to"
+        )
+
+
+def _uid_of_new_file(folder: int) -> int:
+    """Return who owns the files that we create in a folder: a file server may make another user of
+    root; -1 if we cannot create any.
+    """
+    name = f"new-{os.getpid()}".encode()
+    try:
+        number = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+    except OSError:
+        return -1
+    try:
+        return os.fstat(number).st_uid
+    finally:
+        os.close(number)
+        os.unlink(name, dir_fd=folder)
+
+
+def lock_folder(folders: Folders, folder: str, copy: str) -> int:
+    """Create and lock one of our own folders in a destination; return its descriptor.
+
+    Raises:
+        SharedError: another node of the same copy holds the lock.
+        StoreError: another copy holds the lock, or the folder is not ours alone.
+    """
+    deadline = time.monotonic() + OWNER_S
+    while True:
+        number = open_own_folder(folders, folder)
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(number).st_nlink:
@@ -319,9 +363,11 @@ class Target(Store):
         self._recent = RecentFrames()
         self._current = -1
         self._made: set[str] = set()
+        self._inodes = array("Q", bytes(8 * len(plan.tree.files)))  # 0: it did not arrive
         try:
             os.makedirs(self._folders.root, 0o755, exist_ok=True)
             self._parts = lock_folder(self._folders, PARTS, copy)
+            self._uid = os.fstat(self._parts).st_uid
         except OSError as error:
             raise StoreError(self._folders.says(error)) from error
         try:
@@ -405,7 +451,7 @@ class Target(Store):
         if part is None or offset != part.have:
             raise LinkError("a piece came that nobody asked for")
         if part.number < 0:
-            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
             part.open(os.open(self._part(index), flags, 0o600, dir_fd=self._parts))
         _write_all(part.number, data)
         part.digest.update(data)
@@ -428,16 +474,16 @@ class Target(Store):
         if part is None or part.number < 0 or part.have != file.size:
             raise LinkError("a file ended that had not all come")
         if part.digest.digest() != digest:
-            os.ftruncate(part.number, 0)
-            part.close()
+            os.ftruncate(part.number, 0)  # not a new file: feeders have this one open
             with self.changed:
-                part.have = 0
+                part.open(part.number)
                 self.left += file.size
             self._complain(index, part)
         os.fchmod(part.number, file.mode)
         os.utime(part.number, ns=(file.mtime_ns, file.mtime_ns))
+        inode = os.fstat(part.number).st_ino
         part.close()
-        self._take(index, digest, origin)
+        self._take(index, digest, origin, inode)
 
     def whole(self, index: int, digest: bytes, origin: int, data: bytes, frame: bytes) -> None:
         """Check, write and accept a small file that arrived in one frame; raises as :meth:`end`."""
@@ -446,18 +492,19 @@ class Target(Store):
             raise LinkError("a file came that nobody asked for")
         if hashlib.sha256(data).digest() != digest:
             self._complain(index, part)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         number = os.open(self._part(index), flags, file.mode | 0o200, dir_fd=self._parts)
         try:
             _write_all(number, data)
             if file.mode & ~0o777 or not file.mode & 0o200:
                 os.fchmod(number, file.mode)  # mode bits that open() does not set
             os.utime(number, ns=(file.mtime_ns, file.mtime_ns))
+            inode = os.fstat(number).st_ino
         finally:
             os.close(number)
         with self.changed:
             self._count(index, 0, frame, len(data))
-        self._take(index, digest, origin)
+        self._take(index, digest, origin, inode)
 
     def give_up(self, index: int, reason: str) -> None:
         """Remove what has arrived of a file that will not be completed."""
@@ -471,13 +518,12 @@ class Target(Store):
                 os.unlink(self._part(index), dir_fd=self._parts)
         super().give_up(index, reason)
 
-    def adopt(self, index: int, path: bytes) -> None:
-        """Accept a file that was fetched here as if the rest of it had been sent.
+    def adopt(self, index: int, number: int) -> None:
+        """Accept a file that was fetched here as if the rest of it had been sent; close it.
 
         No link may be receiving meanwhile. Raises as :meth:`end`.
         """
         file = self.tree.files[index]
-        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             if os.fstat(number).st_size != file.size:
                 self.give_up(index, "it was changed in the store during the copy")
@@ -526,12 +572,60 @@ class Target(Store):
             attempt(path, self._link, path, to, mtime_ns)
         for path in self._plan.extra:
             attempt(path, self._folders.remove, path)
+        exposed = self._exposed()
         self._drop_parts(keep=bool(self._coming))
         for path, mode, mtime_ns in reversed(self.tree.folders):
             attempt(path, self._settle_folder, path, mode, mtime_ns)
         sync_disk(self._folders.folder(""))
         self.finished = True
+        return problems + self._replaced(exposed)
+
+    def _exposed(self) -> set[str]:
+        """Return the folders in which others may replace what has arrived."""
+        exposed: set[str] = set()
+        for path, mode, _ in self.tree.folders or [("", ANY, ANY)]:  # parents come first
+            try:
+                status = os.fstat(self._folders.folder(path))
+            except OSError:  # somebody has removed it, or made a link of it
+                exposed.add(path)
+                continue
+            modes = [status.st_mode] if mode == ANY else [status.st_mode, mode]
+            is_open = any(mode & 0o022 and not mode & stat.S_ISVTX for mode in modes)
+            is_below = bool(path) and path.rpartition("/")[0] in exposed
+            if is_below or is_open or status.st_uid not in (0, self._uid):
+                exposed.add(path)
+        return exposed
+
+    def _replaced(self, exposed: set[str]) -> list[str]:
+        """Describe the files in these folders that arrived, and that others have replaced since."""
+        root = os.fstat(self._folders.folder(""))
+        self._folders.close()  # what has the names now, and not what had them
+        if not os.path.samestat(root, os.stat(self._folders.root)):
+            return [f"{self._folders.shown()}: it was replaced during the copy"]
+        problems = []
+        for index, file in enumerate(self.tree.files):
+            if self._inodes[index] and file.path.rpartition("/")[0] in exposed:
+                problem = self._why_replaced(index, file)
+                if problem:
+                    problems.append(f"{self._folders.shown(file.path)}: {problem}")
         return problems
+
+    def _why_replaced(self, index: int, file: File) -> str:
+        try:
+            number = self._folders.open_file(file.path)
+        except OSError as error:
+            return f"it was replaced during the copy ({error.strerror})"
+        try:
+            status = os.fstat(number)
+            if status.st_uid != self._uid:
+                return f"user {user_name(status.st_uid)} has replaced it during the copy"
+            is_same = (status.st_ino, status.st_size) == (self._inodes[index], file.size)
+            # Not all file systems number their files.
+            if not is_same and hash_of(number).digest() != self.digests[index]:
+                return "it was replaced during the copy"
+        finally:
+            os.close(number)
+        return ""
 
     def _settle_folder(self, path: str, mode: int, mtime_ns: int) -> None:
         number = self._folders.folder(path)
@@ -539,6 +633,8 @@ class Target(Store):
             os.fchmod(number, mode)
         elif path in self._made:
             os.fchmod(number, 0o755)
+        if path in self._made and os.fstat(number).st_uid != self._uid:
+            raise OSError(errno.EPERM, "another user has replaced it during the copy")
         if mtime_ns != ANY:
             os.utime(number, ns=(mtime_ns, mtime_ns))
 
@@ -599,9 +695,10 @@ class Target(Store):
             )
         raise LinkError(f"{path} arrived damaged")
 
-    def _take(self, index: int, digest: bytes, origin: int) -> None:
+    def _take(self, index: int, digest: bytes, origin: int, inode: int) -> None:
         """Accept a verified file: feeders can read it, and it gets its name after the next sync."""
         with self.changed:
+            self._inodes[index] = inode
             self._names.add(index, self._part(index))
             self.digests[index] = digest
             if origin:
@@ -647,18 +744,19 @@ class Target(Store):
             return self._recent.get(index, offset)
 
     def open(self, index: int) -> int:
-        named = os.path.join(self._folders.root, encode(self.tree.files[index].path))
-        place = named
         if index in self._coming or index in self._names:
-            place = os.path.join(self._folders.root, encode(PARTS), self._part(index))
-        try:
-            return os.open(place, os.O_RDONLY | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            # It got its final name in this moment.
-            return os.open(named, os.O_RDONLY | os.O_NOFOLLOW)
+            # Else it got its final name in this moment.
+            with contextlib.suppress(FileNotFoundError):
+                return os.open(self._part(index), os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._parts)
+        named = os.path.join(self._folders.root, encode(self.tree.files[index].path))
+        return os.open(named, os.O_RDONLY | os.O_NOFOLLOW)
 
     def problem(self, index: int, number: int) -> str:
-        return "" if index in self.digests else super().problem(index, number)
+        if index in self.digests:
+            return ""
+        if is_foreign(os.fstat(number)):
+            return "it belongs to another user"
+        return super().problem(index, number)
 
     def explain(self, error: OSError) -> str:
         """Return the text of a write error for the user."""

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fnmatch
 import os
+import pwd
 import stat
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -63,6 +64,19 @@ def decode(path: bytes) -> str:
 def shown(path: str) -> str:
     """Return a path as printable text."""
     return encode(path).decode("utf-8", "backslashreplace")
+
+
+def is_foreign(status: os.stat_result) -> bool:
+    """Return whether a file belongs to another user, who can change it at any time; not to root."""
+    return status.st_uid not in (0, os.geteuid())
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user, or the number if there is none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 def is_excluded(path: str, patterns: list[str]) -> bool:

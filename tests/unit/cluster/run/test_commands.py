@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_elastic.cluster.run.capture import LineSplitter
+from hvd_elastic.cluster.run.capture import LONGEST_LINE_BYTES, Capture, LineSplitter
 from hvd_elastic.cluster.run.commands import CommandResult, CommandSettings, _assess, select_hosts
 from hvd_elastic.errors import UsageError
 from hvd_elastic.hosts.hostfile import parse_hosts
@@ -46,6 +46,20 @@ def test_pieces_become_lines() -> None:
     splitter.finish()
     splitter.finish()
     assert texts == ["ab\nc", "ü\n", "end\ufffd"]
+
+
+@pytest.mark.parametrize("character", ["ü", "字", "🙂"])
+@pytest.mark.parametrize("before", range(4))
+def test_no_character_of_a_long_output_is_cut(character: str, before: int) -> None:
+    text = "." * before + character * LONGEST_LINE_BYTES
+    texts: list[str] = []
+    capture = Capture(LONGEST_LINE_BYTES, texts.append)
+    for at in range(0, len(text.encode()), 50_000):
+        capture.take(text.encode()[at : at + 50_000])
+    capture.finish()
+    assert "".join(texts) == text
+    assert text.startswith(capture.kept.decode())
+    assert LONGEST_LINE_BYTES - 4 < len(capture.kept) <= LONGEST_LINE_BYTES
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +30,9 @@ class Numbers:
     """A source whose batch is the epoch and the indices."""
 
     examples = 100
+
+    def __init__(self) -> None:
+        self.fields: Mapping[str, int] = {}
 
     def start(self, number: int, count: int) -> None:
         pass

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ class Source:
 
     def __init__(self, examples: int = 1000, host: str = "") -> None:
         self.examples = examples
+        self.fields: Mapping[str, int] = {}
         self.host = host
         self.read: list[list[int]] = []
         self.before: Callable[[], None] = lambda: None
@@ -253,6 +254,21 @@ def test_a_host_with_another_data_set_is_not_used(start: Any, warnings: list[str
     assert len(warnings) == 1
     assert "input host cpu1 is not used: its data set has 999 examples" in warnings[0]
     assert host.source.read == []
+    host.close()
+
+
+def test_a_host_whose_data_set_has_another_order_is_not_used(
+    start: Any, warnings: list[str]
+) -> None:
+    source = Source()
+    source.fields = {"samples": 1}
+    host, mine = Host(source, "cpu1"), Source()
+    mine.fields = {"samples": 2}
+    start(mine).use([host.server])
+    wait_until(lambda: bool(warnings))
+    assert (
+        "cpu1 is not used: its data set differs from that of this host in 'samples'" in warnings[0]
+    )
     host.close()
 
 

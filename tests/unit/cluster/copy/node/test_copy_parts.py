@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import hashlib
 import os
 import queue
+import shutil
 import socket
-import tempfile
 import threading
-import traceback
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +24,21 @@ from hvd_elastic.cluster.copy.node import renaming
 from hvd_elastic.cluster.copy.node import store as copy_store
 from hvd_elastic.cluster.copy.node.comparison import Comparison, StoreError, check_free
 from hvd_elastic.cluster.copy.node.feed import LINK_UNKNOWN, Packer
+from hvd_elastic.cluster.copy.node.pull import Listed, Pull
 from hvd_elastic.cluster.copy.node.renaming import sync_disk
 from hvd_elastic.cluster.copy.node.store import SharedError, Target
-from hvd_elastic.cluster.copy.node.tree import Tree, check_inside, is_excluded, read_tree, walk
+from hvd_elastic.cluster.copy.node.tree import (
+    FETCHED,
+    PARTS,
+    Tree,
+    check_inside,
+    is_excluded,
+    read_tree,
+    walk,
+)
 from hvd_elastic.hosts.certificate import make_certificate
-from tests import small_disk
+from tests import other_user, small_disk
+from tests.other_user import open_folder as open_folder
 
 SECRET = b"s" * 32
 TEXT = b"loss=0.5 " * 7000
@@ -174,6 +183,10 @@ def target_of(place: Path, tree: Tree, copy: str = "this") -> Target:
     return Target(plan, copy)
 
 
+def opened(path: Path) -> int:
+    return os.open(path, os.O_RDONLY)
+
+
 def test_one_copy_at_a_time_and_hosts_that_share_a_place(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "file").write_bytes(b"data")
@@ -250,11 +263,10 @@ def test_a_file_that_is_fetched_goes_on_where_sending_ended(tmp_path: Path, firs
     if first:
         target.write(0, 0, data[:50_000] if first == "same" else bytes(50_000), b"")
         readers.append(target.open(0))
-    path = os.fsencode(tmp_path / "source")
     if first == "other":
         with pytest.raises(wire.LinkError, match="damaged"):
-            target.adopt(0, path)
-    target.adopt(0, path)
+            target.adopt(0, opened(tmp_path / "source"))
+    target.adopt(0, opened(tmp_path / "source"))
     assert target.arrived
     assert target.left == 0
     assert target.finish() == []
@@ -269,7 +281,7 @@ def test_a_fetched_file_of_another_size_is_none(tmp_path: Path) -> None:
     tree, _ = walk(os.fsencode(tmp_path / "source"), [])
     (tmp_path / "source").write_bytes(b"more data")
     target = target_of(tmp_path / "there", tree)
-    target.adopt(0, os.fsencode(tmp_path / "source"))
+    target.adopt(0, opened(tmp_path / "source"))
     assert target.gone == {0: "it was changed in the store during the copy"}
     assert target.complete
 
@@ -365,14 +377,6 @@ def test_a_disk_that_failed_once_gets_no_name_later(
     assert not (tmp_path / "there").exists()
 
 
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """One that every user reaches: those of pytest are their owner's alone."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        Path(name).chmod(0o777)
-        yield Path(name)
-
-
 def test_a_read_only_file_that_a_killed_node_left_without_its_name(open_folder: Path) -> None:
     """Root may write what is read-only: another user does the work, in a process of its own."""
     data = os.urandom(200_000)
@@ -395,16 +399,7 @@ def test_a_read_only_file_that_a_killed_node_left_without_its_name(open_folder: 
         assert again.finish() == []
 
     if os.geteuid() == 0:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.setuid(65534)
-                copy_twice()
-            except (OSError, StoreError, AssertionError):
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
+        other_user.call(copy_twice)
     else:
         copy_twice()
     found = place / "there"
@@ -429,3 +424,157 @@ def test_what_has_arrived_when_a_copy_is_cut_off_is_kept(tmp_path: Path) -> None
     target.whole(0, hashlib.sha256(data).digest(), 0, data, b"")
     target.abandon(keep=True)
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["a"]
+
+
+# ---- in a destination that others can write to
+
+
+def copied(place: Path, tree: Tree, contents: dict[int, bytes]) -> Target:
+    """A target in which all files have arrived and have no names yet."""
+    target = target_of(place, tree)
+    for index, data in contents.items():
+        target.whole(index, hashlib.sha256(data).digest(), 0, data, b"")
+    return target
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Tree:
+    (tmp_path / "source" / "below").mkdir(parents=True)
+    for name in ("a", "below/b"):
+        (tmp_path / "source" / name).write_bytes(name.encode())
+    return walk(os.fsencode(tmp_path / "source"), [])[0]
+
+
+CONTENTS = {0: b"a", 1: b"below/b"}
+
+
+@other_user.needs_root
+@pytest.mark.parametrize("mode", [0o777, 0o700])
+@pytest.mark.parametrize("folder", [PARTS, FETCHED])
+def test_a_folder_of_parts_that_another_user_has_made_is_refused(
+    open_folder: Path, source: Tree, folder: str, mode: int
+) -> None:
+    theirs = open_folder / folder
+
+    def plant() -> None:
+        theirs.mkdir()
+        theirs.chmod(mode)
+
+    other_user.call(plant)
+    pull = Pull(os.fsencode(open_folder), "x {dst} {path}", [Listed("a", 1)], "c", 1, 0)
+    arrive = {PARTS: lambda: target_of(open_folder, source), FETCHED: lambda: pull.fetch([0])}
+    with pytest.raises(StoreError, match=rf"{folder} belongs to user nobody \(mode {mode:o}\), so"):
+        arrive[folder]()
+    assert list(theirs.iterdir()) == []
+
+
+def test_a_folder_of_parts_that_others_may_write_to_is_refused(
+    open_folder: Path, source: Tree
+) -> None:
+    (open_folder / PARTS).mkdir()
+    (open_folder / PARTS).chmod(0o777)
+    with pytest.raises(StoreError, match=r"mode 777.*others could change files while they arrive"):
+        target_of(open_folder, source)
+
+
+@other_user.needs_root
+def test_a_server_of_files_that_makes_another_user_of_root(open_folder: Path, source: Tree) -> None:
+    def copy() -> None:
+        assert ctypes.CDLL(None).setfsuid(other_user.UID) == 0, "as NFS with root_squash"
+        target = copied(open_folder / "there", source, CONTENTS)
+        assert target.finish() == []
+
+    other_user.call(copy, uid=0)
+    assert (open_folder / "there" / "a").stat().st_uid == other_user.UID
+
+
+@pytest.fixture
+def shared(open_folder: Path) -> Path:
+    """A destination in which all users may rename what others have made: no sticky bit."""
+    place = open_folder / "there"
+    place.mkdir()
+    place.chmod(0o777)
+    return place
+
+
+@other_user.needs_root
+@pytest.mark.parametrize("opened", ["before", "by the copy"])
+@pytest.mark.parametrize("what", ["a", "below/b", "below", ""])
+def test_what_another_user_puts_in_the_place_of_files_is_told(
+    shared: Path, source: Tree, what: str, opened: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = shared / what
+    (shared / "below").mkdir()
+    (shared / "below").chmod(0o777)
+    folders = [(path, 0o755 if opened == "before" else 0o777, 0) for path, _, _ in source.folders]
+    target = copied(shared, source._replace(folders=folders), CONTENTS)
+
+    def swap() -> None:
+        theirs = changed.with_name("theirs")
+        if changed.is_file():
+            shutil.copy2(changed, theirs)
+        else:
+            shutil.copytree(changed, theirs, ignore=shutil.ignore_patterns(PARTS))
+        changed.rename(changed.with_name("taken"))
+        theirs.rename(changed)
+
+    def swap_then(action: str) -> None:
+        real = getattr(copy_store, action)
+
+        def swapping(*arguments: Any) -> Any:
+            monkeypatch.setattr(copy_store, action, real)
+            other_user.call(swap)
+            return real(*arguments)
+
+        monkeypatch.setattr(copy_store, action, swapping)
+
+    # All files have their names: now, or when the folders have their modes.
+    swap_then("list_names" if opened == "before" else "sync_disk")
+    problems = target.finish()
+    assert problems
+    assert str(changed) in problems[0]
+    assert "replaced" in problems[0]
+
+
+@other_user.needs_root
+def test_a_folder_of_parts_that_another_user_takes_away_is_still_where_files_arrive(
+    shared: Path, source: Tree
+) -> None:
+    target = copied(shared, source, CONTENTS)
+
+    def swap() -> None:
+        parts = shared / PARTS
+        parts.rename(shared / "taken")
+        parts.mkdir()
+
+    other_user.call(swap)
+    reader = target.open(0)
+    assert os.read(reader, 100) == b"a", "what others are fed of it as well"
+    os.close(reader)
+    assert target.finish() == []
+    assert (shared / "a").read_bytes() == b"a"
+
+
+@other_user.needs_root
+def test_files_of_another_user_are_compared_and_not_trusted(
+    open_folder: Path, source: Tree
+) -> None:
+    place = open_folder / "there"
+
+    def plant() -> None:
+        place.mkdir()
+        for index, text in enumerate([b"a", b"evil: b"]):
+            path = place / source.files[index].path
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(text)
+            os.utime(path, ns=(source.files[index].mtime_ns,) * 2)
+
+    other_user.call(plant)
+    plan = Comparison(os.fsencode(place), source, [], deletes=False, checksum=False)
+    assert plan.needed == []
+    assert plan.doubtful == [0, 1], "both have the size and time of the source"
+    plan.settle_doubts({index: hashlib.sha256(data).digest() for index, data in CONTENTS.items()})
+    assert plan.needed == [1]
+    pull = Pull(os.fsencode(place), "x {dst} {path}", [Listed("a", 1)], "c", 1, 0)
+    assert pull.look() == [], "there is nothing to compare it with"
+    assert pull.foreign(source) == "a"

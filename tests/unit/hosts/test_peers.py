@@ -8,16 +8,22 @@ from collections.abc import Callable
 
 import pytest
 
-from hvd_elastic.agent import loopback_peer
+from hvd_elastic.hosts import peers
 
 Address = tuple[str, int]
 Way = Callable[[Address, Address], int | None]
 
 
-@pytest.mark.parametrize("way", [loopback_peer.loopback_peer_uid, loopback_peer._look_up])
-def test_owner_of_an_open_connection_and_nobody_of_a_closed_one(way: Way) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname()) as client:
+@pytest.mark.parametrize("way", [peers.loopback_peer_uid, peers._look_up])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_owner_of_an_open_connection_and_nobody_of_a_closed_one(way: Way, host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, 0), family=family)
+    except OSError as error:
+        pytest.skip(f"{host}: {error.strerror}")
+    with listener as server:
+        with socket.create_connection(server.getsockname()[:2]) as client:
             peer, own = client.getsockname(), server.getsockname()
             assert way(peer, own) == os.getuid()
         accepted, _ = server.accept()
@@ -29,7 +35,7 @@ def test_owner_of_an_open_connection_and_nobody_of_a_closed_one(way: Way) -> Non
 def test_a_listening_socket_is_no_peer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
-        assert loopback_peer.loopback_peer_uid(address, ("127.0.0.1", 1)) is None
+        assert peers.loopback_peer_uid(address, ("127.0.0.1", 1)) is None
 
 
 def test_the_kernel_s_table_serves_where_it_cannot_be_asked(
@@ -38,10 +44,10 @@ def test_the_kernel_s_table_serves_where_it_cannot_be_asked(
     def refuse(*_: object) -> int:
         raise OSError("no inet_diag")
 
-    monkeypatch.setattr(loopback_peer, "_ask_kernel", refuse)
+    monkeypatch.setattr(peers, "_ask_kernel", refuse)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as client,
     ):
-        found = loopback_peer.loopback_peer_uid(client.getsockname(), server.getsockname())
+        found = peers.loopback_peer_uid(client.getsockname(), server.getsockname())
         assert found == os.getuid()

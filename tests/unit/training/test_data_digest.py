@@ -1,0 +1,160 @@
+"""What ranks compare of their data sets."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
+
+from hvd_elastic.torch.input_source import LoaderSource
+from hvd_elastic.training.data_digest import DataDigest, difference
+
+EXAMPLES = 200
+
+
+class Folder(Dataset[Any]):
+    """Files and classes, as an ``ImageFolder`` of torchvision has them."""
+
+    def __init__(self, root: str, order: list[int]) -> None:
+        self.samples = [(f"{root}/{i % 10}/{i}.png", i % 10) for i in order]
+        self.targets = [target for _, target in self.samples]
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        raise OSError("there is no such file")
+
+
+class Read(Folder):
+    """What only its examples show; ``change`` is what this rank makes of them."""
+
+    def __init__(self, change: Any) -> None:
+        self.change, self.reads = change, 0
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        image = np.random.default_rng(index).random((3, 16, 16), np.float32)
+        return self.change({"image": image, "name": f"{index}.png"})
+
+
+ORDER = list(range(EXAMPLES))
+MIXED = random.Random(0).sample(ORDER, EXAMPLES)
+ROWS = torch.rand(EXAMPLES, 3, generator=torch.Generator().manual_seed(0))
+OTHER_ROWS = torch.rand(EXAMPLES, 3, generator=torch.Generator().manual_seed(1))
+LABELS = torch.arange(EXAMPLES) % 10
+
+
+def compared(one: Any, other: Any) -> str:
+    digests = [DataDigest(each, len(each)) for each in (one, other)]
+    return difference(digests[0].described(), digests[1].described())
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "field"),
+    [
+        (Subset(Folder("/a", ORDER), MIXED), Subset(Folder("/a", ORDER), ORDER), "indices"),
+        (Folder("/a", ORDER), Folder("/a", MIXED), "samples"),
+        (Folder("/a", ORDER), Folder("/mnt/b", ORDER), ""),
+        (ConcatDataset([Folder("/a", ORDER)]), ConcatDataset([Folder("/a", MIXED)]), "samples"),
+        (TensorDataset(ROWS, LABELS), TensorDataset(ROWS, LABELS.flip(0)), "tensors[1]"),
+        (TensorDataset(ROWS, LABELS), TensorDataset(OTHER_ROWS, LABELS), "tensors[0]"),
+        (TensorDataset(ROWS, LABELS), TensorDataset(ROWS * 1.000001, LABELS), ""),
+        ([Path("/a/1"), Path("/a/2")], [Path("/b/2"), Path("/b/1")], "entries"),
+        (["b", "a"], ["b", "a"], ""),
+    ],
+)
+def test_what_a_data_set_holds_for_each_example_is_compared(
+    one: Any, other: Any, field: str
+) -> None:
+    found = compared(one, other)
+    assert found.endswith(field)
+    assert bool(found) == bool(field)
+
+
+def test_arrays_are_compared_as_well() -> None:
+    arrays = {"x": ROWS.numpy(), "y": LABELS.numpy()}
+    digest = DataDigest(arrays, EXAMPLES).described()
+    assert not difference(digest, DataDigest(arrays, EXAMPLES).described())
+    arrays["y"] = arrays["y"][::-1]
+    assert difference(digest, DataDigest(arrays, EXAMPLES).described()) == "['y']"
+
+
+def examples_of(dataset: Any) -> dict[str, Any]:
+    digest = DataDigest(dataset, len(dataset))
+    source = LoaderSource(dataset, len(dataset), default_collate, 0, lambda _: None, pins=False)
+    digest.read_examples(source)
+    return digest.described()
+
+
+def same(example: Any) -> Any:
+    return example
+
+
+def decoded_elsewhere(example: Any) -> Any:
+    return {**example, "image": example["image"] + np.float32(1e-3)}
+
+
+def of_another_file(example: Any) -> Any:
+    return {**example, "image": example["image"][::-1].copy()}
+
+
+def named_otherwise(example: Any) -> Any:
+    return {**example, "name": f"other {example['name']}"}
+
+
+def elsewhere(example: Any) -> Any:
+    return {**example, "name": f"/mnt/{example['name']}"}
+
+
+def augmented(example: Any) -> Any:
+    return {**example, "image": example["image"] * random.random()}
+
+
+def drawn(example: Any) -> Any:
+    return {**example, "image": np.frombuffer(os.urandom(1000), np.uint8)}
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        (same, False),
+        (decoded_elsewhere, False),
+        (of_another_file, True),
+        (named_otherwise, True),
+        (elsewhere, False),
+        (augmented, True),  # seeded alike on all ranks, so this is another example
+        (drawn, False),  # nothing is known of one that is another each time
+    ],
+)
+def test_examples_are_compared_where_reading_one_twice_gives_the_same(
+    change: Any, differs: bool
+) -> None:
+    first, second = Read(same), Read(change)
+    found = difference(examples_of(first), examples_of(second))
+    assert found == ("examples" if differs else "")
+    assert first.reads == 0, "in a process of its own"
+
+
+def test_a_data_set_whose_examples_cannot_be_read_is_compared_by_the_rest() -> None:
+    one, other = (examples_of(Folder("/a", order)) for order in (ORDER, MIXED))
+    assert difference(one, other) == "samples"
+    assert one["examples"] == []
+
+
+class Shards(Folder):
+    blocks = True
+
+
+def test_shards_are_not_opened_before_training() -> None:
+    assert "examples" not in examples_of(Shards("/a", ORDER))

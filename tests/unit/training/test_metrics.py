@@ -1,0 +1,78 @@
+"""Whatever has one value is a metric; the rest is named at the call."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import hvd_elastic.torch as hvd
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.sink import FileSink
+
+ONE = {
+    "float64": np.float64(0.5),
+    "float32": np.mean(np.array([0.25, 0.75], np.float32)),
+    "float16": np.float16(0.5),
+    "int64": np.array([1, 0, 1]).sum(),
+    "bool_": np.float64(1) > 0,
+    "array0": np.array(0.5),
+    "array1": np.array([0.5]),
+    "tensor1": torch.ones(1, 1),
+    "bfloat16": torch.tensor(0.5, dtype=torch.bfloat16),
+    "loss": torch.ones((), requires_grad=True) * 2,
+    "truth": torch.tensor(True),
+    "fraction": Fraction(1, 2),
+    "big": 10**30,
+    "nan": float("nan"),
+}
+
+
+@pytest.fixture
+def recorded(alone: Context, tmp_path: Path) -> Any:
+    """Returns what a call of ``hvd.report`` leaves in the file of events."""
+
+    def report(**values: Any) -> dict[str, Any]:
+        alone.worker.sink = FileSink(tmp_path)
+        hvd.report(**values)
+        return list(read_events(tmp_path / "events.jsonl"))[-1]
+
+    return report
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_what_has_one_value_is_recorded_as_a_number(recorded: Any, name: str) -> None:
+    found = recorded(value=ONE[name])["value"]
+    value = ONE[name]
+    expected = value.item() if hasattr(value, "item") else float(value)
+    assert found == (None if expected != expected else pytest.approx(expected))  # JSON has no NaN
+    assert type(found) in (bool, int, float, type(None))
+    assert msgspec.json.encode(found)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "x", [1, 2], {"a": 1}, np.ones(2), torch.ones(2), np.array([]), 1j, np.complex64(1)],
+)
+def test_what_is_not_one_number_is_refused_with_its_name(recorded: Any, value: Any) -> None:
+    with pytest.raises(ScriptError, match=r"the metric 'value' is a .* a metric is one number"):
+        recorded(value=value)
+
+
+def test_a_metric_does_not_replace_the_fields_of_every_event(recorded: Any, alone: Context) -> None:
+    warned: list[str] = []
+    alone.worker.warn = warned.append  # type: ignore[method-assign]
+    for _ in range(2):
+        event = recorded(t=1, kind=2, mono=3, loss=4)
+    assert event["kind"] == "metrics"
+    assert event["t"] > 1e9
+    assert event["mono"] != 3
+    assert event["loss"] == 4
+    assert sorted(text.split("'")[1] for text in warned) == ["kind", "mono", "t"]
