@@ -196,7 +196,8 @@ class ElasticCallback(keras.callbacks.Callback):
         failed, self._failed = self._failed, None
         if failed is not None:
             self._session.recover(failed, in_tail=True)
-        logs.update(self._finish_tail() | self._arrays)
+        averaged = self._finish_tail()
+        logs.update(averaged | self._arrays)
         self._report(logs)
         if self._ctx.worker.progress.stopped or self._is_enough():
             self.model.stop_training = True
@@ -359,8 +360,12 @@ class ElasticCallback(keras.callbacks.Callback):
             batch = next(latest.examples())
             try:
                 model._symbolic_build(data_batch=batch)
-            except (AttributeError, RuntimeError, TypeError, ValueError):
-                # A model that Keras cannot call symbolically is traced once more.
+            except (
+                AttributeError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+            ):  # a model that Keras cannot call symbolically is traced twice
                 rehearse(self.state, lambda: self._train([batch]))
                 model.make_train_function(force=True)
                 self._train = model.train_function

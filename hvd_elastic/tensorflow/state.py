@@ -98,6 +98,14 @@ class State(ScriptState):
 
     # -- for the library -------------------------------------------------------------------
 
+    def module_attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, item in self._with_variables().items():
+            if isinstance(item, (keras.Layer, tf.Module)):
+                yield name, vars(item)
+            if isinstance(item, keras.Layer):
+                layers = item._flatten_layers(include_self=False)
+                yield from ((f"{name}.{layer.name}", vars(layer)) for layer in layers)
+
     def schedules(self) -> dict[str, Schedule]:
         return counting_schedules(self._objects.values())
 

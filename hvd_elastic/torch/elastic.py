@@ -16,6 +16,7 @@ from hvd_elastic.formatting import count
 from hvd_elastic.torch.optimizer import GradientAverager, averager_of
 from hvd_elastic.torch.schedule import held_by
 from hvd_elastic.torch.state import State
+from hvd_elastic.torch.summed_losses import summed_losses_are_added
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.horovod_names import missing_name
@@ -37,7 +38,8 @@ def training(state: State, warmup: Callable[[], object] | None) -> Iterator[None
         warmup()
     watched = register_optimizer_step_pre_hook(_OptimizerWatch(ctx.worker, state))
     try:
-        yield
+        with summed_losses_are_added(ctx):
+            yield
     finally:
         watched.remove()
 

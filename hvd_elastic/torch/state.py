@@ -106,6 +106,11 @@ class State(ScriptState):
         super().roll_back()
         self._tensors.restore()
 
+    def module_attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, module in self.named_modules().items():
+            for path, part in module.named_modules():
+                yield f"{name}.{path}" if path else name, vars(part)
+
     def module_versions(self) -> int:
         return sum(
             0 if tensor.is_inference() else tensor._version
@@ -147,8 +152,7 @@ class State(ScriptState):
         self, own: torch.Tensor | None, dtype: str, shape: tuple[int, ...], device: str
     ) -> torch.Tensor:
         like = (dtype_named(dtype), torch.Size(shape), device)
-        fits = own is not None and (own.dtype, own.shape, own.device.type) == like
-        if fits and is_writable(own):
+        if own is not None and (own.dtype, own.shape, own.device.type) == like and is_writable(own):
             return own
         return torch.empty(shape, dtype=dtype_named(dtype), device=device)
 

@@ -517,6 +517,7 @@ class Context:
         """Report to the leader that this worker is warm."""
         if not self.worker.reads:
             self.worker.communicator.warm()
+            self.worker.described_data()  # here, where nobody waits for it
         if self.worker.link is not None:
             self.worker.link.send(msg.Imported(installed_modules()))
         self.worker.sink.send(msg.Ready(time.monotonic() - self._started, script_digests()))

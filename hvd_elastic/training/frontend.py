@@ -12,7 +12,7 @@ Beside those of this module a frontend implements:
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -252,6 +252,10 @@ class State(Protocol):
 
     def roll_back(self) -> None:
         """Restore the snapshot of the last :meth:`save_values`."""
+
+    def module_attributes(self) -> Iterable[tuple[str, dict[str, Any]]]:
+        """Yield the name of each module, of modules in others too, and its attributes."""
+        return ()
 
     def module_versions(self) -> int:
         """Return a number that grows whenever a tensor of a module is changed in place."""

@@ -111,7 +111,8 @@ class Metrics:
         self._window = (now, worker.progress.examples)
         self._input = worker.input_times.waited
         self._waited_s = worker.communicator.waited_s
-        worker.sink.send(msg.Metrics(worker.position, worker.communicator.size, record))
+        size = worker.communicator.size
+        worker.sink.send(msg.Metrics(worker.position, size, record, sent=time.time()))
 
 
 def _one_number(name: str, value: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
+from hvd_elastic.training.leftovers import Leftovers
 from hvd_elastic.training.progress import AFTER_LOOP, Phase, Progress
 from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.training.worker import Worker
@@ -63,6 +64,7 @@ class Rollback:
         self._stop_reason = ""
         self._random: dict[str, Any] = {}
         """States of the generators of random numbers."""
+        self._leftovers = Leftovers()
         self._entered = False
         self._loop = 0
         self._loops_in_turn = 0
@@ -90,6 +92,7 @@ class Rollback:
             self._stop_reason = self._worker.stop_reason
             if self._worker.elastic:
                 self._random = self._worker.generators.copy()
+                self._leftovers.note()
 
     @property
     def keeps_aside(self) -> bool:
@@ -144,6 +147,8 @@ class Rollback:
         """Go back to the end of the last loop body, or of the last loop if no step has followed."""
         worker = self._worker
         self._left = self._collective = None
+        if leftovers := self._leftovers.left():
+            worker.warn(leftovers)
         if (worker.progress.step, worker.averagers.steps) != (self._at.step, self._steps):
             self.partial = True
             self._epoch_end = None
@@ -174,6 +179,8 @@ class Rollback:
         self._left = None
         self._loops_in_turn = 0
         state = self._worker.state
+        if state is not None and self._worker.elastic:
+            self._leftovers.find(state)
         if state is not None and self._worker.progress.phase is Phase.LOOP:
             # The head of the epoch runs again and may change buffers, which is undone later.
             self._restore()
@@ -225,6 +232,8 @@ class Rollback:
         if not again or worker.progress.phase is Phase.HEAD:
             worker.progress.phase = Phase.LOOP
             self.save()
+            if worker.elastic and worker.state is not None:
+                self._leftovers.find(worker.state)
             return self._loop
         self._restore()
         return self._loop if worker.progress.phase is Phase.LOOP else 0

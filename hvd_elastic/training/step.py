@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,11 +14,9 @@ from hvd_elastic.communicator.interface import FLAGS_NAME
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import plural
 from hvd_elastic.training.data_digest import ALIKE, difference
+from hvd_elastic.training.pass_counts import PassCounts
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.worker import Worker
-
-if TYPE_CHECKING:
-    from hvd_elastic.training.step_weight import PassCounts
 
 MOST_FLAGS = 16
 """Most numbers that a rank tells the others in a step."""
@@ -101,6 +99,8 @@ class Step:
         ahead: place in the data after the batches before the current one, in a step of several
             batches of the loader; None in a step of one.
         counts: what the script weights the passes by in place of examples; None: by examples.
+        ranks_added: number of ranks if the loss of the current pass is a sum over its batch, so
+            that gradients are to be added up over the ranks; None: they are averaged.
     """
 
     def __init__(self) -> None:
@@ -112,6 +112,7 @@ class Step:
         self.continues = False
         self.ahead: Progress | None = None
         self.counts: PassCounts | None = None
+        self.ranks_added: int | None = None
         self._told: Any = None
         self._is_shared = self._is_received = False
 
@@ -160,12 +161,14 @@ class Step:
         if self.counts is not None:
             self.counts.check(len(self.passes))
             return self.counts.weight(is_last=not (self.in_no_sync or self.continues))
+        if self.ranks_added is not None and not self.passes[-1].padding:
+            return float(self.ranks_added)
         return self.passes[-1].weight if self.passes else 1.0
 
     def begin(self, first: Pass) -> None:
         """Begin a new step with its first pass."""
         self.stage, self.passes, self.ahead = Stage.BEGUN, [first], None
-        self.continues, self.counts = False, None
+        self.continues, self.counts, self.ranks_added = False, None, None
 
     def next_batch(self, progress: Progress) -> None:
         """Go on with the next batch of the loader; ``progress``: that of training."""
@@ -185,7 +188,7 @@ class Step:
         self.stage, self.passes, self._told = Stage.NONE, [], None
         self._is_received = False
         self.ahead, self.continues, self.in_no_sync = None, False, False
-        self.counts = None
+        self.counts = self.ranks_added = None
 
     def begin_exchange(
         self,

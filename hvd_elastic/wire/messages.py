@@ -254,15 +254,27 @@ class ScriptRaised(WorkerReport, tag="script_error"):
     progress: Position
 
 
+_LATE_S = 1.0
+"""Delay from which an event tells how late its metrics are, such as after a takeover [s]."""
+
+
 class Metrics(WorkerReport, tag="metrics"):
-    """Progress, throughput, and metrics of the script by name."""
+    """Progress, throughput, and metrics of the script by name.
+
+    Attributes:
+        sent: when the worker sent it, by the clock of its host [Unix s]; 0: not known.
+        late_s: how long it was on its way, as the leader sees it [s].
+    """
 
     progress: Position
     size: int
     values: dict[str, Any]
+    sent: float = 0.0
+    late_s: float = 0.0
 
     def event_fields(self) -> dict[str, Any]:
-        return {**asdict(self.progress), "size": self.size, **self.values}
+        late = {"late_s": round(self.late_s, 3)} if self.late_s >= _LATE_S else {}
+        return {**asdict(self.progress), "size": self.size, **self.values, **late}
 
 
 class BatchPlan(WorkerReport, tag="batch_plan"):
@@ -697,6 +709,7 @@ class AgentHello(_FromAgent, tag="hello"):
         cpus: number of cores that the agent may use.
         machine: id of the machine, the same for hosts that share its cores; "": they are its own.
         swept: number of processes left by a killed agent of the run that were ended.
+        time: clock of the host [Unix s].
         held: workers of the run held under an earlier leader; None: the agent is new.
     """
 
@@ -715,6 +728,7 @@ class AgentHello(_FromAgent, tag="hello"):
     machine: str
     swept: int
     held: HeldRun | None
+    time: float = 0.0
 
 
 class Greeting(msgspec.Struct):

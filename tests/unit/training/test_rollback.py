@@ -345,6 +345,26 @@ def test_what_another_library_does_after_the_loop_counts_once(
     assert meter.values == [1.0]
 
 
+def test_what_an_interrupted_body_leaves_in_lists_of_modules_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the rewards of an actor-critic, which is why its next episode would be too long."""
+    training = Training(monkeypatch, 2)
+    model: Any = training.model
+    model.rewards, model.layers, model.seen = [], [1, 2, 3], {}
+
+    def train(state: hvd.State) -> None:
+        for (inputs,) in training.loader:
+            model.rewards += [1.0] * 5
+            training.step(inputs)
+            model.rewards.clear()
+
+    training.run(train, hvd.State(model=model, optimizer=training.optimizer))
+    (warning,) = training.warnings
+    assert "model.rewards has 5 entries and had 0 at the end of the body before." in warning
+    assert "empty such objects first in the body" in warning
+
+
 LARGE = 200_000
 """Numbers of a helper object whose state is above 1 MiB."""
 

@@ -1,0 +1,181 @@
+"""Ranks that are not alike: their data, their random numbers, and the sums of their losses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist.jobs import Job, call, write_script
+from tests.paths import COSTLY
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+DATA = """\
+import random
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset, TensorDataset, random_split
+
+import hvd_elastic.torch as hvd
+
+hvd.init()
+
+
+class Files(Dataset):
+    def __len__(self):
+        return len(names)
+
+    def __getitem__(self, index):
+        return torch.tensor([float(names[index])]), names[index]
+
+
+kind = sys.argv[1]
+letters = list(set("hello world, this is the text"))
+if kind == "split":
+    data, _ = random_split(TensorDataset(torch.arange(200).float()[:, None]), [160, 40])
+elif kind == "listed":
+    names = random.sample(range(200), 200)  # as os.listdir() on each host
+    data = Files()
+else:
+    data = TensorDataset(torch.tensor([[float(ord(letter))] for letter in letters]))
+model = torch.nn.Linear(1, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+loader = hvd.DataLoader(data, 8, shuffle=True)
+
+
+@hvd.run
+def train(state):
+    for epoch in hvd.epochs(1):
+        for inputs, *_ in loader:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+
+train(hvd.State(model=model, optimizer=optimizer))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("split", "indices"),
+        pytest.param("listed", "examples", marks=COSTLY),
+        pytest.param("letters", None, marks=COSTLY),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=COSTLY) for n in (1, 3))])
+def test_indices_mean_the_same_examples_on_all_ranks(
+    tmp_path: Path, kind: str, field: str | None, ranks: int
+) -> None:
+    """Else the run ends before its first step; a set has one order on all ranks of a run."""
+    script = write_script(tmp_path, DATA)
+    done = call("run", "--np", ranks, "--", sys.executable, script, kind, home=tmp_path)
+    if field is None or ranks == 1:
+        assert done.returncode == 0, done.stdout + done.stderr
+        return
+    assert done.returncode == 1
+    said = " ".join((done.stdout + done.stderr).split())
+    assert f"they differ in '{field}'. An index has to mean the same example" in said
+    assert "run failed after 0 steps" in said
+
+
+ALIKE = """\
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+import hvd_elastic.torch as hvd
+
+mark, dies = Path(sys.argv[1]), int(sys.argv[2])
+hvd.init()
+random.seed(0)
+np.random.seed(0)
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
+
+
+def made():
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+model, optimizer = made()
+model.rewards = []
+optimizer = hvd.DistributedOptimizer(optimizer, model)
+loader = hvd.DataLoader(data, 24, shuffle=True)
+totals = hvd.Accumulator()
+
+
+def end(state):
+    plain, sgd = made()
+    for _ in range(state.step):
+        sgd.zero_grad()
+        mse_loss(plain(data.tensors[0]), data.tensors[1], reduction="sum").backward()
+        sgd.step()
+    for own, theirs in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(own, theirs, rtol=0, atol=1e-5)
+    totals.synchronize()
+    assert totals.mean("ones") == 1.0
+    print("ends alike", hvd.size())
+
+
+@hvd.run
+def train(state):
+    random.random()  # a worker that joins does it too
+    for epoch in hvd.epochs(10_000):
+        for inputs, targets in loader:
+            time.sleep(0.02)
+            model.rewards += [1.0] * 5
+            dice = [random.random(), np.random.rand(), torch.rand(1).item()]
+            if state.step == 5 and hvd.rank() == dies and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            drawn = hvd.allgather(torch.tensor([dice], dtype=torch.float64), "dice")
+            assert (drawn == drawn[0]).all(), drawn
+            optimizer.zero_grad()
+            mse_loss(model(inputs), targets, reduction="sum").backward()
+            optimizer.step()
+            totals.add(ones=len(inputs))
+            model.rewards.clear()
+            state.step += 1
+            state.fewer = state.fewer or hvd.size() < state.ranks
+            state.after += state.fewer and hvd.size() == state.ranks
+            if state.after == 10 or (dies < 0 and state.step == 20):
+                hvd.stop("enough")
+    end(state)
+
+
+values = {"step": 0, "after": 0, "fewer": False, "ranks": int(sys.argv[3])}
+train(hvd.State(model=model, optimizer=optimizer, **values))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dies"),
+    [(2, 1), *(pytest.param(*each, marks=COSTLY) for each in ((1, -1), (2, 0), (3, 2), (3, 0)))],
+)
+def test_sums_and_random_numbers_do_not_depend_on_joins_and_kills(
+    tmp_path: Path, ranks: int, dies: int
+) -> None:
+    script = write_script(tmp_path, ALIKE)
+    words = ["--np", ranks, "--", sys.executable, script, tmp_path / "died", dies, ranks]
+    with Job(*words, home=tmp_path) as job:
+        assert job.wait() == 0, job.text
+        assert f"ends alike {ranks}" in job.text
+        assert ("model.rewards has 5 entries and had 0" in job.text) == (dies >= 0)
+        sizes = [event["size"] for event in job.events("rescale_finished")]
+        assert sizes == ([ranks] if dies < 0 else [ranks, ranks - 1, ranks])
