@@ -131,7 +131,7 @@ REFUSED = {
         "give model.fit callbacks=[hvd.ElasticCallback()]",
     ),
     "no cardinality": (ENDLESS, "has to come from hvd.dataset"),
-    "a step of one rank": (SKIPS, "step 1 was left out on rank 1 alone, of 2"),
+    "a step of one rank": (SKIPS, "was left out on rank 1 alone, of 2"),
     "another optimizer": (
         GAN.replace("optimizer()]", "keras.optimizers.Adam()]"),
         "this Adam applies gradients that are not averaged",
