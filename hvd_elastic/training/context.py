@@ -266,6 +266,10 @@ class Context:
             self._audit.finish()
         return step.flags(self._wishes, place=self.reading.place_hash() if step.passes else 0)
 
+    def number_of_flags(self) -> int:
+        """Return the length of :meth:`own_flags`."""
+        return len(self.step.flags(self._wishes, place=0))
+
     def graph_stepped(self, told: np.ndarray, *, collectives: bool = True) -> None:
         """Count a step that a graph has taken.
 
@@ -340,7 +344,8 @@ class Context:
         first = worker.progress.step == 0 and self.step.stage is not Stage.UNCOMMITTED
         if first and worker.mode is not Mode.ALONE:
             loader, other = worker.frontend.loader, worker.frontend.other_loader
-            what = f"optimizer.step() was called for a batch that does not come from {loader}"
+            call = worker.frontend.takes_step
+            what = f"{call} was called for a batch that does not come from {loader}"
             remedy = (
                 f"Read the training data with {loader}(dataset, batch_size, shuffle=True) in place "
                 f"of {other}, with the batch size of all ranks together and without a "
