@@ -17,6 +17,11 @@ if not 3000 + int(sys.argv[1]) <= found <= 3000 + int(sys.argv[2]):
     print("Python %d.%d" % sys.version_info[:2])
 elif sys.maxsize < 2**32:
     print("a Python of 32 bits")
+elif sys.base_prefix != "/usr":  # there the package manager brings what is missing
+    try:
+        import ensurepip, venv
+    except ImportError:
+        print("a Python without venv or pip")
 ' "$oldest" "$newest" 2>/dev/null || echo "no Python"
 }
 

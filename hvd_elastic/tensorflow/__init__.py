@@ -41,6 +41,7 @@ import tensorflow as tf
 
 from hvd_elastic.tensorflow.data import dataset
 from hvd_elastic.tensorflow.frontend import TensorFlowFrontend, let_two_operations_run
+from hvd_elastic.tensorflow.metrics import metric_results
 from hvd_elastic.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
 from hvd_elastic.tensorflow.saving import load_model
 from hvd_elastic.tensorflow.schedule import follow_progress
@@ -69,6 +70,7 @@ __all__ = [
     "init",
     "load_model",
     "local_rank",
+    "metric_results",
     "predict",
     "rank",
     "report",

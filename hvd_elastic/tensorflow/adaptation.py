@@ -86,6 +86,8 @@ class Adaptation:
         return self.undisturbed(adjustment)._replace(
             factor=control.factor,
             alone=control.alone,
+            ranks=control.ranks,
+            examples=control.examples,
             last=not step.accumulating,
             sampled=self._sampling,
             progress=whole_steps(planner.progress) if follows_progress(self._optimizer) else 0,

@@ -512,6 +512,7 @@ class Context:
         """Report to the leader that this worker is warm."""
         if not self.worker.reads:
             self.worker.communicator.warm()
+            self.worker.described_data()  # here, where nobody waits for it
         if self.worker.link is not None:
             self.worker.link.send(msg.Imported(installed_modules()))
         self.worker.sink.send(msg.Ready(time.monotonic() - self._started, script_digests()))
@@ -557,7 +558,8 @@ def current() -> Context:
     if _context is None:
         tell_uncaught()
         raise ScriptError(
-            "call hvd_elastic.torch.init() first, before anything else of it; with TensorFlow "
-            "hvd_elastic.tensorflow.init()"
+            "call hvd.init() first, before anything else of the library: that of the module that "
+            "the script imports as hvd, hvd_elastic.torch, hvd_elastic.tensorflow or "
+            "hvd_elastic.keras"
         )
     return _context

@@ -343,6 +343,7 @@ def test_an_archive_that_is_not_the_release_is_not_run(tmp_path, monkeypatch):
     archive_with(f"open({str(ran)!r}, 'w')", tmp_path)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(build_horovod, "BUILD_REQUIREMENTS", ())
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     (tmp_path / "work").mkdir()
     with pytest.raises(BuildError, match=r"DO NOT MATCH THE HASHES(.|\n)*Expected sha256 92a43f5"):

@@ -57,6 +57,10 @@ def make(checkout: Path, *arguments: str, path: str = "") -> subprocess.Complete
         ("sys.version_info = (3, 14, 0)", "Python 3.14"),
         ("sys.version_info = (2, 7, 18)", "Python 2.7"),
         ("sys.maxsize = 2**31 - 1", "a Python of 32 bits"),
+        (
+            "sys.base_prefix = '/opt'; sys.modules['ensurepip'] = None",
+            "a Python without venv or pip",
+        ),
     ],
 )
 def test_a_python_that_does_not_fit_is_refused_with_one_that_does(checkout, settings, why):
