@@ -589,8 +589,7 @@ def current() -> Context:
     if _context is None:
         tell_uncaught()
         raise ScriptError(
-            "call hvd.init() first, before anything else of the library: that of the module that "
-            "the script imports as hvd, hvd_elastic.torch, hvd_elastic.tensorflow or "
-            "hvd_elastic.keras"
+            "call hvd.init() first, before anything else of the library; hvd is hvd_elastic.torch, "
+            "hvd_elastic.tensorflow or hvd_elastic.keras, as the script imports it"
         )
     return _context
