@@ -13,8 +13,9 @@ EXTRAS ?= $(if $(filter-out demo help clean,$(MAKECMDGOALS)),torch$(comma)tensor
 # added to the command behind test, test-engines, demo, bench, horovod (for example ARGS="-k hostfile")
 ARGS   ?=
 # processes that run the tests, a file of tests in one of them; more than cores are of use, since most
-# tests wait. 0: in pytest's own process, as its debugger (--pdb) needs
-TEST_JOBS ?= 2
+# tests wait: two keep two cores idle for a third of the time. 0: in pytest's own process, as its
+# debugger (--pdb) needs
+TEST_JOBS ?= 3
 
 VENV     := .venv
 VPYTHON  := $(VENV)/bin/python
@@ -27,7 +28,7 @@ RUN      := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-engines test-debian lint bench horovod env clean FORCE
+.PHONY: help demo test test-engines test-debian lint bench horovod horovod-suite env clean FORCE
 
 help:  ## list the targets
 	@echo "make TARGET, where TARGET is one of"
@@ -61,6 +62,9 @@ bench: $(HOROVOD)  ## measure starts, joins, leaves and failures beside peers
 horovod: $(READY)  ## build Horovod for this environment, or take the kept wheel
 	@$(VPYTHON) -m hvd_elastic.cli.app build-horovod $(ARGS)
 	@touch $(HOROVOD)
+
+horovod-suite: $(HOROVOD)  ## run Horovod's own tests (CHECKOUT=…) on our build and an unpatched one
+	@$(RUN) $(VPYTHON) scripts/horovod_suite.py "$(CHECKOUT)" $(ARGS)
 
 env: $(READY)  ## set up .venv/ without Horovod
 

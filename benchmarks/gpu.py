@@ -1,7 +1,8 @@
-"""Measures the cost of rescales, failures and adapting with NCCL on GPUs.
+"""Measures rescales, failures, replacements and the time of a step with NCCL on GPUs.
 
 Run it on a machine with a GPU: ``python benchmarks/gpu.py --out benchmarks/results/gpu.json``; see
-README.md here. If there are fewer GPUs than workers, workers share one.
+README.md here, and ``gpu_session.sh`` for a machine without a network. If there are fewer GPUs than
+workers, workers share one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -30,18 +32,25 @@ from benchmarks.testbed.command import Say, check_names, run_benchmark
 from benchmarks.testbed.figures import Result, conditions, figure, spread
 from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT, start_logged, write_hostfile
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.formatting import count
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import EventFollower, read_events
 from hvd_elastic.records.run_folder import RunFolder, new_run_id
 
-PARTS = ("faults", "overhead")
+PARTS = ("faults", "template", "overhead")
 WIDTH, LAYERS, EXAMPLES, BATCH = 512, 16, 4096, 256
 FAILURE_TIMEOUT_S = 2.0
 QUIET_STEPS = 30
 DEADLINE_S = 120.0
+TEMPLATE_S = 15.0
+"""Time for a template to import, at a low priority."""
 WORKER = "HVD_ELASTIC_WORKER"
-IMAGES, WARM_STEPS, BLOCK_STEPS = 128, 200, 20
+IMAGES, WARM_STEPS, BLOCK_STEPS = 128, 200, 8
 PRECISIONS = ("float32", "bfloat16")
+OURS = ("fixed", "adaptive")
+"""Whether the batch of ours adapts."""
+STEPS = ("plain", "ddp", "ours")
+"""What is timed in turn: a step of the optimizer alone, of DDP, and of ours."""
 
 
 def train(args: argparse.Namespace) -> None:
@@ -103,26 +112,36 @@ def train(args: argparse.Namespace) -> None:
 
 
 def overhead(args: argparse.Namespace) -> None:
-    """Run the job that alternates between a plain optimizer and an adaptive one, on one GPU."""
+    """Run a worker of the job that trains in turn with a plain optimizer, with DDP and with ours.
+
+    The ranks divide a batch of the same size, so that each number of them has the same work.
+    """
+    os.environ["NCCL_HOSTID"] = os.environ[WORKER]  # as in train()
     import torch
-    import torchvision
-    from torch.utils.data import DataLoader, TensorDataset
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import TensorDataset
 
     import hvd_elastic.torch as hvd
+    from hvd_elastic.models.resnet import resnet50
 
     hvd.init()
     device = hvd.device()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(0)
-    images = torch.randn(IMAGES, 3, 224, 224, device=device)
+    share = IMAGES // args.ranks
+    images = torch.randn(share, 3, 224, 224, device=device)
     images = images.to(memory_format=torch.channels_last)
-    labels = torch.randint(1000, (IMAGES,), device=device)
+    labels = torch.randint(1000, (share,), device=device)
 
     def network() -> torch.nn.Module:
-        model: Any = torchvision.models.resnet50()
+        model: Any = resnet50()
         placed: torch.nn.Module = model.to(device, memory_format=torch.channels_last)
         return placed
+
+    def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     def step(model: torch.nn.Module, optimizer: Any) -> None:
         optimizer.zero_grad()
@@ -132,59 +151,74 @@ def overhead(args: argparse.Namespace) -> None:
         loss.backward()
         optimizer.step()
 
-    ours, theirs = network(), network()
-    sgd = torch.optim.SGD(ours.parameters(), lr=1e-3, momentum=0.9)
-    adapting = hvd.DistributedOptimizer(sgd, ours, lr_rule="adascale")
-    bare = torch.optim.SGD(theirs.parameters(), lr=1e-3, momentum=0.9)
-    # The images stay on the GPU; the loaders only return row numbers.
-    rows = TensorDataset(torch.arange(IMAGES * (WARM_STEPS + BLOCK_STEPS * args.rounds)))
-    loader: Any = hvd.DataLoader(rows, IMAGES, max_batch_size=IMAGES)
-    times: dict[str, list[float]] = {"bare": [], "adaptive": []}
+    ours = network()
+    adapts = args.ours == "adaptive"
+    rule: dict[str, Any] = {"lr_rule": "adascale"} if adapts else {}
+    optimizer = hvd.DistributedOptimizer(optimizer_of(ours), ours, **rule)
+    # The images stay on the GPU; the loader only returns row numbers.
+    rows = TensorDataset(torch.arange(IMAGES * (WARM_STEPS + BLOCK_STEPS * (args.rounds + 1))))
+    loader: Any = hvd.DataLoader(rows, IMAGES, max_batch_size=IMAGES if adapts else None)
+    times: dict[str, list[float]] = {name: [] for name in STEPS}
 
     def steps(_state: hvd.State) -> None:
+        meeting = f"file://{args.result}.ddp"
+        dist.init_process_group("nccl", meeting, rank=hvd.rank(), world_size=args.ranks)
+        plain = network()
+        replicated = DistributedDataParallel(network())
         batches = iter(loader)
 
-        def adaptive_block(count: int) -> None:
-            for _ in range(count):
-                next(batches)
-                step(ours, adapting)
+        def our_step() -> None:
+            next(batches)
+            step(ours, optimizer)
 
-        def bare_block(count: int) -> None:
-            plain = iter(DataLoader(rows, IMAGES))
-            for _ in range(count):
-                next(plain)
-                step(theirs, bare)
+        plain_optimizer, ddp_optimizer = optimizer_of(plain), optimizer_of(replicated)
+        step_of: dict[str, Callable[[], None]] = {
+            "plain": lambda: step(plain, plain_optimizer),
+            "ddp": lambda: step(replicated, ddp_optimizer),
+            "ours": our_step,
+        }
 
-        def timed(block: Callable[[int], None], count: int) -> float:
+        def timed(name: str, count: int) -> float:
             torch.cuda.synchronize()
+            dist.barrier()
             began = time.perf_counter()
-            block(count)
+            for _ in range(count):
+                step_of[name]()
             torch.cuda.synchronize()
             return (time.perf_counter() - began) / count
 
         # Every step is sampled until the noise scale is known, which it is after these steps.
-        timed(adaptive_block, WARM_STEPS)
-        timed(bare_block, BLOCK_STEPS)
-        for _ in range(args.rounds):
-            times["bare"].append(timed(bare_block, BLOCK_STEPS))
-            times["adaptive"].append(timed(adaptive_block, BLOCK_STEPS))
+        timed("ours", WARM_STEPS if adapts else BLOCK_STEPS)
+        for number in range(args.rounds + 1):
+            for name in STEPS:
+                took_s = timed(name, BLOCK_STEPS)
+                if number:  # the first round is to warm up
+                    times[name].append(took_s)
+        dist.destroy_process_group()
+        if hvd.rank() == 0:
+            args.result.write_text(json.dumps(times), encoding="utf-8")
 
-    hvd.run(steps)(hvd.State(model=ours, optimizer=adapting))
-    args.result.write_text(json.dumps(times), encoding="utf-8")
+    hvd.run(steps)(hvd.State(model=ours, optimizer=optimizer))
 
 
 class Disturbed:
-    """A run of :func:`train` on this machine, and the figures from its events so far."""
+    """A run of :func:`train` on this machine, and the figures from its events so far.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: for its files.
+        templates: whether workers that are lost are replaced by forks of a template.
+    """
+
+    def __init__(self, folder: Path, *, templates: bool = True) -> None:
         self._hostfile, self._until = folder / "hosts", folder / "until"
         self.run_id = new_run_id()
         self.use(2)
         command = [
             *(*OUR_PROGRAM, "run", "--run-id", self.run_id),
             *("--hostfile", str(self._hostfile), "--audit", "--checkpoint-every", "0"),
-            *("--failure-timeout", str(FAILURE_TIMEOUT_S), "--", sys.executable),
-            *(str(Path(__file__).resolve()), "train", str(self._until)),
+            *("--failure-timeout", str(FAILURE_TIMEOUT_S), "--"),
+            *(() if templates else ("env",)),  # whose workers no template can be
+            *(sys.executable, str(Path(__file__).resolve()), "train", str(self._until)),
         ]
         self._log = folder / "log"
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -193,17 +227,20 @@ class Disturbed:
         self._generations, self._size, self._steps, self._settled = 0, 0, 0, 0
         self.pauses: list[float] = []
         self.deaths: list[str] = []
+        self.gpu_use: list[dict[str, float]] = []
+        """What NVML has told of the first GPU, by field of ``GpuSample``."""
 
     def use(self, slots: int) -> None:
         """Set the number of processes that the run may have from now on."""
         write_hostfile(self._hostfile, {"localhost": slots})
 
-    def settle(self, size: int, generations: int) -> list[float]:
+    def settle(self, size: int, generations: int, quiet_steps: int = QUIET_STEPS) -> list[float]:
         """Wait until the run has had further generations and trains with ``size`` processes.
 
         Args:
             size: number of processes of the last generation.
             generations: number of further generations to wait for.
+            quiet_steps: steps after the last of them to wait for.
 
         Returns:
             The pauses of these generations [s].
@@ -216,7 +253,7 @@ class Disturbed:
         while (
             self._generations < wanted
             or self._size != size
-            or self._steps < self._settled + QUIET_STEPS
+            or self._steps < self._settled + quiet_steps
         ):
             self._look()
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -243,6 +280,8 @@ class Disturbed:
                 self._steps = event["step"]
             elif event["kind"] == "worker_left":
                 self.deaths.append(event["cause"])
+            elif event["kind"] == "host_sample":
+                self.gpu_use += event["gpus"][:1]
 
     def workers(self) -> list[psutil.Process]:
         """Return the living worker processes, the oldest first."""
@@ -285,8 +324,8 @@ class Disturbed:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-25:])
 
 
-def measure_faults(rounds: int, say: Say) -> list[dict[str, Any]]:
-    """Measure the pauses of rescales and failures.
+def measure_faults(rounds: int, say: Say) -> dict[str, list[dict[str, Any]]]:
+    """Measure the pauses of rescales and failures, and what NVML tells of the GPU meanwhile.
 
     Raises:
         RunError: a worker died for a reason that the benchmark did not cause.
@@ -325,7 +364,41 @@ def measure_faults(rounds: int, say: Say) -> list[dict[str, Any]]:
     unexpected = [death for death in deaths if not any(cause in death for cause in causes)]
     if unexpected:
         raise RunError(f"workers ended by themselves: {', '.join(unexpected)}")
-    return [{"event": name, "pause_s": figure(taken)} for name, taken in pauses.items()]
+    rows = [{"event": name, "pause_s": figure(taken)} for name, taken in pauses.items()]
+    say(f"the most that NVML has told: {_most(run.gpu_use)}")
+    return {"faults": rows, "nvml": [_most(run.gpu_use)]}
+
+
+def _most(samples: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Return the largest value of each field."""
+    most: dict[str, float] = {}
+    for sample in samples:
+        most |= {name: max(value, most.get(name, value)) for name, value in sample.items()}
+    return most
+
+
+def measure_template(rounds: int, say: Say) -> list[dict[str, Any]]:
+    """Measure the time from the kill of a worker until its successor trains."""
+    rows = []
+    for templates in (True, False):
+        refills = []
+        with tempfile.TemporaryDirectory(prefix="hvd_elastic-gpu-") as temporary:
+            run = Disturbed(Path(temporary), templates=templates)
+            try:
+                run.settle(2, 1)
+                time.sleep(TEMPLATE_S)
+                for _ in range(rounds):
+                    run.workers()[0].send_signal(signal.SIGKILL)
+                    began = time.monotonic()
+                    run.settle(2, 2, quiet_steps=0)
+                    refills.append(time.monotonic() - began)
+                    run.settle(2, 0)
+                run.finish()
+            finally:
+                run.end()
+        rows.append({"templates": templates, "refill_s": figure(refills)})
+        say(f"a successor {'from a' if templates else 'without'} template: {refills[-1]:.2f} s")
+    return rows
 
 
 def _last(taken: tuple[str, list[float]]) -> str:
@@ -333,37 +406,34 @@ def _last(taken: tuple[str, list[float]]) -> str:
 
 
 def measure_overhead(rounds: int, say: Say) -> list[dict[str, Any]]:
-    """Measure the step time of ResNet-50, adaptive and with the optimizer alone."""
+    """Measure the step time of ResNet-50 with ours, relative to the optimizer alone and to DDP."""
     rows = []
-    for precision in PRECISIONS:
+    for ranks, ours, precision in itertools.product((1, 2), OURS, PRECISIONS):
         with tempfile.TemporaryDirectory(prefix="hvd_elastic-gpu-") as temporary:
             result = Path(temporary) / "times.json"
             command = [
-                *(*OUR_PROGRAM, "run", "--checkpoint-every", "0", "--", sys.executable),
-                *(str(Path(__file__).resolve()), "overhead", str(result), precision, str(rounds)),
+                *(*OUR_PROGRAM, "run", "--np", str(ranks), "--checkpoint-every", "0", "--"),
+                *(sys.executable, str(Path(__file__).resolve()), "overhead", str(result)),
+                *(precision, ours, str(ranks), str(rounds)),
             ]
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
             done = subprocess.run(command, capture_output=True, text=True, env=environment)
             if done.returncode != 0:
                 raise RunError(f"the job ended with {done.returncode}:\n{done.stdout[-2000:]}")
             times = json.loads(result.read_text(encoding="utf-8"))
-        pairs = zip(times["adaptive"], times["bare"], strict=True)
-        ratios = [adaptive / bare for adaptive, bare in pairs]
-        rows.append(
-            {
-                "network": "ResNet-50",
-                "precision": precision,
-                "batch": IMAGES,
-                "bare_s": statistics.median(times["bare"]),
-                "adaptive_s": statistics.median(times["adaptive"]),
-                **spread(ratios),
-            }
-        )
-        say(f"ResNet-50, {precision}: {rows[-1]['median']:.4f} times the step")
+        ratios = {
+            f"relative to {name}": spread([a / b for a, b in zip(*pair, strict=True)])
+            for name, pair in ((name, (times["ours"], times[name])) for name in STEPS[:2])
+        }
+        row = {"network": "ResNet-50", "ranks": ranks, "precision": precision, "ours": ours}
+        medians = {f"{name}_s": statistics.median(taken) for name, taken in times.items()}
+        rows.append({**row, "batch": IMAGES, **medians, **ratios})
+        told = ", ".join(f"{ratio['median']:.3f} {name}" for name, ratio in ratios.items())
+        say(f"ResNet-50, {count(ranks, 'rank')}, {precision}, {ours} batch: {told}")
     return rows
 
 
-def what_lacks(parts: Iterable[str]) -> str | None:
+def what_lacks() -> str | None:
     """Return why the benchmark cannot run here, or None if it can."""
     if importlib.util.find_spec("torch") is None:
         return "PyTorch is not installed; use: make env"
@@ -377,8 +447,6 @@ def what_lacks(parts: Iterable[str]) -> str | None:
 
     if not horovod.nccl_built():
         return "Horovod was built without NCCL; use: hvd-elastic build-horovod --rebuild"
-    if "overhead" in parts and importlib.util.find_spec("torchvision") is None:
-        return "the part overhead needs torchvision, or use: --parts faults"
     return None
 
 
@@ -387,7 +455,7 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
     if args.rounds < 1:
         raise UsageError(f"--rounds {args.rounds}: at least 1")
     check_names("--parts", args.parts, PARTS)
-    lacking = what_lacks(args.parts)
+    lacking = what_lacks()
     if lacking is not None:
         raise RunError(f"benchmarks/gpu.py cannot run here: {lacking}")
     import torch
@@ -395,9 +463,11 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
     load_before = os.getloadavg()
     found: dict[str, list[dict[str, Any]]] = {}
     if "faults" in args.parts:
-        found["faults"] = measure_faults(args.rounds, say)
+        found |= measure_faults(args.rounds, say)
+    if "template" in args.parts:
+        found["template"] = measure_template(args.rounds, say)
     if "overhead" in args.parts:
-        found["overhead"] = measure_overhead(5 * args.rounds, say)
+        found["overhead"] = measure_overhead(4 * args.rounds, say)
     gpus = torch.cuda.device_count()
     version = ".".join(map(str, torch.cuda.nccl.version()))
     hosts = f"{gpus} x {torch.cuda.get_device_name()}"
@@ -415,6 +485,8 @@ def main(argv: list[str] | None = None) -> int:
     costing = of.add_parser("overhead")
     costing.add_argument("result", type=Path)
     costing.add_argument("precision", choices=PRECISIONS)
+    costing.add_argument("ours", choices=OURS)
+    costing.add_argument("ranks", type=int)
     costing.add_argument("rounds", type=int)
     words = sys.argv[1:] if argv is None else argv
     if words[:1] in (["train"], ["overhead"]):

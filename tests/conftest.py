@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import sys
+from importlib import import_module
 
 import pytest
 from hypothesis import settings
@@ -27,7 +28,7 @@ settings.register_profile("ci", settings.get_profile("ci"), max_examples=100 if 
 # Each process collects the tests of both frameworks. Triton, which comes with a PyTorch for GPUs,
 # dies of signal 11 where TensorFlow was loaded before it.
 with contextlib.suppress(ImportError):
-    import triton  # noqa: F401
+    import_module("triton")
 
 # Whatever starts in the background of a shell script ignores Ctrl-C, and so would all it starts:
 # programs of ours that the tests interrupt among them.

@@ -519,6 +519,7 @@ class Agent:
                 machine=_machine(),
                 swept=swept,
                 held=held,
+                time=time.time(),
             )
         )
 

@@ -180,6 +180,9 @@ class Workers:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         shutil.rmtree(self._scratch, ignore_errors=True)
+        if made := self.__dict__.get("_compiler_cache"):
+            with contextlib.suppress(OSError):  # there is compiled code in it
+                Path(made).rmdir()
 
     def __bool__(self) -> bool:
         return bool(self._by_name)

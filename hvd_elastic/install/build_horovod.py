@@ -80,8 +80,8 @@ def patch_digest() -> str:
     return hashlib.sha256(PATCH.read_bytes()).hexdigest()
 
 
-def prepare_source(source: Path, inputs: BuildInputs) -> None:
-    """Apply the patch, completely or not at all, and adapt the source to these inputs.
+def prepare_source(source: Path, inputs: BuildInputs, patch: Path = PATCH) -> None:
+    """Apply a patch, completely or not at all, and adapt the source to these inputs.
 
     Horovod's XLA operations are not compiled: since version 2.16 TensorFlow does not ship the
     headers that they include.
@@ -90,7 +90,7 @@ def prepare_source(source: Path, inputs: BuildInputs) -> None:
         BuildError: the source is not the release that the patch was made for.
     """
     done = subprocess.run(
-        ["git", "apply", "--whitespace=nowarn", str(PATCH)],
+        ["git", "apply", "--whitespace=nowarn", str(patch)],
         cwd=source,
         # Inside another repository git would look for the paths there and change nothing.
         env={**os.environ, "GIT_CEILING_DIRECTORIES": str(source.resolve().parent)},
@@ -99,7 +99,7 @@ def prepare_source(source: Path, inputs: BuildInputs) -> None:
     )
     if done.returncode != 0:
         raise BuildError(
-            f"{PATCH.name} does not fit the source, which is not the release that it was made "
+            f"{patch.name} does not fit the source, which is not the release that it was made "
             f"for:\n{done.stderr.strip()}"
         )
     if inputs.tensorflow is not None:
@@ -252,7 +252,7 @@ def _check_cuda(cuda: str, nccl: str | None) -> None:
         )
 
 
-def build_wheel(inputs: BuildInputs, work: Path, log: Path, jobs: int) -> Path:
+def build_wheel(inputs: BuildInputs, work: Path, log: Path, jobs: int, patch: Path = PATCH) -> Path:
     """Download, patch and compile Horovod in ``work``; return the path of the wheel."""
     _install_missing(BUILD_REQUIREMENTS, "build requirements", log)
     run_quietly(
@@ -265,7 +265,7 @@ def build_wheel(inputs: BuildInputs, work: Path, log: Path, jobs: int) -> Path:
     )  # fmt: skip
     cuda_home = provide_toolkit(inputs, work, log)
     source = unpack_sdist(work / f"horovod-{inputs.horovod}.tar.gz", work)
-    prepare_source(source, inputs)
+    prepare_source(source, inputs, patch)
     print(
         f"Building {inputs.describe()}, {jobs} compiler{'s' if jobs > 1 else ''} at once",
         flush=True,

@@ -16,22 +16,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_elastic.checkpoint.header import unused_name
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.frameworks import check_keras_model
+from hvd_elastic.keras.checks import check_call, check_model, optimizers_of, takes_nothing
 from hvd_elastic.keras.monitors import Monitors
 from hvd_elastic.tensorflow.data import ElasticDataset
 from hvd_elastic.tensorflow.frontend import choose_optimizers, optimizers_watched, rehearse
-from hvd_elastic.tensorflow.optimizer import averager_of
+from hvd_elastic.tensorflow.losses import losses_watched
+from hvd_elastic.tensorflow.metrics import MetricSums
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.tensorflow.variables import (
-    check_built,
-    check_no_loss_scaling,
     keep_values,
     variable_of,
 )
 from hvd_elastic.training import context
+from hvd_elastic.training.elastic import stop
 from hvd_elastic.training.metrics import average_over_ranks
 from hvd_elastic.training.planning.batch_bounds import require_whole
 from hvd_elastic.training.progress import AFTER_LOOP, Phase
@@ -67,6 +66,7 @@ class ElasticCallback(keras.callbacks.Callback):
     """
 
     state: State
+    _metrics: MetricSums
     _monitors: Monitors
 
     def __init__(
@@ -81,6 +81,11 @@ class ElasticCallback(keras.callbacks.Callback):
             raise ScriptError(
                 f"ElasticCallback(evaluate={evaluate!r}): it must be a function that returns "
                 "metrics by name, such as lambda: hvd.evaluate(model, (images, labels), metrics)"
+            )
+        if evaluate is not None and not takes_nothing(evaluate):
+            raise ScriptError(
+                "ElasticCallback(evaluate=...): it is called without arguments. Write "
+                "lambda: hvd.evaluate(model, (images, labels), metrics)"
             )
         if epochs is not None:
             what = "the progress in passes over the data at the initial batch size that ends fit"
@@ -105,9 +110,12 @@ class ElasticCallback(keras.callbacks.Callback):
         self._head: Any = None
         """Snapshot after all callbacks have ended an epoch and begun the next one."""
         self._examples = 0
+        self._own: np.ndarray | None = None
+        """Variables of this rank's metrics after the batches of the epoch; None: not yet."""
+        self._arrays: dict[str, Any] = {}
+        """Metrics of the epoch that are not one number."""
         self._kept: tuple[int, Callable[[], None]] | None = None
         """Examples before the step that has begun, and what sets the metrics back to that time."""
-        self._steps: int | None = None
         self._train: Any = None
         self._batches: Batches | None = None
         self._began = False
@@ -115,8 +123,7 @@ class ElasticCallback(keras.callbacks.Callback):
     # -- what Keras calls ------------------------------------------------------------------
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Keep the number of steps; where it is but a bound, the progress bar does without."""
-        self._steps = params["steps"]
+        """Have the progress bar do without the number of steps where it is but a bound."""
         if self._ctx.planner.adapts:
             params["steps"] = None
         super().set_params(params)
@@ -124,17 +131,24 @@ class ElasticCallback(keras.callbacks.Callback):
     def set_model(self, model: Any) -> None:
         """Check the model before Keras makes its training function."""
         super().set_model(model)
-        _check(model)
+        check_model(model)
         model.jit_compile = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Have the step traced, and join the other ranks."""
-        self.state = State(model=self.model, **_optimizers_of(self.model), **self._values)
+        check_call(self.model)
+        self.state = State(model=self.model, **optimizers_of(self.model), **self._values)
         self._monitors = Monitors(self)
         self.state.keep("_monitors", self._monitors)
         choose_optimizers(self.state)
         self._watch.enter_context(optimizers_watched(self.state))
+        self._watch.enter_context(losses_watched(self._compiled_losses))
         self._train = self.model.train_function
+        self._monitors.callbacks.append(_StopTogether(self.model))
+        self._metrics = self._built_metrics()
+        self.state.keep("_metric_sums", self._metrics)
+        averagers: Any = self._ctx.worker.averagers
+        next(iter(averagers)).metrics = self._metrics if self._metrics.size else None
         rehearse(self.state, self._trace)
         self._ctx.aim(self._epochs or self.params["epochs"], "epoch")
         self._session.begin()
@@ -145,7 +159,8 @@ class ElasticCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin to count the examples of this rank."""
-        self._examples = 0
+        self._examples, self._own = 0, None
+        self._metrics.begin_epoch(whole=self._ctx.worker.progress.position == 0)
         if not self._began and epoch != self._ctx.worker.progress.epoch:
             raise ScriptError(
                 f"model.fit(initial_epoch={epoch}): a run that is resumed goes on in the epoch "
@@ -161,18 +176,28 @@ class ElasticCallback(keras.callbacks.Callback):
         if self._batches is not None and self._batches.is_over:
             self._last = self.state.take_snapshot()
 
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Keep the metrics of the epoch, before Keras resets them for validation data."""
+        over = self._batches is not None and self._batches.is_over
+        if self._own is None and (over or self.model.stop_training):
+            self._own = self._metrics.own()
+
     def on_epoch_end(self, epoch: int, logs: Any) -> None:
         """Average the metrics, and turn the epoch."""
+        if self._own is None:
+            self._own = self._metrics.own()
         if self._batches is not None:
             self._batches.restart()  # a callback may have ended the epoch early
         numbers = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0}
         self._ended, self._averaged = (epoch, self._examples, numbers), None
+        self._arrays = {key: value for key, value in logs.items() if key not in numbers}
         self._ctx.worker.saves = {}
         self._ctx.rollback.tail_begins()
         failed, self._failed = self._failed, None
         if failed is not None:
             self._session.recover(failed, in_tail=True)
-        logs.update(self._finish_tail())
+        averaged = self._finish_tail()
+        logs.update(averaged | self._arrays)
         self._report(logs)
         if self._ctx.worker.progress.stopped or self._is_enough():
             self.model.stop_training = True
@@ -225,21 +250,11 @@ class ElasticCallback(keras.callbacks.Callback):
 
     def _input(self, dataset: ElasticDataset) -> Batches:
         ElasticDataset.as_input = None  # for the one dataset of this epoch
-        if self._steps != int(dataset.cardinality()):
-            raise ScriptError(
-                f"model.fit(steps_per_epoch={self._steps}): an epoch is a pass over the data, in "
-                "which each example is used once; leave steps_per_epoch out"
-            )
         return Batches(dataset)
 
     def _step(self, batches: Any) -> Any:
         """Train on the next batch; in place of the model's training function."""
-        if not isinstance(batches, Batches):
-            raise ScriptError(
-                "model.fit(x): with ElasticCallback the data has to come from hvd.dataset(source, "
-                "batch_size, shuffle=True), which gives each rank its share; map and prefetch may "
-                f"follow it. This is a {type(batches).__name__}"
-            )
+        assert isinstance(batches, Batches), "made by the dataset, see check_call"
         if batches is not self._batches:
             self._batches = batches
             self._head = self.state.take_snapshot()
@@ -258,6 +273,7 @@ class ElasticCallback(keras.callbacks.Callback):
                 self._kept = (self._examples, keep_values(metrics))
             try:
                 data = next(batches)
+                examples = self._ctx.step.passes[-1].examples  # a sparse tensor has no length
                 logs = self._train([data])
                 try:
                     worker.averagers.collect()
@@ -265,10 +281,10 @@ class ElasticCallback(keras.callbacks.Callback):
                     self._failed = error  # the step is taken, so the callbacks follow it first
                 if worker.averagers.several:
                     self._ctx.mark_consumed()
-                self._examples += len(tf.nest.flatten(data)[0])
+                self._examples += examples
                 if worker.progress.step > done:
                     self._kept = worker.saves = None  # no rank ends the last epoch again
-                self._ctx.commit(logs)
+                self._ctx.commit({k: v for k, v in logs.items() if not tuple(np.shape(v))})
                 batches.end_if_last()
                 return logs
             except (GenerationBrokenError, tf.errors.OpError) as error:
@@ -277,6 +293,7 @@ class ElasticCallback(keras.callbacks.Callback):
                     restore_metrics()
                 self._recover(error, batches)
         # The others have taken the step, so the callbacks of this rank follow it too.
+        self._metrics.all_told()
         return self.model.get_metrics_result()
 
     def _recover(self, error: Exception, batches: Batches) -> None:
@@ -321,11 +338,73 @@ class ElasticCallback(keras.callbacks.Callback):
         self._ctx.rollback.collective_begins("the metrics of the epoch")
         _, examples, logs = self._ended
         communicator = self._ctx.worker.communicator
+        logs = {**logs, **self._summed(logs)}
         found, known = average_over_ranks(communicator, examples, logs, self._averaged)
         if self._evaluate is not None and not known:
-            found |= {name: float(value) for name, value in self._evaluate().items()}
+            more = self._evaluate()
+            if not isinstance(more, Mapping):
+                raise ScriptError(
+                    f"ElasticCallback(evaluate=...) has returned a {type(more).__name__}, and has "
+                    "to return metrics by name, as hvd.evaluate does; model.evaluate does so with "
+                    "return_dict=True"
+                )
+            found |= {name: float(value) for name, value in more.items()}
         self._averaged = found
         return found
+
+    def _built_metrics(self) -> MetricSums:
+        """Return the model's metrics, which Keras builds when it traces a step."""
+        model, latest = self.model, ElasticDataset.latest
+        compiled = (model._compile_metrics, model._compile_loss)
+        if latest is not None and not all(each is None or each.built for each in compiled):
+            batch = next(latest.examples())
+            try:
+                model._symbolic_build(data_batch=batch)
+            except (
+                AttributeError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+            ):  # a model that Keras cannot call symbolically is traced twice
+                rehearse(self.state, lambda: self._train([batch]))
+                model.make_train_function(force=True)
+                self._train = model.train_function
+        found = MetricSums(model.metrics)
+        for metric in found.others:
+            self._ctx.worker.warn_once(
+                f"metric {metric.name!r}: {type(metric).__name__} sets its variables (assign), so "
+                "they are no sums, which could be added up over the ranks: its value is the "
+                "average of the ranks' values by examples, and depends on their number. If they "
+                "are sums, change them by assign_add"
+            )
+        return found
+
+    def _compiled_losses(self) -> list[Any]:
+        compiled = self.model._compile_loss
+        return [] if compiled is None else [each.loss for each in compiled._flat_losses or ()]
+
+    def _summed(self, logs: Mapping[str, float]) -> dict[str, float]:
+        """Return the numbers in ``logs`` that are metrics, over the examples of all ranks."""
+        metrics, communicator = self._metrics, self._ctx.worker.communicator
+        own = self._own
+        untold = np.zeros(tuple(metrics.sums.shape)) if own is None else metrics.untold(own)
+        handle = communicator.sum_async(untold, "hvd_elastic.metric_sums")
+        whole = communicator.wait(handle) + metrics.sums.numpy()
+        if own is None:
+            return {}  # another epoch has begun here, so these numbers are known
+
+        def results() -> dict[str, Any]:
+            found = self.model.get_metrics_result()
+            return {key: tf.convert_to_tensor(value).numpy() for key, value in found.items()}
+
+        mine, found = metrics.results(own, results), metrics.results(whole, results)
+        same = [
+            key
+            for key, value in {**logs, **self._arrays}.items()
+            if key in mine and np.allclose(mine[key], value, rtol=1e-5, equal_nan=True)
+        ]  # a train_step may return other values under these names
+        self._arrays.update((key, found[key]) for key in same if key in self._arrays)
+        return {key: float(found[key]) for key in same if key in logs}
 
 
 class Batches:
@@ -358,39 +437,17 @@ class Batches:
         self._batches = self._dataset.batches()
 
 
-def _check(model: Any) -> None:
-    """Raise ScriptError for a model whose ``fit`` cannot be made elastic; say why."""
-    optimizer = model.optimizer
-    check_keras_model(model)
-    check_built(model, "model.fit")
-    check_no_loss_scaling(optimizer, "model.fit")
-    if not _optimizers_of(model):
-        raise ScriptError(
-            f"model.compile(optimizer): this {type(optimizer).__name__} was not given to "
-            "hvd_elastic.keras.DistributedOptimizer, so its gradients are not averaged; write "
-            "model.compile(hvd.DistributedOptimizer(optimizer), ...)"
-        )
-    if model.steps_per_execution != 1:
-        raise ScriptError(
-            f"model.compile(steps_per_execution={model.steps_per_execution}): hosts join and leave "
-            "between two steps, and a failure repeats one; leave it at 1"
-        )
-    options = getattr(model, "_compile_config", None)
-    if options is not None and options.config.get("jit_compile") is True:
-        raise ScriptError(
-            "model.compile(jit_compile=True): XLA cannot run Horovod's reductions. Leave it out"
-        )
+class _StopTogether(keras.callbacks.Callback):
+    """Has all ranks end training where a callback of this one ends it after a batch.
 
+    It comes last. Only this rank may have seen the reason, such as a loss that is not a number.
+    """
 
-def _optimizers_of(model: Any) -> dict[str, Any]:
-    """Return by name the optimizers of a model whose gradients are averaged: its attributes."""
-    found: dict[str, Any] = {}
-    for layer in model._flatten_layers():
-        for name, value in vars(layer).items():
-            each = value if isinstance(value, (list, tuple)) else [value]
-            for number, item in enumerate(each):
-                averaged = isinstance(item, keras.optimizers.Optimizer) and averager_of(item)
-                if averaged and not any(item is known for known in found.values()):
-                    own = name.lstrip("_") + (f"_{number}" if len(each) > 1 else "")
-                    found[unused_name(own, found)] = item
-    return found
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.set_model(model)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.model.stop_training:
+            self.model.stop_training = False
+            stop(f"a callback of model.fit has set stop_training after batch {batch} of an epoch")

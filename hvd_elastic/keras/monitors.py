@@ -12,6 +12,7 @@ from hvd_elastic.errors import ScriptError
 
 _MONITORS = (
     keras.callbacks.EarlyStopping,
+    keras.callbacks.History,
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.ReduceLROnPlateau,
 )
@@ -22,13 +23,16 @@ fall, once in each process."""
 
 
 class Monitors:
-    """EarlyStopping, ModelCheckpoint and ReduceLROnPlateau, as one object of the State.
+    """EarlyStopping, ModelCheckpoint, ReduceLROnPlateau and History, as one object of the State.
 
     Each rank decides for itself when to stop or to reduce the learning rate, by metrics that are
     the same on all. So a worker that joins, and a resumed run, need what the others remember.
 
     Args:
         first: the callback that has to come before them.
+
+    Attributes:
+        callbacks: all callbacks of ``fit``, in the order in which Keras calls them.
 
     Raises:
         ScriptError: one comes before it, or a callback restores training by itself.
@@ -37,7 +41,7 @@ class Monitors:
     def __init__(self, first: keras.callbacks.Callback) -> None:
         self._received: dict[str, dict[str, Any]] = {}
         self._monitors: dict[str, tuple[keras.callbacks.Callback, dict[str, Any]]] = {}
-        callbacks = next(
+        self.callbacks = callbacks = next(
             (
                 each.callbacks
                 for each in gc.get_objects()
@@ -76,7 +80,7 @@ class Monitors:
         """Set the callbacks to what another rank had, or a checkpoint."""
         self._received = state
         for name, (callback, before) in self._monitors.items():
-            vars(callback).update(before | state.get(name, {}))
+            vars(callback).update(_copied(before | state.get(name, {})))
 
     snapshot = state_dict
     roll_back = load_state_dict
@@ -87,10 +91,21 @@ class Monitors:
 
 
 def _remembered(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    return {k: v for k, v in vars(callback).items() if k not in _SET_ONCE and _is_plain(v)}
+    plain = {k: v for k, v in vars(callback).items() if k not in _SET_ONCE and _is_plain(v)}
+    found: dict[str, Any] = _copied(plain)
+    return found
+
+
+def _copied(value: Any) -> Any:
+    """Return a value with lists and dicts of its own, which callbacks add to."""
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return [*value] if isinstance(value, list) else value
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list):
-        return all(map(_is_plain, value))
+        return all(map(_is_plain, value[:1]))  # of one kind, and a history is long
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
     return isinstance(value, _PLAIN)

@@ -184,6 +184,7 @@ class Metrics(_Event, tag="metrics"):
     rank_s: list[float | None] | UnsetType = UNSET
     passes: int | UnsetType = UNSET
     data_wait: float | UnsetType = UNSET
+    late_s: float | UnsetType = UNSET
     rank_wait: float | UnsetType = UNSET
     done: float | UnsetType = UNSET
     shares: list[int] | UnsetType = UNSET

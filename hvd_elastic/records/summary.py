@@ -19,7 +19,7 @@ METRIC_FIELDS = frozenset(
         "t", "mono", "kind", "step", "epoch", "examples", "throughput", "noise_scale", "efficiency",
         "goodput", "global_batch_size", "skipped_steps", "lr", "loss", "position", "size",
         "generation", "rank", "host", "local_rank", "passes", "rank_s", "shares",
-        "data_wait", "rank_wait", "done",
+        "data_wait", "rank_wait", "done", "late_s",
     }
 )  # fmt: skip
 """Fields of ``metrics`` events that the library sets; all others come from the script."""
@@ -27,7 +27,11 @@ _STALE_S = 60.0
 """Age from which a sample of a host is not shown as present [s]."""
 _TOGETHER = 10_000
 """Most events that are taken together, since they are in memory meanwhile."""
-_NOT_SERIES = frozenset({"t", "mono", "kind", "step", "epoch", "examples"})
+_NOT_SERIES = frozenset({"t", "mono", "kind", "step", "epoch", "examples", "late_s"})
+
+
+_RATES = frozenset({"throughput", "goodput"})
+"""Metrics that have no value while no process trains."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +355,8 @@ def take_events(run: RunSummary, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _fields_of_metrics(record: Mapping[str, Any]) -> tuple[str, ...] | None:
-    return tuple(record) if record.get("kind") == "metrics" else None
+    together = record.get("kind") == "metrics" and "late_s" not in record
+    return tuple(record) if together else None
 
 
 def _are_timed(records: Iterable[Mapping[str, Any]]) -> bool:
@@ -534,6 +539,9 @@ def _spend_on_rescale(run: RunSummary, rescale: Rescale, at_s: float) -> None:
         since_s = run.spending.stopped()
         if run.sizes:
             _set_size(run, since_s, 0, since_s=since_s)
+            for name in run.series.keys() & _RATES:
+                run.series[name].at_s.append(since_s)
+                run.series[name].values.append(math.nan)
         run.spending.size = rescale.to_size
         run.spending.add("failures" if rescale.failure else "start-up", at_s - since_s)
         return
@@ -561,6 +569,9 @@ def _progress(run: RunSummary, record: Mapping[str, Any]) -> None:
 @_on("metrics")
 def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     _progress(run, record)
+    # What arrives late, as after a takeover, belongs to the time when it was measured.
+    late_s = _number(record.get("late_s")) or 0.0
+    at_s = max(at_s - late_s, min(at_s, run.spending.heard_s))
     run.spending.heard_s = at_s
     if _whole(record.get("step")):
         _first_step(run, at_s)

@@ -41,6 +41,7 @@ import tensorflow as tf
 
 from hvd_elastic.tensorflow.data import dataset
 from hvd_elastic.tensorflow.frontend import TensorFlowFrontend, let_two_operations_run
+from hvd_elastic.tensorflow.metrics import metric_results
 from hvd_elastic.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
 from hvd_elastic.tensorflow.saving import load_model
 from hvd_elastic.tensorflow.schedule import follow_progress
@@ -54,6 +55,7 @@ from hvd_elastic.training.prediction import predict
 from hvd_elastic.training.saving import save
 from hvd_elastic.training.script_collectives import allgather, allreduce
 from hvd_elastic.training.script_ranks import local_rank, rank, report, size
+from hvd_elastic.training.step_weight import step_weight
 
 __all__ = [
     "DistributedGradientTape",
@@ -69,12 +71,14 @@ __all__ = [
     "init",
     "load_model",
     "local_rank",
+    "metric_results",
     "predict",
     "rank",
     "report",
     "run",
     "save",
     "size",
+    "step_weight",
     "steps",
     "stop",
 ]

@@ -86,6 +86,8 @@ class Adaptation:
         return self.undisturbed(adjustment)._replace(
             factor=control.factor,
             alone=control.alone,
+            ranks=control.ranks,
+            examples=control.examples,
             last=not step.accumulating,
             sampled=self._sampling,
             progress=whole_steps(planner.progress) if follows_progress(self._optimizer) else 0,
@@ -130,7 +132,7 @@ class Adaptation:
             self.statistics.samples.end_step(step, self._context.step.examples, part)
         self.statistics.samples.drop_step()
         if not finite:
-            planner.skip(step)
+            self._context.step_skipped()
             return 0.0
         planner.skipped.note(finite=True)
         return self._gain

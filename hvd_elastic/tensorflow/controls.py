@@ -20,6 +20,8 @@ class Control(NamedTuple):
         beta_1, beta_2, epsilon: those of Adam.
         progress: scale-invariant progress [whole steps at the initial batch size]; 0 where no
             schedule follows it.
+        ranks: number of ranks.
+        examples: number of examples of this pass on this rank.
     """
 
     factor: Any = 1.0
@@ -31,6 +33,8 @@ class Control(NamedTuple):
     beta_2: Any = 0.0
     epsilon: Any = 0.0
     progress: Any = 0
+    ranks: Any = 1
+    examples: Any = 0
 
 
 class Controls:

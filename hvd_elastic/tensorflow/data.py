@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import keras
@@ -17,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDataset
+from tensorflow.python.util import nest
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training import context as training
@@ -49,6 +51,7 @@ def dataset(
     accumulation: bool = True,
     unequal_shares: bool | None = None,
     seed_examples: bool = False,
+    pad: float | None = None,
 ) -> tf.data.Dataset:
     """Return a ``tf.data.Dataset`` of this rank's share of every global batch.
 
@@ -77,12 +80,14 @@ def dataset(
         seed_examples: seed the random numbers of Python and NumPy for each example of ``source``,
             by ``seed``, the epoch and its index, so that it does not depend on the process that
             reads it. It is always so where input hosts read for the ranks.
+        pad: value that fills examples of unequal length up to the longest of their batch, along all
+            dimensions; None: all examples have the same shapes. For a source that returns examples.
 
     Raises:
         ScriptError: the source cannot be read by index, is empty, or is batched already;
             batch_size or seed is out of range; the bounds of the batch contradict each other.
     """
-    source_here = DatasetSource(source, seed)
+    source_here = DatasetSource(source, seed, pad)
     order = order_for(
         "hvd.dataset",
         source,
@@ -96,7 +101,8 @@ def dataset(
         accumulation=accumulation,
         unequal_shares=unequal_shares,
     )
-    shares = _Shares(order, source_here, SharedReading(source_here, 0, always=seed_examples))
+    reading = SharedReading(source_here, 0, always=seed_examples)
+    shares = _Shares(order, source_here, reading, padded=pad is not None)
     # Not from_generator, whose first batch takes some 10 ms of each change of the world.
     made = tf.data.Dataset.counter().scan(np.int64(0), shares.next_in_graph)
     return ElasticDataset(made.prefetch(1), shares)
@@ -109,8 +115,13 @@ class DatasetSource(IndexedSource):
         ScriptError: the source cannot be read by index.
     """
 
-    def __init__(self, source: Any, seed: int = 0) -> None:
+    def __init__(self, source: Any, seed: int = 0, pad: float | None = None) -> None:
         if Arrays.is_source(source):
+            if pad is not None:
+                raise ScriptError(
+                    f"hvd.dataset(arrays, pad={pad}): examples of an array have one shape; leave "
+                    "pad out"
+                )
             arrays = Arrays(source)
             super().__init__(arrays, len(arrays), arrays.collate, seed)
         elif isinstance(source, keras.utils.PyDataset):
@@ -125,7 +136,7 @@ class DatasetSource(IndexedSource):
                 "may follow: hvd.dataset((images, labels), 64).map(augment)"
             )
             examples = examples_of(source, isinstance(source, tf.data.Dataset), instead)
-            super().__init__(source, examples, collated, seed)
+            super().__init__(source, examples, partial(collated, pad=pad), seed)
         self._started = WorkerStart(None)
 
     def __getitem__(self, index: int) -> Any:
@@ -150,13 +161,21 @@ def _no_operations(*_: Any) -> NoReturn:
 class _Shares(OrderedLoader):
     """The batches of this rank, as the source of a pipeline."""
 
-    def __init__(self, order: DataOrder, source: DatasetSource, shared: SharedReading) -> None:
+    def __init__(
+        self,
+        order: DataOrder,
+        source: DatasetSource,
+        shared: SharedReading,
+        *,
+        padded: bool = False,
+    ) -> None:
         super().__init__(order, shared)
         self._source = source
         self._is_shared = False
-        self._signature = tf.nest.map_structure(
-            lambda batch: tf.TensorSpec((None, *batch.shape[1:]), batch.dtype), source.read([0])
-        )
+        first = source.read([0])
+        fields = nest.flatten_with_joined_string_paths(first)
+        self._fields = [(name, _spec(name, batch, padded=padded)) for name, batch in fields]
+        self._signature = tf.nest.pack_sequence_as(first, [spec for _, spec in self._fields])
         self._reading: Iterator[tuple[Any, list[int]]] | None = None
         """Batches of the present pipeline, with their indices."""
         self._read_indices: list[list[int]] = []
@@ -184,9 +203,29 @@ class _Shares(OrderedLoader):
         with self._turn_lock:
             if turn not in (0, self._turn):
                 raise StopIteration
-            batch, indices = next(self._reading)
+            try:
+                batch, indices = next(self._reading)
+            except ScriptError as error:
+                show_instead(error)
+                raise
             self._read_indices.append(indices)
-            return [np.int64(self._turn), *tf.nest.flatten(batch)]
+            flat = tf.nest.flatten(batch)
+            self._check_types(flat)
+            return [np.int64(self._turn), *flat]
+
+    def _check_types(self, flat: list[np.ndarray]) -> None:
+        """Raise ScriptError, which names the field, for values that are not as in example 0."""
+        for (name, spec), array in zip(self._fields, flat, strict=True):
+            fits = spec.shape.is_compatible_with(array.shape)
+            if not fits or tf.as_dtype(array.dtype) != spec.dtype:
+                error = ScriptError(
+                    f"hvd.dataset(source): {_named(name)} is {array.dtype.name} of shape "
+                    f"{array.shape[1:]} in an example, and {spec.dtype.name} of shape "
+                    f"{tuple(spec.shape[1:])} in example 0. All examples need the same types and "
+                    "shapes; hvd.dataset(..., pad=0) fills up those of unequal length"
+                )
+                show_instead(error)
+                raise error
 
     def loop(
         self, begin: Callable[[], Iterator[Any]], enough: Callable[[], bool] | None
@@ -250,6 +289,29 @@ class _Shares(OrderedLoader):
             threading.Thread(target=over.clear, name="hvd_elastic-pipeline", daemon=True).start()
 
 
+def _named(name: str) -> str:
+    return f"field {name}" if name else "an example"
+
+
+def _spec(name: str, batch: np.ndarray, *, padded: bool) -> tf.TensorSpec:
+    """Return the type and shape of a field of a batch; the last of its dimensions are known."""
+    kind = batch.dtype
+    strings = kind.kind != "O" or all(isinstance(each, (str, bytes)) for each in batch.flat)
+    try:
+        known = tf.as_dtype(kind) if strings else None
+    except TypeError:
+        known = None
+    if known is None:
+        raise ScriptError(
+            f"hvd.dataset(source): {_named(name)} is of type {kind}, which TensorFlow has no "
+            "tensors of; convert it to numbers or texts"
+        )
+    inner = batch.shape[1:]
+    if padded and inner:
+        inner = (None,) * max(1, len(inner) - 1) + inner[1:][-1:]
+    return tf.TensorSpec((None, *inner), known)
+
+
 class ElasticDataset(UnaryUnchangedStructureDataset):
     """A dataset of TensorFlow that gives this rank's batches of the epoch when it is iterated."""
 
@@ -285,9 +347,10 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
             yield next(super().__iter__())
         raise ScriptError(
             "the dataset of hvd.dataset is iterated outside of training, where this worker has no "
-            "rank. Put the loop into a function under @hvd.run, `def train(state): ...`, and call "
-            "it: train(hvd.State(model=model, optimizer=optimizer)); or give the dataset to "
-            "model.fit(dataset, callbacks=[hvd.ElasticCallback()])"
+            "rank. To look at the data before (adapt of a layer, evaluate), give the arrays or the "
+            "source itself. To train, put the loop into a function under @hvd.run, `def "
+            "train(state): ...`, and call it: train(hvd.State(model=model, optimizer=optimizer)); "
+            "or give the dataset to model.fit(dataset, callbacks=[hvd.ElasticCallback()])"
         )
 
     def __len__(self) -> int:

@@ -14,6 +14,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.collectives import TensorFlowCollectives, reason_of
 from hvd_elastic.tensorflow.content import load_checkpoint
 from hvd_elastic.tensorflow.inference import TensorFlowInference
+from hvd_elastic.tensorflow.losses import losses_watched
 from hvd_elastic.tensorflow.optimizer import averager_of, tape_averager
 from hvd_elastic.tensorflow.saving import exported, write_object
 from hvd_elastic.tensorflow.state import State
@@ -34,6 +35,7 @@ class TensorFlowFrontend(Frontend):
     horovod = "tensorflow"
     loader = "hvd_elastic.tensorflow.dataset"
     other_loader = "a tf.data.Dataset of your own"
+    takes_step = "optimizer.apply()"
 
     def collectives(self) -> TensorFlowCollectives:
         return TensorFlowCollectives()
@@ -51,13 +53,17 @@ class TensorFlowFrontend(Frontend):
                 return averager.raised
             if averager.reduces(error):
                 worker.communicator.graph_ends(failed=True)
-                return worker.communicator.translated(reason_of(error))
+                found = worker.communicator.translated(reason_of(error))
+                if isinstance(found, ScriptError):
+                    # A rank that leaves the step out alone asks the others in the same way.
+                    context.current().step.refuse_left_out(worker)
+                return found
         return None
 
     @contextlib.contextmanager
     def training(self, state: Any, warmup: Callable[[], object] | None) -> Iterator[None]:
         choose_optimizers(state)
-        with optimizers_watched(state):
+        with optimizers_watched(state), losses_watched():
             if warmup is not None:
                 rehearse(state, warmup)
             check_built(state)

@@ -23,12 +23,14 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.adaptation import Adaptation
 from hvd_elastic.tensorflow.collectives import node_name, reduce_in_graph
 from hvd_elastic.tensorflow.controls import Control, Controls
+from hvd_elastic.tensorflow.metrics import MetricSums
 from hvd_elastic.tensorflow.variables import keep_values, variable_of
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.uncaught import show_instead
 
+METRICS_NAME = "hvd_elastic.metrics_of_step"
 BUCKET_BYTES = 4 << 20
 """Largest bucket; a larger gradient is reduced where it is."""
 _REDUCED_AS = {tf.bfloat16: tf.float32}
@@ -50,6 +52,7 @@ class GradientAverager(Averager):
         optimizer: the optimizer; None: not known.
         raised: error of this library in the step's graph; None: there was none.
         controls: what the graph of the step depends on.
+        metrics: metrics that the ranks tell each other in each step; None: there are none.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class GradientAverager(Averager):
         self._told: list[np.ndarray] | None = None
         self._names: list[str] = []
         self._number = 0
+        self.metrics: MetricSums | None = None
         self._trained: dict[int, Any] = {}
         """Variables that the optimizer was seen to train."""
         self._kept: Callable[[], None] | None = None
@@ -95,10 +99,8 @@ class GradientAverager(Averager):
         """Return gradients averaged over the ranks, and a tensor that is there after the last."""
         control = self._begin_graph()
         packed = _Packed(gradients, variables, control.factor)
-        sums, told = self._exchanged(packed.flats, packed.last, control.alone)
-        with tf.control_dependencies(sums):
-            ended = tf.numpy_function(self._end, [told], tf.bool)
-        return packed.unpacked(sums), ended
+        sums, told = self._exchanged(packed.flats, packed.last, control)
+        return packed.unpacked(sums), self._ended(sums, told, control)
 
     @tf.autograph.experimental.do_not_convert
     def apply(
@@ -127,13 +129,13 @@ class GradientAverager(Averager):
 
         def end_step() -> tf.Tensor:
             flats = adaptation.added(packed.flats)
-            sums, told = self._exchanged(flats, packed.last, control.alone)
+            sums, told = self._exchanged(flats, packed.last, control)
             with tf.control_dependencies(sums):
                 averaged = packed.unpacked([tf.identity(flat) for flat in sums])
             dense = {number: averaged[number] for number in packed.dense}
             finite = adaptation.are_finite([*dense.values()])
             mean = adaptation.statistics.measure(control.sampled, dense, variables)
-            ended = tf.numpy_function(self._end, [told, own, mean, finite], tf.bool)
+            ended = self._ended([], told, control, own, mean, finite)
             with tf.control_dependencies([ended]):
 
                 def take() -> tf.Tensor:
@@ -146,9 +148,11 @@ class GradientAverager(Averager):
         tf.cond(control.last, end_step, add_pass)
 
     def _exchanged(
-        self, flats: Sequence[tf.Tensor], last: int, alone: tf.Tensor
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Return the averages of flat gradients over the ranks, and of their flags.
+        self, flats: Sequence[tf.Tensor], last: int, control: Control
+    ) -> tuple[list[tf.Tensor], tuple[tf.Tensor, ...]]:
+        """Return the averages of flat gradients over the ranks, and what the ranks have told.
+
+        That is the average of their flags and, in ``model.fit``, metrics (see `MetricSums`).
 
         The flags are exchanged just before flat gradient number ``last``. Earlier, while threads of
         this machine compute, each message waits for a processor, and the gradients wait behind it.
@@ -157,12 +161,36 @@ class GradientAverager(Averager):
         self._names = [f"{prefix}{number}" for number in range(len(flats))]
         with tf.control_dependencies(flats):
             flags = tf.numpy_function(self._computed, [], tf.float32)
-        told = flags if several else self._reduced(flags, FLAGS_NAME, alone)
+        told: tuple[tf.Tensor, ...] = (flags,)
+        if self.metrics is not None:
+            own, more = self.metrics.tell()
+            name = METRICS_NAME if several else FLAGS_NAME
+            both = self._reduced(tf.concat([flags, more], 0), name, control.alone)
+            told = both[: -self.metrics.size], own, both[-self.metrics.size :]
+        elif not several:
+            told = (self._reduced(flags, FLAGS_NAME, control.alone),)
         sums = []
         for number, (flat, name) in enumerate(zip(flats, self._names, strict=True)):
             with tf.control_dependencies([flags] if several or number == last else []):
-                sums.append(self._reduced(tf.identity(flat), name, alone))
+                sums.append(self._reduced(tf.identity(flat), name, control.alone))
         return sums, told
+
+    def _ended(
+        self,
+        sums: Sequence[tf.Tensor],
+        told: tuple[tf.Tensor, ...],
+        control: Control,
+        *measured: tf.Tensor,
+    ) -> tf.Tensor:
+        """Return a tensor that is there once all reductions have succeeded."""
+        flags, *more = told
+        with tf.control_dependencies([*sums, *told]):
+            ended = tf.numpy_function(self._end, [flags, *measured], tf.bool)
+        if self.metrics is not None and more:
+            own, mean = more
+            with tf.control_dependencies([ended]):
+                self.metrics.take(own, mean, control.ranks)
+        return ended
 
     def _begin_graph(self) -> Control:
         """Return what the graph that is traced depends on."""
@@ -297,8 +325,21 @@ class GradientAverager(Averager):
 
     def prepare(self) -> None:
         self._begun = False
-        now = Control(self._context.step.weight, self._context.worker.communicator.size == 1)
+        ranks = self._context.worker.communicator.size
+        step = self._context.step
+        examples = step.passes[-1].examples if step.passes else 0
+        now = Control(step.weight, ranks == 1, ranks=ranks, examples=examples)
         self.controls.set(self._adaptation.control(now) if self._adaptation.active else now)
+
+    def check_not_begun(self, call: str) -> None:
+        if self._begun or self._told is not None:
+            raise ScriptError(
+                f"{call} after the gradients of the batch were applied; call it before, outside of "
+                "the tf.function that applies them"
+            )
+
+    def weighed(self) -> None:
+        self.prepare()
 
     def collect(self, *, collectives: bool = True) -> None:
         ended, self._told, self._begun = self._told, None, False
@@ -365,9 +406,18 @@ class GradientAverager(Averager):
     def leave_out(self, *, over: bool) -> None:
         communicator = self._context.worker.communicator
         if communicator.size > 1:
+            # The graph of a rank that takes the step waits for all that it has begun.
+            told = None
+            if self.metrics is None:
+                self._context.begin_exchange()
+            else:
+                length = self._context.number_of_flags() + self.metrics.size
+                told = communicator.reduce_async(np.zeros(length, np.float32), FLAGS_NAME)
             number = np.zeros((1, 1, 1), np.float32)
             begun = communicator.reduce_async(number, f"{gradient_prefix(0)}0")
             self._context.check_left_out(begun)
+            if told is not None:
+                communicator.wait(told)
 
     def reset(self) -> None:
         self._told = self.raised = None

@@ -76,8 +76,8 @@ class TorchFrontend(Frontend):
                     started = getattr(reading, "_workers", ())
                     processes |= {each.sentinel: each for each in started}
             cause = cause.__cause__ or cause.__context__
-        for sentinel in wait([*processes], _READER_ENDS_S) if processes else ():
-            process = processes[sentinel]
+        ended = wait([*processes], _READER_ENDS_S) if processes else ()
+        for process in (each for sentinel, each in processes.items() if sentinel in ended):
             process.join()  # the kernel closes the sentinel a moment before the process has ended
             if process.exitcode == -signal.SIGKILL:
                 return _KILLED.format(process.pid)

@@ -152,8 +152,7 @@ class State(ScriptState):
         self, own: torch.Tensor | None, dtype: str, shape: tuple[int, ...], device: str
     ) -> torch.Tensor:
         like = (dtype_named(dtype), torch.Size(shape), device)
-        fits = own is not None and (own.dtype, own.shape, own.device.type) == like
-        if fits and is_writable(own):
+        if own is not None and (own.dtype, own.shape, own.device.type) == like and is_writable(own):
             return own
         return torch.empty(shape, dtype=dtype_named(dtype), device=device)
 

@@ -26,11 +26,20 @@ _LINEAR = frozenset(
 _OF_PENALTIES = frozenset({"PowBackward0", "AbsBackward0", "ViewBackward0"})
 _LARGEST = 64
 """Most operations that are looked at: about 1 us each."""
+_PARTS = frozenset({"StackBackward0", "CatBackward0"})
+"""Inputs of a sum over a few losses."""
 _MEAN, _SUM, _OTHER = "a mean", "a sum over the batch", "something else"
+_DIVIDED = "a sum over the batch that is divided"
+_UNSEEN = "a sum over what may be the batch"
 _MIXED = (
     "the loss adds {} and {}. Ranks average gradients, which is right for means over the examples; "
     "that of a sum depends on the number of ranks. Make all terms means over the batch, or all of "
     'them sums (reduction="sum")'
+)
+_UNKNOWN = (
+    "the loss has {}. Ranks average gradients: if that makes the loss a mean over the targets or "
+    "tokens of this rank, call hvd.step_weight(their number) before backward(); else the step "
+    "depends on the number of ranks, so make the loss a mean over the batch"
 )
 _NOT_WITH = (
     "the loss is a sum over the batch, and {}: its gradients are averaged over the ranks, so a "
@@ -43,13 +52,13 @@ def summed_losses_are_added(ctx: Context) -> Iterator[None]:
     """Look at the losses of all backward passes in the block."""
     backward, told = torch.autograd.backward, set[str]()
 
-    def look_first(tensors: Any, *args: Any, **options: Any) -> None:
+    def look_first(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
         if isinstance(tensors, torch.Tensor) and ctx.step.passes:
-            problem = _note(ctx, tensors)
+            problem = _note(ctx, tensors, is_vector=grad_tensors is not None)
             if problem and problem not in told:
                 told.add(problem)
                 ctx.worker.warn_once(problem)
-        backward(tensors, *args, **options)
+        backward(tensors, grad_tensors, *args, **options)
 
     torch.autograd.backward = look_first
     try:
@@ -58,11 +67,17 @@ def summed_losses_are_added(ctx: Context) -> Iterator[None]:
         torch.autograd.backward = backward
 
 
-def _note(ctx: Context, loss: torch.Tensor) -> str:
+def _note(ctx: Context, loss: torch.Tensor, *, is_vector: bool) -> str:
     """Have the step add the gradients of a loss up if it is a sum; return why that is not right."""
     step, ranks = ctx.step, ctx.worker.communicator.size
     step.ranks_added = None
-    kinds = kinds_of(loss, step.passes[-1].examples) if ranks > 1 else set()
+    if ranks == 1 or step.counts is not None:  # the script has said what it is a mean over
+        return ""
+    now = step.passes[-1]
+    share = now.step_examples // ranks
+    kinds = kinds_of(loss, now.examples, (share, share + 1), is_vector=is_vector)
+    if unknown := sorted(kinds & {_DIVIDED, _UNSEEN}):
+        return _UNKNOWN.format(" and ".join(unknown))
     if _SUM not in kinds:
         return ""
     if others := sorted(kinds - {_SUM}):
@@ -75,22 +90,26 @@ def _note(ctx: Context, loss: torch.Tensor) -> str:
     return ""
 
 
-def kinds_of(loss: torch.Tensor, examples: int) -> set[str]:
-    """Return what the terms of a loss are; empty: it cannot be seen.
+def kinds_of(
+    loss: torch.Tensor, examples: int, shares: tuple[int, ...], *, is_vector: bool = False
+) -> set[str]:
+    """Return what the terms of a loss are, the same on all ranks; empty: it cannot be seen.
 
     Args:
         loss: the loss, before its backward pass.
         examples: number of examples of this rank that it is computed from.
+        shares: numbers of examples that ranks may have in the step.
+        is_vector: whether the pass is given gradients of the elements of the loss.
     """
-    if loss.dim() and loss.shape[0] == examples > 1:
-        return {_SUM}  # backward(torch.ones_like(loss))
+    if is_vector and loss.dim():
+        return {_SUM if loss.shape[0] == examples else _UNSEEN}
     found: set[str] = set()
-    # A node, and whether what leads to it from the loss divides by the number of examples.
-    open_nodes: list[tuple[Any, bool]] = [(loss.grad_fn, False)]
+    # A node, and what a sum there is, as what leads to it from the loss divides it.
+    open_nodes: list[tuple[Any, str]] = [(loss.grad_fn, _SUM)]
     for _ in range(_LARGEST):
         if not open_nodes:
             return found
-        node, divided = open_nodes.pop()
+        node, as_sum = open_nodes.pop()
         name = "" if node is None else node.name()
         reduction = getattr(node, "_saved_reduction", None)
         if name in _LINEAR:
@@ -99,10 +118,13 @@ def kinds_of(loss: torch.Tensor, examples: int) -> set[str]:
             if name in ("MulBackward0", "DivBackward0"):
                 if len(factors) > 1:  # a learned weight, or a ratio
                     return set()
-                divided = divided or _divides(node, name, examples)
-            open_nodes += [(each, divided) for each in factors]
-        elif reduction == 2 or (name == "SumBackward0" and _is_over_batch(node, examples)):
-            found.add(_MEAN if divided else _SUM)
+                as_sum = _divided(node, name, examples, shares, as_sum)
+            open_nodes += [(each, as_sum) for each in factors]
+        elif reduction == 2:
+            found.add(as_sum)
+        elif name == "SumBackward0":
+            kind = _over(node, examples)
+            found.add(as_sum if kind == _SUM else kind)
         elif reduction == 1 or name == "MeanBackward0":
             found.add(_MEAN)
         else:
@@ -110,22 +132,38 @@ def kinds_of(loss: torch.Tensor, examples: int) -> set[str]:
     return set()
 
 
-def _divides(node: Any, name: str, examples: int) -> bool:
-    """Return whether an operation divides by the number of examples of this rank."""
+def _divided(node: Any, name: str, examples: int, shares: tuple[int, ...], as_sum: str) -> str:
+    """Return what a sum is that an operation multiplies or divides.
+
+    Divided by the number of the rank's examples it is a mean; by another number or tensor it may be
+    a mean over tokens. A number of Python's that it is multiplied by is a constant, unless it may
+    be one by that number of examples.
+    """
     constant = getattr(node, "_saved_other", None)
-    if not torch.is_tensor(constant) or constant.numel() != 1 or constant.device.type != "cpu":
-        return False  # reading it would wait for the device
+    if not isinstance(constant, torch.Tensor) or constant.numel() != 1:
+        return _DIVIDED
+    if constant.device.type != "cpu":
+        return _DIVIDED  # reading it would wait for the device
     value = float(constant)
-    return value == examples if name == "DivBackward0" else abs(value * examples - 1) < 1e-6
+    if name == "DivBackward0":
+        return _MEAN if value == examples else _DIVIDED
+    is_number = constant.dtype in (torch.float64, torch.int64)
+    may_divide = any(abs(value * share - 1) < 1e-6 for share in shares if share > 1)
+    return as_sum if (is_number and not may_divide) or value >= 1 else _DIVIDED
 
 
-def _is_over_batch(node: Any, examples: int) -> bool:
-    """Return whether a sum is over the examples: not over a few losses, or over a parameter."""
-    sizes = node._saved_self_sym_sizes
-    if not sizes or examples < 2 or sizes[0] % examples:
-        return False
-    # A penalty on a parameter, such as parameter.square().sum(), is no sum over examples.
+def _over(node: Any, examples: int) -> str:
+    """Return what a sum of all elements is over."""
     (inner, _), *_ = node.next_functions
+    name = "" if inner is None else inner.name()
+    if name == "MeanBackward1":  # of each class, say
+        if 0 in inner._saved_dim:
+            return _MEAN
+    elif name in _PARTS:
+        return _OTHER
     while inner is not None and inner.name() in _OF_PENALTIES:
         (inner, _), *_ = inner.next_functions
-    return inner is None or not inner.name().endswith("AccumulateGrad")
+    if inner is not None and inner.name().endswith("AccumulateGrad"):
+        return _OTHER  # a penalty on a parameter, such as parameter.square().sum()
+    sizes = node._saved_self_sym_sizes
+    return _SUM if sizes and sizes[0] == examples else _UNSEEN

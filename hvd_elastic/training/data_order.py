@@ -192,7 +192,8 @@ class DataOrder:
             raise ScriptError(
                 "the loader is iterated outside of a training function, where this worker has no "
                 "rank yet. Put the loop into a function under @hvd.run, `def train(state): ...`, "
-                "and call it: train(hvd.State(model=model, optimizer=optimizer))"
+                "and call it: train(hvd.State(model=model, optimizer=optimizer)). To read without "
+                f"training, as update_bn or an evaluation does, use {worker.frontend.other_loader}"
             )
         bench = InputBench.of(os.environ, times)
         if bench is not None:
@@ -204,7 +205,8 @@ class DataOrder:
                 "is iterated again; iterate it once inside each turn of `for epoch in "
                 "hvd.epochs(...)`, which moves on to the next epoch. To train for a number of "
                 "steps instead, in as many passes over the data as that takes: `for batch in "
-                "hvd.steps(20_000, loader)`"
+                "hvd.steps(20_000, loader)`; to read without training, as update_bn or an "
+                f"evaluation does, use {worker.frontend.other_loader}"
             )
         loop = rollback.loop_begins(in_step=step.ahead is not None)
         if not loop:

@@ -35,12 +35,14 @@ class Frontend(Protocol):
         horovod: name of Horovod's module for the framework.
         loader: name of our loader, for messages.
         other_loader: name of the framework's loader that ours replaces.
+        takes_step: call by which a script takes an optimizer's step, for messages.
     """
 
     module: str
     horovod: str
     loader: str
     other_loader: str
+    takes_step: str = "optimizer.step()"
 
     def collectives(self) -> Collectives:
         """Return Horovod's collectives on the framework's tensors."""

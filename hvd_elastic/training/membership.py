@@ -120,7 +120,8 @@ class Membership:
         worker = self._worker
         assert worker.state is not None
         worker.averagers.reset()  # a newcomer has no gradients, which show what is trained
-        if worker.progress.position == 0 or not worker.progress.data:
+        is_root = worker.communicator.rank == root_rank
+        if is_root and (worker.progress.position == 0 or not worker.progress.data):
             worker.progress.data = worker.described_data()
         worker.progress = worker.state.sync(
             worker.communicator, root_rank, worker.progress, self._has_state

@@ -102,6 +102,8 @@ class Metrics:
         if rate is not None:
             record["lr"] = rate
         record |= planned()
+        if worker.progress.skipped:
+            record["skipped_steps"] = worker.progress.skipped
         if "throughput" in record and "efficiency" in record:
             record["goodput"] = record["throughput"] * record["efficiency"]
         own = {*worker.progress.as_dict(), "size", *ENVELOPE, *record}
@@ -111,7 +113,8 @@ class Metrics:
         self._window = (now, worker.progress.examples)
         self._input = worker.input_times.waited
         self._waited_s = worker.communicator.waited_s
-        worker.sink.send(msg.Metrics(worker.position, worker.communicator.size, record))
+        size = worker.communicator.size
+        worker.sink.send(msg.Metrics(worker.position, size, record, sent=time.time()))
 
 
 def _one_number(name: str, value: Any) -> Any:

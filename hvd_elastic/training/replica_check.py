@@ -32,10 +32,9 @@ _NAMES_SHOWN = 3  # the others are counted, to keep the message short
 _CHANGE_ALIKE = (
     "Parameters have to change alike on all ranks: in the step of the optimizer given to "
     "hvd.DistributedOptimizer, or by code that does the same on each of them. Look for another "
-    "optimizer, for a scheduler that is not in the State, for gradients that are changed before "
-    "they are averaged (p.grad.data.clamp_()), for code that only some ranks run, such as loading "
-    "weights on rank 0, and for a condition, a random number or a learning rate that differs "
-    "between ranks"
+    "optimizer, for a scheduler that is not in the State, for gradients that a rank changes before "
+    "they are averaged, for code that only some ranks run, such as loading weights on rank 0, and "
+    "for a condition, a random number or a learning rate that differs between ranks"
 )
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,11 +14,9 @@ from hvd_elastic.communicator.interface import FLAGS_NAME
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import plural
 from hvd_elastic.training.data_digest import ALIKE, difference
+from hvd_elastic.training.pass_counts import PassCounts
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.worker import Worker
-
-if TYPE_CHECKING:
-    from hvd_elastic.training.step_weight import PassCounts
 
 MOST_FLAGS = 16
 """Most numbers that a rank tells the others in a step."""
@@ -326,10 +324,10 @@ class Step:
             raise ScriptError(
                 f"step {max(told)} was left out on {plural('rank', len(ranks))} "
                 f"{', '.join(ranks)} alone, of {len(told)}: the loop body went on to the next "
-                "batch without optimizer.step(), and from then on ranks would hold different "
-                "weights. Take every step on all ranks; where the batch adapts, and with "
-                "hvd.GradScaler, one with gradients that are not finite is left out on all of "
-                "them by itself. Else have all decide alike, by hvd.allreduce"
+                f"batch without {worker.frontend.takes_step}, and from then on ranks would hold "
+                "different weights. Take every step on all ranks; where the batch adapts, and with "
+                "PyTorch's hvd.GradScaler, one with gradients that are not finite is left out on "
+                "all of them by itself. Else have all decide alike, by hvd.allreduce"
             )
 
 

@@ -25,6 +25,10 @@ class _Plain(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """Part of a message."""
 
 
+NOT_FINITE_CHOICES = ("skip", "stop", "ignore")
+"""What can be done about a step whose gradients are not finite; the first is the default."""
+
+
 class WorkerOptions(_Plain):
     """The leader's options for all workers, passed in their environment.
 
@@ -33,12 +37,15 @@ class WorkerOptions(_Plain):
         audit: whether to record which examples were really read.
         checkpoint_every_s: time between checkpoints [s]; 0: no checkpoints.
         input_hosts: whether input hosts read for the ranks.
+        on_not_finite: what is done about a step whose gradients are not finite, of
+            ``NOT_FINITE_CHOICES``.
     """
 
     heartbeat_s: float = 1.0
     audit: bool = False
     checkpoint_every_s: float = 0.0
     input_hosts: bool = False
+    on_not_finite: str = NOT_FINITE_CHOICES[0]
 
 
 SAVED_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z"
@@ -254,15 +261,27 @@ class ScriptRaised(WorkerReport, tag="script_error"):
     progress: Position
 
 
+_LATE_S = 1.0
+"""Delay from which an event tells how late its metrics are, such as after a takeover [s]."""
+
+
 class Metrics(WorkerReport, tag="metrics"):
-    """Progress, throughput, and metrics of the script by name."""
+    """Progress, throughput, and metrics of the script by name.
+
+    Attributes:
+        sent: when the worker sent it, by the clock of its host [Unix s]; 0: not known.
+        late_s: how long it was on its way, as the leader sees it [s].
+    """
 
     progress: Position
     size: int
     values: dict[str, Any]
+    sent: float = 0.0
+    late_s: float = 0.0
 
     def event_fields(self) -> dict[str, Any]:
-        return {**asdict(self.progress), "size": self.size, **self.values}
+        late = {"late_s": round(self.late_s, 3)} if self.late_s >= _LATE_S else {}
+        return {**asdict(self.progress), "size": self.size, **self.values, **late}
 
 
 class BatchPlan(WorkerReport, tag="batch_plan"):
@@ -697,6 +716,7 @@ class AgentHello(_FromAgent, tag="hello"):
         cpus: number of cores that the agent may use.
         machine: id of the machine, the same for hosts that share its cores; "": they are its own.
         swept: number of processes left by a killed agent of the run that were ended.
+        time: clock of the host [Unix s].
         held: workers of the run held under an earlier leader; None: the agent is new.
     """
 
@@ -715,6 +735,7 @@ class AgentHello(_FromAgent, tag="hello"):
     machine: str
     swept: int
     held: HeldRun | None
+    time: float = 0.0
 
 
 class Greeting(msgspec.Struct):

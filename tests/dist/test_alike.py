@@ -159,8 +159,8 @@ def train(state):
     end(state)
 
 
-wanted = int(sys.argv[3])
-train(hvd.State(model=model, optimizer=optimizer, step=0, after=0, fewer=False, ranks=wanted))
+values = {"step": 0, "after": 0, "fewer": False, "ranks": int(sys.argv[3])}
+train(hvd.State(model=model, optimizer=optimizer, **values))
 """
 
 

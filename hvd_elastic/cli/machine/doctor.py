@@ -215,8 +215,8 @@ def _frameworks() -> list[Finding]:
         why = why_no_torch(version) if version else "not installed"
         torch = Finding("torch", health, str(why), mend)
     elif not Requirement(TORCH_REQUIREMENT).specifier.contains(usable["torch"], prereleases=True):
-        found = f"{version}; Horovod is known to compile for {TORCH_REQUIREMENT}"
-        torch = Finding("torch", Health.OPTIONAL, found, mend)
+        why = f"{version}; Horovod is known to compile for {TORCH_REQUIREMENT}"
+        torch = Finding("torch", Health.OPTIONAL, why, mend)
     else:
         torch = Finding("torch", Health.GOOD, usable["torch"])
     version, keras = tensorflow_version(), version_of("keras")
@@ -226,11 +226,12 @@ def _frameworks() -> list[Finding]:
         why = why_no_tensorflow(version, keras, os.environ) if version else "not installed"
         mend = install_command(*TENSORFLOW_REQUIREMENTS)
         tensorflow = Finding("tensorflow", health, str(why), mend)
-    found = [torch, tensorflow]
+    findings = [torch, tensorflow]
     if {"torch", "tensorflow"} <= usable.keys() and has_triton():
         why = "PyTorch's triton dies of signal 11 in a process that has loaded TensorFlow before"
-        found.append(Finding("triton", Health.OPTIONAL, why, f"in such a script, {TRITON_FIRST}"))
-    return found
+        mend = f"in such a script, {TRITON_FIRST}"
+        findings.append(Finding("triton", Health.OPTIONAL, why, mend))
+    return findings
 
 
 def _horovod() -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +49,7 @@ class Incoming:
         self._decoder: MessageDecoder[Any] = MessageDecoder(msg.AgentToLeader, name)
         self._activities: dict[str, Activity] = {}
         self.hello: msg.AgentHello | None = None
+        self._apart_s = 0.0  # least difference of the clocks that was seen
 
     def take_activities(self) -> dict[str, Activity]:
         """Return the workers' activities in the last heartbeat; empty if there is no new one."""
@@ -78,10 +80,22 @@ class Incoming:
                 self._check_network(message)
                 self._check_spool(message)
                 self.hello = message
+            self._note_delay(message)
             yield message
             if isinstance(message, msg.Refused):
                 name, by = self._process.host.name, message.led.led_by
                 raise LedHostError(f"host {name} is led by another leader, {by}")
+
+    def _note_delay(self, message: msg.AgentToLeader) -> None:
+        """Note how long metrics were on their way: after a takeover they come late, all at once."""
+        if isinstance(message, msg.AgentHello):
+            self._apart_s = time.time() - message.time
+        elif isinstance(message, msg.WorkerSaid) and isinstance(message.message, msg.Metrics):
+            said = message.message
+            if said.sent:
+                apart_s = time.time() - said.sent
+                self._apart_s = min(self._apart_s, apart_s)
+                said.late_s = apart_s - self._apart_s
 
     def _is_hello_of_another_version(self, line: bytes) -> bool:
         """Return whether the line is a hello; raise UnfitHostError if its version differs."""

@@ -92,7 +92,15 @@ class Arrays:
         lengths: set[int] = set()
 
         def noted(values: Any) -> np.ndarray:
-            array = np.asarray(values)
+            try:
+                array = np.asarray(values)
+            except ValueError as error:
+                raise ScriptError(
+                    f"hvd.dataset(source): one of the arrays is a {type(values).__name__} of "
+                    f"{len(values)} examples that do not fit into one array ({error}). Give an "
+                    "object whose __getitem__ returns one example, and pad=0, which fills them up "
+                    "to the largest of their batch"
+                ) from None
             lengths.add(len(array) if array.ndim else 0)
             return array
 
@@ -138,15 +146,44 @@ def mapped(function: Callable[[Any], Any], structure: Any) -> Any:
     return function(structure)
 
 
-def collated(examples: Sequence[Any]) -> Any:
+def collated(examples: Sequence[Any], *, pad: float | None = None, field: str = "") -> Any:
     """Return examples as one batch: arrays, stacked, in the structure of an example.
+
+    Args:
+        examples: examples, of the same structure.
+        pad: value that fills arrays up to the largest of the batch; None: all have one shape.
+        field: name of the field of the whole batch that they are, for messages.
+
+    Raises:
+        ScriptError: arrays differ in their shapes; names the field.
 
     >>> collated([{"x": 1, "y": (2, 3)}, {"x": 4, "y": (5, 6)}])
     {'x': array([1, 4]), 'y': (array([2, 5]), array([3, 6]))}
+    >>> collated([[np.array([1, 2])], [np.array([3])]], pad=0)
+    (array([[1, 2],
+           [3, 0]]),)
     """
     first = examples[0]
     if isinstance(first, Mapping):
-        return {key: collated([each[key] for each in examples]) for key in first}
+        return {
+            key: collated([each[key] for each in examples], pad=pad, field=f"{field}[{key!r}]")
+            for key in first
+        }
     if isinstance(first, (tuple, list)):
-        return tuple(map(collated, zip(*examples, strict=True)))
-    return np.stack([np.asarray(each) for each in examples])
+        fields = enumerate(zip(*examples, strict=True))
+        return tuple(collated(each, pad=pad, field=f"{field}[{key}]") for key, each in fields)
+    arrays = [np.asarray(each) for each in examples]
+    shapes = {each.shape for each in arrays}
+    if len(shapes) == 1:
+        return np.stack(arrays)
+    if pad is None or len({len(shape) for shape in shapes}) > 1:
+        where, some = f" in field {field}" if field else "", ", ".join(map(str, sorted(shapes)[:3]))
+        raise ScriptError(
+            f"hvd.dataset(source): examples have different shapes{where}: {some}. "
+            "hvd.dataset(..., pad=0) fills them up with zeros to the largest of their batch, if "
+            "they have as many dimensions"
+        )
+    batch = np.full((len(arrays), *np.max([*shapes], 0)), pad, arrays[0].dtype)
+    for row, array in zip(batch, arrays, strict=True):
+        row[tuple(map(slice, array.shape))] = array
+    return batch

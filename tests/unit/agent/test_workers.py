@@ -44,6 +44,41 @@ def test_workers_die_with_the_agent_that_is_killed(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+def say_of_caches(tmp_path: Path, shared: Path) -> tuple[list[str], list[str]]:
+    """What two workers print of their folders, and the warnings of their agent."""
+    program = "import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'], os.environ['TMPDIR'])"
+    told: list[msg.AgentToLeader] = []
+
+    async def start() -> None:
+        env = {"TMPDIR": str(shared)}
+        hello = leader_hello(command=(sys.executable, "-S", "-c", program), env=env)
+        workers = Workers(hello, tmp_path, None, told.append, lambda: True)
+        for number in range(2):
+            workers.start(msg.StartWorker(f"w{number}", 0, 1))
+            worker = workers.get(f"w{number}")
+            assert worker is not None
+            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+            await workers.report_end(worker, 0, out_of_memory=False)
+        workers.close()
+
+    asyncio.run(start())
+    printed = "".join(each.data for each in told if isinstance(each, msg.Log)).split()
+    return printed, [each.message for each in told if isinstance(each, msg.AgentWarning)]
+
+
+def test_compiled_code_is_kept_where_the_user_keeps_caches_and_no_empty_folder_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    (tmp_path / "shared").mkdir()
+    printed, warnings = say_of_caches(tmp_path, tmp_path / "shared")
+    assert warnings == []
+    assert Path(printed[0]).parent == tmp_path / "cache" / "hvd_elastic"
+    assert printed[2] == printed[0]
+    assert not Path(printed[0]).exists()
+
+
 @other_user.needs_root
 def test_workers_do_not_run_what_another_user_has_put_where_compiled_code_is_kept(
     open_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,26 +94,9 @@ def test_workers_do_not_run_what_another_user_has_put_where_compiled_code_is_kep
     other_user.call(plant)
     monkeypatch.setenv("XDG_CACHE_HOME", str(open_folder / "cache"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    program = "import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'], os.environ['TMPDIR'])"
-    told: list[msg.AgentToLeader] = []
-
-    async def start() -> None:
-        env = {"TMPDIR": str(open_folder)}
-        hello = leader_hello(command=(sys.executable, "-S", "-c", program), env=env)
-        workers = Workers(hello, tmp_path, None, told.append, lambda: True)
-        for number in range(2):
-            workers.start(msg.StartWorker(f"w{number}", 0, 1))
-            worker = workers.get(f"w{number}")
-            assert worker is not None
-            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
-            await workers.report_end(worker, 0, out_of_memory=False)
-        workers.close()
-
-    asyncio.run(start())
-    logs = "".join(each.data for each in told if isinstance(each, msg.Log)).split()
-    assert len(logs) == 4
-    assert Path(logs[0]).parent == Path(logs[1]), "in the folder of the run, which is ours"
-    warnings = [each.message for each in told if isinstance(each, msg.AgentWarning)]
+    printed, warnings = say_of_caches(tmp_path, open_folder)
+    assert len(printed) == 4
+    assert Path(printed[0]).parent == Path(printed[1]), "in the folder of the run, which is ours"
     assert len(warnings) == 1
     assert f"{open_folder / 'cache'} belongs to user nobody" in warnings[0]
 

@@ -71,6 +71,12 @@ def test_host_without_a_replacement_is_left_at_once():
     assert members(drain(play, "b", 60.0)) == ["a:0.1"]
 
 
+def test_last_host_that_is_drained_at_once_saves_its_state_when_it_holds():
+    play = start("a")
+    assert drain(play, "a") == [Hold("a:0.1")]
+    assert play.tell(ev.WorkerHeld("a:0.1", 1, 7)) == [SaveState("a:0.1")]
+
+
 def test_last_host_saves_its_state_trains_on_and_lets_it_go_once_it_is_saved():
     play = start("a*2")
     assert drain(play, "a", 100.0) == [SaveState("a:0.1")]

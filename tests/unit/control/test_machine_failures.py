@@ -523,3 +523,11 @@ def test_spare_of_a_host_that_left_the_hostfile_is_dismissed():
     play = start_with_spare("a", "b", members=1)
     assert play.hosts("a") == [Leave("b:0.1")]
     assert play.ended("b:0.1") == [StopAgent("b")]
+
+
+def test_a_report_of_a_generation_that_was_not_announced_does_not_count():
+    play = start("a", "b", "c")
+    play.killed("b:0.1")
+    play.broken("c:0.1", 5)
+    assert play.tell(ev.WorkerBroken("a:0.1", 2, 5)) == []
+    assert members(play.broken("a:0.1", 5)) == ["a:0.1", "c:0.1"]

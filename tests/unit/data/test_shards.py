@@ -65,7 +65,7 @@ def test_examples_are_read_by_index_in_the_order_of_the_shards(tmp_path: Path, l
             dataset[outside]
     assert dataset[np.int64(-1)][1] == dataset[9][1]
     with pytest.raises(TypeError, match=r"not by slice\(None, 3, None\).*Subset"):
-        dataset[:3]
+        dataset[:3]  # type: ignore[index]
 
 
 def test_a_pickled_data_set_reads_the_same(tmp_path: Path) -> None:

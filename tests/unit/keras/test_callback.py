@@ -125,9 +125,73 @@ def test_what_restores_training_or_comes_too_early_is_refused(
         model_of().fit(dataset, callbacks=[stopping, hvd.ElasticCallback()], verbose=0)
 
 
-def test_a_part_of_an_epoch_is_refused(alone: Context) -> None:
-    with pytest.raises(ScriptError, match="steps_per_epoch=2"):
-        fit(model_of(), steps_per_epoch=2)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda data: {"steps_per_epoch": 3}, "steps_per_epoch=3"),  # the number of an epoch's
+        (lambda data: {"validation_data": data}, "gives the shares of training"),
+        (lambda data: {"x": data.examples}, "has to come from hvd.dataset"),
+    ],
+)
+def test_arguments_of_fit_are_refused_before_the_first_batch(
+    alone: Context, given: Any, said: str
+) -> None:
+    model, data = model_of(), hvd.dataset((INPUTS, TARGETS), 4)
+    plain = tf.data.Dataset.from_tensor_slices((INPUTS, TARGETS)).batch(4)
+    options = {"x": data, **given(data)}
+    options["x"] = data if options["x"] is data else plain
+    with pytest.raises(ScriptError, match=said):
+        model.fit(**options, callbacks=[hvd.ElasticCallback()], verbose=0)
+    assert int(model.optimizer.iterations) == 0
+
+
+def test_evaluate_of_a_wrong_kind_is_refused(alone: Context) -> None:
+    for wrong, said in ((0.5, "must be a function"), (hvd.evaluate, "without arguments")):
+        with pytest.raises(ScriptError, match=said):
+            hvd.ElasticCallback(evaluate=wrong)  # type: ignore[arg-type]
+    number: Any = lambda: 0.5  # noqa: E731
+    callbacks = [hvd.ElasticCallback(evaluate=number)]
+    with pytest.raises(ScriptError, match="has returned a float"):
+        model_of().fit(hvd.dataset((INPUTS, TARGETS), 4), callbacks=callbacks, verbose=0)
+
+
+def test_a_callback_that_stops_after_a_batch_stops_all_ranks(alone: Context) -> None:
+    """The ranks agree on it in the next step; another one would have gone on alone."""
+    inputs = INPUTS.copy()
+    inputs[0] = np.nan
+    end = keras.callbacks.TerminateOnNaN()
+    fit(model_of(), hvd.dataset((inputs, TARGETS), 2), end, epochs=5)
+    assert (alone.worker.progress.step, alone.worker.progress.epoch) == (2, 0)
+    assert "stop_training after batch 0" in alone.worker.stop_reason
+
+
+@pytest.mark.parametrize("kind", ["ragged", "sparse"])
+def test_fit_trains_on_tensors_without_a_length(alone: Context, kind: str) -> None:
+    class Bag(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.out = keras.layers.Embedding(8, 4), keras.layers.Dense(1)
+
+        def call(self, ids: Any) -> Any:
+            return self.out(tf.reduce_mean(self.embedding(ids.to_tensor()), 1))
+
+    if kind == "sparse":
+        layers = [keras.Input((2,), sparse=True), keras.layers.Dense(1)]
+        model, to = keras.Sequential(layers), tf.sparse.from_dense
+    else:
+        model, to = Bag(), lambda x: tf.RaggedTensor.from_tensor(tf.cast(x, tf.int32))
+        model(to(INPUTS))
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", metrics=["mae"])
+    data = hvd.dataset((INPUTS, TARGETS), 4).map(lambda x, y: (to(x), y))
+    history = fit(model, data, epochs=2)
+    assert alone.worker.progress.step == 6
+    assert len(history.history["mae"]) == 2
+
+
+def test_adapt_is_told_to_take_the_arrays(alone: Context) -> None:
+    layer = keras.layers.Normalization()
+    with pytest.raises(ScriptError, match=r"adapt of a layer.*give the arrays"):
+        layer.adapt(hvd.dataset(INPUTS, 4))
 
 
 def test_loss_scaling_is_refused(alone: Context) -> None:
@@ -235,6 +299,64 @@ def test_a_second_optimizer_that_is_not_averaged_is_refused_before_the_first_ste
     assert int(gan.optimizers[0].iterations) == 0
 
 
+class Biggest(keras.metrics.Metric):
+    def __init__(self) -> None:
+        super().__init__(name="biggest")
+        self.value = self.add_weight(shape=(), initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(tf.maximum(self.value, tf.reduce_max(y_true)))
+
+    def result(self) -> Any:
+        return tf.identity(self.value)
+
+
+def test_metrics_are_those_of_the_examples_of_all_ranks_and_of_a_worker_that_has_left(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank has told its share in the steps, and has one batch more to tell at the end."""
+    warnings: list[str] = []
+    monkeypatch.setattr(alone.worker, "warn", warnings.append)
+
+    def metrics() -> list[Any]:
+        of = keras.metrics
+        return [of.TruePositives(name="positives"), of.AUC(name="auc"), of.F1Score(name="f1")]
+
+    ours = hvd.ElasticCallback()
+    communicator = alone.worker.communicator
+    other: dict[str, np.ndarray] = {}
+
+    class Other(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            metrics = ours._metrics
+            own = metrics.own()
+            if batch == 0:
+                metrics.sums.assign_add(own)  # as if it had had the same first batch
+                other["told"] = own
+            other["untold"] = own - other["told"]
+
+    monkeypatch.setattr(communicator, "sum_async", lambda array, name: array + other["untold"])
+    model = model_of(metrics=[*metrics(), Biggest()])
+    validation = (INPUTS, 1 - TARGETS)
+    dataset = hvd.dataset((INPUTS, TARGETS), 5)
+    callbacks = [ours, Other()]
+    history = model.fit(
+        dataset, epochs=2, callbacks=callbacks, verbose=0, validation_data=validation
+    ).history
+    plain = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    plain.compile(keras.optimizers.SGD(0.1), "mse", metrics=metrics())
+    expected = plain.fit(INPUTS, TARGETS, 5, shuffle=False, verbose=0, epochs=2).history
+    # Two ranks with the same examples: counts are twice those of one, and means the same.
+    assert history["positives"] == [2 * each for each in expected["positives"]] != [0, 0]
+    for name in ("loss", "auc"):
+        assert history[name] == pytest.approx(expected[name], rel=1e-5)
+    np.testing.assert_allclose(history["f1"], expected["f1"], rtol=1e-5)
+    assert history["val_positives"] == [0, 0]
+    assert history["biggest"] == [1, 1]
+    (told,) = warnings
+    assert "metric 'biggest': Biggest sets its variables" in told
+
+
 def test_callbacks_that_follow_a_metric_go_on_in_another_worker(alone: Context) -> None:
     class Epochs:
         """What `fit` of a worker has done when another one joins."""
@@ -244,6 +366,7 @@ def test_callbacks_that_follow_a_metric_go_on_in_another_worker(alone: Context) 
                 hvd.ElasticCallback(),
                 keras.callbacks.EarlyStopping("loss", patience=9),
                 keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=3),
+                keras.callbacks.History(),
             ]
             # A list that is not referred to is gone, and the callbacks with it.
             self.list = keras.callbacks.CallbackList(self.callbacks, model=model_of())
@@ -255,7 +378,7 @@ def test_callbacks_that_follow_a_metric_go_on_in_another_worker(alone: Context) 
             found = []
             for callback in self.callbacks[1:]:
                 callback.on_epoch_end(1, {"loss": loss})
-                found.append(callback.wait)
+            found += [callback.wait for callback in self.callbacks[1:3]]
             return [*found, float(self.list.model.optimizer.learning_rate)]
 
     here = Epochs()
@@ -269,6 +392,10 @@ def test_callbacks_that_follow_a_metric_go_on_in_another_worker(alone: Context) 
     here.monitors.roll_back(here.monitors.snapshot())
     assert here.end(3.0) == there.end(3.0) == [3, 0, pytest.approx(0.05)]
     assert here.end(0.5) == there.end(0.5) == [0, 0, pytest.approx(0.05)]
+    for each in (here, there):  # what `fit` returns is of the run, and not of its last process
+        history: Any = each.callbacks[3]
+        assert history.history == {"loss": [1.0, 2.0, 2.0, 3.0, 0.5]}
+        assert history.epoch == [1] * 5
 
 
 class Ranks:

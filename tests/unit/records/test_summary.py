@@ -241,4 +241,21 @@ def test_the_time_before_a_resume_without_processes_is_not_training() -> None:
     ended = [event(101.0, "run_finished", status="failed"), event(111.0, "run_started")]
     run = summarize([*TRAINED, *ended, *began(118.0, 1, 0, 2), *trains(121, 200)])
     assert seconds(run) == {"start-up": 10.0 + 19.0}
+    throughput = run.series["throughput"]
+    gap = [
+        at for at, value in zip(throughput.at_s, throughput.values, strict=True) if value != value
+    ]
+    assert gap == [101.0], "no line is drawn through it"
     assert run.sizes == [(10.0, 2), (101.0, 0), (120.0, 2)]
+
+
+def test_metrics_that_arrive_late_belong_to_the_time_when_they_were_measured() -> None:
+    late = [
+        event(150.0, "metrics", step=t, throughput=2.0, late_s=150.0 - t) for t in range(101, 150)
+    ]
+    run = summarize([*TRAINED, *late, *trains(150, 160)])
+    throughput = run.series["throughput"]
+    assert list(throughput.at_s) == [float(t) for t in range(11, 161)]
+    assert "late_s" not in run.series
+    assert run.user_metrics == []
+    assert run.spending.by_cause["input"].seconds == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.paths import skip_module_without_tensorflow
+from tests.paths import COSTLY, skip_module_without_tensorflow
 
 skip_module_without_tensorflow()
 
@@ -158,7 +158,7 @@ def undisturbed(optimizer: Any, batch_size: int) -> np.ndarray:
     return np.append(kernel.numpy().ravel(), bias.numpy())
 
 
-@pytest.mark.parametrize("passes", [1, 2, 4])
+@pytest.mark.parametrize("passes", [1, pytest.param(2, marks=COSTLY), 4])
 def test_a_step_of_several_passes_is_that_of_one(unreviewed: Context, passes: int) -> None:
     made = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5)
     training = Training(made, max_batch_size=32, lr_rule="none")

@@ -9,7 +9,7 @@ skip_module_without_tensorflow()
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -229,3 +229,63 @@ def test_bad_sources_are_refused(
 ) -> None:
     with pytest.raises(ScriptError, match=said):
         hvd.dataset(source, **options)
+
+
+class Sentences:
+    """Examples of unequal length, each with a text and a number."""
+
+    def __init__(self, *wrong: Any) -> None:
+        self.wrong = dict(wrong)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        ids = np.arange(1, index + 2)
+        return self.wrong.get(
+            index, {"ids": ids, "text": "ab"[: index + 1], "y": np.float32(index)}
+        )
+
+
+def test_examples_of_unequal_length_are_padded_by_batch(alone: Context) -> None:
+    data = hvd.dataset(Sentences(), 2, pad=0)
+    assert data.element_spec["ids"].shape.as_list() == [None, None]
+    found = [batch["ids"].numpy().tolist() for batch in data]
+    assert found == [[[1, 0], [1, 2]], [[1, 2, 3, 0], [1, 2, 3, 4]]]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: hvd.dataset(Sentences(), 2),
+            r"different shapes in field \['ids'\]: \(1,\), \(2,\)",
+        ),
+        (
+            lambda: hvd.dataset((np.ones(2), [[1], [1, 2]]), 2),
+            "a list of 2 examples that do not fit",
+        ),
+        (lambda: hvd.dataset(np.ones((4, 2)), 2, pad=0), "leave pad out"),
+        (
+            lambda: hvd.dataset({"when": np.array(["2020-01-01"], "M8[D]")}, 1),
+            "field when is of type datetime64",
+        ),
+    ],
+)
+def test_messages_about_types_and_shapes_name_the_field(
+    alone: Context, make: Callable[[], Any], said: str
+) -> None:
+    with pytest.raises((ScriptError, tf.errors.OpError), match=said):
+        list(make())
+
+
+def test_another_type_in_a_later_example_names_the_field(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr("hvd_elastic.tensorflow.data.show_instead", shown.append)
+    later = {"ids": np.ones(3), "text": "a", "y": np.float32(1)}
+    data = hvd.dataset(Sentences(*((index, later) for index in (2, 3))), 2, pad=0)
+    with pytest.raises(tf.errors.OpError):
+        list(data)
+    assert "field ids is float64 of shape (3,) in an example, and int64" in str(shown[0])

@@ -38,8 +38,9 @@ def test_a_mistake_is_its_message_alone_in_a_real_script() -> None:
     done = run("-c", program)
     assert done.returncode == 1
     assert done.stderr == (
-        "error: call hvd_elastic.torch.init() first, before anything else of it; with TensorFlow "
-        "hvd_elastic.tensorflow.init()\n"
+        "error: call hvd.init() first, before anything else of the library: "
+        "that of the module that the script imports as hvd, hvd_elastic.torch, "
+        "hvd_elastic.tensorflow or hvd_elastic.keras\n"
     )
 
 
