@@ -136,7 +136,9 @@ def overhead(args: argparse.Namespace) -> None:
     labels = torch.randint(1000, (share,), device=device)
 
     def network() -> torch.nn.Module:
-        return resnet50().to(device).to(memory_format=torch.channels_last)
+        model: Any = resnet50()
+        placed: torch.nn.Module = model.to(device, memory_format=torch.channels_last)
+        return placed
 
     def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)

@@ -39,6 +39,7 @@ COMPILED = re.compile(
     r"--- a/(CMakeLists\.txt|horovod/torch/CMakeLists\.txt|horovod/runner/js_run\.py"
     r"|.*flatbuffers.*|horovod/common/(common|group_table|nvtx_op_range)\.h)\n"
 )
+_SHOWN = 4000  # last characters of the output
 WORST = ("crashed", "failed", "skipped", "passed")
 LAUNCH = "from horovod.runner.launch import run_commandline; run_commandline()"
 PLUGIN = """
@@ -108,7 +109,7 @@ def run_file(build: Path, tests: Path, file: str, limit_s: float) -> dict[str, s
     """Return the outcome of each test of a file."""
     done: dict[str, str] = {}
     while True:
-        with tempfile.TemporaryDirectory() as results:
+        with tempfile.TemporaryDirectory() as results, tempfile.TemporaryFile() as log:
             environment = {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join([str(build), str(tests)]),
@@ -121,8 +122,8 @@ def run_file(build: Path, tests: Path, file: str, limit_s: float) -> dict[str, s
                 [*command, *pytest, str(tests / "parallel" / file)],
                 env=environment,
                 cwd=tests,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
             try:
                 status = process.wait(limit_s)
@@ -134,6 +135,10 @@ def run_file(build: Path, tests: Path, file: str, limit_s: float) -> dict[str, s
                 rows = [json.loads(line) for line in path.read_text().splitlines()]
                 for test, outcome in worst(rows).items():
                     found[test] = min(outcome, found.get(test, outcome), key=WORST.index)
+            if not done and not found:
+                log.seek(0)
+                said = log.read().decode(errors="replace")[-_SHOWN:]
+                raise SystemExit(f"{said}\nno test of {file} has begun, see above")
         done |= found
         if status == 0 or not found:
             return done
@@ -168,6 +173,7 @@ def main() -> None:
         tests = Path(temporary, "test")
         for folder in ("parallel", "utils"):
             shutil.copytree(source / folder, tests / folder)
+        (tests / "mock.py").write_text("from unittest.mock import *\n", encoding="utf-8")
         (tests / "suite_plugin.py").write_text(PLUGIN, encoding="utf-8")
         for name in chosen.builds:
             build = unpacked(name, Path(temporary, name), chosen.jobs)

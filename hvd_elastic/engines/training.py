@@ -30,7 +30,7 @@ _CALM_S = 10.0
 """Time without a new host after which an elastic run begins with fewer than wanted [s]."""
 
 OPTIONS = (
-    *("run_id", "audit", "tensorboard", "checkpoint_every_s", "keep_checkpoints"),
+    *("run_id", "audit", "on_not_finite", "tensorboard", "checkpoint_every_s", "keep_checkpoints"),
     *("checkpoint_folder", "checkpoint_copies", "failure_timeout_s", "spares", "policy"),
     *("objective", "min_speedup_per_slot", "deadline_s", "target_examples"),
 )

@@ -61,7 +61,9 @@ def check_call(model: Any) -> None:
         frame.f_locals.get("self") is model and "epoch_iterator" in frame.f_locals
     ):
         frame = frame.f_back
-    given = {} if frame is None else frame.f_locals
+    if frame is None:
+        return
+    given = frame.f_locals
     data, steps = given.get("x"), given.get("steps_per_epoch")
     if not isinstance(data, ElasticDataset):
         raise ScriptError(

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from hvd_elastic.errors import RunError
+from hvd_elastic.wire.messages import NOT_FINITE_CHOICES
 
 SHORTEST_HEARTBEAT_S = 0.1
 """Shortest time between heartbeats [s]; a failure timeout has to be at least twice as long."""
@@ -66,6 +67,8 @@ class RunSpec:
         ssh_config: path of an ssh configuration file; None: the user's own.
         interface: network interface for the ring; None: it is detected.
         audit: whether to record which examples were read.
+        on_not_finite: what is done about a step whose gradients are not finite: ``skip``, ``stop``
+            or ``ignore``.
         tensorboard: whether to write the metrics for TensorBoard as well.
         checkpoint_every_s: time between checkpoints [s]; 0: no checkpoints.
         keep_checkpoints: number of checkpoints to keep.
@@ -99,6 +102,7 @@ class RunSpec:
     ssh_config: str | None = None
     interface: str | None = None
     audit: bool = False
+    on_not_finite: str = NOT_FINITE_CHOICES[0]
     tensorboard: bool = False
     checkpoint_every_s: float = 30.0
     keep_checkpoints: int = 3

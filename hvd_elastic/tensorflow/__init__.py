@@ -55,6 +55,7 @@ from hvd_elastic.training.prediction import predict
 from hvd_elastic.training.saving import save
 from hvd_elastic.training.script_collectives import allgather, allreduce
 from hvd_elastic.training.script_ranks import local_rank, rank, report, size
+from hvd_elastic.training.step_weight import step_weight
 
 __all__ = [
     "DistributedGradientTape",
@@ -77,6 +78,7 @@ __all__ = [
     "run",
     "save",
     "size",
+    "step_weight",
     "steps",
     "stop",
 ]

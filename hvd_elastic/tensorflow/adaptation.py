@@ -132,7 +132,7 @@ class Adaptation:
             self.statistics.samples.end_step(step, self._context.step.examples, part)
         self.statistics.samples.drop_step()
         if not finite:
-            planner.skip(step)
+            self._context.step_skipped()
             return 0.0
         planner.skipped.note(finite=True)
         return self._gain

@@ -203,7 +203,11 @@ class _Shares(OrderedLoader):
         with self._turn_lock:
             if turn not in (0, self._turn):
                 raise StopIteration
-            batch, indices = next(self._reading)
+            try:
+                batch, indices = next(self._reading)
+            except ScriptError as error:
+                show_instead(error)
+                raise
             self._read_indices.append(indices)
             flat = tf.nest.flatten(batch)
             self._check_types(flat)

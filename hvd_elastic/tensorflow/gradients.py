@@ -331,6 +331,16 @@ class GradientAverager(Averager):
         now = Control(step.weight, ranks == 1, ranks=ranks, examples=examples)
         self.controls.set(self._adaptation.control(now) if self._adaptation.active else now)
 
+    def check_not_begun(self, call: str) -> None:
+        if self._begun or self._told is not None:
+            raise ScriptError(
+                f"{call} after the gradients of the batch were applied; call it before, outside of "
+                "the tf.function that applies them"
+            )
+
+    def weighed(self) -> None:
+        self.prepare()
+
     def collect(self, *, collectives: bool = True) -> None:
         ended, self._told, self._begun = self._told, None, False
         if ended is None:
@@ -396,10 +406,18 @@ class GradientAverager(Averager):
     def leave_out(self, *, over: bool) -> None:
         communicator = self._context.worker.communicator
         if communicator.size > 1:
-            self._context.begin_exchange()  # else the graph of a rank that takes the step waits
+            # The graph of a rank that takes the step waits for all that it has begun.
+            told = None
+            if self.metrics is None:
+                self._context.begin_exchange()
+            else:
+                length = self._context.number_of_flags() + self.metrics.size
+                told = communicator.reduce_async(np.zeros(length, np.float32), FLAGS_NAME)
             number = np.zeros((1, 1, 1), np.float32)
             begun = communicator.reduce_async(number, f"{gradient_prefix(0)}0")
             self._context.check_left_out(begun)
+            if told is not None:
+                communicator.wait(told)
 
     def reset(self) -> None:
         self._told = self.raised = None

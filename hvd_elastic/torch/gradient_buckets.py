@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from hvd_elastic.communicator.buckets import divide as cut_into_kinds
+from hvd_elastic.torch.finite_check import is_finite
 from hvd_elastic.training.step import MOST_FLAGS
 
 BUCKET_BYTES = 4 << 20
@@ -86,6 +87,7 @@ class Bucket:
         """Begin a step: no gradient is here yet."""
         self.missing = len(self.parameters)
         self._held = [False] * len(self.parameters)
+        self._finite: bool | None = None
         if self._in_place:  # its gradient may be freed
             self._views, self._flat = [self._flat[:0]], self._flat[:0]
 
@@ -95,7 +97,13 @@ class Bucket:
         return any(self._held)
 
     @torch.no_grad()
-    def add(self, factor: float, look: Callable[[torch.Tensor], None] | None = None) -> None:
+    def add(
+        self,
+        factor: float,
+        look: Callable[[torch.Tensor], None] | None = None,
+        *,
+        checks: bool = False,
+    ) -> None:
         """Move the parameters' gradients here, times a factor; add them to those of before.
 
         Args:
@@ -103,12 +111,16 @@ class Bucket:
             look: called with all that was moved, in flat pieces, each soon after it was written,
                 while the processor has it in its cache; not allowed if gradients of before are
                 here.
+            checks: see in the same way whether the gradients are finite.
         """
+        self._finite = True if checks and not (self.holds or self._flat.is_cuda) else None
         found = [each.grad for each in self.parameters if each.grad is not None]
         whole = len(found) == len(self.parameters)
         if self._at_once and whole and all(map(_is_dense, found)) and not self.holds:
             torch._foreach_copy_(self._views, found)
-            _multiply(self._flat, factor, out=self._flat)
+            for piece in (self._flat,) if self._finite is None else self._flat.split(_IN_CACHE):
+                _multiply(piece, factor, out=piece)
+                self._check(piece)
             self._held = [True] * len(found)
         else:
             for number, parameter in enumerate(self.parameters):
@@ -137,14 +149,19 @@ class Bucket:
         self._held[number] = True
         if not self._in_place:
             _multiply(gradient, factor, out=self._views[number])
+            self._check(self._pieces[number])
             return
         self._adopt(gradient.detach().resolve_conj())
-        if look is None:
-            _multiply(self._flat, factor, out=self._flat)
-            return
-        for piece in self._flat.split(_IN_CACHE):
+        whole = look is None and self._finite is None
+        for piece in (self._flat,) if whole else self._flat.split(_IN_CACHE):
             _multiply(piece, factor, out=piece)
-            look(piece)
+            self._check(piece)
+            if look is not None:
+                look(piece)
+
+    def _check(self, piece: torch.Tensor) -> None:
+        if self._finite:
+            self._finite = is_finite(piece)
 
     def _adopt(self, gradient: torch.Tensor) -> None:
         """Use a gradient's memory as this bucket's; all ranks have to order it alike."""
@@ -153,6 +170,25 @@ class Bucket:
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         self._views, self._addresses = [gradient], [gradient.data_ptr()]
         self._flat = gradient.data.as_strided((gradient.numel(),), (1,))
+
+    def mark_if_not_finite(self) -> None:
+        """Make the first number NaN if one of this rank's gradients is not finite.
+
+        The weighted sum of finite gradients is finite, so after the reduction the first number
+        tells of all ranks. On a GPU all are looked at after the reduction, for which this process
+        waits anyway.
+        """
+        if self._flat.is_cuda or not self.flat.numel():
+            return
+        finite = is_finite(self.flat) if self._finite is None else self._finite
+        if not finite:
+            self._flat[0] = torch.nan
+
+    def is_finite(self, *, whole: bool) -> bool:
+        """Return whether the averages are finite; ``whole``: look at all of them."""
+        if not self.flat.numel():
+            return True
+        return is_finite(self.flat if whole or self._flat.is_cuda else self._flat[:1])
 
     def scale(self, factor: float) -> None:
         """Multiply what is here."""

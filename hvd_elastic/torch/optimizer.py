@@ -23,9 +23,10 @@ from hvd_elastic.model.lr_rules import Rule
 from hvd_elastic.torch.batch_norm import synchronize_batch_norm
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy
+from hvd_elastic.torch.finite_check import are_finite, checked_parameters
 from hvd_elastic.torch.gradient_buckets import Bucket
 from hvd_elastic.torch.left_gradients import LeftGradients
-from hvd_elastic.torch.rate_scaling import AdaptiveRates, checked_parameters
+from hvd_elastic.torch.rate_scaling import AdaptiveRates
 from hvd_elastic.torch.reductions import Reductions
 from hvd_elastic.torch.schedule import forgotten_schedulers
 from hvd_elastic.torch.step_sampling import StepSampling
@@ -87,6 +88,8 @@ class GradientAverager(Averager):
         """Number of steps that have ended on this rank, taken or left out."""
         self._had_gradient = False
         """Whether a parameter had a gradient in any step."""
+        self._checked = checked_parameters(self._names)
+        self._wrap_step()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
         self._context.register_averager(self)
@@ -164,13 +167,16 @@ class GradientAverager(Averager):
             loss_scale: factor of the loss.
         """
         self._forget_scaling, self._sampling.loss_scale = forget, loss_scale
-        self._context.planner.expect_overflows()
+        self._context.planner.skipped.expect_overflows()
 
     def skip(self) -> None:
-        """Count a step that is not taken because the averaged gradients are not finite."""
-        step = self._context.worker.progress.step
-        self._sampling.statistics.forget_step(step)
-        self._context.planner.skip(step)
+        """Leave a step out because the averaged gradients are not finite; its examples count.
+
+        Raises:
+            ScriptError: it is one too many; see :meth:`Context.step_skipped`.
+        """
+        self._sampling.statistics.forget_step(self._context.worker.progress.step)
+        self._context.step_skipped()
         self._after_step(gain=0.0)
 
     def adapt(self) -> None:
@@ -187,34 +193,49 @@ class GradientAverager(Averager):
         planner = self._context.planner
         assert isinstance(planner, AdaptivePlanner)
         planner.attach(self._sampling.statistics, self._rates.rule)
-        if self._rates.adapts:
-            return
-        self._rates.adapt(self._names)
+        self._rates.adapts = True
+
+    def _wrap_step(self) -> None:
+        """Have ``optimizer.step()`` end in one of three ways: taken, left out, or voided."""
         take_step = self._optimizer.step
 
         # Schedulers expect ``step`` to be a bound method, and set an attribute on its function.
         def step(_: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
             self._refuse_what_is_not_averaged(*args, **options)
-            if self._context.step.accumulating:
+            planner = self._context.planner
+            if planner.adapts and self._context.step.accumulating:
                 self.absorb()
-                # Otherwise a scheduler stepped after this warns that no optimizer step was taken.
-                self._optimizer._opt_called = True  # type: ignore[attr-defined]
-                return None
-            self._synchronize()
+                return self._leave_as_it_is()
+            self.synchronize()
             if self._context.step.stage is Stage.VOIDED:
                 self.reset()
                 raise StepVoidedError
-            adaptive = self._context.planner
-            assert isinstance(adaptive, AdaptivePlanner)
-            if not self._rates.are_finite(adaptive):
+            if not self._is_finite():
                 self.skip()
-                return None
-            with self._rates.scaled(adaptive):
+                return self._leave_as_it_is()
+            if not self._rates.adapts:
+                return take_step(*args, **options)
+            assert isinstance(planner, AdaptivePlanner)
+            with self._rates.scaled(planner):
                 return take_step(*args, **options)
 
         if hasattr(take_step, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._optimizer.step = MethodType(step, self._optimizer)  # type: ignore[method-assign]
+
+    def _leave_as_it_is(self) -> None:
+        # Otherwise a scheduler stepped after this warns that no optimizer step was taken.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _is_finite(self) -> bool:
+        """Return whether the averaged gradients of the step are finite, the same on all ranks."""
+        if not self._reductions.checks:
+            return True
+        alone = self._communicator.size == 1
+        finite = are_finite(self._checked) if alone else self._reductions.are_finite
+        if finite and not (alone and any(each.is_cuda for each in self._checked)):
+            self._context.planner.skipped.note(finite=True)
+        return finite
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -394,6 +415,7 @@ class GradientAverager(Averager):
             self._add_hooks()
             self._sampling.statistics.forget_parts()
             self._reductions.divide_again()
+            self._checked = checked_parameters(self._names)
 
     def _add(self) -> None:
         for bucket in self._reductions.waiting:
@@ -401,7 +423,7 @@ class GradientAverager(Averager):
 
     def _begin(self, bucket: Bucket) -> None:
         """Sample, add and reduce the gradients of a bucket in the last pass."""
-        self._sampling.move(bucket, self._factor)
+        self._sampling.move(bucket, self._factor, checks=self._reductions.checks)
         carries = bucket is self._reductions.carrier and self._may_carry
         flags = self._context.begin_exchange(carried=True) if carries else None
         self._reductions.begin(bucket, flags)
@@ -445,7 +467,7 @@ class GradientAverager(Averager):
         self._forget_step()
         # Where the batch adapts, a step that is left out leaves averages.
         if self._left.begin(self.steps) and not self._context.planner.adapts:
-            self._left.note(checked_parameters(self._names))
+            self._left.note(self._checked)
         if self._context.worker.elastic and not self.steps & (self.steps - 1):
             self._trained.watch()
 

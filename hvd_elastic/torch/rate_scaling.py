@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import cmath
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from hvd_elastic.model.lr_rules import Rule, scaled_betas, scaled_epsilon
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.planning.canaries import canaries
 from hvd_elastic.training.planning.rules import chosen_rule
 
 
 class AdaptiveRates:
-    """The learning rate of an optimizer whose batch may adapt, and whether a step can be taken.
+    """The learning rate of an optimizer whose batch may adapt.
 
     Args:
         optimizer: the optimizer.
@@ -34,22 +32,6 @@ class AdaptiveRates:
         self.rule = chosen_rule(rule, has_betas=has_betas)
         self.adapts = False
         self.gain = 1.0
-        self._checked: list[torch.Tensor] = []
-
-    def adapt(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Begin to scale the rate, and to check the gradients of some of the parameters."""
-        self.adapts, self._checked = True, checked_parameters(parameters)
-
-    def are_finite(self, planner: AdaptivePlanner) -> bool:
-        """Return whether the averaged gradients of the step are finite, and tell the planner so."""
-        gradients = [p.grad for p in self._checked if p.grad is not None]
-        # Gradients on a GPU are not checked, since reading a number would wait for it.
-        if not gradients or any(gradient.is_cuda for gradient in gradients):
-            return True
-        if not all(map(_is_finite, gradients)):
-            return False
-        planner.skipped.note(finite=True)
-        return True
 
     @contextlib.contextmanager
     def scaled(self, planner: AdaptivePlanner) -> Iterator[None]:
@@ -74,17 +56,3 @@ class AdaptiveRates:
         finally:
             for group, own in zip(self._optimizer.param_groups, before, strict=True):
                 group.update(own)
-
-
-def checked_parameters(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the few parameters whose gradients tell whether those of all are finite."""
-    every = list(parameters)
-    return [every[index] for index in canaries([each.numel() for each in every])]
-
-
-def _is_finite(gradient: torch.Tensor) -> bool:
-    # A finite sum has finite terms only; an infinite one may also come from an overflow.
-    if cmath.isfinite(gradient.sum().item()):
-        return True
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return bool(torch.isfinite(values).all())

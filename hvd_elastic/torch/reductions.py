@@ -39,6 +39,8 @@ class Reductions:
         is_filling: whether gradients of the last pass of a step arrive.
         carrier: bucket that can carry the flags of a step; None: gradients cannot.
         are_done: whether the gradients of the step hold their averages.
+        checks: whether it is found out if they are finite.
+        are_finite: whether the averages of the last step are finite, the same on all ranks.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Reductions:
         self.carrier: Bucket | None = None
         self._flags: Callable[[], np.ndarray] | None = None
         self.is_open = self.is_filling = self.are_done = False
+        self.checks = worker.on_not_finite != "ignore"
+        self.are_finite = True
 
     def number(self, number: int) -> None:
         """Set the optimizer's number among those that train, from 0."""
@@ -152,6 +156,8 @@ class Reductions:
             flags: this rank's flags of the step, which the bucket carries.
         """
         bucket.give(absent=True)
+        if self.checks:
+            bucket.mark_if_not_finite()
         flat, communicator = bucket.to_send(), self._worker.communicator
         number = self._buckets.index(bucket)
         kind = self._compression.sent_as(flat.dtype) if number and len(flat) else None
@@ -227,6 +233,9 @@ class Reductions:
             bucket.receive()
             if look is not None:
                 look(bucket)
+        if self.checks:
+            averages, compressed = self._buckets, self._packed  # 16 bits may overflow
+            self.are_finite = all(each.is_finite(whole=each in compressed) for each in averages)
         told = None if self._flags is None else self._flags()
         self.clear()
         return told

@@ -52,11 +52,17 @@ class StepSampling:
             with self._context.planner.sampling_cost:
                 self.statistics.see(parameters)
 
-    def move(self, bucket: Bucket, factor: float) -> None:
-        """Sample the gradients of this pass, and add them to their bucket, times a factor."""
+    def move(self, bucket: Bucket, factor: float, *, checks: bool) -> None:
+        """Sample the gradients of this pass, and add them to their bucket, times a factor.
+
+        Args:
+            bucket: their bucket.
+            factor: factor on them.
+            checks: see :meth:`Bucket.add`.
+        """
         if bucket.holds or not factor or not self._takes(bucket):
             self.see(bucket.parameters)
-            bucket.add(factor)
+            bucket.add(factor, checks=checks)
             return
         group = self.statistics.group_of[bucket.parameters[0]]
         cost = self._context.planner.sampling_cost
@@ -65,7 +71,7 @@ class StepSampling:
             with cost:
                 self.statistics.see_flat(group, flat, factor)
 
-        bucket.add(factor, look)
+        bucket.add(factor, look, checks=checks)
 
     def see_mean(self, bucket: Bucket) -> None:
         """Sample this rank's part of a bucket that holds averages."""

@@ -140,8 +140,9 @@ def _divided(node: Any, name: str, examples: int, shares: tuple[int, ...], as_su
     be one by that number of examples.
     """
     constant = getattr(node, "_saved_other", None)
-    is_known = torch.is_tensor(constant) and constant.numel() == 1
-    if not is_known or constant.device.type != "cpu":
+    if not isinstance(constant, torch.Tensor) or constant.numel() != 1:
+        return _DIVIDED
+    if constant.device.type != "cpu":
         return _DIVIDED  # reading it would wait for the device
     value = float(constant)
     if name == "DivBackward0":

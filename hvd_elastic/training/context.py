@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.formatting import count
 from hvd_elastic.training.audit import Audit
 from hvd_elastic.training.checkpointing import Checkpointing
 from hvd_elastic.training.frontend import Averager, Frontend, State
@@ -265,6 +266,10 @@ class Context:
             self._audit.finish()
         return step.flags(self._wishes, place=self.reading.place_hash() if step.passes else 0)
 
+    def number_of_flags(self) -> int:
+        """Return the length of :meth:`own_flags`."""
+        return len(self.step.flags(self._wishes, place=0))
+
     def graph_stepped(self, told: np.ndarray, *, collectives: bool = True) -> None:
         """Count a step that a graph has taken.
 
@@ -293,6 +298,31 @@ class Context:
         elif not self.worker.averagers.several:
             self.step_done()
 
+    def step_skipped(self) -> None:
+        """Note that a step is left out on all ranks, since its averaged gradients are not finite.
+
+        Raises:
+            ScriptError: such a step is to end the run, or too many follow each other.
+        """
+        worker = self.worker
+        step = worker.progress.step
+        where = f"step {step + 1}, of epoch {self.reading.epoch} at example {self.reading.position}"
+        if worker.on_not_finite == "stop":
+            raise ScriptError(
+                f"the gradients of {where} are not finite: the loss is NaN or infinite on at least "
+                "one rank. Look at the data and the loss, lower the learning rate (or init_scale "
+                "of a gradient scaler), or clip gradients; --on-not-finite skip leaves such steps "
+                "out"
+            )
+        worker.progress.skipped = skipped = worker.progress.skipped + 1
+        # Not of each: a gradient scaler causes them, and examples may come again in each epoch.
+        if not (self.planner.skipped.overflows or skipped & (skipped - 1)):
+            worker.warn_once(
+                f"{where}, is left out: its gradients are not finite. Its examples count as used "
+                f"({count(skipped, 'such step')} so far)"
+            )
+        self.planner.skip(step)
+
     def step_done(self) -> None:
         """Count the step: its optimizers have taken it, or all ranks leave it out."""
         step, worker = self.step, self.worker
@@ -314,7 +344,8 @@ class Context:
         first = worker.progress.step == 0 and self.step.stage is not Stage.UNCOMMITTED
         if first and worker.mode is not Mode.ALONE:
             loader, other = worker.frontend.loader, worker.frontend.other_loader
-            what = f"optimizer.step() was called for a batch that does not come from {loader}"
+            call = worker.frontend.takes_step
+            what = f"{call} was called for a batch that does not come from {loader}"
             remedy = (
                 f"Read the training data with {loader}(dataset, batch_size, shuffle=True) in place "
                 f"of {other}, with the batch size of all ranks together and without a "
@@ -558,8 +589,7 @@ def current() -> Context:
     if _context is None:
         tell_uncaught()
         raise ScriptError(
-            "call hvd.init() first, before anything else of the library: that of the module that "
-            "the script imports as hvd, hvd_elastic.torch, hvd_elastic.tensorflow or "
-            "hvd_elastic.keras"
+            "call hvd.init() first, before anything else of the library; hvd is hvd_elastic.torch, "
+            "hvd_elastic.tensorflow or hvd_elastic.keras, as the script imports it"
         )
     return _context

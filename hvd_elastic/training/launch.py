@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from hvd_elastic.errors import RunError, ScriptError
+from hvd_elastic.wire.messages import NOT_FINITE_CHOICES
 
 _OTHER_LAUNCHERS = {
     "WORLD_SIZE": "torchrun, or a launcher like it,",
@@ -48,6 +49,23 @@ def detect_mode(environment: Mapping[str, str]) -> Mode:
     if "HOROVOD_RANK" in environment or int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return Mode.STATIC
     return Mode.ALONE
+
+
+def not_finite_choice(environment: Mapping[str, str]) -> str:
+    """Return what is done about gradients that are not finite, without a leader that tells it.
+
+    Raises:
+        ScriptError: the variable ``HVD_ELASTIC_ON_NOT_FINITE`` is none of the choices.
+
+    >>> not_finite_choice({})
+    'skip'
+    """
+    choice = environment.get("HVD_ELASTIC_ON_NOT_FINITE", NOT_FINITE_CHOICES[0])
+    if choice not in NOT_FINITE_CHOICES:
+        raise ScriptError(
+            f"HVD_ELASTIC_ON_NOT_FINITE={choice}: it is {' or '.join(NOT_FINITE_CHOICES)}"
+        )
+    return choice
 
 
 def refuse_other_launchers(environment: Mapping[str, str]) -> None:

@@ -102,6 +102,8 @@ class Metrics:
         if rate is not None:
             record["lr"] = rate
         record |= planned()
+        if worker.progress.skipped:
+            record["skipped_steps"] = worker.progress.skipped
         if "throughput" in record and "efficiency" in record:
             record["goodput"] = record["throughput"] * record["efficiency"]
         own = {*worker.progress.as_dict(), "size", *ENVELOPE, *record}

@@ -50,6 +50,7 @@ class Progress:
         stopped: whether the ranks have agreed to end training; see ``stop()``.
         order_hash: of all that determines the order of the current epoch, besides its number; 0:
             unknown.
+        skipped: steps that were left out because their gradients were not finite.
         data: what is compared of the data set of each loader of the script, as a JSON list of
             :meth:`DataDigest.described`; "": unknown.
 
@@ -70,6 +71,7 @@ class Progress:
     data_order: int = LATEST_ORDER
     stopped: bool = False
     order_hash: int = field(default=0, compare=False)
+    skipped: int = 0
     data: str = field(default="", compare=False)
 
     def advance(self, step_examples: int) -> None:
@@ -144,12 +146,16 @@ class Progress:
         order_hash = values.get("order_hash", 0)
         if not isinstance(order_hash, int):
             raise ValueError(f"progress field 'order_hash' is {order_hash!r}, it must be a number")
+        skipped = values.get("skipped", 0)
+        if not isinstance(skipped, int):
+            raise ValueError(f"progress field 'skipped' is {skipped!r}, it must be a number")
         return cls(
             **numbers,
             phase=phase,
             data_order=data_order,
             stopped=stopped,
             order_hash=order_hash,
+            skipped=skipped,
             data=str(values.get("data", "")),
         )
 

@@ -117,16 +117,17 @@ class Rollback:
         worker = self._worker
         if self._warned_of_steps or not worker.elastic:
             return
+        call = worker.frontend.takes_step
         if worker.progress.phase in AFTER_LOOP:
             warning = (
-                "optimizer.step() is called after the loop over the loader has ended. If the loop "
+                f"{call} is called after the loop over the loader has ended. If the loop "
                 "asks for a batch before it has trained on the one before (a prefetcher), the next "
                 "worker that joins ends the run: train on each batch before the next one is asked "
                 "for, and let num_workers of the loader read ahead"
             )
         elif worker.averagers.steps > self._steps + 1:
             warning = (
-                "optimizer.step() is called several times in one loop body, or between two calls "
+                f"{call} is called several times in one loop body, or between two calls "
                 "of state.commit(). If a rank fails between these steps, the first of them stay, "
                 "so the result differs from that of an undisturbed training. Give "
                 "DistributedOptimizer(..., several_steps=True), which undoes and repeats the whole "
@@ -345,10 +346,10 @@ class Rollback:
             changes.add("a module")
         if changes:
             self._warned = True
-            changed = min(changes)
+            changed, call = min(changes), self._worker.frontend.takes_step
             self._worker.warn_once(
                 f"{changed} of the State changes in the loop body after the collective {name!r}, "
-                "which comes after optimizer.step(). If a rank fails in that collective, the rest "
+                f"which comes after {call}. If a rank fails in that collective, the rest "
                 "of the body is not run for this step, and the change is missing. Call the "
-                "collective before optimizer.step(), or at the end of the loop body"
+                f"collective before {call}, or at the end of the loop body"
             )

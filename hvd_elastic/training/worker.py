@@ -20,7 +20,7 @@ from hvd_elastic.training.data_digest import DataDigest
 from hvd_elastic.training.frontend import Frontend, State
 from hvd_elastic.training.generators import Generators
 from hvd_elastic.training.input.times import InputTimes
-from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.launch import Mode, not_finite_choice
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.sink import Sink, open_sink
 from hvd_elastic.training.uncaught import script_line
@@ -49,6 +49,8 @@ class Worker:
         options: options that the leader sets for all workers.
         sink: receiver of this worker's messages.
         audit: whether the indices that are read are reported.
+        on_not_finite: what is done about a step whose gradients are not finite: ``skip``, ``stop``
+            or ``ignore``.
         input_times: how long this rank waits for its data.
         progress: progress of training, equal on all ranks between two steps.
         stop_reason: why this rank asks for the end of training; empty: it does not.
@@ -96,6 +98,9 @@ class Worker:
             self.options = worker_options()
         self.sink: Sink = open_sink(self.link)
         self.audit = self.options.audit or self.sink.audit
+        self.on_not_finite = self.options.on_not_finite
+        if mode is not Mode.AGENT:
+            self.on_not_finite = not_finite_choice(os.environ)
 
     @property
     def elastic(self) -> bool:

@@ -25,6 +25,10 @@ class _Plain(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """Part of a message."""
 
 
+NOT_FINITE_CHOICES = ("skip", "stop", "ignore")
+"""What can be done about a step whose gradients are not finite; the first is the default."""
+
+
 class WorkerOptions(_Plain):
     """The leader's options for all workers, passed in their environment.
 
@@ -33,12 +37,15 @@ class WorkerOptions(_Plain):
         audit: whether to record which examples were really read.
         checkpoint_every_s: time between checkpoints [s]; 0: no checkpoints.
         input_hosts: whether input hosts read for the ranks.
+        on_not_finite: what is done about a step whose gradients are not finite, of
+            ``NOT_FINITE_CHOICES``.
     """
 
     heartbeat_s: float = 1.0
     audit: bool = False
     checkpoint_every_s: float = 0.0
     input_hosts: bool = False
+    on_not_finite: str = NOT_FINITE_CHOICES[0]
 
 
 SAVED_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z"

@@ -56,7 +56,57 @@ with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
     model.compile(kept, "mse")
 model.fit(dataset, callbacks=[hvd.ElasticCallback()], verbose=0)
 """
+GAN = """
+class Two(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.parts, self.built = [kind(make_layers()), kind(make_layers())], True
+    def train_step(self, data):
+        for part, optimizer in zip(self.parts, self.optimizers):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(part(data[0]) - data[1]))
+            optimizer.apply(tape.gradient(loss, part.trainable_variables), part.trainable_variables)
+        return {"loss": loss}
+model = Two()
+model.compile()
+model.optimizers = [optimizer(), optimizer()]
+model.fit(dataset, epochs=2, callbacks=[hvd.ElasticCallback()], verbose=0)
+assert [int(each.iterations) for each in model.optimizers] == [6, 6]
+"""
+ALL_RANKS = """
+inputs = np.random.default_rng(0).normal(size=(24, 2)).astype("f4")
+targets = (inputs.sum(1, keepdims=True) > 0).astype("f4")
+def made(optimizer):
+    model = kind(make_layers())
+    metrics = [keras.metrics.TruePositives(name="hits"), keras.metrics.AUC(name="auc")]
+    model.compile(optimizer, keras.losses.MeanSquaredError(reduction="sum"), metrics=metrics)
+    return model
+class Stop(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+    def on_train_batch_end(self, batch, logs=None):
+        if self.epoch == 2 and hvd.rank() == hvd.size() - 1:
+            self.model.stop_training = True  # on one rank alone
+sgd = keras.optimizers.SGD
+plain, model = made(sgd(0.01)), made(hvd.DistributedOptimizer(sgd(0.01)))
+model.set_weights(plain.get_weights())
+expected = plain.fit(inputs, targets, 8, shuffle=False, epochs=2, verbose=0).history
+dataset, callbacks = hvd.dataset((inputs, targets), 8), [hvd.ElasticCallback(), Stop()]
+found = model.fit(dataset, epochs=9, callbacks=callbacks, verbose=0).history
+for name in expected:
+    np.testing.assert_allclose(found[name][:2], expected[name], rtol=1e-4)
+"""
+SKIPS = """
+class Own(keras.Sequential):
+    def train_step(self, data):
+        if hvd.local_rank() == 1:
+            return {"loss": tf.reduce_sum(self(data[0]))}
+        return super().train_step(data)
+model = Own(make_layers())
+fit(model)
+"""
 WORKS = {
+    "several optimizers": GAN,
     "run_eagerly": "fit(kind(make_layers()), run_eagerly=True)",
     "own train_step": OWN_STEP,
     "bfloat16": "keras.config.set_dtype_policy('mixed_bfloat16'); fit(kind(make_layers()))",
@@ -81,6 +131,11 @@ REFUSED = {
         "give model.fit callbacks=[hvd.ElasticCallback()]",
     ),
     "no cardinality": (ENDLESS, "has to come from hvd.dataset"),
+    "a step of one rank": (SKIPS, "was left out on rank 1 alone, of 2"),
+    "another optimizer": (
+        GAN.replace("optimizer()]", "keras.optimizers.Adam()]"),
+        "this Adam applies gradients that are not averaged",
+    ),
     "strategy": (STRATEGY, "a tf.distribute strategy"),
 }
 
@@ -99,6 +154,14 @@ def test_it_trains(case: str, tmp_path: Path) -> None:
         assert job.wait(120) == 0, job.text
     assert "oneDNN" not in job.text, "what TensorFlow prints while it is loaded"
     assert [event["steps"] for event in job.events("run_finished")] == [6]
+
+
+def test_metrics_losses_and_stops_are_those_of_all_ranks(tmp_path: Path) -> None:
+    """A sum as loss, and counts, are those of Keras alone; one rank's callback ends training."""
+    with job_of(ALL_RANKS, tmp_path) as job:
+        assert job.wait(120) == 0, job.text
+    (ended,) = job.events("run_finished")
+    assert 6 < ended["steps"] < 9 * 3
 
 
 @COSTLY

@@ -27,6 +27,7 @@ from hvd_elastic.leader.hostfile_watch import input_hosts
 from hvd_elastic.leader.spec import SHORTEST_HEARTBEAT_S, RunSpec
 from hvd_elastic.records.tensorboard import check_tensorboard
 from hvd_elastic.slurm.allocation import Allocation, is_inside, own_allocation
+from hvd_elastic.wire.messages import NOT_FINITE_CHOICES
 
 _POLICIES = ("fixed", "goodput")
 Options = TypeVar("Options")
@@ -222,6 +223,14 @@ class RunOptions:
     audit: Annotated[
         bool, typer.Option("--audit", help="record which examples were really read")
     ] = False
+    on_not_finite: Annotated[
+        str,
+        typer.Option(
+            help="what to do about steps whose gradients are not finite: skip them (ten in a row "
+            "end the run), stop the run, or ignore it",
+            metavar="skip|stop|ignore",
+        ),
+    ] = NOT_FINITE_CHOICES[0]
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="write the metrics for TensorBoard as well")
     ] = False
@@ -277,6 +286,7 @@ class RunOptions:
             self._check_mpi,
             self._check_preemption,
             self._check_policy,
+            self._check_on_not_finite,
             self._check_scaling,
             self._check_patience,
             lambda: check_ssh_config(self.ssh_config),
@@ -400,6 +410,18 @@ class RunOptions:
         if self.policy not in _POLICIES:
             raise UsageError(
                 f"--policy {self.policy!r} is not known; valid: {', '.join(_POLICIES)}"
+            )
+
+    def _check_on_not_finite(self) -> None:
+        if self.on_not_finite not in NOT_FINITE_CHOICES:
+            raise UsageError(
+                f"--on-not-finite {self.on_not_finite!r} is not known; valid: "
+                f"{', '.join(NOT_FINITE_CHOICES)}"
+            )
+        if self.mpi and self.on_not_finite != NOT_FINITE_CHOICES[0]:
+            raise UsageError(
+                "--on-not-finite is not passed on by --mpi: leave it out, and set "
+                f"HVD_ELASTIC_ON_NOT_FINITE={self.on_not_finite} for the processes of mpirun"
             )
 
     def _check_patience(self) -> None:

@@ -122,7 +122,8 @@ class Agents:
             preemption=spec.preemption,
             preemption_command=spec.preemption_command,
             options=msg.WorkerOptions(
-                spec.heartbeat_s, spec.audit, spec.checkpoint_every_s, bool(spec.input_hosts)
+                *(spec.heartbeat_s, spec.audit, spec.checkpoint_every_s, bool(spec.input_hosts)),
+                on_not_finite=spec.on_not_finite,
             ),
         )
         self.by_host[name] = AgentConnection(

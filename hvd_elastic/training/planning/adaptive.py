@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan, statistical_efficiency
 from hvd_elastic.model.lr_rules import Adjustment, Rule, Situation, adascale
 from hvd_elastic.model.timings import RANK_RULES, Configuration, StepTimings
@@ -30,10 +29,6 @@ from hvd_elastic.wire import messages as msg
 _YOUNG_STEPS = 10
 """Most steps until the next review early in a run, or when step times may have shifted: estimates
 still change quickly then."""
-_BAD_STEPS = 10
-"""Number of consecutive steps without finite gradients after which the job ends."""
-_BAD_STEPS_SCALED = 50
-"""This number with a gradient scaler, which may start with too large a scale and halves it."""
 
 
 class Statistics(Protocol):
@@ -68,7 +63,6 @@ class AdaptivePlanner(ReviewedPlanner):
         noise: estimate of the gradient noise scale.
         sampling: decides which steps are sampled.
         sampling_cost: measures the time that sampling takes on this rank.
-        skipped: counts steps that were not taken.
         rule: learning-rate rule.
         progress: scale-invariant progress: equivalent number of steps at the initial batch size.
     """
@@ -90,7 +84,6 @@ class AdaptivePlanner(ReviewedPlanner):
         self.noise = GradientNoise(0, limits.initial_batch_size, examples)
         self.sampling = GradientSampling()
         self.sampling_cost = SamplingCost(new_event=new_event)
-        self.skipped = SkippedSteps()
         self.rule: Rule = adascale
         self.progress = 0.0
         self._passes_begun: dict[int, float] = {}
@@ -162,20 +155,7 @@ class AdaptivePlanner(ReviewedPlanner):
     def advance(self, gain: float, step_examples: int) -> None:
         self.progress += gain * min(1.0, step_examples / self.batch_size)
 
-    def skip(self, step: int) -> None:
-        """Count a step that is not taken because its gradients are not finite.
-
-        Raises:
-            ScriptError: too many consecutive steps were not finite.
-        """
-        self.skipped.add()
-        self.skipped.refuse_many(step, self._rate_advice)
-
-    def expect_overflows(self) -> None:
-        self.skipped.most = _BAD_STEPS_SCALED
-
     def _rate_advice(self) -> str:
-        """Return advice for an error message if this class has raised the learning rate, or ""."""
         initial, size = self.limits.initial_batch_size, self.plan.global_batch_size
         scale = max(adjustment.factor for adjustment in self.adjustments())
         if scale <= 1:
@@ -331,8 +311,6 @@ class AdaptivePlanner(ReviewedPlanner):
     def metrics(self) -> dict[str, Any]:
         """See the base class; unknown and infinite values are left out."""
         found, size = super().metrics(), self.batch_size
-        if self.skipped.count:
-            found["skipped_steps"] = self.skipped.count
         if self._ranks == 1:
             found["passes"] = self.times.passes
         if self.choice.unequal_shares and self._ranks > 1:
@@ -368,47 +346,6 @@ class AdaptivePlanner(ReviewedPlanner):
         self.noise.load_state_dict(state)
         self.sampling.load_state_dict(state)
         self.skipped.load_state_dict(state)
-
-
-class SkippedSteps:
-    """Counts steps that were not taken because their gradients were not finite.
-
-    Attributes:
-        count: number of steps that were not taken.
-        consecutive: number of latest steps without finite gradients, taken or not.
-        most: number of consecutive such steps that ends the job.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.consecutive = 0
-        self.most = _BAD_STEPS
-
-    def note(self, *, finite: bool) -> None:
-        """Record whether the gradients of a step were finite."""
-        self.consecutive = 0 if finite else self.consecutive + 1
-
-    def add(self) -> None:
-        """Count a step that is not taken."""
-        self.count += 1
-        self.consecutive += 1
-
-    def refuse_many(self, step: int, advice: Callable[[], str]) -> None:
-        """Raise ScriptError if too many consecutive steps up to ``step`` were not finite."""
-        if self.consecutive >= self.most:
-            raise ScriptError(
-                f"the gradients were not finite in {self.most} steps running, up to step {step}: "
-                "the loss is NaN or infinite on at least one rank. Look at the data and the loss, "
-                f"lower the learning rate, or clip gradients{advice()}"
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts as plain numbers, for a broadcast or a checkpoint."""
-        return {"skipped_steps": self.count, "bad_running": self.consecutive}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self.count, self.consecutive = state["skipped_steps"], state["bad_running"]
 
 
 def _hosts(reports: Sequence[Report]) -> int:

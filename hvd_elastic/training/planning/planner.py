@@ -26,6 +26,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.shares import ShareBalance
 from hvd_elastic.policy.batch import steps_to_review
 from hvd_elastic.training.planning.compute_times import ComputeTimes, SamplingCost
+from hvd_elastic.training.planning.skipped_steps import SkippedSteps
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
 
@@ -39,6 +40,7 @@ class Planner:
         reviews: whether the ranks review the plan during training.
         adapts: whether a review may change the batch size.
         sampling_cost: measures the time that sampling gradients takes on this rank.
+        skipped: counts steps that were not taken.
     """
 
     reviews = False
@@ -47,6 +49,7 @@ class Planner:
     def __init__(self, batch_size: int = 0) -> None:
         self._batch_size = batch_size
         self.sampling_cost = SamplingCost()
+        self.skipped = SkippedSteps()
 
     @property
     def batch_size(self) -> int:
@@ -84,10 +87,17 @@ class Planner:
         """Count a step that was taken; ``gain``: progress of a step with a whole batch."""
 
     def skip(self, step: int) -> None:
-        """Count a step that is not taken because its gradients are not finite."""
+        """Count a step that is not taken because its gradients are not finite.
 
-    def expect_overflows(self) -> None:
-        """Allow more steps with overflowing gradients: a gradient scaler causes some of them."""
+        Raises:
+            ScriptError: too many consecutive steps were not finite.
+        """
+        self.skipped.add()
+        self.skipped.refuse_many(step, self._rate_advice)
+
+    def _rate_advice(self) -> str:
+        """Return advice for an error message if this class has raised the learning rate, or ""."""
+        return ""
 
     def out_of_memory(self, pass_examples: int) -> bool:
         """Note that a pass did not fit into memory; return whether a smaller one is allowed."""

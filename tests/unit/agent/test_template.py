@@ -271,6 +271,7 @@ print(*model.get_weights()[0].ravel())
 
 
 @needs_tensorflow
+@pytest.mark.timeout(900)  # it imports at a low priority: minutes where others use all cores
 def test_forks_train_with_tensorflow_and_draw_different_weights(tmp_path: Path) -> None:
     """TensorFlow starts its threads when the first operation runs, not when it is imported."""
     (tmp_path / "train.py").write_text(TENSORFLOW)

@@ -215,6 +215,21 @@ def test_an_optimizer_that_nobody_averages_is_refused(alone: Context) -> None:
         hvd.run(train)(state, late)
 
 
+def test_a_count_weights_a_rank_in_place_of_its_examples(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(monkeypatch)
+    alone.worker.communicator.size = 2
+    monkeypatch.setattr(alone.worker.communicator, "sum_async", lambda array, _: array + 9)
+    alone.hand_out(Pass(step_examples=8, weight=1.0, examples=4))
+    alone.worker.averagers.prepare()
+    hvd.step_weight(tf.constant(3))
+    assert training.averager.controls.now.factor == 2 * 3 / (3 + 9)
+    training.averager._begun = True
+    with pytest.raises(ScriptError, match="after the gradients of the batch were applied"):
+        hvd.step_weight(3)
+
+
 def test_another_world_traces_nothing_anew(alone: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     communicator = alone.worker.communicator
 

@@ -11,8 +11,8 @@ import torch
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
+from hvd_elastic.torch.finite_check import is_finite
 from hvd_elastic.torch.optimizer import DistributedOptimizer, averager_of
-from hvd_elastic.torch.rate_scaling import _is_finite
 from hvd_elastic.torch.state import State
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.elastic import run
@@ -505,7 +505,7 @@ def test_a_newcomer_does_not_wait_for_the_others_to_unfreeze_again(
     ],
 )
 def test_gradients_of_any_type_are_told_finite(values: torch.Tensor, finite: bool) -> None:
-    assert _is_finite(values) is finite
+    assert is_finite(values) is finite
 
 
 @pytest.mark.parametrize("gradients", ["on their way", "averaged", "cleared"])

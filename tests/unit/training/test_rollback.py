@@ -521,8 +521,9 @@ def test_values_that_the_script_holds_stay_the_ones_of_the_state(
 def test_what_cannot_be_copied_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(monkeypatch)
     state = hvd.State(model=training.model, optimizer=training.optimizer)
-    state.hook = lambda: None
-    with pytest.raises(ScriptError, match=r"State: 'hook' cannot be copied"):
+    state.hooks = []
+    state.hooks.append(lambda: None)  # an assignment would be refused
+    with pytest.raises(ScriptError, match=r"State: 'hooks' cannot be copied"):
         state.take_snapshot()
 
 

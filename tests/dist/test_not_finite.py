@@ -1,0 +1,98 @@
+"""Ranks that compute gradients which are not finite, under a leader, with a kill and a join."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.jobs import Job, environment, write_script
+from tests.paths import COSTLY
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+SCRIPT = '''\
+"""Two of the examples are NaN, or what one rank computes is now and then."""
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+import hvd_elastic.torch as hvd
+
+folder, where, dies = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "dies"
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 200), torch.nn.Tanh(), torch.nn.Linear(200, 1))
+model.double()
+adam = torch.optim.Adam(model.parameters(), lr=0.01)
+optimizer = hvd.DistributedOptimizer(adam, model)
+inputs = torch.randn(90, 6).double()
+targets = inputs.sum(1, keepdim=True)
+if where == "data":
+    inputs[[20, 70]] = torch.nan
+loader = hvd.DataLoader(torch.utils.data.TensorDataset(inputs, targets), 9)
+
+
+@hvd.run
+def train(state):
+    for epoch in hvd.epochs(4):
+        for a, b in loader:
+            state.step_number += 1
+            bad = state.step_number % 10 in (3, 8)
+            optimizer.zero_grad()
+            outputs = model(a)
+            if where == "layer" and bad and hvd.rank() == hvd.size() - 1:
+                outputs = outputs * torch.nan
+            loss = torch.nn.functional.mse_loss(outputs, b)
+            loss.backward()
+            optimizer.step()
+            mark = folder / "died"
+            if dies and state.step_number == 24 and hvd.rank() == 1 and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+    if hvd.rank() == 0:
+        (folder / "end.json").write_text(json.dumps([p.tolist() for p in model.parameters()]))
+
+
+train(hvd.State(model=model, optimizer=optimizer, step_number=0))
+'''
+
+
+def flat(values: Any) -> list[float]:
+    return [n for each in values for n in flat(each)] if isinstance(values, list) else [values]
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=COSTLY)])
+@pytest.mark.parametrize("where", ["data", pytest.param("layer", marks=COSTLY)])
+def test_steps_that_are_not_finite_are_left_out_as_on_one_rank(
+    tmp_path: Path, where: str, ranks: int
+) -> None:
+    script = write_script(tmp_path, SCRIPT)
+    alone, folder = tmp_path / "alone", tmp_path / "ranks"
+    alone.mkdir()
+    folder.mkdir()
+    command = [sys.executable, str(script), str(alone), where, "lives"]
+    subprocess.run(command, env=environment(tmp_path), check=True, timeout=120)
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"localhost slots={ranks + 1}\n", encoding="utf-8")
+    options = ["--hostfile", hosts, "--np", ranks, "--min-np", ranks, "--spares", 1]
+    with Job(*options, "--", sys.executable, script, folder, where, "dies", home=tmp_path) as job:
+        assert job.wait(240) == 0, job.text
+        assert "is left out: its gradients are not finite" in job.text
+        told = [each["skipped_steps"] for each in job.events("metrics") if "skipped_steps" in each]
+        assert told == sorted(told)
+        assert 0 < told[-1] <= 8
+        (finished,) = job.events("run_finished")
+        assert finished["steps"] == 40
+    assert (folder / "died").exists()
+    expected = flat(json.loads((alone / "end.json").read_text()))
+    found = flat(json.loads((folder / "end.json").read_text()))
+    assert found == pytest.approx(expected, rel=1e-6)

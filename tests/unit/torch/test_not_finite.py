@@ -1,0 +1,163 @@
+"""Steps whose averaged gradients are not finite: left out, or what the user asks for."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.local import LocalCommunicator
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.torch import gradient_buckets
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.step import Pass
+
+
+class Ranks(LocalCommunicator):
+    """The first of some ranks; the others do the same, or have NaN in some gradient."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.other_is_bad = False
+
+    def sum_async(self, array: Any, name: str) -> Any:
+        array.mul_(self.size)
+        if self.other_is_bad and len(array):
+            array[0] = math.nan
+        return array
+
+
+@pytest.fixture(params=[1, 2, 3])
+def ranks(request: pytest.FixtureRequest, alone: Context) -> Ranks:
+    alone.worker.communicator = made = Ranks(request.param)
+    return made
+
+
+def made() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 2))
+    adam = torch.optim.Adam(model.parameters(), lr=0.1)
+    return model, hvd.DistributedOptimizer(adam, model)
+
+
+def take_step(ctx: Context, model: nn.Module, optimizer: Any, factor: float = 1.0) -> None:
+    ctx.hand_out(Pass(step_examples=8, weight=1.0))
+    optimizer.zero_grad()
+    (factor * model(torch.ones(4, 6)).square().mean()).backward()
+    optimizer.step()
+
+
+def state_of(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return [each.detach().clone() for each in (*model.parameters(), *moments)]
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_step_is_left_out_whose_loss_is_not_finite(
+    alone: Context, ranks: Ranks, factor: float
+) -> None:
+    model, optimizer = made()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        take_step(alone, model, optimizer, factor)
+        schedule.step()
+    take_step(alone, model, optimizer)
+    before = state_of(model, optimizer)
+    take_step(alone, model, optimizer, factor)
+    torch.testing.assert_close(state_of(model, optimizer), before, rtol=0, atol=0)
+    take_step(alone, model, optimizer)
+    progress = alone.worker.progress
+    assert (progress.step, progress.examples, progress.skipped) == (4, 32, 2)
+    assert all(each.isfinite().all() for each in state_of(model, optimizer))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
+@pytest.mark.parametrize("number", range(4))
+def test_one_number_that_is_not_finite_is_seen_at_several_ranks(
+    alone: Context,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    bucket_bytes: int,
+) -> None:
+    """In gradients of any size, that have a bucket to themselves or not."""
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
+    alone.worker.communicator = Ranks(2)
+    model, optimizer = made()
+    parameter = [*model.parameters()][number]
+    hook = parameter.register_hook(lambda g: g.index_fill(0, torch.tensor(len(g) - 1), math.nan))
+    before = state_of(model, optimizer)
+    take_step(alone, model, optimizer)
+    torch.testing.assert_close(state_of(model, optimizer), before, rtol=0, atol=0)
+    hook.remove()
+    take_step(alone, model, optimizer)
+    assert alone.worker.progress.skipped == 1
+    assert model[0].weight.ne(before[0]).any()  # type: ignore[index]
+
+
+def test_a_gradient_that_is_not_finite_on_another_rank_is_seen(alone: Context) -> None:
+    alone.worker.communicator = ranks = Ranks(2)
+    model, optimizer = made()
+    take_step(alone, model, optimizer)
+    ranks.other_is_bad = True
+    before = state_of(model, optimizer)
+    take_step(alone, model, optimizer)
+    torch.testing.assert_close(state_of(model, optimizer), before, rtol=0, atol=0)
+
+
+def test_large_numbers_are_finite(alone: Context, ranks: Ranks) -> None:
+    """Though their squares, and their sum, are not."""
+    model, optimizer = made()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: torch.full_like(gradient, 2e38))
+    take_step(alone, model, optimizer)
+    assert alone.worker.progress.skipped == 0
+
+
+def test_ten_in_a_row_end_the_run(alone: Context, ranks: Ranks) -> None:
+    model, optimizer = made()
+    for factor in [math.nan] * 9 + [1.0] + [math.nan] * 9:
+        take_step(alone, model, optimizer, factor)
+    with pytest.raises(ScriptError, match=r"in 10 steps .* data and the loss, lower the .* scale"):
+        take_step(alone, model, optimizer, math.nan)
+
+
+def test_such_a_step_ends_the_run_where_the_user_says_so(alone: Context, ranks: Ranks) -> None:
+    alone.worker.on_not_finite = "stop"
+    model, optimizer = made()
+    take_step(alone, model, optimizer)
+    with pytest.raises(ScriptError, match="the gradients of step 2, of epoch 0 at example 8"):
+        take_step(alone, model, optimizer, math.nan)
+
+
+def test_such_a_step_is_taken_where_the_user_says_so(alone: Context, ranks: Ranks) -> None:
+    alone.worker.on_not_finite = "ignore"
+    model, optimizer = made()
+    take_step(alone, model, optimizer, math.nan)
+    assert all(each.isnan().all() for each in model.parameters())
+
+
+def test_of_several_optimizers_that_is_left_out_whose_gradients_are_not_finite(
+    alone: Context, ranks: Ranks
+) -> None:
+    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    good, bad = (
+        hvd.DistributedOptimizer(torch.optim.SGD(each.parameters(), lr=1.0), each)
+        for each in models
+    )
+    before = [state_of(model, each) for model, each in zip(models, (good, bad), strict=True)]
+    alone.hand_out(Pass(step_examples=8, weight=1.0))
+    (models[0](torch.ones(1, 1)) + math.nan * models[1](torch.ones(1, 1))).sum().backward()
+    for parameter in models[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    good.step()
+    bad.step()
+    alone.mark_consumed()
+    assert alone.worker.progress.step == alone.worker.progress.skipped == 1
+    assert models[0].weight.item() == before[0][0].item() - 1
+    torch.testing.assert_close(state_of(models[1], bad), before[1], rtol=0, atol=0)
