@@ -17,7 +17,7 @@ from contextlib import suppress
 from fcntl import F_GETFL, fcntl
 from functools import cache
 from multiprocessing.connection import Connection
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -225,7 +225,7 @@ def _take_own_files(kept: int) -> None:
     A child shares them: what it read there the script would not find again.
     """
     null = os.open(os.devnull, os.O_RDWR)
-    for file in map(int, os.listdir("/proc/self/fd")):
+    for file in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         with suppress(OSError):  # the folder that was listed
             kind = os.fstat(file).st_mode
             if stat.S_ISREG(kind):
