@@ -176,9 +176,17 @@ def _over(node: Any, examples: int) -> str:
             return _MEAN
     elif name in _PARTS:
         return _OTHER
-    while inner is not None and inner.name() in _OF_PENALTIES:
-        (inner, _), *_ = inner.next_functions
-    if inner is not None and inner.name().endswith("AccumulateGrad"):
-        return _OTHER  # a penalty on a parameter, such as parameter.square().sum()
+    if _is_of_parameters(inner):
+        return _OTHER  # a penalty on them, such as parameter.square().sum()
     sizes = node._saved_self_sym_sizes
     return _SUM if sizes and sizes[0] == examples else _UNSEEN
+
+
+def _is_of_parameters(node: Any) -> bool:
+    """Return whether a penalty is one on parameters alone, of many of which the first are seen."""
+    if node is None or node.name().endswith("AccumulateGrad"):
+        return node is not None
+    parts = node.next_functions[:8]
+    return node.name() in _OF_PENALTIES | _PARTS and all(
+        _is_of_parameters(each) for each, _ in parts
+    )

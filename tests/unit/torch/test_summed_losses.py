@@ -36,6 +36,10 @@ def outputs() -> torch.Tensor:
     return data * weights
 
 
+def penalised() -> torch.Tensor:
+    return torch.cat([weights.view(-1), parameter])
+
+
 def kl() -> torch.Tensor:
     return F.kl_div(outputs().log_softmax(1), other.softmax(1), reduction="batchmean")
 
@@ -70,6 +74,8 @@ def kl() -> torch.Tensor:
         (lambda: outputs().sum() + outputs().mean(), {_SUM, _MEAN}),
         (lambda: outputs().mean() + 1e-4 * parameter.square().sum(), {_MEAN, _OTHER}),
         (lambda: outputs().mean() + weights.square().sum(), {_MEAN, _OTHER}),
+        (lambda: outputs().mean() + penalised().abs().sum(), {_MEAN, _OTHER}),
+        (lambda: torch.cat([outputs().view(-1), parameter]).abs().sum(), {_UNSEEN}),
         (lambda: outputs().sum() * parameter[0], set()),
     ],
 )
