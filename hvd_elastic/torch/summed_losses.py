@@ -31,6 +31,7 @@ _PARTS = frozenset({"StackBackward0", "CatBackward0"})
 _MEAN, _SUM, _OTHER = "a mean", "a sum over the batch", "something else"
 _DIVIDED = "a sum over the batch that is divided"
 _UNSEEN = "a sum over what may be the batch"
+_VALID = "a mean over the targets that are not ignored"
 _MIXED = (
     "the loss adds {} and {}. Ranks average gradients, which is right for means over the examples; "
     "that of a sum depends on the number of ranks. Make all terms means over the batch, or all of "
@@ -53,7 +54,7 @@ def summed_losses_are_added(ctx: Context) -> Iterator[None]:
     backward, told = torch.autograd.backward, set[str]()
 
     def look_first(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
-        if isinstance(tensors, torch.Tensor) and ctx.step.passes:
+        if isinstance(tensors, torch.Tensor) and ctx.step.passes and _trains(**options):
             problem = _note(ctx, tensors, is_vector=grad_tensors is not None)
             if problem and problem not in told:
                 told.add(problem)
@@ -67,6 +68,12 @@ def summed_losses_are_added(ctx: Context) -> Iterator[None]:
         torch.autograd.backward = backward
 
 
+def _trains(inputs: Any = None, **_: Any) -> bool:
+    """Return whether a backward pass computes gradients of parameters, not of inputs alone."""
+    chosen = (inputs,) if isinstance(inputs, torch.Tensor) else inputs or ()
+    return not chosen or any(isinstance(each, torch.nn.Parameter) for each in chosen)
+
+
 def _note(ctx: Context, loss: torch.Tensor, *, is_vector: bool) -> str:
     """Have the step add the gradients of a loss up if it is a sum; return why that is not right."""
     step, ranks = ctx.step, ctx.worker.communicator.size
@@ -76,7 +83,7 @@ def _note(ctx: Context, loss: torch.Tensor, *, is_vector: bool) -> str:
     now = step.passes[-1]
     share = now.step_examples // ranks
     kinds = kinds_of(loss, now.examples, (share, share + 1), is_vector=is_vector)
-    if unknown := sorted(kinds & {_DIVIDED, _UNSEEN}):
+    if unknown := sorted(kinds & {_DIVIDED, _UNSEEN, _VALID}):
         return _UNKNOWN.format(" and ".join(unknown))
     if _SUM not in kinds:
         return ""
@@ -126,7 +133,7 @@ def kinds_of(
             kind = _over(node, examples)
             found.add(as_sum if kind == _SUM else kind)
         elif reduction == 1 or name == "MeanBackward0":
-            found.add(_MEAN)
+            found.add(_VALID if _ignores_targets(node) else _MEAN)
         else:
             found.add(_OTHER)
     return set()
@@ -152,6 +159,14 @@ def _divided(node: Any, name: str, examples: int, shares: tuple[int, ...], as_su
     return as_sum if (is_number and not may_divide) or value >= 1 else _DIVIDED
 
 
+def _ignores_targets(node: Any) -> bool:
+    """Return whether a mean leaves targets out (``ignore_index``); False on a GPU."""
+    counted = getattr(node, "_saved_total_weight", None)
+    if counted is None or counted.device.type != "cpu" or node._saved_weight is not None:
+        return False  # reading it would wait for the device, and classes have other weights
+    return int(counted) != node._saved_target.numel()
+
+
 def _over(node: Any, examples: int) -> str:
     """Return what a sum of all elements is over."""
     (inner, _), *_ = node.next_functions
@@ -161,9 +176,17 @@ def _over(node: Any, examples: int) -> str:
             return _MEAN
     elif name in _PARTS:
         return _OTHER
-    while inner is not None and inner.name() in _OF_PENALTIES:
-        (inner, _), *_ = inner.next_functions
-    if inner is not None and inner.name().endswith("AccumulateGrad"):
-        return _OTHER  # a penalty on a parameter, such as parameter.square().sum()
+    if _is_of_parameters(inner):
+        return _OTHER  # a penalty on them, such as parameter.square().sum()
     sizes = node._saved_self_sym_sizes
     return _SUM if sizes and sizes[0] == examples else _UNSEEN
+
+
+def _is_of_parameters(node: Any) -> bool:
+    """Return whether a penalty is one on parameters alone, of many of which the first are seen."""
+    if node is None or node.name().endswith("AccumulateGrad"):
+        return node is not None
+    parts = node.next_functions[:8]
+    return node.name() in _OF_PENALTIES | _PARTS and all(
+        _is_of_parameters(each) for each, _ in parts
+    )

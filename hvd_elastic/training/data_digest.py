@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import stat
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from fcntl import F_GETFL, fcntl
 from functools import cache
 from multiprocessing.connection import Connection
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -190,7 +192,8 @@ def _entries(values: Sequence[Any]) -> list[Any] | None:
     entries = [plain(each) for each in values]
     if not entries or entries[0] is None or entries[0] == []:
         return None
-    common = os.path.commonprefix([min(texts), max(texts)]) if texts else ""  # noqa: RUF071
+    paths = [text for text in texts if "/" in text]
+    common = os.path.commonprefix([min(paths), max(paths)]) if paths else ""  # noqa: RUF071
     folder = common[: common.rfind("/") + 1]
 
     def relative(entry: Any) -> Any:
@@ -207,15 +210,34 @@ def _entries(values: Sequence[Any]) -> list[Any] | None:
 def _read(source: Source, indices: Sequence[int], send: Connection) -> None:
     """Send what is compared of some examples; None: reading one twice gives something else."""
     found: list[list[Any] | None] = []
-    null = os.open(os.devnull, os.O_WRONLY)
-    for output in (1, 2):  # the script prints what its data set has to say when it trains
-        os.dup2(null, output)
+    _take_own_files(send.fileno())
     with suppress(Exception):  # whatever the script's data set raises, it will again in training
         source.start(0, 1)
         for index in indices:
             once, again = (_sketch(source.make(0, [index])) for _ in range(2))
             found.append(once if once == again else None)
     send.send_bytes(json.dumps(found).encode())
+
+
+def _take_own_files(kept: int) -> None:
+    """Leave the parent's places in files, and its connections, as they are.
+
+    A child shares them: what it read there the script would not find again.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for file in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        with suppress(OSError):  # the folder that was listed
+            kind = os.fstat(file).st_mode
+            if stat.S_ISREG(kind):
+                own, place = null, os.lseek(file, 0, os.SEEK_CUR)
+                with suppress(OSError):  # no right to open it again: it cannot be read
+                    own = os.open(f"/proc/self/fd/{file}", fcntl(file, F_GETFL) & os.O_ACCMODE)
+                    os.lseek(own, place, os.SEEK_SET)
+                os.dup2(own, file)
+            elif (stat.S_ISSOCK(kind) or stat.S_ISFIFO(kind)) and file != kept:
+                os.dup2(null, file)
+    for output in (1, 2):  # the script prints what its data set has to say when it trains
+        os.dup2(null, output)
 
 
 def _sketch(example: Any) -> list[Any]:

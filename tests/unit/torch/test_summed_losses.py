@@ -15,6 +15,7 @@ from hvd_elastic.torch.summed_losses import (
     _OTHER,
     _SUM,
     _UNSEEN,
+    _VALID,
     kinds_of,
     summed_losses_are_added,
 )
@@ -27,11 +28,16 @@ data = torch.arange(EXAMPLES * 4.0).reshape(EXAMPLES, 4)
 other = torch.ones(EXAMPLES, 4)
 classes = torch.arange(EXAMPLES) % 4
 MASK = torch.tensor([True, False, True, True, False, True])
+CLASS_WEIGHTS = torch.arange(1.0, 5.0)
 parameter = torch.ones(3, requires_grad=True)
 
 
 def outputs() -> torch.Tensor:
     return data * weights
+
+
+def penalised() -> torch.Tensor:
+    return torch.cat([weights.view(-1), parameter])
 
 
 def kl() -> torch.Tensor:
@@ -45,6 +51,9 @@ def kl() -> torch.Tensor:
         (lambda: F.mse_loss(outputs(), other, reduction="sum"), {_SUM}),
         (lambda: F.cross_entropy(outputs(), classes, reduction="sum"), {_SUM}),
         (lambda: F.cross_entropy(outputs(), classes, label_smoothing=0.1), {_OTHER}),
+        (lambda: F.cross_entropy(outputs(), classes, ignore_index=0), {_VALID}),
+        (lambda: F.cross_entropy(outputs(), classes, ignore_index=7), {_MEAN}),
+        (lambda: F.cross_entropy(outputs(), classes, weight=CLASS_WEIGHTS), {_MEAN}),
         (lambda: F.l1_loss(outputs(), other, reduction="sum") * 1e-3, {_SUM}),
         (lambda: -outputs().log().sum(1).sum(), {_SUM}),
         (lambda: outputs().sum(1).mean(), {_MEAN}),
@@ -65,6 +74,8 @@ def kl() -> torch.Tensor:
         (lambda: outputs().sum() + outputs().mean(), {_SUM, _MEAN}),
         (lambda: outputs().mean() + 1e-4 * parameter.square().sum(), {_MEAN, _OTHER}),
         (lambda: outputs().mean() + weights.square().sum(), {_MEAN, _OTHER}),
+        (lambda: outputs().mean() + penalised().abs().sum(), {_MEAN, _OTHER}),
+        (lambda: torch.cat([outputs().view(-1), parameter]).abs().sum(), {_UNSEEN}),
         (lambda: outputs().sum() * parameter[0], set()),
     ],
 )
@@ -97,6 +108,33 @@ def test_a_rank_alone_and_losses_outside_of_training_are_left_alone(alone: Conte
     backward = torch.autograd.backward
     assert weight_after(alone, outputs().sum(), 1) == 0.9
     assert torch.autograd.backward is backward
+
+
+def test_gradients_of_inputs_alone_do_not_say_what_the_loss_of_the_step_is(alone: Context) -> None:
+    alone.worker.communicator.size = 2
+    alone.step.begin(Pass(step_examples=13, weight=0.9, examples=EXAMPLES))
+    inputs = data.clone().requires_grad_()
+    trained = torch.nn.Parameter(torch.ones(4))
+    with summed_losses_are_added(alone):
+        (inputs * trained).sum().backward(inputs=[inputs])
+        assert alone.step.weight == 0.9
+        (inputs * trained).sum().backward(inputs=[trained])
+        assert alone.step.weight == 2
+
+
+def test_a_mean_over_valid_targets_is_warned_of_unless_weighted(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(alone.worker, "warn", warnings.append)
+    alone.worker.communicator.size = 2
+    with summed_losses_are_added(alone):
+        for _ in range(2):
+            alone.step.begin(Pass(step_examples=12, weight=1.0, examples=EXAMPLES))
+            F.cross_entropy(outputs(), classes, ignore_index=0).backward()
+    (warning,) = warnings
+    assert "targets that are not ignored" in warning
+    assert "hvd.step_weight" in warning
 
 
 def test_a_loss_of_sums_and_means_is_warned_of_once(

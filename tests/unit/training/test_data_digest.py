@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,7 @@ def compared(one: Any, other: Any) -> str:
         (Subset(Folder("/a", ORDER), MIXED), Subset(Folder("/a", ORDER), ORDER), "indices"),
         (Folder("/a", ORDER), Folder("/a", MIXED), "samples"),
         (Folder("/a", ORDER), Folder("/mnt/b", ORDER), ""),
+        ([("/a/1", "cat"), ("/a/2", "dog")], [("/b/1", "cat"), ("/b/2", "dog")], ""),
         (ConcatDataset([Folder("/a", ORDER)]), ConcatDataset([Folder("/a", MIXED)]), "samples"),
         (TensorDataset(ROWS, LABELS), TensorDataset(ROWS, LABELS.flip(0)), "tensors[1]"),
         (TensorDataset(ROWS, LABELS), TensorDataset(OTHER_ROWS, LABELS), "tensors[0]"),
@@ -158,3 +161,37 @@ class Shards(Folder):
 
 def test_shards_are_not_opened_before_training() -> None:
     assert "examples" not in examples_of(Shards("/a", ORDER))
+
+
+class Held(Read):
+    """Reads a file that it holds open, and asks over a connection and a pipe."""
+
+    def __init__(self, file: Any, asking: socket.socket, pipe: int) -> None:
+        super().__init__(same)
+        self.file, self.asking, self.pipe = file, asking, pipe
+
+    def __getitem__(self, index: int) -> Any:
+        self.file.seek(index)
+        found = self.file.read(1)
+        with suppress(OSError):
+            self.asking.sendall(found)
+        os.write(self.pipe, found)
+        return found
+
+
+def test_reading_examples_leaves_files_and_connections_of_the_script_as_they_are(
+    tmp_path: Path,
+) -> None:
+    """A child shares a file's place and what is on its way."""
+    (tmp_path / "examples").write_bytes(bytes(range(EXAMPLES)))
+    asking, answering = socket.socketpair()
+    receive, send = os.pipe()
+    with (tmp_path / "examples").open("rb", buffering=0) as file, asking, answering:
+        held = Held(file, asking, send)
+        assert held[7] == bytes([7])
+        assert all(examples_of(held)["examples"])
+        assert file.tell() == 8
+        assert answering.recv(10) == bytes([7])
+        assert os.read(receive, 10) == bytes([7])
+    os.close(receive)
+    os.close(send)
