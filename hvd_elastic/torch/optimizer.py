@@ -233,7 +233,8 @@ class GradientAverager(Averager):
             return True
         alone = self._communicator.size == 1
         finite = are_finite(self._checked) if alone else self._reductions.are_finite
-        if finite and not (alone and any(each.is_cuda for each in self._checked)):
+        unknown = alone and any(each.is_cuda for each in self._checked)
+        if finite and not (unknown or self._context.worker.averagers.several):
             self._context.planner.skipped.note(finite=True)
         return finite
 

@@ -81,6 +81,7 @@ class Context:
         )
         self.nothing_to_do = ""
         self.has_trained = False
+        self._left_out = -1
         self.check_host_updates: Callable[[], None] = lambda: None
         self._audit = Audit(self.worker)
         self._started = time.monotonic()
@@ -314,6 +315,12 @@ class Context:
                 "of a gradient scaler), or clip gradients; --on-not-finite skip leaves such steps "
                 "out"
             )
+        if worker.averagers.several:  # a body is one step, even if some of them take theirs
+            if step == self._left_out:
+                return
+            if step != self._left_out + 1:
+                self.planner.skipped.note(finite=True)
+            self._left_out = step
         worker.progress.skipped = skipped = worker.progress.skipped + 1
         # Not of each: a gradient scaler causes them, and examples may come again in each epoch.
         if not (self.planner.skipped.overflows or skipped & (skipped - 1)):

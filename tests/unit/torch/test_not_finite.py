@@ -161,3 +161,29 @@ def test_of_several_optimizers_that_is_left_out_whose_gradients_are_not_finite(
     assert alone.worker.progress.step == alone.worker.progress.skipped == 1
     assert models[0].weight.item() == before[0][0].item() - 1
     torch.testing.assert_close(state_of(models[1], bad), before[1], rtol=0, atol=0)
+
+
+def test_a_body_of_several_optimizers_counts_once_and_ten_in_a_row_end_the_run(
+    alone: Context, ranks: Ranks
+) -> None:
+    """Even if one optimizer takes all its steps."""
+    models = [nn.Linear(1, 1) for _ in range(3)]
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(each.parameters(), lr=0.1), each)
+        for each in models
+    ]
+
+    def body(factor: float) -> None:
+        alone.hand_out(Pass(step_examples=8, weight=1.0))
+        good, *others = (model(torch.ones(1, 1)).sum() for model in models)
+        (good + factor * sum(others)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        alone.mark_consumed()
+
+    for factor in [math.nan] * 9 + [1.0] + [math.nan] * 9:
+        body(factor)
+    assert alone.worker.progress.skipped == 18
+    with pytest.raises(ScriptError, match="in 10 steps running"):
+        body(math.nan)
