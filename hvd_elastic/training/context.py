@@ -299,8 +299,12 @@ class Context:
         elif not self.worker.averagers.several:
             self.step_done()
 
-    def step_skipped(self) -> None:
+    def step_skipped(self, origin: str = "") -> None:
         """Note that a step is left out on all ranks, since its averaged gradients are not finite.
+
+        Args:
+            origin: which gradients of this rank alone are not finite, in words; empty: none, or
+                it is not known.
 
         Raises:
             ScriptError: such a step is to end the run, or too many follow each other.
@@ -328,6 +332,11 @@ class Context:
                 f"{where}, is left out: its gradients are not finite. Its examples count as used "
                 f"({count(skipped, 'such step')} so far)"
             )
+            if origin:
+                worker.warn(
+                    f"step {step + 1}: gradients of rank {worker.communicator.rank} are not "
+                    f"finite{self.step.examples_words}: {origin}"
+                )
         self.planner.skip(step)
 
     def step_done(self) -> None:
