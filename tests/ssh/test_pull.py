@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.virtual import plan
+from tests import other_user
 from tests.ssh.copies import CHECKOUT, HOSTS, MARKS, MB, Bed, bed, made, wait_until
 
 __all__ = ["bed", "made"]
@@ -173,6 +174,17 @@ def test_a_command_without_a_list_runs_on_one_host(bed: Bed, store: Store) -> No
     result = bed("--pull", "echo no such bucket >&2; exit 3 {dst}", "/data/set")
     assert result.status == 1
     assert "nothing was fetched: exit status 3: no such bucket" in result["error"][3]
+
+
+@other_user.needs_root
+def test_a_command_may_keep_the_owners_of_what_it_fetches(bed: Bed) -> None:
+    command = f"echo theirs > {{dst}}/theirs; chown {other_user.UID} {{dst}}/theirs"
+    result = bed("--pull", command, "/data/kept")
+    assert result.status == 0, result.errors
+    assert sum(result["fetched"]) == 1
+    result = bed("--pull", f"chmod 777 {{dst}}; {command}", "/data/kept")
+    assert result.status == 1
+    assert "theirs belongs to another user" in " ".join(result["error"])
 
 
 def test_a_host_that_dies_and_what_it_alone_had(bed: Bed, store: Store, tmp_path: Path) -> None:

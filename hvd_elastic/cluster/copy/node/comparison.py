@@ -107,6 +107,7 @@ class Comparison:
         self._replaced_bytes = 0
         self._check_kind(place)
         there = os.path.isdir(root)
+        others_write = there and self.folders.others_write()
         for index, file in enumerate(tree.files):
             status = self.folders.status(file.path) if there else None
             if status is None or not stat.S_ISREG(status.st_mode):
@@ -119,7 +120,11 @@ class Comparison:
             elif status.st_size != file.size:
                 self._replaced_bytes += status.st_blocks * 512
                 self.needed.append(index)
-            elif checksum or status.st_mtime_ns != file.mtime_ns or is_foreign(status):
+            elif (
+                checksum
+                or status.st_mtime_ns != file.mtime_ns
+                or (others_write and is_foreign(status))
+            ):
                 self.doubtful.append(index)
             elif stat.S_IMODE(status.st_mode) != file.mode:
                 self.touched.append(index)

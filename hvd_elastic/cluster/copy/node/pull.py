@@ -245,7 +245,9 @@ class Pull:
         return index, status.st_size, status.st_mtime_ns, stat.S_IMODE(status.st_mode)
 
     def foreign(self, tree: Tree) -> str:
-        """Return the path of a file or link that belongs to another user; "" if none does."""
+        """Return the path of a file or link that another user may have put there; "": none."""
+        if not self._folders.others_write():
+            return ""
         paths = [file.path for file in tree.files] + [path for path, _, _ in tree.links]
         for path in paths:
             status = self._folders.status(path)

@@ -754,7 +754,7 @@ class Target(Store):
     def problem(self, index: int, number: int) -> str:
         if index in self.digests:
             return ""
-        if is_foreign(os.fstat(number)):
+        if is_foreign(os.fstat(number)) and self._folders.others_write():
             return "it belongs to another user"
         return super().problem(index, number)
 

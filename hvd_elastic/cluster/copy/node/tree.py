@@ -217,6 +217,14 @@ class Folders:
             os.close(self._open.popitem(last=False)[1])
         return number
 
+    def others_write(self) -> bool:
+        """Return whether other users can put entries into the destination, or replace some.
+
+        What other users own in a folder where they cannot was put there by us, or by our command.
+        """
+        status = os.fstat(self.folder(""))
+        return bool(status.st_mode & 0o022) or is_foreign(status)
+
     def status(self, path: str) -> os.stat_result | None:
         """Return an entry's status without following links; None if it does not exist."""
         try:
