@@ -79,12 +79,23 @@ def private_folder(path: Path) -> Path:
         OSError: it cannot be made.
     """
     make_private(path)
-    for found in (path.lstat(), path.stat()):
-        _check_owner(path, found)
+    check_owner(path)
+    found = path.stat()
     if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & ~_PRIVATE:
         path.chmod(_PRIVATE)
     _check_mode(path, path.stat())
     return path
+
+
+def check_owner(path: Path) -> None:
+    """Check that a file or folder, or a link in its place, is this user's own or root's.
+
+    Raises:
+        StrangerError: it belongs to another user.
+        OSError: there is no such file.
+    """
+    for found in (path.lstat(), path.stat()):
+        _check_owner(path, found)
 
 
 def check_configuration(path: Path, *, may_group: bool = False) -> None:
@@ -111,21 +122,24 @@ def _check_mode(path: Path, found: os.stat_result, *, may_group: bool = False) -
         whose = f"group {found.st_gid}" if is_shared else "all users"
         raise StrangerError(
             f"{path} can be written by {whose} (mode {mode:03o}), and decides where and what this "
-            f"user runs. Take that away: chmod go-w {path}"
+            f"user runs. Take that away: chmod go-w {path}   If its file system keeps no modes, as "
+            "some mounts of another system's disk, put it elsewhere (HVD_ELASTIC_HOME names the "
+            "folder of runs)"
         )
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
     if found.st_uid not in (os.geteuid(), _ROOT) and found.st_uid != _owner_of_new_file(path):
         raise StrangerError(
-            f"the folder {path} belongs to {user_words(found.st_uid)} and not to "
+            f"{path} belongs to {user_words(found.st_uid)} and not to "
             f"{user_words(os.geteuid())}. Use another place, such as by HVD_ELASTIC_HOME, or "
-            "have it removed"
+            f"have it removed; if what it holds is yours: chown -R {os.geteuid()} {path}"
         )
 
 
-def _owner_of_new_file(folder: Path) -> int | None:
+def _owner_of_new_file(path: Path) -> int | None:
     """Return the user id of a file that this user makes; servers of files may give root another."""
+    folder = path if path.is_dir() else path.parent
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
         return os.fstat(file.fileno()).st_uid
     return None

@@ -55,6 +55,7 @@ inside() {
         root=$1
         shift
         mount --make-rprivate /
+        mount --bind "$root" "$root"  # virtual hosts make namespaces, which need / to be a mount
         mount --rbind /dev "$root/dev"
         mount -t tmpfs tmpfs "$root/dev/shm"
         mount -t proc proc "$root/proc"

@@ -31,7 +31,7 @@ from hvd_elastic.hosts import ssh_config
 from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.known_hosts import HostKey, KeyState, KnownHosts, known_name
-from hvd_elastic.own_files import check_configuration
+from hvd_elastic.own_files import check_configuration, check_owner
 
 if TYPE_CHECKING:
     import paramiko
@@ -59,6 +59,7 @@ def _check_own_known_hosts() -> None:
     path = own_known_hosts()
     try:
         for each in (path, path.parent):
+            check_owner(each)
             check_configuration(each)
     except OSError:
         pass  # there is none

@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import sqlite3
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,7 @@ class JobStore:
     def __init__(self, path: Path, connection: sqlite3.Connection, version: int = VERSION) -> None:
         self.path = path
         self._db = connection
+        weakref.finalize(self, connection.close)  # a reader is not always closed
         # Before `up` brings it up to date, a database of format 1 can be read too.
         known = {"queued_at": "submitted_at"} if version == 1 else {}
         self._select_jobs = f"SELECT {', '.join(known.get(c, c) for c in _COLUMNS)} FROM jobs"
@@ -91,10 +93,11 @@ class JobStore:
         Raises:
             StoreError: it cannot be used; the message says why and what to do.
         """
-        with _explained(path):
+        with _explained(path), contextlib.ExitStack() as opened:
             # The environment of a job may hold secrets, so nobody else may read the file.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             connection = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            opened.callback(connection.close)
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA secure_delete = ON")
@@ -103,6 +106,7 @@ class JobStore:
             change = {0: _TABLES, 1: _FROM_1}.get(version)
             if change is not None:
                 connection.executescript(f"BEGIN;{change}PRAGMA user_version = {VERSION};COMMIT;")
+            opened.pop_all()
         return cls(path, connection)
 
     @classmethod
@@ -117,12 +121,14 @@ class JobStore:
                 f"there is no queue at {path}: no daemon was ever started there. Start one with: "
                 "hvd-elastic up HOSTFILE"
             )
-        with _explained(path):
+        with _explained(path), contextlib.ExitStack() as opened:
             # Not mode=ro: readers of a WAL write to its index.
             connection = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+            opened.callback(connection.close)
             connection.execute("PRAGMA query_only = ON")
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             _check_version(path, version)
+            opened.pop_all()
         return cls(path, connection, version)
 
     def close(self) -> None:

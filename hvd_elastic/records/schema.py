@@ -6,6 +6,7 @@ check the events of all their runs with :func:`check_event`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Literal, Union
 
@@ -411,6 +412,9 @@ def check_event(record: Mapping[str, Any]) -> None:
 def event_schema() -> dict[str, Any]:
     """Return the JSON schema of a line of ``events.jsonl``."""
     schema = msgspec.json.schema(Event)
+    for kind in schema["$defs"].values():  # Python 3.13 keeps docstrings without their indentation
+        if "description" in kind:
+            kind["description"] = inspect.cleandoc(kind["description"])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A line of events.jsonl",

@@ -258,6 +258,16 @@ def outcome_words(
     return f"{text}: {message}" if message else text
 
 
+def left_out_words(metrics: Mapping[str, Any]) -> str:
+    """Return how many steps were left out as the newest metrics tell it; empty: none.
+
+    >>> left_out_words({"step": 120, "skipped_steps": 2})
+    '2 steps, whose gradients were not finite'
+    """
+    skipped = metrics.get("skipped_steps")
+    return f"{count(skipped, 'step')}, whose gradients were not finite" if skipped else ""
+
+
 def progress_words(metrics: Mapping[str, Any], size: int) -> str:
     """Return the newest metrics as one line.
 

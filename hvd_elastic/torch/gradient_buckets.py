@@ -171,18 +171,25 @@ class Bucket:
         self._views, self._addresses = [gradient], [gradient.data_ptr()]
         self._flat = gradient.data.as_strided((gradient.numel(),), (1,))
 
-    def mark_if_not_finite(self) -> None:
+    def mark_if_not_finite(self) -> list[torch.Tensor]:
         """Make the first number NaN if one of this rank's gradients is not finite.
+
+        Returns:
+            The parameters whose gradients are not finite on this rank.
 
         The weighted sum of finite gradients is finite, so after the reduction the first number
         tells of all ranks. On a GPU all are looked at after the reduction, for which this process
         waits anyway.
         """
         if self._flat.is_cuda or not self.flat.numel():
-            return
+            return []
         finite = is_finite(self.flat) if self._finite is None else self._finite
-        if not finite:
-            self._flat[0] = torch.nan
+        if finite:
+            return []
+        each = zip(self.parameters, self._views, strict=True)
+        found = [parameter for parameter, view in each if not is_finite(view)]
+        self._flat[0] = torch.nan
+        return found
 
     def is_finite(self, *, whole: bool) -> bool:
         """Return whether the averages are finite; ``whole``: look at all of them."""

@@ -23,7 +23,7 @@ from hvd_elastic.model.lr_rules import Rule
 from hvd_elastic.torch.batch_norm import synchronize_batch_norm
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy
-from hvd_elastic.torch.finite_check import are_finite, checked_parameters
+from hvd_elastic.torch.finite_check import are_finite, checked_parameters, is_finite
 from hvd_elastic.torch.gradient_buckets import Bucket
 from hvd_elastic.torch.left_gradients import LeftGradients
 from hvd_elastic.torch.rate_scaling import AdaptiveRates
@@ -176,8 +176,21 @@ class GradientAverager(Averager):
             ScriptError: it is one too many; see :meth:`Context.step_skipped`.
         """
         self._sampling.statistics.forget_step(self._context.worker.progress.step)
-        self._context.step_skipped()
+        self._context.step_skipped(self._origin())
         self._after_step(gain=0.0)
+
+    def _origin(self) -> str:
+        """Return in words where gradients of this rank alone are not finite; empty: nowhere."""
+        bad = set(self._reductions.bad_here)
+        if self._communicator.size == 1:
+            known = (p for p in self._names if p.grad is not None and not p.grad.is_cuda)
+            bad = {parameter for parameter in known if not is_finite(parameter.grad)}
+        names = [name for parameter, name in self._names.items() if parameter in bad]
+        if not names:
+            return ""
+        if len(names) == len(self._names):
+            return "those of all parameters, as where outputs or the loss are not finite"
+        return f"from {names[-1]!r} backward, but not those of all parameters"
 
     def adapt(self) -> None:
         """Begin to add up passes, sample gradients, and scale the learning rate.
@@ -233,7 +246,8 @@ class GradientAverager(Averager):
             return True
         alone = self._communicator.size == 1
         finite = are_finite(self._checked) if alone else self._reductions.are_finite
-        if finite and not (alone and any(each.is_cuda for each in self._checked)):
+        unknown = alone and any(each.is_cuda for each in self._checked)
+        if finite and not (unknown or self._context.worker.averagers.several):
             self._context.planner.skipped.note(finite=True)
         return finite
 

@@ -41,6 +41,8 @@ class Reductions:
         are_done: whether the gradients of the step hold their averages.
         checks: whether it is found out if they are finite.
         are_finite: whether the averages of the last step are finite, the same on all ranks.
+        bad_here: parameters whose gradients of that step this rank has seen not to be finite, as
+            its own passes have computed them.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Reductions:
         self.is_open = self.is_filling = self.are_done = False
         self.checks = worker.on_not_finite != "ignore"
         self.are_finite = True
+        self.bad_here: list[torch.Tensor] = []
 
     def number(self, number: int) -> None:
         """Set the optimizer's number among those that train, from 0."""
@@ -77,6 +80,7 @@ class Reductions:
 
     def open(self) -> None:
         """Begin a step."""
+        self.bad_here = []
         for bucket in self._buckets:
             bucket.follow()
         if not self._buckets:
@@ -157,7 +161,7 @@ class Reductions:
         """
         bucket.give(absent=True)
         if self.checks:
-            bucket.mark_if_not_finite()
+            self.bad_here += bucket.mark_if_not_finite()
         flat, communicator = bucket.to_send(), self._worker.communicator
         number = self._buckets.index(bucket)
         kind = self._compression.sent_as(flat.dtype) if number and len(flat) else None

@@ -81,6 +81,7 @@ class Context:
         )
         self.nothing_to_do = ""
         self.has_trained = False
+        self._left_out = -1
         self.check_host_updates: Callable[[], None] = lambda: None
         self._audit = Audit(self.worker)
         self._started = time.monotonic()
@@ -298,8 +299,12 @@ class Context:
         elif not self.worker.averagers.several:
             self.step_done()
 
-    def step_skipped(self) -> None:
+    def step_skipped(self, origin: str = "") -> None:
         """Note that a step is left out on all ranks, since its averaged gradients are not finite.
+
+        Args:
+            origin: which gradients of this rank alone are not finite, in words; empty: none, or
+                it is not known.
 
         Raises:
             ScriptError: such a step is to end the run, or too many follow each other.
@@ -314,6 +319,12 @@ class Context:
                 "of a gradient scaler), or clip gradients; --on-not-finite skip leaves such steps "
                 "out"
             )
+        if worker.averagers.several:  # a body is one step, even if some of them take theirs
+            if step == self._left_out:
+                return
+            if step != self._left_out + 1:
+                self.planner.skipped.note(finite=True)
+            self._left_out = step
         worker.progress.skipped = skipped = worker.progress.skipped + 1
         # Not of each: a gradient scaler causes them, and examples may come again in each epoch.
         if not (self.planner.skipped.overflows or skipped & (skipped - 1)):
@@ -321,6 +332,11 @@ class Context:
                 f"{where}, is left out: its gradients are not finite. Its examples count as used "
                 f"({count(skipped, 'such step')} so far)"
             )
+            if origin:
+                worker.warn(
+                    f"step {step + 1}: gradients of rank {worker.communicator.rank} are not "
+                    f"finite{self.step.examples_words}: {origin}"
+                )
         self.planner.skip(step)
 
     def step_done(self) -> None:
@@ -589,8 +605,7 @@ def current() -> Context:
     if _context is None:
         tell_uncaught()
         raise ScriptError(
-            "call hvd.init() first, before anything else of the library: that of the module that "
-            "the script imports as hvd, hvd_elastic.torch, hvd_elastic.tensorflow or "
-            "hvd_elastic.keras"
+            "call hvd.init() first, before anything else of the library; hvd is hvd_elastic.torch, "
+            "hvd_elastic.tensorflow or hvd_elastic.keras, as the script imports it"
         )
     return _context

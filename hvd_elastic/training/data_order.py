@@ -249,6 +249,7 @@ class DataOrder:
                             examples=stop - start,
                             accumulating=more,
                             epoch=context.reading.epoch,
+                            start=start,
                         )
                     )
                     yield batch

@@ -57,6 +57,7 @@ class Pass:
         examples: number of examples of this rank in the pass.
         accumulating: whether the planner lets further passes of the same batch follow.
         epoch: epoch of its examples.
+        start: place of its first example in the order of the epoch; None: it is not known.
     """
 
     step_examples: int
@@ -66,6 +67,7 @@ class Pass:
     examples: int = 0
     accumulating: bool = False
     epoch: int = 0
+    start: int | None = None
 
 
 class Stage(Enum):
@@ -120,6 +122,15 @@ class Step:
     def is_open(self) -> bool:
         """Whether the step was handed out and is neither done nor called off."""
         return bool(self.passes) and self.stage in (Stage.BEGUN, Stage.EXCHANGED)
+
+    @property
+    def examples_words(self) -> str:
+        """Which examples of the epoch's order this rank has had, in words; empty: not known."""
+        starts = [each.start for each in self.passes if each.start is not None]
+        if not starts:
+            return ""
+        last = self.passes[-1]
+        return f", which had the examples {starts[0]} to {starts[-1] + last.examples - 1}"
 
     @property
     def is_exchanged(self) -> bool:
@@ -325,9 +336,9 @@ class Step:
                 f"step {max(told)} was left out on {plural('rank', len(ranks))} "
                 f"{', '.join(ranks)} alone, of {len(told)}: the loop body went on to the next "
                 f"batch without {worker.frontend.takes_step}, and from then on ranks would hold "
-                "different weights. Take every step on all ranks; where the batch adapts, and with "
-                "PyTorch's hvd.GradScaler, one with gradients that are not finite is left out on "
-                "all of them by itself. Else have all decide alike, by hvd.allreduce"
+                "different weights. Take every step on all ranks; with PyTorch, and where the "
+                "batch adapts, one with gradients that are not finite is left out on all of them "
+                "by itself. Else have all decide alike, by hvd.allreduce"
             )
 
 

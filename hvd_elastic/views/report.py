@@ -308,6 +308,8 @@ def _tiles(summary: RunSummary, audit: AuditResult) -> str:
         (duration_words(summary.duration_s), "duration", ""),
         (duration_words(summary.first_step_s), "until the first step", ""),
     ]
+    if summary.last.get("skipped_steps"):
+        tiles.append((number_words(summary.last["skipped_steps"]), "steps left out", "bad"))
     if summary.mean_throughput is not None:
         tiles.append((number_words(summary.mean_throughput), "examples/s overall", ""))
     tiles.append((str(len(summary.live_rescales)), "rescales", ""))

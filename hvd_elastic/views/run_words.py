@@ -8,6 +8,7 @@ import time
 from hvd_elastic.formatting import count, duration_words, number_words, plural
 from hvd_elastic.records.run_state import GOES_ON
 from hvd_elastic.records.summary import RunSummary
+from hvd_elastic.records.wording import left_out_words
 from hvd_elastic.views.allocation import slow_hosts
 from hvd_elastic.views.costs import forecast_words, lost_words
 from hvd_elastic.views.forecast import predict_end
@@ -41,6 +42,9 @@ def run_words(summary: RunSummary, state: str) -> str:
     if summary.input and "no bottleneck" not in summary.input:
         told.append(f"Data: {summary.input}.")
     paused_s = sum(each.pause_s or 0.0 for each in summary.live_rescales)
+    left_out = left_out_words(summary.last)
+    if left_out:
+        told.append(f"Left out: {left_out}.")
     if summary.live_rescales:
         rescales = count(len(summary.live_rescales), "rescale")
         told.append(f"{rescales} took {duration_words(paused_s)} of training together.")

@@ -86,7 +86,7 @@ def test_a_folder_or_link_of_another_user_is_refused(tmp_path: Path) -> None:
     os.chown(folder, other_user.UID, other_user.UID)
     os.lchown(link, other_user.UID, other_user.UID)
     for path in (folder, link):
-        words = re.escape(f"the folder {path} belongs to {other_user.WORDS} and not to user root")
+        words = re.escape(f"{path} belongs to {other_user.WORDS} and not to user root")
         with pytest.raises(StrangerError, match=words):
             private_folder(path)
     with pytest.raises(
@@ -134,6 +134,23 @@ def test_no_host_key_is_trusted_that_others_could_have_written(
     (tmp_path / "known_hosts").touch()
     (tmp_path / name).chmod(0o777)
     with pytest.raises(HostKeyError, match=f"no host key in {tmp_path}/known_hosts is trusted"):
+        route._check_own_known_hosts()
+
+
+@other_user.needs_root
+@pytest.mark.parametrize("name", ["", "known_hosts"])
+def test_no_host_key_of_another_user_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In a folder like /tmp, others may make what is not there yet."""
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(0o1777)
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(home))
+    (home / "known_hosts").touch(mode=0o644)
+    route._check_own_known_hosts()
+    os.chown(home / name, other_user.UID, other_user.UID)
+    with pytest.raises(HostKeyError, match=f"is trusted: {home / name} belongs to user nobody"):
         route._check_own_known_hosts()
 
 

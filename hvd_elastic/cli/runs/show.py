@@ -31,7 +31,7 @@ from hvd_elastic.records.json_lines import EventFollower, LineFollower, Record, 
 from hvd_elastic.records.run_folder import RunFolder, list_runs
 from hvd_elastic.records.run_state import run_row, run_state
 from hvd_elastic.records.summary import Draining, RunSummary, summarize
-from hvd_elastic.records.wording import Line, Narrator, progress_words
+from hvd_elastic.records.wording import Line, Narrator, left_out_words, progress_words
 
 _POLL_S = 0.1  # between two readings of files that are followed
 _TAIL_BYTES = 256 * 1024  # holds most tails of logs
@@ -281,6 +281,7 @@ def status_rows(
         ("started", began),
         ("progress", progress_words(reached, summary.size)),
         ("metrics", metric_words(own)),
+        ("left out", left_out_words(summary.last)),
         ("batch", _batch_words(summary) if summary.batch_plan else ""),
         ("hosts", " ".join(hosts)),
         ("input hosts", " ".join(reading)),

@@ -20,7 +20,7 @@ from hvd_elastic.records.audit import AuditResult
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.run_state import run_state
 from hvd_elastic.records.summary import RunSummary
-from hvd_elastic.records.wording import outcome_words
+from hvd_elastic.records.wording import left_out_words, outcome_words
 
 
 def report(
@@ -145,6 +145,9 @@ def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[t
     metrics = summary.final_metrics()
     if metrics:
         rows.append(("metrics", metric_words(metrics)))
+    left_out = left_out_words(summary.last)
+    if left_out:
+        rows.append(("left out", left_out))
     rows.append(("rescales", rescale_words(summary)))
     if summary.input:
         rows.append(("data", summary.input))

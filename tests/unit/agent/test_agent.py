@@ -837,7 +837,7 @@ def test_a_folder_that_another_user_has_made_for_the_run_is_refused(
         agent = start_agent(run_id=run_id, stderr=stderr)
         assert agent.process.wait(TIMEOUT_S) == os.EX_NOPERM
     told = (tmp_path / "stderr").read_text()
-    assert f"the folder {spool} belongs to {other_user.WORDS}" in told
+    assert f"{spool} belongs to {other_user.WORDS}" in told
     assert "Traceback" not in told
 
 

@@ -548,3 +548,15 @@ def test_control_characters_of_a_run_reach_no_terminal(
 def test_json_is_still_what_it_was(call: Call, hostile: RunFolder) -> None:
     found = [json.loads(line) for line in call("attach", "--json").out.splitlines()]
     assert TITLE in [event.get("message") for event in found]
+
+
+def test_status_and_report_say_how_many_steps_were_left_out(call: Call) -> None:
+    folder = RunFolder.create("live")
+    with leader(folder, lambda *_: False) as log:
+        log.append("run_started", {"run_id": "live", "hosts": [["n1", 3]]})
+        log.append("metrics", {"step": 9, "skipped_steps": 2})
+        for name in ("status", "report"):
+            told = call(name, "live").out
+            assert "\nleft out     2 steps, whose gradients were not finite\n" in told
+    page = (folder.path / "report.html").read_text(encoding="utf-8")
+    assert "<b>2</b><span>steps left out</span>" in page

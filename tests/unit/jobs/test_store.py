@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_find_by_number_run_id_and_name(store: JobStore) -> None:
 def test_database_of_format_1_is_read_and_brought_up_to_date(store: JobStore) -> None:
     store.add([request()], {}, now=5.0)
     store.close()
-    with sqlite3.connect(store.path) as connection:
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
         connection.execute("ALTER TABLE jobs DROP COLUMN queued_at")
         connection.execute("PRAGMA user_version = 1")
     reader = JobStore.read_only(store.path)
@@ -86,13 +87,13 @@ def test_database_of_format_1_is_read_and_brought_up_to_date(store: JobStore) ->
     (added,) = later.add([request()], {}, now=6.0)
     assert later.jobs([added.number])[added.number] == added
     later.close()
-    with sqlite3.connect(store.path) as connection:
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
         assert connection.execute("PRAGMA user_version").fetchone()[0] == VERSION
 
 
 def test_newer_database_is_refused_and_left_alone(store: JobStore) -> None:
     store.close()
-    with sqlite3.connect(store.path) as connection:
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
         connection.execute(f"PRAGMA user_version = {VERSION + 1}")
     for opened in (JobStore.create, JobStore.read_only):
         with pytest.raises(StoreError, match=f"newer hvd_elastic .format {VERSION + 1}"):

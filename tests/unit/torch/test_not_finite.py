@@ -161,3 +161,57 @@ def test_of_several_optimizers_that_is_left_out_whose_gradients_are_not_finite(
     assert alone.worker.progress.step == alone.worker.progress.skipped == 1
     assert models[0].weight.item() == before[0][0].item() - 1
     torch.testing.assert_close(state_of(models[1], bad), before[1], rtol=0, atol=0)
+
+
+def test_a_body_of_several_optimizers_counts_once_and_ten_in_a_row_end_the_run(
+    alone: Context, ranks: Ranks
+) -> None:
+    """Even if one optimizer takes all its steps."""
+    models = [nn.Linear(1, 1) for _ in range(3)]
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(each.parameters(), lr=0.1), each)
+        for each in models
+    ]
+
+    def body(factor: float) -> None:
+        alone.hand_out(Pass(step_examples=8, weight=1.0))
+        good, *others = (model(torch.ones(1, 1)).sum() for model in models)
+        (good + factor * sum(others)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        alone.mark_consumed()
+
+    for factor in [math.nan] * 9 + [1.0] + [math.nan] * 9:
+        body(factor)
+    assert alone.worker.progress.skipped == 18
+    with pytest.raises(ScriptError, match="in 10 steps running"):
+        body(math.nan)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_it_is_said_whose_gradients_and_examples_they_were(
+    alone: Context, ranks: Ranks, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """Of one parameter and those before it, or of all; and not on ranks whose own are finite."""
+    model, optimizer = made()
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    for parameter in parameters[: number + 1]:
+        parameter.register_hook(lambda gradient: gradient * math.nan)
+    alone.hand_out(Pass(step_examples=8, weight=1.0, examples=4, start=16))
+    model(torch.ones(4, 6)).square().mean().backward()
+    optimizer.step()
+    where = "those of all parameters" if number == 3 else f"from '{names[number]}' backward"
+    words = "step 1: gradients of rank 0 are not finite, which had the examples 16 to 19: "
+    assert f"{words}{where}" in caplog.text
+
+
+def test_a_rank_whose_own_gradients_are_finite_is_not_named(
+    alone: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone.worker.communicator = ranks = Ranks(2)
+    model, optimizer = made()
+    ranks.other_is_bad = True
+    take_step(alone, model, optimizer)
+    assert "step 1, of epoch 0 at example 0, is left out" in caplog.text
+    assert "gradients of rank" not in caplog.text

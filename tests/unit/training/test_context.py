@@ -64,7 +64,7 @@ def test_processes_of_another_launcher_are_refused(name: str) -> None:
 
 def test_init_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "_context", None)
-    with pytest.raises(ScriptError, match=r"call hvd_elastic\.torch\.init\(\) first"):
+    with pytest.raises(ScriptError, match=r"call hvd\.init\(\) first"):
         hvd.rank()
 
 
