@@ -284,7 +284,7 @@ class ElasticCallback(keras.callbacks.Callback):
                 self._examples += examples
                 if worker.progress.step > done:
                     self._kept = worker.saves = None  # no rank ends the last epoch again
-                self._ctx.commit({k: v for k, v in logs.items() if not tuple(np.shape(v))})
+                self._ctx.commit(_numbers(logs))
                 batches.end_if_last()
                 return logs
             except (GenerationBrokenError, tf.errors.OpError) as error:
@@ -405,6 +405,17 @@ class ElasticCallback(keras.callbacks.Callback):
         ]  # a train_step may return other values under these names
         self._arrays.update((key, found[key]) for key in same if key in self._arrays)
         return {key: float(found[key]) for key in same if key in logs}
+
+
+def _numbers(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics that are numbers, those in dicts too, as Keras does after an epoch."""
+    found: dict[str, Any] = {}
+    for name, value in logs.items():
+        if isinstance(value, Mapping):
+            found.update(_numbers(value))
+        elif not tuple(np.shape(value)):
+            found[name] = value
+    return found
 
 
 class Batches:

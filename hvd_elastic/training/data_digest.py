@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import stat
+import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +36,8 @@ _PARTS = 64
 _DEPTH = 5
 _READ_S = 5.0
 """Longest time to wait for the examples, which are read while the script makes its model."""
+_END_S = 1.0
+"""Longest time to wait for what a process that has taken too long holds, such as a shared lock."""
 _TOLERANCE = 0.05
 """Least relative difference of two arrays of an example: another image differs by more, and one
 that another version of a library decodes by less."""
@@ -97,6 +101,8 @@ class DataDigest:
             with suppress(EOFError, OSError):
                 if receive.poll(max(0.0, until - time.monotonic())):
                     self._sketches[_EXAMPLES_FIELD] = json.loads(receive.recv_bytes())
+            process.terminate()
+            process.join(_END_S)
             process.kill()
             process.join()
         return {**self.fields, **self._sketches}
@@ -210,6 +216,7 @@ def _entries(values: Sequence[Any]) -> list[Any] | None:
 def _read(source: Source, indices: Sequence[int], send: Connection) -> None:
     """Send what is compared of some examples; None: reading one twice gives something else."""
     found: list[list[Any] | None] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # gives back what it holds
     _take_own_files(send.fileno())
     with suppress(Exception):  # whatever the script's data set raises, it will again in training
         source.start(0, 1)

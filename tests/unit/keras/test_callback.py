@@ -276,6 +276,19 @@ class Gan(keras.Model):
         return losses
 
 
+def test_a_train_step_may_return_the_results_of_its_metrics_by_name(alone: Context) -> None:
+    """Those of ``compile(metrics=...)`` are a dict then, which Keras flattens."""
+
+    class Custom(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            super().train_step(data)
+            return {metric.name: metric.result() for metric in self.metrics}
+
+    model = Custom([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", metrics=["mae"])
+    assert set(fit(model).history) == {"loss", "mae"}
+
+
 def test_a_train_step_with_several_optimizers_trains_as_each_would_alone(alone: Context) -> None:
     adam = keras.optimizers.Adam
     both = [hvd.DistributedOptimizer(kind(0.1)) for kind in (keras.optimizers.SGD, adam)]

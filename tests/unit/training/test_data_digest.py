@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from hvd_elastic.torch.input_source import LoaderSource
+from hvd_elastic.training import data_digest
 from hvd_elastic.training.data_digest import DataDigest, difference
 
 EXAMPLES = 200
@@ -195,3 +198,23 @@ def test_reading_examples_leaves_files_and_connections_of_the_script_as_they_are
         assert os.read(receive, 10) == bytes([7])
     os.close(receive)
     os.close(send)
+
+
+class Locked(Read):
+    """Takes long, with a lock that processes share."""
+
+    def __init__(self) -> None:
+        super().__init__(same)
+        self.lock = multiprocessing.Lock()
+
+    def __getitem__(self, index: int) -> Any:
+        with self.lock:
+            time.sleep(60)
+        return index
+
+
+def test_reading_that_takes_too_long_does_not_keep_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_digest, "_READ_S", 0.5)
+    locked = Locked()
+    assert "examples" not in examples_of(locked)
+    assert locked.lock.acquire(timeout=10)
