@@ -51,12 +51,12 @@ class Spending:
     heard_s: float = 0.0
     _told_s: float | None = None
 
-    def add(self, cause: str, seconds: float) -> None:
-        """Add time [s] of all processes to a cause."""
+    def add(self, cause: str, seconds: float, unused_s: float = 0.0) -> None:
+        """Add time [s] of all processes to a cause; for a part of it no hosts were in use."""
         spent = self.by_cause[cause]
         spent.seconds += seconds
-        spent.slot_s += seconds * self.size
-        spent.money += seconds * self.rate / 3600
+        spent.slot_s += (seconds - unused_s) * self.size
+        spent.money += (seconds - unused_s) * self.rate / 3600
 
     def trains_from(self, at_s: float) -> None:
         """Note that training goes on at a time of the run [s]."""

@@ -542,8 +542,12 @@ def _spend_on_rescale(run: RunSummary, rescale: Rescale, at_s: float) -> None:
             for name in run.series.keys() & _RATES:
                 run.series[name].at_s.append(since_s)
                 run.series[name].values.append(math.nan)
+        unused_s = max(0.0, run.began_s - since_s)
+        if unused_s and len(run.placements) > 1 and run.placements[-2][1]:
+            run.placements.insert(-1, (since_s, []))  # it died, and did not say so
         run.spending.size = rescale.to_size
-        run.spending.add("failures" if rescale.failure else "start-up", at_s - since_s)
+        cause = "failures" if rescale.failure else "start-up"
+        run.spending.add(cause, at_s - since_s, unused_s)
         return
     run.spending.size = min(rescale.from_size, rescale.to_size)
     pause_s = at_s - rescale.at_s if rescale.pause_s is None else rescale.pause_s

@@ -144,6 +144,11 @@ def choose_optimizers(state: State) -> None:
         chosen = made
     others = [averager for averager in made if averager not in chosen]
     ctx.choose_averagers(chosen)
+    if ctx.worker.on_not_finite == "stop" and not ctx.planner.adapts:
+        ctx.worker.warn_once(
+            "--on-not-finite stop has no effect: with TensorFlow gradients that are not finite are "
+            "found only where the batch adapts. keras.callbacks.TerminateOnNaN() stops all ranks"
+        )
     for averager in others:
         why = "it is not in the State, and a worker that joins would lack it"
         averager.retire(f"{why}. Give it {_WHERE}")

@@ -337,7 +337,7 @@ class Context:
                     f"step {step + 1}: gradients of rank {worker.communicator.rank} are not "
                     f"finite{self.step.examples_words}: {origin}"
                 )
-        self.planner.skip(step)
+        self.planner.skip(step + 1)
 
     def step_done(self) -> None:
         """Count the step: its optimizers have taken it, or all ranks leave it out."""

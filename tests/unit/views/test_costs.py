@@ -156,3 +156,24 @@ def test_the_replay_writes_events_as_they_are_defined(replay: Replay) -> None:
     replay.flush()
     for event in read_events(replay.folder.events):
         check_event(event)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_hosts_cost_nothing_between_the_end_of_a_run_and_its_resume(stopped: bool) -> None:
+    def trains(t: float, generation: int) -> list[dict[str, Any]]:
+        started = {"run_id": "a", "hosts": [["n", 2]], "prices": {"n": 3.6}}
+        rescale = {"generation": generation, "from_size": 0, "to_size": 2}
+        return [
+            {"t": t, "kind": "run_started", **started},
+            {"t": t + 5, "kind": "rescale_started", "hosts": ["n"], "slots": [2], **rescale},
+            {"t": t + 6, "kind": "rescale_finished", "size": 2, **rescale},
+            {"t": t + 56, "kind": "metrics", "step": 50 * generation, "throughput": 1.0},
+        ]
+
+    end = {"t": 56.0, "kind": "run_finished", "run_id": "a", "status": "stopped", "steps": 50}
+    events = [*trains(0.0, 1), *[end] * stopped, *trains(100_000.0, 2)]
+    summary = summarize(events)
+    spent = summary.spending.by_cause["start-up"]
+    assert (spent.slot_s, spent.money) == pytest.approx((24.0, 0.012))
+    # Hosts are paid for from the beginning of a rescale.
+    assert cost_so_far(summary) == pytest.approx(2 * 51 * 0.001)
