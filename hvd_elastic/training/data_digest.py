@@ -105,7 +105,7 @@ class DataDigest:
             process.join(_END_S)
             process.kill()
             process.join()
-        return {**self.fields, **self._sketches}
+        return {"len()": self._examples, **self.fields, **self._sketches}
 
 
 def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

@@ -42,6 +42,7 @@ def calls() -> Iterator[tuple[str, list[str]]]:
 def shape(line: str) -> str:
     """A line without its numbers, times and the plural of words, which differ from run to run."""
     line = re.sub(r"\b[0-9a-f]{12,}\b", "#", line)
+    line = re.sub(r"\b[mµ]s\b", "s", line)
     return re.sub(r"(\w)s\b", r"\1", " ".join(_NUMBERS.sub("#", line).split()))
 
 
