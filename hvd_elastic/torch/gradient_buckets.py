@@ -118,7 +118,8 @@ class Bucket:
         whole = len(found) == len(self.parameters)
         if self._at_once and whole and all(map(_is_dense, found)) and not self.holds:
             torch._foreach_copy_(self._views, found)
-            for piece in (self._flat,) if self._finite is None else self._flat.split(_IN_CACHE):
+            flat = self._flat[: self._flat.numel() - self.padding]
+            for piece in (flat,) if self._finite is None else flat.split(_IN_CACHE):
                 _multiply(piece, factor, out=piece)
                 self._check(piece)
             self._held = [True] * len(found)

@@ -106,7 +106,7 @@ def load_state(path: Path, name: str) -> Mapping[str, Any]:
 def _why_refused(path: Path, said: str) -> str:
     """Return why a file is not loaded, from the message of PyTorch's restricted unpickler."""
     refused = re.search(
-        r"un(?:supported|recognized) (?:global|class|operand|function):? (?:GLOBAL )?([\w.]+)",
+        r"un(?:supported|recognized) (?:global|class|function):? (?:GLOBAL )?([\w.]+)",
         said,
         re.IGNORECASE,
     )

@@ -575,7 +575,7 @@ class Nested:
 
 
 def test_an_optimizer_that_nobody_knows_of_is_named(alone: Context) -> None:
-    (told,) = training(alone, Plain())
+    (told,) = (each for each in training(alone, Plain()) if "a sum over" not in each)
     assert "the Adam that takes a step at test_optimizer.py:" in told
     assert "1 parameter, the first of shape (3, 2), are not averaged" in told
 
@@ -605,7 +605,7 @@ def test_an_optimizer_that_lasts_and_is_not_averaged_is_refused_alone_too(
 
 
 def test_an_optimizer_in_the_wrapped_one_is_a_part_of_it(alone: Context) -> None:
-    assert training(alone, Nested()) == []
+    assert not [each for each in training(alone, Nested()) if "takes a step" in each]
 
 
 def test_parameters_that_change_before_the_step_are_warned_of_once(

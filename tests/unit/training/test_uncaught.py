@@ -38,9 +38,8 @@ def test_a_mistake_is_its_message_alone_in_a_real_script() -> None:
     done = run("-c", program)
     assert done.returncode == 1
     assert done.stderr == (
-        "error: call hvd.init() first, before anything else of the library: "
-        "that of the module that the script imports as hvd, hvd_elastic.torch, "
-        "hvd_elastic.tensorflow or hvd_elastic.keras\n"
+        "error: call hvd.init() first, before anything else of the library; hvd is "
+        "hvd_elastic.torch, hvd_elastic.tensorflow or hvd_elastic.keras, as the script imports it\n"
     )
 
 
