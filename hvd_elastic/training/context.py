@@ -82,6 +82,7 @@ class Context:
         self.nothing_to_do = ""
         self.has_trained = False
         self._left_out = -1
+        self._number_left_out = 0
         self.check_host_updates: Callable[[], None] = lambda: None
         self._audit = Audit(self.worker)
         self._started = time.monotonic()
@@ -321,10 +322,11 @@ class Context:
             )
         if worker.averagers.several:  # a body is one step, even if some of them take theirs
             if step == self._left_out:
+                worker.progress.skipped = self._number_left_out  # if a repeated body had undone it
                 return
             if step != self._left_out + 1:
                 self.planner.skipped.note(finite=True)
-            self._left_out = step
+            self._left_out, self._number_left_out = step, worker.progress.skipped + 1
         worker.progress.skipped = skipped = worker.progress.skipped + 1
         # Not of each: a gradient scaler causes them, and examples may come again in each epoch.
         if not (self.planner.skipped.overflows or skipped & (skipped - 1)):
