@@ -183,8 +183,8 @@ class GradientAverager(Averager):
         """Return in words where gradients of this rank alone are not finite; empty: nowhere."""
         bad = set(self._reductions.bad_here)
         if self._communicator.size == 1:
-            known = (p for p in self._names if p.grad is not None and not p.grad.is_cuda)
-            bad = {parameter for parameter in known if not is_finite(parameter.grad)}
+            known = ((each, each.grad) for each in self._names if each.grad is not None)
+            bad = {each for each, grad in known if not grad.is_cuda and not is_finite(grad)}
         names = [name for parameter, name in self._names.items() if parameter in bad]
         if not names:
             return ""
