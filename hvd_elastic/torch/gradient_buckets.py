@@ -124,9 +124,17 @@ class Bucket:
                 self._check(piece)
             self._held = [True] * len(found)
         else:
+            begin = end = 0  # elements that were moved, and not looked at yet
             for number, parameter in enumerate(self.parameters):
-                if parameter.grad is not None:
-                    self._add(number, parameter.grad, factor, look)
+                gradient = parameter.grad
+                if gradient is not None:
+                    self._add(number, gradient, factor, look)
+                    end += parameter.numel()
+                if not self._in_place and (gradient is None or end - begin >= _IN_CACHE):
+                    self._check(self._flat[begin:end])
+                    begin = end = end + parameter.numel() * (gradient is None)
+            if not self._in_place:
+                self._check(self._flat[begin:end])
         if look is not None and not self._in_place:
             pieces = zip(self._pieces, self._held, strict=False)
             for piece in [self.flat] if whole else [each for each, held in pieces if held]:
@@ -150,7 +158,6 @@ class Bucket:
         self._held[number] = True
         if not self._in_place:
             _multiply(gradient, factor, out=self._views[number])
-            self._check(self._pieces[number])
             return
         self._adopt(gradient.detach().resolve_conj())
         whole = look is None and self._finite is None
@@ -161,7 +168,7 @@ class Bucket:
                 look(piece)
 
     def _check(self, piece: torch.Tensor) -> None:
-        if self._finite:
+        if self._finite and piece.numel():
             self._finite = is_finite(piece)
 
     def _adopt(self, gradient: torch.Tensor) -> None:
