@@ -554,7 +554,7 @@ def test_what_a_process_does_between_two_batches_is_told_apart() -> None:
     turn.acquire()
     waited = ask(3)
     assert waited.busy_s >= 0.2 + 0.1  # 0.3 s of the other's turn, at the least 0.2, and its own
-    assert waited.cpu_s + waited.delay_s < 0.5 * waited.busy_s  # as its own, which sleeps
+    assert waited.cpu_s + waited.delay_s < 0.9 * waited.busy_s  # as its own, which sleeps
     link.cut()
     thread.join()
     own.close()
