@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 __all__ = ["LeftBehind"]
 
 # What libraries set when they are imported, and pytest sets for each test.
-_NOT_OURS = ("PYTEST_", "KMP_", "TF2_BEHAVIOR", "TF_CPP_", "TPU_", "TORCHINDUCTOR_", "KERAS_BACKEND")
+_NOT_OURS = ("PYTEST_", "KMP_", "TF2_", "TF_", "TPU_", "TORCH", "KERAS_BACKEND")
 
 
 class LeftBehind:
@@ -61,7 +62,7 @@ def _state() -> dict[str, object]:
     # Tests that start hosts keep a handler of SIGTERM for the whole session.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1):
         state[number.name] = signal.getsignal(number)
-    state["the working folder"] = os.getcwd()
+    state["the working folder"] = Path.cwd()
     state["sys.path"] = sys.path.copy()
     state["sys.meta_path"] = sys.meta_path.copy()
     state["sys.excepthook"] = sys.excepthook
