@@ -28,7 +28,7 @@ from hvd_elastic.communicator.ring import (
 from hvd_elastic.errors import ScriptError
 
 exceptions = pytest.importorskip("horovod.common.exceptions", reason="Horovod is not built")
-TIMEOUT_S = 30
+TIMEOUT_S = 90
 
 
 class Tensor(NamedTuple):
