@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 __all__ = ["LeftBehind"]
 
 # What libraries set when they are imported, and pytest sets for each test.
-_NOT_OURS = ("PYTEST_", "KMP_", "TF2_BEHAVIOR", "TF_CPP_", "TPU_", "TORCHINDUCTOR_", "KERAS_BACKEND")
+_NOT_OURS = ("PYTEST_", "KMP_", "TF2_", "TF_", "TPU_", "TORCH", "KERAS_BACKEND")
 
 
 class LeftBehind:
@@ -58,12 +59,16 @@ def _state() -> dict[str, object]:
         for name, value in os.environ.items()
         if not name.startswith(_NOT_OURS)
     }
-    # Tests that start hosts keep a handler of SIGTERM for the whole session.
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1):
+    # Tests that start hosts keep a handler of SIGTERM for the session, and PyTorch one of SIGCHLD.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         state[number.name] = signal.getsignal(number)
-    state["the working folder"] = os.getcwd()
+    state["the working folder"] = Path.cwd()
     state["sys.path"] = sys.path.copy()
-    state["sys.meta_path"] = sys.meta_path.copy()
+    # One of quick_torch removes itself, and libraries add theirs when they are imported.
+    for finder in sys.meta_path:
+        name = f"{type(finder).__module__}.{type(finder).__qualname__}"
+        if name.startswith("tests.unit."):
+            state[f"{name} in sys.meta_path"] = True
     state["sys.excepthook"] = sys.excepthook
     return state
 
@@ -71,7 +76,12 @@ def _state() -> dict[str, object]:
 def _changed_modules(before: dict[str, ModuleType]) -> list[str]:
     """What is no mere import of a module: one that is gone, is another, or is a test's own file."""
     now = sys.modules.copy()
-    changed = [name for name, module in before.items() if now.get(name) is not module]
+    # quick_torch replaces modules of PyTorch once they are needed.
+    changed = [
+        name
+        for name, module in before.items()
+        if now.get(name) is not module and not name.startswith("torch.")
+    ]
     temporary = tempfile.gettempdir() + os.sep
     changed += [
         name
