@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 OF_ONE_FRAMEWORK = {
     "torch": (
         *("hvd_elastic/torch", "hvd_elastic/models"),
-        *("hvd_elastic/bench/allreduce_torch.py", "hvd_elastic/bench/synthetic_torch.py"),
+        *("hvd_elastic/bench/allreduce_torch.py", "hvd_elastic/bench/digits.py"),
+        "hvd_elastic/bench/synthetic_torch.py",
     ),
     "tensorflow": (
         *("hvd_elastic/tensorflow", "hvd_elastic/keras"),
