@@ -242,6 +242,7 @@ class GradientAverager(Averager):
                     "that does not iterate over hvd.dataset, each step ends with state.commit()"
                 )
             self._begun = True
+            self._context.rollback.step_begins()
             self._context.planner.work_ends()
             if several:
                 self._context.exchange()
