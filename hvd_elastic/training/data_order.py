@@ -414,10 +414,11 @@ class DataOrder:
         elif progress.order_hash not in (0, self._hash, self._order_alone):
             window = "" if self._window is None else f", shuffle_window={self._window}"
             raise ScriptError(
-                f"epoch {progress.epoch} was begun in another order of the data, in which "
-                f"{progress.position} examples were read; in this one (a dataset of "
-                f"{self.examples} examples, seed={self.seed}, shuffle={self.shuffle}{window}) some "
-                "of them would come again, and others never. Go on with the dataset, seed, shuffle "
+                f"epoch {progress.epoch} was begun in another order of the data, or with examples "
+                f"that were decoded otherwise; {progress.position} of them were read. In this one "
+                f"(a dataset of {self.examples} examples, seed={self.seed}, shuffle={self.shuffle}"
+                f"{window}) some of them would come again, and others never, or with other values. "
+                "Go on with the dataset, its `decode`, the release of hvd_elastic, seed, shuffle "
                 "and shuffle_window with which the epoch was begun (and for a Mixture its "
                 "datasets, weights and seed), or start a new run"
             )
