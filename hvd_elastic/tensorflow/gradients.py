@@ -308,7 +308,7 @@ class GradientAverager(Averager):
         self._told = [*map(np.array, (told, *measured))]
         if left_out is not None:
             self._left_out = left_out
-        return left_out is None
+        return left_out is None and not self._context.step.is_empty
 
     def reduces(self, error: BaseException) -> bool:
         """Return whether a TensorFlow error is that of a reduction of this optimizer."""
