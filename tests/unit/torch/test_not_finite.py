@@ -246,8 +246,10 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.factor = nn.Linear(6, 4), nn.Linear(4, 1), 1.0
+        self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.passes += self.factor
         return self.second(torch.relu(self.first(inputs)) * self.factor)
 
 
@@ -288,7 +290,7 @@ def test_a_step_is_repeated_once_to_find_the_layer(
     model = Layers()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     state = hvd.State(model=model, optimizer=optimizer)
-    loader = hvd.DataLoader(torch.utils.data.TensorDataset(torch.randn(40, 6)), 8)
+    loader: Any = hvd.DataLoader(torch.utils.data.TensorDataset(torch.randn(40, 6)), 8)
     monkeypatch.setattr(type(alone.worker), "elastic", True)
     bodies = []
 
@@ -306,6 +308,7 @@ def test_a_step_is_repeated_once_to_find_the_layer(
     alone.worker.in_train = False
     train(state)
     assert bodies == [0, 1, 1, 2, 3, 3, 4]
+    assert model.passes == 4, "of steps that were taken"
     assert "not those of all parameters; the inputs of 'model.second'" in caplog.text
     assert alone.worker.progress.skipped == 1
     assert all(each.isfinite().all() for each in model.parameters())
