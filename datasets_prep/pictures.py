@@ -11,13 +11,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
 from datasets_prep.frame import Source
+from hvd_elastic.data.decoding import explained, open_picture, orientation, to_rgb, turned
 from hvd_elastic.errors import DataError
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
-_ORIENTATION = 0x0112  # of EXIF
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,22 @@ class ToJpeg:
         Raises:
             DataError: it is damaged or no picture; says how.
         """
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # damaged EXIF; what matters raises
-                return [(self._encode(data),)]
-        except Exception as error:  # noqa: BLE001  Pillow raises whatever a damaged file leads to
-            if not data:
-                raise DataError("it is empty (0 bytes)") from None
-            if isinstance(error, UnidentifiedImageError):
-                raise DataError("no picture that Pillow knows") from None
-            raise DataError(str(error) or type(error).__name__) from None
+        with warnings.catch_warnings(), explained(data):
+            warnings.simplefilter("ignore")  # damaged EXIF; what matters raises
+            return [(self._encode(data),)]
 
     def _encode(self, data: bytes) -> bytes:
-        picture = Image.open(BytesIO(data))
-        turned = picture.getexif().get(_ORIENTATION, 1) not in (0, 1)
+        picture = open_picture(data)
+        lies = orientation(picture)
         shrinks = 0 < self.resize < min(picture.size)
-        if picture.format == "JPEG" and picture.mode == "RGB" and not turned and not shrinks:
+        if picture.format == "JPEG" and picture.mode == "RGB" and lies == 1 and not shrinks:
             picture.load()  # raises if it is damaged
             return data
         if shrinks and picture.format == "JPEG" and picture.mode == "RGB":
             # Decoding at a fraction of the size; twice the result, so that nothing is lost.
             share = 2 * self.resize / min(picture.size)
             picture.draft("RGB", (int(picture.width * share), int(picture.height * share)))
-        picture.load()
-        upright = to_rgb(ImageOps.exif_transpose(picture) if turned else picture)
+        upright = turned(to_rgb(picture), lies)
         if shrinks:
             share = self.resize / min(upright.size)
             width, height = (max(self.resize, round(side * share)) for side in upright.size)
@@ -71,24 +63,6 @@ class ToJpeg:
         out = BytesIO()
         upright.save(out, "JPEG", quality=self.quality)
         return out.getvalue()
-
-
-def to_rgb(picture: Image.Image) -> Image.Image:
-    """Return a picture in RGB: 16 bits scaled to 8, transparent parts on white.
-
-    Raises:
-        DataError: its numbers have no known range.
-    """
-    if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PNG"):
-        wide = picture.convert("I").point(lambda value: value / 257)
-        return wide.convert("L").convert("RGB")
-    if picture.mode in ("I", "F"):
-        raise DataError(f"pixels of 32 bits (mode {picture.mode}) have no known range")
-    if "A" in picture.getbands() or "transparency" in picture.info:
-        whole = picture.convert("RGBA")
-        ground = Image.new("RGBA", whole.size, "white")
-        return Image.alpha_composite(ground, whole).convert("RGB")
-    return picture.convert("RGB")
 
 
 def classes_in(folder: Path) -> list[str]:

@@ -55,7 +55,14 @@ from hvd_elastic.install.horovod_wheel import (
     wheel_cache,
 )
 from hvd_elastic.install.pinned import BUILD_REQUIREMENTS, RUN_REQUIREMENTS, pip_arguments
-from hvd_elastic.install.prerequisites import PREREQUISITES, Purpose, apt_command, has_apt, missing
+from hvd_elastic.install.prerequisites import (
+    PREREQUISITES,
+    SYSTEM_FOLDERS,
+    Purpose,
+    apt_command,
+    has_apt,
+    missing,
+)
 from hvd_elastic.install.quiet import make_percentage, run_quietly
 
 PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")
@@ -141,7 +148,7 @@ def build_environment(
         and name not in ("MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "CMAKE_GENERATOR", "GNUMAKEFLAGS")
     }
     environment["PATH"] = os.pathsep.join(
-        [str(Path(sys.executable).parent), base.get("PATH", os.defpath)]
+        [str(Path(sys.executable).parent), base.get("PATH", os.defpath), *SYSTEM_FOLDERS]
     )
     environment["MAKEFLAGS"] = f"-j{jobs}"
     environment["HOROVOD_WITH_GLOO"] = "1"

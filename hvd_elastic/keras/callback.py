@@ -274,7 +274,7 @@ class ElasticCallback(keras.callbacks.Callback):
             try:
                 data = next(batches)
                 examples = self._ctx.step.passes[-1].examples  # a sparse tensor has no length
-                logs = self._train([data])
+                logs, skipped = self._train([data]), worker.progress.skipped
                 try:
                     worker.averagers.collect()
                 except GenerationBrokenError as error:
@@ -282,19 +282,25 @@ class ElasticCallback(keras.callbacks.Callback):
                 if worker.averagers.several:
                     self._ctx.mark_consumed()
                 self._examples += examples
+                if worker.progress.skipped > skipped:
+                    self._undo_metrics()
                 if worker.progress.step > done:
                     self._kept = worker.saves = None  # no rank ends the last epoch again
                 self._ctx.commit(_numbers(logs))
                 batches.end_if_last()
                 return logs
             except (GenerationBrokenError, tf.errors.OpError) as error:
-                if self._kept is not None:
-                    self._examples, restore_metrics = self._kept
-                    restore_metrics()
+                self._undo_metrics()
                 self._recover(error, batches)
         # The others have taken the step, so the callbacks of this rank follow it too.
         self._metrics.all_told()
         return self.model.get_metrics_result()
+
+    def _undo_metrics(self) -> None:
+        """Set metrics back to before the step that has begun: it failed, or is left out."""
+        if self._kept is not None:
+            self._examples, restore = self._kept
+            restore()
 
     def _recover(self, error: Exception, batches: Batches) -> None:
         """Join the next generation, and read on from where training stands."""

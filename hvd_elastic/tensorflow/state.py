@@ -7,7 +7,7 @@ every survivor of a failure holds the state before or after the step in flight.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -26,6 +26,7 @@ from hvd_elastic.tensorflow.variables import (
     check_built,
     has_variables,
     keep_values,
+    moving_of,
     rates_of,
     trainable_of,
     variable_of,
@@ -58,6 +59,8 @@ class State(ScriptState):
     _content_kind = TensorFlowContent
     plain_kinds = "numbers, strings, lists, dicts, arrays"
     object_kinds = "variables, or with state_dict() and load_state_dict()"
+    _moving: list[tf.Variable] | None = None
+    _undo_moving: Callable[[], None] | None = None
 
     def _is_object(self, name: str, value: Any) -> bool:
         if isinstance(value, tf.GradientTape):
@@ -95,6 +98,15 @@ class State(ScriptState):
         finally:
             snapshot.restore(self._plain, self._objects)
             restore()
+
+    def keep_moving(self) -> None:
+        if self._moving is None:
+            self._moving = [*map(variable_of, moving_of(self._models().values()))]
+        self._undo_moving = keep_values(self._moving)
+
+    def undo_moving(self) -> None:
+        if self._undo_moving is not None:
+            self._undo_moving()
 
     # -- for the library -------------------------------------------------------------------
 

@@ -151,6 +151,12 @@ class ScriptState(State):
     def roll_back(self) -> None:
         self._saved.restore(self._plain, self._objects)
 
+    def keep_moving(self) -> None:
+        pass
+
+    def undo_moving(self) -> None:
+        pass
+
     def module_versions(self) -> int:
         return 0  # not every framework counts changes
 

@@ -311,13 +311,3 @@ def test_the_bucket_of_the_first_variable_is_known_as_the_last_to_be_computed(
     contents = [sorted(flat.numpy()) for flat in packed.flats]
     assert contents == [[0, 2], [1, 1]]  # the large gradient has a bucket of its own, at the end
     assert packed.last == 0
-
-
-@pytest.mark.parametrize("choice", ["skip", "stop"])
-def test_it_is_said_that_a_fixed_batch_does_not_stop(
-    alone: Context, caplog: pytest.LogCaptureFixture, choice: str
-) -> None:
-    alone.worker.on_not_finite = choice
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    choose_optimizers(hvd.State(optimizer=optimizer))
-    assert ("stop has no effect" in caplog.text) == (choice == "stop")
