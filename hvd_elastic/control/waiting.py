@@ -67,7 +67,8 @@ class WaitingReport:
         hosts = [host for host, _ in empty]
         if self._starting_since is None:
             self._starting_since = now
-            return f"starting workers on {', '.join(dict.fromkeys(hosts))}"
+            what = "the command" if self._config.plain else "workers"
+            return f"starting {what} on {', '.join(dict.fromkeys(hosts))}"
         slow_at = self._starting_since + self._config.slow_start_s
         if now < slow_at:
             self._out.wake(slow_at)

@@ -107,8 +107,12 @@ def _quoted(text: str) -> str:
 
 
 def _figures(summary: RunSummary) -> dict[str, float]:
-    found: dict[str, float] = {
-        "slots": summary.size,
+    found: dict[str, float] = {"slots": summary.size}
+    if summary.ended is not None:
+        found["last_event_timestamp_seconds"] = summary.ended
+    if summary.plain:
+        return found
+    found |= {
         "steps_total": summary.steps,
         "examples_total": summary.examples,
         "rescales_total": len(summary.live_rescales),
@@ -119,6 +123,4 @@ def _figures(summary: RunSummary) -> dict[str, float]:
         value = summary.last.get(metric)
         if isinstance(value, (int, float)) and math.isfinite(value):
             found[name] = value
-    if summary.ended is not None:
-        found["last_event_timestamp_seconds"] = summary.ended
     return found

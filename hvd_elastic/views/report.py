@@ -123,6 +123,14 @@ def report_parts(
         asked: contents of run.json, for the command of the run.
         charts: the charts, as :func:`make_charts` has made them; None: make them.
     """
+    if summary.plain:
+        parts = {
+            "header": _header(summary, asked or {}),
+            "failure": _failure(summary),
+            "hosts": hosts_section(summary),
+            "warnings": _warning_table(summary),
+        }
+        return parts, {"duration_s": summary.duration_s, "charts": [], "marks": []}
     own, of_the_batch = make_charts(summary) if charts is None else charts
     marks = _marks(summary)
     parts = {
@@ -269,6 +277,8 @@ def status_tone(status: str) -> str:
 def _header(summary: RunSummary, asked: Mapping[str, Any]) -> str:
     tone = status_tone(summary.status)
     words = [_date(summary.started or 0.0)]
+    if summary.plain:
+        words.append(duration_words(summary.duration_s))
     if summary.hosts:
         words.append("hosts " + " ".join(f"{name}:{slots}" for name, slots in summary.hosts))
     if summary.attempts > 1:
@@ -332,8 +342,11 @@ def _tiles(summary: RunSummary, audit: AuditResult) -> str:
 def _failure(summary: RunSummary) -> str:
     if not summary.failure:
         return ""
+    who = f"The script failed in worker {summary.failed_worker}"
+    if summary.plain:
+        who = "The command failed; the end of what it printed"
     return (
-        f'<section class="failure"><h2>The script failed in worker {escape(summary.failed_worker)}'
+        f'<section class="failure"><h2>{escape(who)}'
         f"</h2><pre>{escape(summary.failure.rstrip())}</pre></section>"
     )
 

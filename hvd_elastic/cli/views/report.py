@@ -126,7 +126,7 @@ def _compare(folders: list[RunFolder], path: Path, as_json: bool) -> None:
 
 
 def _outcome(summary: RunSummary, state: str) -> str:
-    steps, examples = summary.steps, summary.examples
+    steps, examples = None if summary.plain else summary.steps, summary.examples
     return outcome_words(state, steps, examples, summary.message, exact=summary.exact)
 
 

@@ -38,6 +38,8 @@ class Job:
         remaining: goodput seconds that are left, in the unit of ``goodput``: useful examples, if
             goodput is in useful examples per second. None: the job has not said how long it trains.
         held: its present slots on each host.
+        occupied: slots of each host in which its processes live or start, those included that it
+            is leaving.
         attained_slot_s: slots times seconds that it has had.
         rescale_s: training time lost by a change of its slots [s].
         min_slots, max_slots: fewest and most slots. ``max_slots`` also holds back a job whose
@@ -48,6 +50,7 @@ class Job:
         fixed: whether it keeps its number of slots as long as it runs.
         movable: whether it can go on on other hosts while it runs.
         rescales: number of changes of its slots so far; None: not known.
+        noise: relative standard error of ``goodput``; a change has to gain more than by chance.
     """
 
     name: str
@@ -65,6 +68,8 @@ class Job:
     fixed: bool = False
     movable: bool = True
     rescales: int | None = None
+    occupied: Allocation = field(default_factory=dict)
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_slots <= self.max_slots:

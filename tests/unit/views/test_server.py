@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import shutil
 import socket
@@ -409,6 +410,9 @@ def test_figures_for_prometheus(viewer: Viewer, folder: Path) -> None:
     assert 'hvd_elastic_run_info{run="digits-3",state="succeeded"} 1' in text
     assert "# TYPE hvd_elastic_steps_total counter" in text
     assert 'hvd_elastic_rescales_total{run="digits-3"} 4' in text
+    assert viewer.get("/metrics")[1] == text, "it has just ended, and can be read for a while"
+    os.utime(folder / "events.jsonl", (0, 0))
+    assert 'run="digits-3"' not in viewer.get("/metrics")[1]
     promtool = shutil.which("promtool")
     if promtool is not None:
         checked = subprocess.run(
