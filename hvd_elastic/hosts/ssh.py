@@ -20,7 +20,7 @@ from hvd_elastic.errors import SshError
 from hvd_elastic.hosts import ssh_config
 from hvd_elastic.hosts.connection import Connection, SshOptions
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.known_hosts import HostKey, KeyState
+from hvd_elastic.hosts.known_hosts import HostKey, KeyState, KnownKey
 from hvd_elastic.hosts.local import LocalConnection
 from hvd_elastic.hosts.process import (
     Command,
@@ -123,11 +123,14 @@ def own_address_towards(host: Host, options: SshOptions | None = None) -> str:
         return "127.0.0.1"  # the host cannot be reached either, which is reported elsewhere
 
 
-def read_host_key(host: Host, options: SshOptions) -> tuple[str, HostKey, KeyState]:
+def read_host_key(
+    host: Host, options: SshOptions
+) -> tuple[str, HostKey, KeyState, KnownKey | None]:
     """Read the key that a host shows, without logging in.
 
     Returns:
-        The host's name for known_hosts, its key, and what is known of the key.
+        The host's name for known_hosts, its key, what is known of the key, and the line that says
+        so, if one does.
 
     Raises:
         HostUnreachableError, HostKeyError (of a jump host), SshError: as :func:`connect`.
@@ -145,7 +148,7 @@ def read_host_key(host: Host, options: SshOptions) -> tuple[str, HostKey, KeySta
         finally:
             route.close()
         key = HostKey(shown.get_name(), shown.asbytes())
-        return route.known_name, key, route.known.check(route.known_name, key)[0]
+        return route.known_name, key, *route.known.check(route.known_name, key)
 
 
 class SshConnection(Connection):
