@@ -145,7 +145,7 @@ def _run_started(event: Mapping[str, Any]) -> str:
 
 
 def _taken_over(event: Mapping[str, Any]) -> str:
-    size = count(event.get("size"), "process")
+    size = count(event.get("size"), "worker")
     return f"took over the run: {size} went on training without a leader"
 
 

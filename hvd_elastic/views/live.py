@@ -31,7 +31,7 @@ once in a few minutes sees how it ended."""
 _FRESH_S = 0.4
 """Age of the first page up to which all viewers are shown the same [s]."""
 _CONTROLS = """<section class="controls" data-control="/runs/{run_id}/control">
-<form data-op="scale"><label>processes <input name="np" type="number" min="1" required></label>
+<form data-op="scale"><label>workers <input name="np" type="number" min="1" required></label>
 <button>scale</button></form>
 <form data-op="drain"><label>host <input name="host" required></label><button>drain</button></form>
 <form data-op="stop"><button>stop the run</button></form>
@@ -184,7 +184,7 @@ def _run_table(rows: list[dict[str, Any]], of: int) -> str:
             "<code>hvd-elastic run --hostfile HOSTS -- python train.py</code></p>"
         )
     heads = [("run", ""), ("status", ""), ("started", ""), ("done", "")]
-    heads += [("steps", "n"), ("processes", "n"), ("examples/s", "n")]
+    heads += [("steps", "n"), ("workers", "n"), ("examples/s", "n")]
     cells = [
         [
             f'<td class="h"><a href="/runs/{(name := escape(row["run_id"]))}">{name}</a></td>',

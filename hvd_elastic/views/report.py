@@ -204,7 +204,7 @@ def _points(series: MetricSeries) -> tuple[list[float], list[float | None]]:
 def chart_title(name: str) -> tuple[str, str]:
     """Return the title and the unit of a chart."""
     if name == "size":
-        return "World size", "processes"
+        return "Workers", ""
     title, unit, _ = _TITLES.get(name, (_title(name), "", ""))
     return title, unit
 
@@ -216,8 +216,8 @@ def _size_chart(summary: RunSummary) -> dict[str, Any]:
     x, y = downsample(x, y)
     return {
         "name": "size",
-        "title": "World size",
-        "unit": "processes",
+        "title": "Workers",
+        "unit": "",
         "color": "size",
         "x": _rounded(x),
         "y": y,
@@ -389,7 +389,7 @@ def _mark(at_s: float, label: str, way: str, what: str, text: str) -> dict[str, 
 def _rescale_words(rescale: Rescale) -> str:
     pause = duration_words(rescale.pause_s)
     done = f"pause {pause}" if rescale.finished else "not finished"
-    return f"{rescale.from_size} → {rescale.to_size} processes, {done}: {rescale.reason}"
+    return f"{rescale.from_size} → {rescale.to_size} slots, {done}: {rescale.reason}"
 
 
 def _plots(charts: list[dict[str, Any]]) -> str:
@@ -426,7 +426,7 @@ def _rescale_table(summary: RunSummary) -> str:
                 cell(rescale.reason, "w"),
             ]
         )
-    heads = [("#", ""), ("at", "n"), ("processes", "n"), ("pause", "n"), ("reason", "")]
+    heads = [("#", ""), ("at", "n"), ("slots", "n"), ("pause", "n"), ("reason", "")]
     if not rows:
         return '<section><h2>Rescales</h2><p class="hint">None.</p></section>'
     return f"<section><h2>Rescales</h2>{table(heads, rows)}</section>"

@@ -26,7 +26,7 @@ def run_words(summary: RunSummary, state: str) -> str:
     elif state == "running":
         rate = summary.last.get("throughput")
         fast = f" at {number_words(round(rate))} examples/s" if rate else ""
-        told.append(f"Trains on {count(summary.size, 'process')}{fast}.")
+        told.append(f"Trains on {count(summary.size, 'slot')}{fast}.")
     elif state == READING:
         told.append("The events of this run are still being read; what there is so far is shown.")
     elif state == "waiting":
