@@ -5,6 +5,7 @@
 """
 
 from hvd_elastic.data.dataset import ShardDataset
+from hvd_elastic.data.decoding import decode_mask
 from hvd_elastic.data.images import CentreCrop, RandomCrop
 from hvd_elastic.data.index import build_index, load_index, verify
 from hvd_elastic.data.mixture import Mixture
@@ -19,6 +20,7 @@ __all__ = [
     "ShardWriter",
     "Stream",
     "build_index",
+    "decode_mask",
     "load_index",
     "verify",
 ]

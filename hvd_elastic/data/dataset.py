@@ -5,16 +5,15 @@ from __future__ import annotations
 import bisect
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from io import BytesIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvd_elastic.data import images
 from hvd_elastic.data.cache import ShardCache
+from hvd_elastic.data.decoding import Decoder, decoders_of, order_key
 from hvd_elastic.data.example import example_number
 from hvd_elastic.data.index import (
     INDEX,
@@ -29,26 +28,12 @@ from hvd_elastic.data.index import (
 )
 from hvd_elastic.data.remote import RemoteFolder, is_url
 from hvd_elastic.errors import DataError
-from hvd_elastic.json_text import parse_json
 from hvd_elastic.model.sharding import Blocks
 
 _OPEN_SHARDS = 128
 """Shards that a process keeps open. With their tables they are a quarter of the 1,024 files that a
 process may usually have open."""
 _WINDOW = 16
-
-
-def _array(data: bytes) -> np.ndarray:
-    return np.load(BytesIO(data), allow_pickle=False)
-
-
-DECODERS: dict[str, Callable[[bytes], Any]] = {
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"), images.decode),
-    "npy": _array,
-    "txt": bytes.decode,
-    "json": parse_json,
-}
-"""How the fields with these endings are decoded; others stay bytes."""
 
 
 class ShardDataset:
@@ -62,8 +47,10 @@ class ShardDataset:
         folder: with an ``index.json``; or the URL of such a folder, ``http(s)://…`` or one that
             fsspec supports.
         transform: called with the first field, decoded, of every example.
-        decode: decodes the first field (bytes → any) instead of ``DECODERS``, such as
-            :class:`hvd_elastic.data.RandomCrop`; ``bytes`` leaves it as stored.
+        decode: decodes the first field (bytes → any) in place of
+            :func:`hvd_elastic.data.decoding.decoders_of`, such as
+            :class:`hvd_elastic.data.RandomCrop`; ``bytes`` leaves it as stored. A dict has a
+            decoder for each field that it names: ``{"mask.png": bytes}``.
         fields: names of the fields to read; None: all but ``cls``, which is the label.
         shuffle_window: shards that an epoch's order mixes at a time, >= 1. It must stay the same
             for a run, as the seed.
@@ -75,6 +62,7 @@ class ShardDataset:
     Attributes:
         classes: names by label; empty if there are none.
         blocks: sizes of the shards and the window, by which the loader shuffles.
+        order_key: how examples are decoded, which stays the same within an epoch.
 
     Raises:
         DataError: there is no index, or of another version; a shard is missing or has changed.
@@ -85,7 +73,7 @@ class ShardDataset:
         folder: str | os.PathLike[str],
         transform: Callable[[Any], Any] | None = None,
         *,
-        decode: Callable[[bytes], Any] | None = None,
+        decode: Decoder | Mapping[str, Decoder] | None = None,
         fields: Sequence[str] | None = None,
         shuffle_window: int = _WINDOW,
         cache: str | os.PathLike[str] | None = None,
@@ -116,9 +104,8 @@ class ShardDataset:
         self._index = index
         self._layout = index.layout
         self._places = [index.fields.index(name) for name in fields]
-        self._decoders = [DECODERS.get(name.rpartition(".")[2], bytes) for name in fields]
-        if decode is not None:
-            self._decoders[:1] = [decode]
+        self._decoders = decoders_of(fields, decode)
+        self.order_key = order_key(fields, self._decoders)
         self._ends = list(accumulate(shard.examples for shard in index.shards))
         self.blocks = Blocks(tuple(shard.examples for shard in index.shards), shuffle_window)
         self._opened: OrderedDict[int, _OpenShard] = OrderedDict()
@@ -163,7 +150,7 @@ class ShardDataset:
     def _decode(self, shard: _OpenShard, row: int, number: int, value: bytes) -> Any:
         try:
             return self._decoders[number](value)
-        except (OSError, ValueError, SyntaxError) as error:
+        except (OSError, ValueError, SyntaxError, DataError) as error:
             raise DataError(
                 f"{shard.path}: example {shard.key(row)!r} cannot be decoded: {error}"
             ) from error

@@ -249,6 +249,7 @@ class RunSummary:
     input: str = ""
     input_hosts: dict[str, int] = field(default_factory=dict)
     missed: str = ""
+    plain: bool = False
     stopped_for: str = ""
     rank_shares: list[float | None] = field(default_factory=list)
     prices: dict[str, float] = field(default_factory=dict)
@@ -400,6 +401,7 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
     run.run_id = str(record.get("run_id") or run.run_id)
     run.status = "running"
     run.message = run.failure = run.failed_worker = ""
+    run.plain = record.get("plain") is True
     run.ended_in = None
     run.attempts += 1
     run.began_s = at_s
@@ -517,6 +519,13 @@ def _taken_over(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None
 def _command_done(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
     if record.get("op") == "scale" and record.get("ok"):
         run.scaled_to, run.scaled_slots = _whole(record.get("np")), []
+
+
+@_on("worker_started")
+def _worker_started(run: RunSummary, _record: Mapping[str, Any], at_s: float) -> None:
+    if run.plain:  # it never joins a generation
+        run.waiting = ""
+        _set_size(run, at_s, 1)
 
 
 @_on("worker_joined")

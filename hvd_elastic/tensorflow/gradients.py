@@ -271,6 +271,7 @@ class GradientAverager(Averager):
                     "that does not iterate over hvd.dataset, each step ends with state.commit()"
                 )
             self._begun = True
+            self._context.rollback.step_begins()
             self._context.planner.work_ends()
             if several:
                 self._context.exchange()
@@ -309,7 +310,7 @@ class GradientAverager(Averager):
         self._told = [*map(np.array, (told, *measured))]
         if left_out is not None:
             self._left_out = left_out
-        return left_out is None
+        return left_out is None and not self._context.step.is_empty
 
     def reduces(self, error: BaseException) -> bool:
         """Return whether a TensorFlow error is that of a reduction of this optimizer."""

@@ -223,6 +223,9 @@ class GradientAverager(Averager):
             if self._context.step.stage is Stage.VOIDED:
                 self.reset()
                 raise StepVoidedError
+            if self._context.step.is_empty:
+                self._after_step(gain=0.0)
+                return self._leave_as_it_is()
             if not self._is_finite():
                 if self._context.calls_off_to_look():
                     state: Any = self._context.worker.state

@@ -259,3 +259,13 @@ def test_metrics_that_arrive_late_belong_to_the_time_when_they_were_measured() -
     assert "late_s" not in run.series
     assert run.user_metrics == []
     assert run.spending.by_cause["input"].seconds == 0
+
+
+def test_a_plain_command_runs_as_soon_as_its_process_does() -> None:
+    told = [
+        {"t": 0.0, "kind": "run_started", "run_id": "sleep-1", "hosts": [["n1", 1]], "plain": True},
+        {"t": 1.0, "kind": "waiting", "reason": "starting the command on n1"},
+        {"t": 2.0, "kind": "worker_started", "host": "n1", "local_rank": 0},
+    ]
+    summary = summarize(told)
+    assert (summary.plain, summary.waiting, summary.size) == (True, "", 1)
