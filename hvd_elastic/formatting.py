@@ -38,6 +38,17 @@ def count(number: object, noun: str) -> str:
     return f"{number} {plural(noun, number)}"
 
 
+def bounds_words(least: int, most: int | None, noun: str) -> str:
+    """Return the numbers of a thing that are allowed; ``most`` None: any above the least.
+
+    >>> bounds_words(1, 1, "slot"), bounds_words(1, 4, "slot"), bounds_words(2, None, "slot")
+    ('1 slot', '1 to 4 slots', '2 slots or more')
+    """
+    if most is None:
+        return f"{count(least, noun)} or more"
+    return count(least, noun) if least == most else f"{least} to {count(most, noun)}"
+
+
 def hosts_named(names: Iterable[str]) -> str:
     """Return the names of hosts, of many only the first.
 
@@ -157,11 +168,11 @@ def duration_words(seconds: float | None) -> str:
 def bytes_words(count: float) -> str:
     """Return a number of bytes in its largest unit.
 
-    >>> [bytes_words(n) for n in (12, 4096, 3_200_000, 7_000_000_000)]
-    ['12 B', '4.1 kB', '3.2 MB', '7.0 GB']
+    >>> [bytes_words(n) for n in (12, 4096, 3_200_000, 999_960_000, 7_000_000_000)]
+    ['12 B', '4.1 kB', '3.2 MB', '1.0 GB', '7.0 GB']
     """
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.95:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"

@@ -17,23 +17,29 @@ CUT = "cut"
 
 
 class FileServer:
-    """Serves a folder on 127.0.0.1.
+    """Serves a folder.
 
     Args:
         folder: whose files are served.
         delay_s: before each answer.
         bytes_per_s: of all connections together; None: no limit.
+        address: of this machine, where it listens.
 
     Attributes:
-        faults: by name of a file, what its next requests get: a status, or ``CUT``.
+        faults: by name of a file, what its next requests get: a status, ``CUT``, or the file when
+            an event is set.
         requests: number of requests by name of the file, with its query.
     """
 
     def __init__(
-        self, folder: Path, delay_s: float = 0.0, bytes_per_s: float | None = None
+        self,
+        folder: Path,
+        delay_s: float = 0.0,
+        bytes_per_s: float | None = None,
+        address: str = "127.0.0.1",
     ) -> None:
         self.folder, self.delay_s, self.bytes_per_s = folder, delay_s, bytes_per_s
-        self.faults: dict[str, list[int | str]] = {}
+        self.faults: dict[str, list[int | str | threading.Event]] = {}
         self.requests: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._free_at = 0.0
@@ -46,8 +52,8 @@ class FileServer:
 
             def log_message(self, *_: object) -> None: ...
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._server = ThreadingHTTPServer((address, 0), Handler)
+        self.url = f"http://{address}:{self._server.server_port}"
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         """Send a file, or what its faults say."""
@@ -57,6 +63,8 @@ class FileServer:
         with self._lock:
             self.requests[asked] += 1
             fault = self.faults[name].pop(0) if self.faults.get(name) else None
+        if isinstance(fault, threading.Event):
+            fault.wait()
         path = self.folder / name
         if isinstance(fault, int) or not path.is_file():
             request.send_error(fault if isinstance(fault, int) else 404)

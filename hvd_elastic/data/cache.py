@@ -3,10 +3,15 @@
 All processes of a host share the folder: ranks, their loader processes, and other runs. Locks on
 its files coordinate them, which the kernel releases when a process ends:
 
-- exclusive on ``.NAME.part``: somebody fetches this shard; the file appears under its name when it
-  is whole and its SHA-256 is right;
-- shared on a shard: somebody reads it, so it is not removed;
-- exclusive on ``.lock``: somebody makes room.
+- exclusive on ``.NAME.lock``: a process fetches this shard into ``.NAME.part``, which gets the name
+  of the shard when it is whole and its SHA-256 is right;
+- shared on a shard: a process reads it, so it is not removed;
+- exclusive on ``.lock``: a process makes room.
+
+A process waits only for exclusive locks, whose holders wait for nothing but the network and the
+disk. It never waits for the readers of a shard: a rank keeps shards open while it waits in a
+collective for ranks that may wait here. Processes that are forked close the exclusive locks, so
+they end with the process that took them.
 
 The time of a shard's last change is the time of its last use.
 """
@@ -26,9 +31,9 @@ from functools import partial
 from http.client import IncompleteRead
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from hvd_elastic.data.files import write_whole
+from hvd_elastic.data.files import open_part, write_whole
 from hvd_elastic.data.index import Shard, load_table, table_path
 from hvd_elastic.data.remote import RemoteFolder
 from hvd_elastic.errors import DataError
@@ -39,6 +44,7 @@ many threads more make the next ones ready and bring those before to the disk me
 _MOST_AHEAD = 256
 """Shards that are looked at for each call of ``prefetch``, which has to be quick."""
 _OWN = re.compile(r"(?P<part>\.?)[0-9a-f]{16}-.+")
+_LOCK = ".lock"
 
 
 class ShardCache:
@@ -63,7 +69,7 @@ class ShardCache:
         self._coming: deque[Shard] = deque()
         with self._explained():
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / ".lock").touch()
+            (folder / _LOCK).touch()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_coming": deque()}
@@ -140,26 +146,24 @@ class ShardCache:
                 the shard is needed now.
         """
         path = self.path(shard)
-        part = path.with_name(f".{path.name}.part")
         ahead = used_before_ns is not None
-        with self._explained(), _locked(part, wait=not ahead) as file:
-            if file is None:
+        with (
+            self._explained(),
+            _locked(path.with_name(f".{path.name}{_LOCK}"), wait=not ahead) as locked,
+        ):
+            if not locked or path.exists():
                 return
-            try:
-                if path.exists() or not self._reserve(file, shard.bytes, used_before_ns):
-                    part.unlink()
-                    return
-                self._fetch_table(shard)
-                with connection or contextlib.nullcontext():
-                    self._source.receive(shard.name, partial(self._write, file, shard))
-                os.fsync(file)
-                part.replace(path)
-            except BaseException:
-                part.unlink(missing_ok=True)
-                raise
-            finally:
-                # Processes that were forked meanwhile have the descriptor, and would keep the lock.
-                fcntl.flock(file, fcntl.LOCK_UN)
+            with open_part(path) as file:
+                part = Path(file.name)
+                try:
+                    if self._reserve(file.fileno(), shard.bytes, used_before_ns):
+                        self._fetch_table(shard)
+                        with connection or contextlib.nullcontext():
+                            self._source.receive(shard.name, partial(self._write, file, shard))
+                        os.fsync(file.fileno())
+                        part.replace(path)
+                finally:
+                    part.unlink(missing_ok=True)
 
     def _fetch_table(self, shard: Shard) -> None:
         path, name = self.path(shard), table_path(Path(shard.name)).name
@@ -173,7 +177,7 @@ class ShardCache:
                 "shards, tables and index again"
             ) from None
 
-    def _write(self, file: int, shard: Shard, pieces: Iterator[bytes]) -> None:
+    def _write(self, file: BinaryIO, shard: Shard, pieces: Iterator[bytes]) -> None:
         """Write a shard from its pieces.
 
         Raises:
@@ -181,14 +185,13 @@ class ShardCache:
             DataError: it is another one than that of the index, or cannot be written.
         """
         digest, size = hashlib.sha256(), 0
-        with os.fdopen(file, "r+b", closefd=False) as out:
-            out.seek(0)
-            for piece in pieces:
-                digest.update(piece)
-                with self._explained():
-                    out.write(piece)
-                    out.flush()
-                size += len(piece)
+        file.seek(0)
+        for piece in pieces:
+            digest.update(piece)
+            with self._explained():
+                file.write(piece)
+                file.flush()
+            size += len(piece)
         if size < shard.bytes:
             raise IncompleteRead(b"", shard.bytes - size)
         if digest.hexdigest() != shard.sha256:
@@ -199,17 +202,13 @@ class ShardCache:
 
     def _reserve(self, file: int, size: int, used_before_ns: int | None) -> bool:
         """Make room for a file of this size, and let it have the size; return whether it may."""
-        with (self._folder / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            try:
-                if self._limit is not None:
-                    excess = self._make_room(self._limit - size, used_before_ns)
-                    if excess > 0 and used_before_ns is not None:
-                        return False
-                os.posix_fallocate(file, 0, size)
-                return True
-            finally:
-                fcntl.flock(lock, fcntl.LOCK_UN)
+        with _locked(self._folder / _LOCK, wait=True):
+            if self._limit is not None:
+                excess = self._make_room(self._limit - size, used_before_ns)
+                if excess > 0 and used_before_ns is not None:
+                    return False
+            os.posix_fallocate(file, 0, size)
+            return True
 
     def _make_room(self, most: int, used_before_ns: int | None) -> int:
         """Remove shards, least recently used first, until all have ``most`` bytes together.
@@ -220,7 +219,7 @@ class ShardCache:
         found = []
         for entry in os.scandir(self._folder):
             named = _OWN.fullmatch(entry.name)
-            if named and not entry.name.endswith((".npy", ".npy.part")):
+            if named and not entry.name.endswith((".npy", ".npy.part", _LOCK)):
                 with contextlib.suppress(FileNotFoundError):
                     now = entry.stat()
                     found.append((now.st_mtime_ns, now.st_size, Path(entry.path), named["part"]))
@@ -245,24 +244,21 @@ class ShardCache:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, *, wait: bool) -> Iterator[int | None]:
-    """Yield a descriptor of a file that this process has locked; None: another one has.
-
-    The file is made if it is not there, and it still has its name when it is locked.
-    """
+def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Lock a file, which is there only meanwhile; yield False if another process has locked it."""
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
+        with _open_here(path, os.O_RDONLY | os.O_CREAT) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
-                yield None
+                yield False
                 return
             if _has_name(file, path):
-                yield file
+                try:
+                    yield True
+                finally:
+                    path.unlink(missing_ok=True)
                 return
-        finally:
-            os.close(file)
 
 
 def _has_name(file: int, path: Path) -> bool:
@@ -274,17 +270,50 @@ def _has_name(file: int, path: Path) -> bool:
 
 def _remove_unused(path: Path) -> bool:
     """Remove a shard or the rest of a broken fetch unless a process uses it; return whether."""
+    if path.name.startswith("."):
+        with _locked(path.with_suffix(_LOCK), wait=False) as locked:
+            if locked:
+                path.unlink(missing_ok=True)
+            return locked
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with _open_here(path, os.O_RDONLY) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            table_path(path).unlink(missing_ok=True)
+            return True
     except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
-        table_path(path).unlink(missing_ok=True)
-        fcntl.flock(file, fcntl.LOCK_UN)
         return True
     except BlockingIOError:
         return False
+
+
+_opening = threading.Lock()
+_open: set[int] = set()
+
+
+@contextlib.contextmanager
+def _open_here(path: Path, flags: int) -> Iterator[int]:
+    """Open a file that processes which are forked meanwhile close: a lock on it stays here."""
+    with _opening:
+        file = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        _open.add(file)
+    try:
+        yield file
     finally:
+        with _opening:
+            _open.discard(file)
+            os.close(file)
+
+
+def _close_after_fork() -> None:
+    for file in _open:
         os.close(file)
+    _open.clear()
+    _opening.release()
+
+
+os.register_at_fork(
+    before=_opening.acquire,
+    after_in_parent=_opening.release,
+    after_in_child=_close_after_fork,
+)

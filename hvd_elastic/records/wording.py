@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class Narrator:
         self._batch: Mapping[str, Any] = {}
         self._crash = ""
         self._error = ""
+        self._plain = False
 
     def tell(self, event: Mapping[str, Any]) -> list[Line]:
         """Return the lines for an event, usually none or one."""
@@ -79,6 +80,9 @@ class Narrator:
                 return []
             case "run_started" | "waiting":
                 before = self._unfinished()
+                self._plain = event.get("plain") is True if kind == "run_started" else self._plain
+        if self._plain and kind in ("worker_left", "script_failed"):
+            return _plain_lines(event)
         line = _tell(kind, event)
         return before if line is None else [*before, line]
 
@@ -91,7 +95,8 @@ class Narrator:
         if self._error:
             message = message.removesuffix(f": {self._error}")  # was shown in full before
         exact = event.get("exact") is not False
-        steps, examples = event.get("steps"), event.get("examples")
+        steps = None if self._plain else event.get("steps")
+        examples = event.get("examples")
         words = outcome_words(status, steps, examples, message, exact=exact)
         ended = Line(f"run {words}", {"succeeded": "good", "failed": "bad"}.get(status, "note"))
         way_on = resume_words(event)
@@ -140,7 +145,7 @@ def _run_started(event: Mapping[str, Any]) -> str:
 
 
 def _taken_over(event: Mapping[str, Any]) -> str:
-    size = count(event.get("size"), "process")
+    size = count(event.get("size"), "worker")
     return f"took over the run: {size} went on training without a leader"
 
 
@@ -201,6 +206,13 @@ def _worker_left(event: Mapping[str, Any]) -> Line | None:
     return Line(f"worker {worker} left: {cause}", "bad")
 
 
+def _plain_lines(event: Mapping[str, Any]) -> list[Line]:
+    """Return the lines for what a plain command does; the end of the run tells its exit status."""
+    if event.get("kind") == "worker_left":
+        return []
+    return [Line(f"the command failed on host {event.get('host')}:\n{_traceback(event)}", "bad")]
+
+
 def _rescale_words(event: Mapping[str, Any]) -> str:
     return str(event.get("reason") or f"{event.get('from_size')} → {event.get('to_size')} slots")
 
@@ -245,14 +257,18 @@ def resume_words(event: Mapping[str, Any]) -> str:
 def outcome_words(
     status: str, steps: int | None, examples: int | None, message: str, *, exact: bool = True
 ) -> str:
-    """Return the status of a run with its progress, and how it ended.
+    """Return the status of a run with its progress, and how it ended; steps None: it has none.
 
     >>> outcome_words("stopped", 12, 1200, "Ctrl-C")
     'stopped after 12 steps, 1,200 examples: Ctrl-C'
     >>> outcome_words("failed", 1, None, "", exact=False)
     'failed after at least 1 step'
+    >>> outcome_words("succeeded", None, None, "the command ended with exit status 0 on host node1")
+    'succeeded: the command ended with exit status 0 on host node1'
     """
-    text = f"{status} after {'' if exact else 'at least '}{count(steps, 'step')}"
+    text = status
+    if steps is not None:
+        text += f" after {'' if exact else 'at least '}{count(steps, 'step')}"
     if examples:
         text += f", {number_words(examples)} {plural('example', examples)}"
     return f"{text}: {message}" if message else text
@@ -336,6 +352,45 @@ def batch_words(plan: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     if plan.get("lr_scale") is not None:
         text += f", learning rate x {number_words(plan['lr_scale'])}"
     return f"{text}: {plan.get('reason')}"
+
+
+def awaited_words(reason: str, awaited: Mapping[str, Sequence[str]], *, runs: bool) -> str:
+    """Return the reason of a job that is to have slots which other jobs have to leave first.
+
+    Args:
+        reason: why it is to have them.
+        awaited: runs that have to leave each host.
+        runs: whether the job runs; else it waits.
+
+    >>> awaited_words("starts with 1 slot", {"node2": ["digits-3"]}, runs=False)
+    'waits until digits-3 has left slots on node2; then: starts with 1 slot'
+    >>> awaited_words("grows to 2 slots", {"node2": []}, runs=True)
+    'grows to 2 slots, as soon as slots are free on node2'
+    """
+    leaving = dict.fromkeys(run for those in awaited.values() for run in those)
+    hosts = ", ".join(awaited)
+    until = f"{_all_of(leaving)} left slots on {hosts}" if leaving else f"slots are free on {hosts}"
+    return f"{reason}, as soon as {until}" if runs else f"waits until {until}; then: {reason}"
+
+
+def removed_host_words(ends: Sequence[str], leaves: Sequence[str]) -> str:
+    """Return what is awaited before a host that has no slots in the hostfile any more is empty.
+
+    Args:
+        ends: runs of plain commands, which stay until they end.
+        leaves: other runs.
+
+    >>> removed_host_words(["sleep-1"], [])
+    'taken out of the hostfile; empty as soon as sleep-1 has ended'
+    """
+    awaited = [f"{_all_of(ends)} ended"] if ends else []
+    awaited += [f"{_all_of(leaves)} left it"] if leaves else []
+    return f"taken out of the hostfile; empty as soon as {' and '.join(awaited)}"
+
+
+def _all_of(runs: Iterable[str]) -> str:
+    named = [*runs]
+    return f"{' and '.join(named)} {'has' if len(named) == 1 else 'have'}"
 
 
 _LINES: dict[str, tuple[str | Callable[[Mapping[str, Any]], str], str]] = {

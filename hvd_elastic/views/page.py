@@ -86,19 +86,20 @@ def chart_boxes(charts: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="charts">{"".join(boxes)}</div>'
 
 
-def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table of the last :data:`MAX_ROWS` rows.
+def table(
+    heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], most: int = MAX_ROWS
+) -> str:
+    """Return an HTML table of the last rows.
 
     Args:
         heads: text and CSS class of each column.
         rows: cells of each row, from :func:`cell`.
+        most: most rows, above 0 if there are rows.
     """
     head = "".join(f'<th class="{kind}">{escape(name)}</th>' for name, kind in heads)
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows[-MAX_ROWS:])
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows[-most:])
     cut = (
-        f'<p class="hint">The last {MAX_ROWS} of {len(rows)} are shown.</p>'
-        if len(rows) > MAX_ROWS
-        else ""
+        f'<p class="hint">The last {most} of {len(rows)} are shown.</p>' if len(rows) > most else ""
     )
     return (
         f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'

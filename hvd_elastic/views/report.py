@@ -123,6 +123,13 @@ def report_parts(
         asked: contents of run.json, for the command of the run.
         charts: the charts, as :func:`make_charts` has made them; None: make them.
     """
+    if summary.plain:
+        parts = {
+            "header": _header(summary, asked or {}),
+            "failure": _failure(summary),
+            "warnings": _warning_table(summary),
+        }
+        return parts, {"duration_s": summary.duration_s, "charts": [], "marks": []}
     own, of_the_batch = make_charts(summary) if charts is None else charts
     marks = _marks(summary)
     parts = {
@@ -197,7 +204,7 @@ def _points(series: MetricSeries) -> tuple[list[float], list[float | None]]:
 def chart_title(name: str) -> tuple[str, str]:
     """Return the title and the unit of a chart."""
     if name == "size":
-        return "World size", "processes"
+        return "Workers", ""
     title, unit, _ = _TITLES.get(name, (_title(name), "", ""))
     return title, unit
 
@@ -209,8 +216,8 @@ def _size_chart(summary: RunSummary) -> dict[str, Any]:
     x, y = downsample(x, y)
     return {
         "name": "size",
-        "title": "World size",
-        "unit": "processes",
+        "title": "Workers",
+        "unit": "",
         "color": "size",
         "x": _rounded(x),
         "y": y,
@@ -269,6 +276,8 @@ def status_tone(status: str) -> str:
 def _header(summary: RunSummary, asked: Mapping[str, Any]) -> str:
     tone = status_tone(summary.status)
     words = [_date(summary.started or 0.0)]
+    if summary.plain:
+        words.append(duration_words(summary.duration_s))
     if summary.hosts:
         words.append("hosts " + " ".join(f"{name}:{slots}" for name, slots in summary.hosts))
     if summary.attempts > 1:
@@ -332,8 +341,11 @@ def _tiles(summary: RunSummary, audit: AuditResult) -> str:
 def _failure(summary: RunSummary) -> str:
     if not summary.failure:
         return ""
+    who = f"The script failed in worker {summary.failed_worker}"
+    if summary.plain:
+        who = "The command failed; the end of what it printed"
     return (
-        f'<section class="failure"><h2>The script failed in worker {escape(summary.failed_worker)}'
+        f'<section class="failure"><h2>{escape(who)}'
         f"</h2><pre>{escape(summary.failure.rstrip())}</pre></section>"
     )
 
@@ -377,7 +389,7 @@ def _mark(at_s: float, label: str, way: str, what: str, text: str) -> dict[str, 
 def _rescale_words(rescale: Rescale) -> str:
     pause = duration_words(rescale.pause_s)
     done = f"pause {pause}" if rescale.finished else "not finished"
-    return f"{rescale.from_size} → {rescale.to_size} processes, {done}: {rescale.reason}"
+    return f"{rescale.from_size} → {rescale.to_size} slots, {done}: {rescale.reason}"
 
 
 def _plots(charts: list[dict[str, Any]]) -> str:
@@ -414,7 +426,7 @@ def _rescale_table(summary: RunSummary) -> str:
                 cell(rescale.reason, "w"),
             ]
         )
-    heads = [("#", ""), ("at", "n"), ("processes", "n"), ("pause", "n"), ("reason", "")]
+    heads = [("#", ""), ("at", "n"), ("slots", "n"), ("pause", "n"), ("reason", "")]
     if not rows:
         return '<section><h2>Rescales</h2><p class="hint">None.</p></section>'
     return f"<section><h2>Rescales</h2>{table(heads, rows)}</section>"

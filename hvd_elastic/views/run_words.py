@@ -21,10 +21,12 @@ READING = "reading"
 def run_words(summary: RunSummary, state: str) -> str:
     """Return what matters now as HTML, in words, with a bar of the part that is done."""
     told = []
-    if state == "running":
+    if summary.plain and state == "running":
+        told.append("The command runs.")
+    elif state == "running":
         rate = summary.last.get("throughput")
         fast = f" at {number_words(round(rate))} examples/s" if rate else ""
-        told.append(f"Trains on {count(summary.size, 'process')}{fast}.")
+        told.append(f"Trains on {count(summary.size, 'slot')}{fast}.")
     elif state == READING:
         told.append("The events of this run are still being read; what there is so far is shown.")
     elif state == "waiting":
@@ -33,7 +35,8 @@ def run_words(summary: RunSummary, state: str) -> str:
         steps = f"{number_words(summary.steps)} {plural('step', summary.steps)}"
         least = "" if summary.exact else "at least "
         took = duration_words(summary.duration_s)
-        told.append(f"{state.capitalize()} after {took} and {least}{steps}.")
+        after = took if summary.plain else f"{took} and {least}{steps}"
+        told.append(f"{state.capitalize()} after {after}.")
     done = summary.last.get("done") if state in GOES_ON else None
     if isinstance(done, float):
         told.append(forecast_words(summary, done, predict_end(summary)))

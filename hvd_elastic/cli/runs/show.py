@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,11 +100,15 @@ def list_(
     for row in rows:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
         print(
-            f"{row['run_id']:<{width}}  {row['status']:<10} {started} {row['steps']:>9}  "
+            f"{row['run_id']:<{width}}  {row['status']:<10} {started} {_steps_of(row):>9}  "
             f"{row['size'] or ''}"
         )
     if len(rows) < len(runs):
         print(f"and {count(len(runs) - len(rows), 'older run')}: hvd-elastic list -n 0")
+
+
+def _steps_of(row: Mapping[str, Any]) -> str:
+    return "command" if row["plain"] else str(row["steps"])
 
 
 def logs(
@@ -178,7 +182,7 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
                     if as_json:
                         print(json.dumps(event), flush=True)
                     elif event["kind"] == "output":
-                        view.print(f"[{event['host']}:{event['local_rank']}] {event['line']}")
+                        view.output(event["host"], event["local_rank"], event["line"])
                     else:
                         view.show(event)
                     if event["kind"] in {"run_finished", "run_started"}:
@@ -264,6 +268,8 @@ def status_rows(
     if summary.failure:
         last_line = summary.failure.rstrip().rpartition("\n")[2]
         failure = f"worker {summary.failed_worker}: {last_line}"
+        if summary.plain:
+            failure = ""  # the status says it
     # The last metrics may belong to an earlier epoch than the last step.
     epoch = summary.last.get("epoch") if summary.ended_in is None else summary.ended_in
     reached = {**summary.last, "step": summary.steps, "epoch": epoch}
@@ -279,7 +285,7 @@ def status_rows(
         ("run", folder.run_id),
         ("status", words.get(state, state)),
         ("started", began),
-        ("progress", progress_words(reached, summary.size)),
+        ("progress", "" if summary.plain else progress_words(reached, summary.size)),
         ("metrics", metric_words(own)),
         ("left out", left_out_words(summary.last)),
         ("batch", _batch_words(summary) if summary.batch_plan else ""),
@@ -289,7 +295,7 @@ def status_rows(
         ("shares", summary.shares),
         ("pinned", " ".join(summary.pinned)),
         *(("draining", text) for text in draining),
-        ("rescales", rescale_words(summary)),
+        ("rescales", "" if summary.plain else rescale_words(summary)),
         ("decision", decided[-1] if decided else ""),
         ("missed", summary.missed),
         ("checkpoint", checkpoint),

@@ -107,7 +107,7 @@ def top(
         for name, text in status_rows(folder, summary, state, until):
             shown.add_row(name, plain(text))
             if name == "progress" and rate and summary.size:
-                shown.add_row("speed", f"{rate:,.0f} examples/s on {summary.size} processes")
+                shown.add_row("speed", f"{rate:,.0f} examples/s on {count(summary.size, 'worker')}")
             done = summary.last.get("done")
             if name == "progress" and summary.size and isinstance(done, float):
                 shown.add_row("to go", forecast_words(summary, done, predict_end(summary)))

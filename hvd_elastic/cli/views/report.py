@@ -126,7 +126,7 @@ def _compare(folders: list[RunFolder], path: Path, as_json: bool) -> None:
 
 
 def _outcome(summary: RunSummary, state: str) -> str:
-    steps, examples = summary.steps, summary.examples
+    steps, examples = None if summary.plain else summary.steps, summary.examples
     return outcome_words(state, steps, examples, summary.message, exact=summary.exact)
 
 
@@ -148,7 +148,8 @@ def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[t
     left_out = left_out_words(summary.last)
     if left_out:
         rows.append(("left out", left_out))
-    rows.append(("rescales", rescale_words(summary)))
+    if not summary.plain:
+        rows.append(("rescales", rescale_words(summary)))
     if summary.input:
         rows.append(("data", summary.input))
     if summary.saved:

@@ -2,7 +2,6 @@
 
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from tests.dist.scripts.probe import Probe, host_mark, options
 parser = options()
 parser.add_argument("--shards", help="read arrays of 8 numbers from this folder or URL")
 parser.add_argument("--memory", type=int, help="examples in a pass that rank 0 has memory for")
+parser.add_argument("--cache", help="folder on this host for shards behind a URL")
 parser.add_argument("--num-workers", type=int, default=0)
 parser.add_argument("--grad-scaler", action="store_true", help="with a scale that grows")
 args = parser.parse_args()
@@ -60,9 +60,7 @@ inputs = torch.randn(args.examples, 8, generator=generator)
 targets = torch.randint(3, (args.examples,), generator=generator)
 dataset: Any = TensorDataset(inputs, targets)
 if args.shards is not None:
-    _, is_url, place = args.shards.partition("://")
-    cache = Path(place).with_name("cached-shards") if is_url else None
-    dataset = ShardDataset(args.shards, torch.from_numpy, shuffle_window=2, cache=cache)
+    dataset = ShardDataset(args.shards, torch.from_numpy, shuffle_window=2, cache=args.cache)
 
 
 class Augmented(Dataset[Any]):

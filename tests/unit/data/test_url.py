@@ -84,6 +84,72 @@ def test_processes_of_a_host_fetch_a_shard_once(server: FileServer, tmp_path: Pa
     assert set(shard_requests(server).values()) == {1}
 
 
+def is_waited_for(path: Path) -> bool:
+    """Return whether a process waits for the lock on a file."""
+    locks = map(str.split, Path("/proc/locks").read_text().splitlines())
+    return any(f"{path.stat().st_ino}" == lock[6].split(":")[2] for lock in locks if "->" in lock)
+
+
+def test_who_waits_for_a_shard_does_not_wait_for_its_readers(
+    server: FileServer, tmp_path: Path
+) -> None:
+    """A reader may be a rank that waits in a collective for the rank of the one that waits here."""
+    cache = tmp_path / "cache"
+    ranks = [ShardDataset(server.url, cache=cache) for _ in range(8)]
+    released = threading.Event()
+    server.faults = {"s-00.tar": [released]}
+    threads = [threading.Thread(target=each.__getitem__, args=(0,), daemon=True) for each in ranks]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: any(is_waited_for(path) for path in cache.glob(".*-s-00.tar.*")))
+    released.set()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert all(rank._opened for rank in ranks), "they keep the shard open"
+    assert shard_requests(server) == {"s-00.tar": 1}
+
+
+def test_locks_of_a_killed_process_do_not_outlive_it_in_its_loader_processes(
+    server: FileServer, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    code = """
+import os, sys, time
+from pathlib import Path
+from hvd_elastic.data import ShardDataset
+dataset = ShardDataset(sys.argv[1], cache=sys.argv[2])
+dataset.prefetch_blocks([0])
+while not [*Path(sys.argv[2]).glob(".*-s-00.tar.part")]:
+    time.sleep(0.005)
+if not os.fork():
+    sys.stdin.read()
+    os._exit(0)
+print(flush=True)
+time.sleep(3600)
+"""
+    stopped = threading.Event()
+    server.faults = {"s-00.tar": [stopped]}
+    command = [sys.executable, "-c", code, server.url, str(cache)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as rank:
+        assert rank.stdin
+        assert rank.stdout
+        assert rank.stdout.readline() == "\n"
+        wait_for(lambda: server.requests["s-00.tar"])
+        rank.kill()
+        rank.wait()
+        # Its loader process is still there.
+        dataset = ShardDataset(server.url, cache=cache)
+        reader = threading.Thread(target=dataset.__getitem__, args=(0,), daemon=True)
+        reader.start()
+        reader.join(60)
+        assert not reader.is_alive()
+        stopped.set()
+    assert kept(cache) == {"s-00.tar"}
+    assert not [*cache.glob(".*-s-00.tar*")]
+
+
 def test_a_shard_is_checked_and_a_broken_connection_tried_again(
     server: FileServer, tmp_path: Path
 ) -> None:
@@ -230,13 +296,15 @@ def test_a_shard_that_is_being_fetched_by_another_is_not_fetched_ahead(
     cache = tmp_path / "cache"
     dataset = ShardDataset(server.url, cache=cache)
     first = load_index(server.folder).shards[0]
-    part = cache / f".{first.sha256[:16]}-{first.name}.part"
-    with part.open("w") as other:
+    lock = cache / f".{first.sha256[:16]}-{first.name}.lock"
+    with lock.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         dataset.prefetch_blocks(range(6))
         wait_for(lambda: kept(cache) == {f"s-{n:02d}.tar" for n in (1, 2, 4, 5)})
         reader = threading.Thread(target=dataset.__getitem__, args=(0,))
         reader.start()
+        wait_for(lambda: is_waited_for(lock))
+        lock.unlink()
         fcntl.flock(other, fcntl.LOCK_UN)
         reader.join()
     assert shard_requests(server)["s-00.tar"] == 1
