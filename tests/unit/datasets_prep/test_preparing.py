@@ -236,6 +236,12 @@ def add(file: tarfile.TarFile, name: str, data: bytes) -> None:
     file.addfile(info, io.BytesIO(data))
 
 
+def add_link(file: tarfile.TarFile, name: str, target: str, kind: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    file.addfile(info)
+
+
 def write_ilsvrc(folder: Path) -> Path:
     """Two classes of three pictures; in the devkit their numbers are the other way round."""
     scipy = pytest.importorskip("scipy.io", reason="pip install scipy")
@@ -247,7 +253,12 @@ def write_ilsvrc(folder: Path) -> Path:
             with tarfile.open(fileobj=inner, mode="w") as file:
                 for number in range(3):
                     data = encoded(Image.new("RGB", (50, 40), colour))
-                    add(file, f"{wnid}_{number}.JPEG", data)
+                    name = f"{wnid}_{number}.JPEG"
+                    if number == 2:  # as tar stores a file that it has stored before
+                        add_link(file, name, f"{wnid}_1.JPEG", tarfile.LNKTYPE)
+                        add_link(file, "link.JPEG", name, tarfile.SYMTYPE)
+                    else:
+                        add(file, name, data)
             add(outer, f"{wnid}.tar", inner.getvalue())
     with tarfile.open(folder / imagenet.VAL, "w") as file:
         for number, colour in enumerate((BLUE, RED, BLUE, BLUE), 1):
@@ -278,7 +289,8 @@ def test_imagenet_is_read_straight_from_its_archives(
         assert sorted(label for _, label in dataset) == labels
         assert all(near(picture, (9, 9), (RED, BLUE)[label]) for picture, label in dataset)
         assert dataset[0][0].size == (25, 20)
-    capsys.readouterr()
+    said = capsys.readouterr().err
+    assert "train.tar/n01440764.tar: 1 symbolic links are left out: link.JPEG" in said
     words = ["--source", tmp_path, "--out", tmp_path / "x"]
     assert call(monkeypatch, imagenet, *words) == 1
     assert "holds neither ILSVRC2012_img_train.tar, " in capsys.readouterr().err
