@@ -93,9 +93,10 @@ class JobRuns:
             return ()
 
     def release(self, job: Job, *, ended: bool = False) -> None:
-        """Free the GPUs in which no process of a job is left; all of them if its run has ended."""
+        """Free the GPUs in which no process of a job is left; all that it has if its run ended."""
         if ended:
             self._devices.forget(job.run_id)
+            self.hostfile(job).unlink(missing_ok=True)
         else:
             self._devices.release(job.run_id, job.held, self.progress(job).hosts.occupied)
 

@@ -653,14 +653,14 @@ def awaited_words(reason: str, awaited: Mapping[str, Sequence[str]], *, runs: bo
         runs: whether the job runs; else it waits.
 
     >>> awaited_words("starts with 1 slot", {"node2": ["digits-3"]}, runs=False)
-    'waits until digits-3 has left slots on node2; then it starts with 1 slot'
+    'waits until digits-3 has left slots on node2; then: starts with 1 slot'
     >>> awaited_words("grows to 2 slots", {"node2": []}, runs=True)
     'grows to 2 slots, as soon as slots are free on node2'
     """
     leaving = dict.fromkeys(run for those in awaited.values() for run in those)
     hosts = ", ".join(awaited)
     until = f"{_all_of(leaving)} left slots on {hosts}" if leaving else f"slots are free on {hosts}"
-    return f"{reason}, as soon as {until}" if runs else f"waits until {until}; then it {reason}"
+    return f"{reason}, as soon as {until}" if runs else f"waits until {until}; then: {reason}"
 
 
 def removed_host_words(ends: Sequence[str], leaves: Sequence[str]) -> str:

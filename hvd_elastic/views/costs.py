@@ -12,11 +12,12 @@ from hvd_elastic.views.page import cell, escape, table
 
 _MEANINGS = {
     "training": "steps, without the waits below",
-    "start-up": "from the start of a run, or its end before a resume, until the first step",
+    "start-up": "from the start of a run, or its resume, until the first step",
     "rescales": "pauses for hosts that joined or left",
     "failures": "pauses after a loss, and work that was done again",
     "input": "rank 0 waits for data",
     "communication": "rank 0 waits for other ranks and the network",
+    "interruption": "from the end of the run, or its death, until it was resumed",
 }
 
 
@@ -100,4 +101,7 @@ def _by_cause(summary: RunSummary) -> dict[str, Spent]:
         max(0.0, slot_s - sum(causes[c].slot_s for c in CAUSES if c != "start-up")),
         max(0.0, cost_so_far(summary) - sum(causes[cause].money for cause in CAUSES)),
     )
-    return {"training": training, **{cause: causes[cause] for cause in CAUSES}}
+    known = {cause: causes[cause] for cause in CAUSES}
+    if not known["interruption"].seconds:
+        del known["interruption"]
+    return {"training": training, **known}

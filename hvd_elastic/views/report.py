@@ -133,7 +133,6 @@ def report_parts(
         parts = {
             "header": _header(summary, asked or {}),
             "failure": _failure(summary),
-            "hosts": hosts_section(summary),
             "warnings": _warning_table(summary),
         }
         return parts, {"duration_s": summary.duration_s, "charts": [], "marks": []}

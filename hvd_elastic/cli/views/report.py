@@ -153,7 +153,8 @@ def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[t
     left_out = left_out_words(summary.last)
     if left_out:
         rows.append(("left out", left_out))
-    rows.append(("rescales", rescale_words(summary)))
+    if not summary.plain:
+        rows.append(("rescales", rescale_words(summary)))
     if summary.input:
         rows.append(("data", summary.input))
     if summary.saved:

@@ -492,18 +492,37 @@ def test_other_folders_settings_and_sources_are_refused(
     shard.rename(tmp_path / "away")
     assert "a shard of the index, cannot be read: No such file" in refused(*same)
     (tmp_path / "away").rename(shard)
+    changed, was = birds / "tit" / "tit0.jpg", (birds / "tit" / "tit0.jpg").read_bytes()
+    changed.write_bytes(was + b"more")
+    assert "made from files that have changed since" in refused(*same)
+    changed.write_bytes(was)
+    os.utime(changed, (2**32, 2**32))
+    assert call(monkeypatch, image_folder, *same) == 0
+    assert "were written after it was made; if they have changed" in capsys.readouterr().err
+    os.utime(changed)
     (birds / "owl" / "owl0.jpg").rename(birds / "owl" / "other.jpg")
     assert "made from files that have changed since" in refused(*same)
+    assert call(monkeypatch, image_folder, *same, "--resize", 20, "--again") == 0
+    assert ShardDataset(out)[0][0].size != (40, 30)
+    capsys.readouterr()
     index = out / "index.json"
     whole = json.loads(index.read_text())
     index.write_text(json.dumps({**whole, "version": 9}))
     assert "has version 9 of the index" in refused(*same)
+    index.write_text('{"shards": [], "version": 2}')
+    assert "is not an index of hvd_elastic" in refused(*same, "--again")
+    assert index.read_text() == '{"shards": [], "version": 2}'
     half = tmp_path / "half"
     half.mkdir()
     (half / ".prepared.jsonl").write_text('{"version": 0}\n')
     assert "half was made from" in refused("--source", birds, "--out", half)
     (half / ".prepared.jsonl").write_text("[1]\n")
     assert "is damaged; remove" in refused("--source", birds, "--out", half)
+    (half / "diary").touch()
+    (half / "half-000000.tar").touch()
+    assert call(monkeypatch, image_folder, "--source", birds, "--out", half, "--again") == 1
+    (half / "diary").unlink()
+    assert call(monkeypatch, image_folder, "--source", birds, "--out", half) == 0
 
 
 def test_sources_and_classes_that_cannot_be_used_are_explained(
@@ -537,6 +556,86 @@ def test_sources_and_classes_that_cannot_be_used_are_explained(
         capsys.readouterr().err
     )
     assert load_index(tmp_path / "out").classes == ("tit", "owl")
+
+
+def test_splits_suffixes_and_folders_are_taken_or_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_birds(source / "Train", 2)
+    write_birds(source / "valid", 1)
+    (source / "valid" / "tit" / "tit0.jpg").unlink()
+    (source / "valid" / "tit").rmdir()
+    (source / "testing").mkdir()
+    (source / "extra" / "x").mkdir(parents=True)
+    owls = source / "Train" / "owl"
+    red = Image.new("RGB", (8, 8), RED)
+    for place in (
+        *("testing/1.jpg", "extra/x/1.jpg", "stray.jpg", "Train/owl/.ipynb_checkpoints/1.jpg"),
+        *("Train/__pycache__/1.jpg", "Train/owl/._1.jpg", "Train/owl/photo.heic"),
+    ):
+        path = source / place
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encoded(red))
+    (source / "Train" / "notes").mkdir()
+    (source / "Train" / "notes" / "a.txt").touch()
+    (owls / "away").symlink_to(source / "extra")
+    kinds = {"avif": "AVIF", "jfif": "JPEG", "jpe": "JPEG", "ppm": "PPM", "tif": "TIFF"}
+    for ending, kind in kinds.items():
+        (owls / f"k.{ending}").write_bytes(encoded(red, kind))
+    words = ["--source", source, "--out", out]
+    assert call(monkeypatch, image_folder, *words, "--strict") == 0
+    said = capsys.readouterr().err
+    for line in (
+        "source: left out, since they are no splits (train, val, test): extra",
+        "source: 1 pictures are left out, since they lie in no split: stray.jpg",
+        "Train: without pictures: notes",
+        "(2), .heic (1), links to folders (1)",
+        "valid: 1 classes have no folder: tit",
+        "testing: has no folders of classes, so no labels",
+    ):
+        assert line in said
+    assert {path.name for path in out.iterdir()} == {"Train", "valid", "testing"}
+    assert load_index(out / "Train").classes == ("owl", "tit")
+    assert [len(ShardDataset(out / name)) for name in ("Train", "valid", "testing")] == [9, 1, 1]
+    assert ShardDataset(out / "valid")[0][1] == 0
+    # A class may have the name of a split.
+    vehicles = write_birds(tmp_path / "vehicles", 1)
+    (vehicles / "tit").rename(vehicles / "train")
+    words = ["--source", vehicles, "--out", tmp_path / "trains"]
+    assert call(monkeypatch, image_folder, *words) == 1
+    assert "holds train/, which may be a split or a class, beside owl/" in capsys.readouterr().err
+    (tmp_path / "names").write_text("train\nowl\n")
+    assert call(monkeypatch, image_folder, *words, "--classes", tmp_path / "names") == 0
+    assert load_index(tmp_path / "trains").classes == ("train", "owl")
+
+
+def test_names_of_files_need_not_be_utf8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    birds = write_birds(tmp_path / "birds", 1)
+    (birds / "owl").rename(birds / os.fsdecode(b"ca\xe9"))
+    (birds / "tit" / "tit0.jpg").rename(birds / "tit" / os.fsdecode(b"\xe4.jpg"))
+    (birds / "tit" / os.fsdecode(b"\xf6.jpg")).write_bytes(b"")
+    out = tmp_path / "out"
+    words = ["--source", birds, "--out", out]
+    assert call(monkeypatch, image_folder, *words) == 0
+    assert r"skipped tit/\udcf6.jpg: it is empty" in capsys.readouterr().out
+    assert call(monkeypatch, image_folder, *words, "--json") == 0
+    assert (out / "skipped.txt").read_bytes() == b"tit/\xf6.jpg: it is empty (0 bytes)\n"
+    assert load_index(out).classes == (r"ca\xe9", "tit")
+    assert sorted(label for _, label in ShardDataset(out)) == [0, 1]
+    assert call(monkeypatch, image_folder, *words, "--strict", "--again") == 1
+    assert "error: tit/" in capsys.readouterr().err
+
+
+def test_names_of_classes_may_be_several_words(birds: Path, tmp_path: Path) -> None:
+    names = tmp_path / "names.txt"
+    names.write_bytes(b"\xef\xbb\xbfpolar bear\r\nn01440764 tench, Tinca\n\nsea lion x\n")
+    assert pictures.read_classes(names) == ["polar bear", "n01440764", "sea lion x"]
+    assert pictures.read_classes(names, ["sea", "polar bear"])[2] == "sea"
+    names.write_text("polar bear\npolar fox\n")
+    assert pictures.read_classes(names) == ["polar bear", "polar fox"]
 
 
 def test_shards_are_indexed_and_verified_by_command(
@@ -582,6 +681,7 @@ def test_a_source_that_could_not_be_read_for_a_while_is_not_lost(
     assert "has other files on this host than where the call was made" in capsys.readouterr().err
     (birds / "owl" / "more.jpg").unlink()
     owl.write_bytes(b"")
+    (out / ".prepared.jsonl").unlink()
     assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 0
     assert (out / "skipped.txt").read_text() == "owl/owl0.jpg: it is empty (0 bytes)\n"
 

@@ -239,7 +239,7 @@ def test_an_outage_of_the_only_host_is_a_failure_since_training_was_last_heard_o
 def test_the_time_before_a_resume_without_processes_is_not_training() -> None:
     ended = [event(101.0, "run_finished", status="failed"), event(111.0, "run_started")]
     run = summarize([*TRAINED, *ended, *began(118.0, 1, 0, 2), *trains(121, 200)])
-    assert seconds(run) == {"start-up": 10.0 + 19.0}
+    assert seconds(run) == {"start-up": 19.0, "interruption": 10.0}
     throughput = run.series["throughput"]
     gap = [
         at for at, value in zip(throughput.at_s, throughput.values, strict=True) if value != value
