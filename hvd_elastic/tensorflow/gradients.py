@@ -54,6 +54,7 @@ class GradientAverager(Averager):
         raised: error of this library in the step's graph; None: there was none.
         controls: what the graph of the step depends on.
         metrics: metrics that the ranks tell each other in each step; None: there are none.
+        find_layer: tells which layer was the first in the last step whose outputs were not finite.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class GradientAverager(Averager):
         self._names: list[str] = []
         self._number = 0
         self.metrics: MetricSums | None = None
+        self.find_layer: Callable[[], str] | None = None
         self._trained: dict[int, Any] = {}
         """Variables that the optimizer was seen to train."""
         self._kept: Callable[[], None] | None = None
@@ -269,6 +271,7 @@ class GradientAverager(Averager):
                     "that does not iterate over hvd.dataset, each step ends with state.commit()"
                 )
             self._begun = True
+            self._context.rollback.step_begins()
             self._context.planner.work_ends()
             if several:
                 self._context.exchange()
@@ -307,7 +310,7 @@ class GradientAverager(Averager):
         self._told = [*map(np.array, (told, *measured))]
         if left_out is not None:
             self._left_out = left_out
-        return left_out is None
+        return left_out is None and not self._context.step.is_empty
 
     def reduces(self, error: BaseException) -> bool:
         """Return whether a TensorFlow error is that of a reduction of this optimizer."""
@@ -387,7 +390,7 @@ class GradientAverager(Averager):
         gain = self._adaptation.step_ended(*measured, taken=words is None) if measured else 1.0
         if words is not None:
             gain = 0.0
-            self._context.step_skipped(words)
+            self._context.step_skipped(words, self.find_layer)
         elif self._checks and not self._context.worker.averagers.several:
             self._context.planner.skipped.note(finite=True)
         self.steps += 1

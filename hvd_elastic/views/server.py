@@ -220,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
             case ["compare", "charts", name]:
                 self._send_points(runs.compare(self._query("run")), name)
             case ["metrics"]:
-                told = [(run.read(), run.state()) for run in runs.alive()]
+                told = [(run.read(), run.state()) for run in runs.recent()]
                 self._send(prometheus_text(told), CONTENT_TYPE)
             case ["runs", run_id]:
                 self._send(run_page(runs.get(run_id), control=self.server.control), _HTML)
