@@ -348,6 +348,8 @@ class Context:
                 f"step {step}: gradients of rank {worker.communicator.rank} are not "
                 f"finite{self.step.examples_words}: {origin}"
             )
+        if stops or skipped.consecutive >= skipped.most:
+            self.training_ends()
         if stops:
             raise ScriptError(
                 f"the gradients of {where} are not finite: the loss is NaN or infinite on at least "
@@ -517,6 +519,10 @@ class Context:
         self.rollback.commits = True
         self.rollback.save()
         self.step_boundary()
+
+    def training_ends(self) -> None:
+        """Send metrics that nobody has been told yet."""
+        self.metrics.training_ends(self._planned)
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Add numbers to the metrics of the next step; outside of training, send them at once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch import nn
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.torch import gradient_buckets
 from hvd_elastic.torch.forward_watch import ForwardWatch
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.sink import FileSink
 from hvd_elastic.training.step import Pass
 
 
@@ -120,7 +123,9 @@ def test_large_numbers_are_finite(alone: Context, ranks: Ranks) -> None:
     assert alone.worker.progress.skipped == 0
 
 
-def test_ten_in_a_row_end_the_run(alone: Context, ranks: Ranks) -> None:
+def test_ten_in_a_row_end_the_run(alone: Context, ranks: Ranks, tmp_path: Path) -> None:
+    """All of them are told before."""
+    alone.worker.sink = FileSink(tmp_path)
     model, optimizer = made()
     for factor in [math.nan] * 9 + [1.0] + [math.nan] * 9:
         take_step(alone, model, optimizer, factor)
@@ -128,6 +133,8 @@ def test_ten_in_a_row_end_the_run(alone: Context, ranks: Ranks) -> None:
         ScriptError, match=r"in 10 steps running, up to step 20: .* data and the loss, .* scale"
     ):
         take_step(alone, model, optimizer, math.nan)
+    (*_, told) = read_events(tmp_path / "events.jsonl")
+    assert told["skipped_steps"] == 19
 
 
 def test_such_a_step_ends_the_run_where_the_user_says_so(alone: Context, ranks: Ranks) -> None:
