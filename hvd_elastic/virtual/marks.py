@@ -47,7 +47,7 @@ def marked_processes(folder: Path, host: str | None = None) -> dict[Process, str
         variables = environment(process.pid)
         owner = variables.get(HOST_MARK, "")
         if variables.get(CLUSTER_MARK) == str(folder) and host in (None, owner):
-            if process.pid not in spared and _has_our_root(process.pid):
+            if process.pid not in spared and not _is_elsewhere(process.pid, str(folder)):
                 found[process] = owner
     return found
 
@@ -55,15 +55,20 @@ def marked_processes(folder: Path, host: str | None = None) -> dict[Process, str
 def marked_clusters() -> set[str]:
     """Return the folders of all clusters that have a process."""
     found = {pid: environment(pid).get(CLUSTER_MARK) for pid in all_processes()}
-    return {folder for pid, folder in found.items() if folder is not None and _has_our_root(pid)}
+    return {
+        folder
+        for pid, folder in found.items()
+        if folder is not None and not _is_elsewhere(pid, folder)
+    }
 
 
-def _has_our_root(pid: int) -> bool:
+def _is_elsewhere(pid: int, folder: str) -> bool:
+    """Return whether the path of a cluster's folder is another folder for this process."""
+    theirs = Path(f"/proc/{pid}/root{folder}")
     try:
-        root, ours = os.stat(f"/proc/{pid}/root"), os.stat("/")  # noqa: PTH116  # hot loop
-    except OSError:  # it has ended
-        return False
-    return os.path.samestat(root, ours)
+        return not theirs.samefile(folder)
+    except OSError:
+        return theirs.exists()
 
 
 def processes_in_namespace(inode: int) -> list[Process]:

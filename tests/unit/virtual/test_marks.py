@@ -23,13 +23,17 @@ time.sleep(600)
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_a_cluster_in_a_container_is_another_one(tmp_path: Path) -> None:
     """There the same path is another folder: the host must not end what it finds of it."""
+    container = tmp_path / "container"
+    (tmp_path / "vc1").mkdir()
+    for name in ("vc1", "vc2"):
+        Path(f"{container}{tmp_path / name}").mkdir(parents=True)
     started = [
         subprocess.Popen(
             [sys.executable, "-S", "-c", PROGRAM, *arguments],
             env={**os.environ, **marks(tmp_path / folder, "vc1-1")},
             stdout=subprocess.PIPE,
         )
-        for folder, arguments in (("vc1", []), ("vc1", [tmp_path]), ("vc2", [tmp_path]))
+        for folder, arguments in (("vc1", []), ("vc1", [container]), ("vc2", [container]))
     ]
     try:
         for process in started:
