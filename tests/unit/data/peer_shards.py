@@ -83,7 +83,7 @@ def write_webdataset(folder: str) -> None:
     """Write a shard."""
     import webdataset
 
-    with webdataset.ShardWriter(f"{folder}/s-%06d.tar", verbose=0) as writer:
+    with webdataset.ShardWriter(f"{folder}/s-%06d.tar") as writer:
         for example in examples():
             writer.write(example)
 
