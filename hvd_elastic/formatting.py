@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
@@ -163,6 +165,23 @@ def duration_words(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def clock_words(t: float | None) -> str:
+    """Return the time of day of Unix seconds."""
+    return _time_words(t, "%H:%M:%S")
+
+
+def date_words(t: float | None) -> str:
+    """Return the day and the time of day of Unix seconds."""
+    return _time_words(t, "%Y-%m-%d %H:%M:%S")
+
+
+def _time_words(t: float | None, form: str) -> str:
+    with contextlib.suppress(TypeError, OverflowError, ValueError, OSError):  # in no calendar
+        if t is not None:
+            return time.strftime(form, time.localtime(t))
+    return "–"
 
 
 def bytes_words(count: float) -> str:

@@ -259,9 +259,7 @@ def show(
     for rescale in summary.rescales:
         pause_s = rescale.pause_s
         pause = "" if pause_s is None else f" (pause {duration_words(pause_s)})"
-        table.add_row(
-            f"{rescale.from_size} → {rescale.to_size} slots", f"{rescale.reason}{pause}"
-        )
+        table.add_row(f"{rescale.from_size} → {rescale.to_size} slots", f"{rescale.reason}{pause}")
     table.add_row("report", str(report))
     console.print(table)
     if not complete:

@@ -10,8 +10,6 @@ from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.views.forecast import EndForecast
 from hvd_elastic.views.page import cell, escape, table
 
-_NOTABLE = 0.005
-"""Part of the time from which a cause is told in words."""
 _MEANINGS = {
     "training": "steps, without the waits below",
     "start-up": "from the start of a run, or its resume, until the first step",
@@ -63,16 +61,6 @@ def time_section(summary: RunSummary) -> str:
         f'preserveAspectRatio="none" role="img" aria-label="{escape(label)}">{"".join(bars)}</svg>'
         f"{table(heads, rows)}</section>"
     )
-
-
-def lost_words(summary: RunSummary) -> str:
-    """Return which causes took most besides training, as a sentence; empty: hardly any did."""
-    if summary.first_step_s is None:
-        return ""
-    parts = {c: s.seconds / summary.duration_s for c, s in summary.spending.by_cause.items()}
-    most = sorted((c for c in parts if parts[c] >= _NOTABLE), key=lambda c: -parts[c])
-    named = ", ".join(f"{cause} {parts[cause]:.1%}" for cause in most)
-    return f"Of the time, {sum(parts.values()):.1%} was not training: {named}." if most else ""
 
 
 def cost_so_far(summary: RunSummary) -> float:

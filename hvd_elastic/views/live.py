@@ -15,13 +15,13 @@ from urllib.parse import urlencode
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, number_words
 from hvd_elastic.records.run_folder import RunFolder, list_runs
-from hvd_elastic.records.run_state import GOES_ON, run_row
+from hvd_elastic.records.run_state import run_row
+from hvd_elastic.records.wording import ENDED, GOES_ON
 from hvd_elastic.views.cluster_page import LiveClusters
 from hvd_elastic.views.comparison import COLORS
 from hvd_elastic.views.live_run import LiveComparison, LiveRun
-from hvd_elastic.views.page import cell, escape, read_asset, table
+from hvd_elastic.views.page import cell, escape, progress_bar, read_asset, table
 from hvd_elastic.views.report import status_tone
-from hvd_elastic.views.run_words import has_ended, progress_bar
 
 _ROWS = 100
 """Most runs on the first page, besides those that go on."""
@@ -117,7 +117,7 @@ class _Rows:
         for folder in folders:
             version = _version_of(folder.events)
             known = before.get(folder.run_id)
-            if known is None or known[0] != version or not has_ended(known[1]["status"]):
+            if known is None or known[0] != version or known[1]["status"] not in ENDED:
                 known = version, run_row(folder)
             self._known[folder.run_id] = known
         return [row for _, row in self._known.values()]

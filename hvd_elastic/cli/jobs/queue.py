@@ -20,11 +20,12 @@ from hvd_elastic.cli.numbers import parse_duration, parse_number
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import count, duration_words
+from hvd_elastic.formatting import bounds_words, count, duration_words
 from hvd_elastic.jobs.job import After, Job, JobStatus
 from hvd_elastic.jobs.messages import Cancel, Requeue, SetPriority
 from hvd_elastic.jobs.place import ClusterFolder, open_cluster
 from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.records.wording import attempts_words
 
 JobsArgument = Annotated[
     list[str],
@@ -203,8 +204,8 @@ def _why_rows(job: Job, awaits: bool) -> list[tuple[str, str]]:
     elif job.status.value == "queued":
         which = "that it waits for" if awaits else "before it"
         rows.append(("expected", f"start not known: no job {which} says when it ends"))
-    most = request.max_np or "all"
-    limits = f"{request.min_np} to {most} slots, priority {request.priority:g}"
+    limits = bounds_words(request.min_np, request.max_np, "slot")
+    limits += f", priority {request.priority:g}"
     if request.deadline is not None:
         left_s = request.deadline - now
         left = f"in {duration_words(left_s)}" if left_s > 0 else "over"
@@ -213,8 +214,7 @@ def _why_rows(job: Job, awaits: bool) -> list[tuple[str, str]]:
     if request.after:
         rows.append(("after", ", ".join(f"{each.outcome}:{each.job}" for each in request.after)))
     if job.attempts > 1:
-        failed = f"failed {count(job.failures, 'time')}, of {request.retries + 1} at most"
-        rows.append(("attempts", f"{job.attempts}; {failed}"))
+        rows.append(("attempts", attempts_words(job.attempts, job.failures, request.retries)))
     if job.attempts:
         rows.append(("more", f"hvd-elastic status {job.run_id}, logs, attach, report"))
     return rows

@@ -88,9 +88,7 @@ class RunOptions:
             "--np", "-n", "-np", help="wanted number of workers (default: all slots)"
         ),
     ] = None
-    min_np: Annotated[
-        int, whole_number_option("--min-np", help="fewest workers to train with")
-    ] = 1
+    min_np: Annotated[int, whole_number_option("--min-np", help="fewest workers to train with")] = 1
     max_np: Annotated[
         int | None, whole_number_option("--max-np", help="most workers (default: all slots)")
     ] = None

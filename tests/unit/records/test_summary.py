@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_elastic.records.summary import RunSummary, summarize, take_event, take_events
-from hvd_elastic.records.wording import Narrator
-from hvd_elastic.views.run_words import run_words
+from hvd_elastic.records.wording import Narrator, run_sentences
 from tests.unit.records.sample_run import EXAMPLES, START, sample_events
 
 
@@ -196,7 +195,7 @@ def test_an_event_that_is_not_of_its_kind_is_left_out_and_counted(misfit: dict[s
     events.append({"t": 2.0, "kind": "metrics", "step": 7, "throughput": 1.0})
     run = summarize(events)
     assert (run.misfits, run.steps) == (1, 7)
-    assert "1 event with unexpected fields left out." in run_words(run, "running")
+    assert "1 event with unexpected fields left out." in run_sentences(run, "running")
     assert [line for event in events for line in narrator.tell(event)]
 
 
