@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -100,6 +100,23 @@ class Source(NamedTuple):
         return data
 
 
+class AnySource(Protocol):
+    """What is asked of a source; see :class:`Source`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def label(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def file_bytes(self) -> int: ...
+    @property
+    def identity(self) -> str: ...
+    def read(self) -> Any:
+        """Return what the function of the script converts."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """How shards are written.
@@ -140,7 +157,7 @@ class _Task(NamedTuple):
     path: Path
     number: int
     first: int
-    sources: Sequence[Source]
+    sources: Sequence[AnySource]
 
 
 class _Done(NamedTuple):
@@ -151,7 +168,7 @@ class _Done(NamedTuple):
 
 
 def prepare(
-    folder: Path, sources: Sequence[Source], classes: Sequence[str], settings: Settings
+    folder: Path, sources: Sequence[AnySource], classes: Sequence[str], settings: Settings
 ) -> dict[str, Any]:
     """Write what is missing of a folder of shards, and its index when all is there.
 
@@ -265,7 +282,7 @@ def prepare(
     return _found(folder, index, there, skipped, counts)
 
 
-def _digests(sources: Sequence[Source]) -> dict[str, str]:
+def _digests(sources: Sequence[AnySource]) -> dict[str, str]:
     """Return the SHA-256 of the names of sources, and of their files' sizes."""
     names, sizes = hashlib.sha256(), hashlib.sha256()
     for source in sources:
@@ -402,10 +419,10 @@ def _note(journal: Any, entry: dict[str, Any]) -> None:
     os.fsync(journal.fileno())
 
 
-class _Ordered(Sequence[Source]):
+class _Ordered(Sequence[AnySource]):
     """Sources in another order, each made when it is asked for."""
 
-    def __init__(self, sources: Sequence[Source], order: np.ndarray) -> None:
+    def __init__(self, sources: Sequence[AnySource], order: np.ndarray) -> None:
         self._sources, self._order = sources, order
 
     def __len__(self) -> int:
@@ -418,7 +435,7 @@ class _Ordered(Sequence[Source]):
         return self._sources[found]
 
 
-def _bounds(sources: Sequence[Source], settings: Settings) -> list[int]:
+def _bounds(sources: Sequence[AnySource], settings: Settings) -> list[int]:
     """Return the place of the first source of each shard, and after the last one."""
     count = len(sources)
     if settings.sources_per_shard:
@@ -441,7 +458,10 @@ def _paths(folder: Path, count: int, settings: Settings) -> list[Path]:
 
 
 def _tasks(
-    paths: Sequence[Path], sources: Sequence[Source], bounds: Sequence[int], numbers: Iterable[int]
+    paths: Sequence[Path],
+    sources: Sequence[AnySource],
+    bounds: Sequence[int],
+    numbers: Iterable[int],
 ) -> Iterator[_Task]:
     for number in numbers:
         first = bounds[number]
@@ -474,12 +494,12 @@ def _read_shard(settings: Settings, task: _Task) -> tuple[int, _Done]:
     return task.number, _Done(_as_dict(shard), len(task.sources), skipped)
 
 
-def _converted(settings: Settings, source: Source) -> Converted:
+def _converted(settings: Settings, source: AnySource) -> Converted:
     found = settings.convert(source.read())
     return found if isinstance(found, Converted) else Converted(found)
 
 
-def _reason(source: Source, error: Exception) -> str:
+def _reason(source: AnySource, error: Exception) -> str:
     return f"{source.name}: {getattr(error, 'strerror', None) or error}"
 
 
@@ -490,13 +510,13 @@ def _write_shard(settings: Settings, fields: Sequence[str], task: _Task) -> tupl
         for place, source in enumerate(task.sources, task.first):
             try:
                 examples, damaged, counted = _converted(settings, source)
-                if damaged and settings.strict:
-                    raise DataError(damaged[0])
             except (DataError, OSError) as error:
                 if settings.strict:
                     raise DataError(_reason(source, error)) from None
                 skipped.append(_reason(source, error))
                 continue
+            if damaged and settings.strict:
+                raise DataError(damaged[0])
             skipped += damaged
             counts.update(counted)
             label = () if source.label < 0 else (str(source.label).encode(),)
@@ -613,6 +633,8 @@ def main(
             print(f"skipped {line}")
         if len(each["skipped"]) > _SHOWN:
             print(f"and {len(each['skipped']) - _SHOWN} more, in {each['folder']}/{SKIPPED}")
+        if "tokens" in each:
+            print(f"{each['tokens']:,} tokens used, {each['tokens_lost']:,} lost at ends of pieces")
         print(
             f"{each['folder']}: {each['examples']} examples in {each['shards']} shards, "
             f"{each['bytes'] / 1e6:,.1f} MB; {len(each['skipped'])} skipped"

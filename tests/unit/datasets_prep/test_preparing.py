@@ -28,7 +28,7 @@ pytest.importorskip("google_crc32c", reason="pip install google-crc32c")
 from PIL import Image
 
 from benchmarks.testbed.file_server import CUT, FileServer
-from datasets_prep import archives, cifar10, image_folder, imagenet, index_shards, pictures, text
+from datasets_prep import archives, cifar10, image_folder, imagenet, index_shards, pictures
 from hvd_elastic.data import ShardDataset, load_index, remote, verify
 from hvd_elastic.errors import DataError
 from tests.small_disk import mounted
@@ -236,6 +236,12 @@ def add(file: tarfile.TarFile, name: str, data: bytes) -> None:
     file.addfile(info, io.BytesIO(data))
 
 
+def add_link(file: tarfile.TarFile, name: str, target: str, kind: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    file.addfile(info)
+
+
 def write_ilsvrc(folder: Path) -> Path:
     """Two classes of three pictures; in the devkit their numbers are the other way round."""
     scipy = pytest.importorskip("scipy.io", reason="pip install scipy")
@@ -247,7 +253,12 @@ def write_ilsvrc(folder: Path) -> Path:
             with tarfile.open(fileobj=inner, mode="w") as file:
                 for number in range(3):
                     data = encoded(Image.new("RGB", (50, 40), colour))
-                    add(file, f"{wnid}_{number}.JPEG", data)
+                    name = f"{wnid}_{number}.JPEG"
+                    if number == 2:  # as tar stores a file that it has stored before
+                        add_link(file, name, f"{wnid}_1.JPEG", tarfile.LNKTYPE)
+                        add_link(file, "link.JPEG", name, tarfile.SYMTYPE)
+                    else:
+                        add(file, name, data)
             add(outer, f"{wnid}.tar", inner.getvalue())
     with tarfile.open(folder / imagenet.VAL, "w") as file:
         for number, colour in enumerate((BLUE, RED, BLUE, BLUE), 1):
@@ -278,7 +289,8 @@ def test_imagenet_is_read_straight_from_its_archives(
         assert sorted(label for _, label in dataset) == labels
         assert all(near(picture, (9, 9), (RED, BLUE)[label]) for picture, label in dataset)
         assert dataset[0][0].size == (25, 20)
-    capsys.readouterr()
+    said = capsys.readouterr().err
+    assert "train.tar/n01440764.tar: 1 symbolic links are left out: link.JPEG" in said
     words = ["--source", tmp_path, "--out", tmp_path / "x"]
     assert call(monkeypatch, imagenet, *words) == 1
     assert "holds neither ILSVRC2012_img_train.tar, " in capsys.readouterr().err
@@ -345,47 +357,6 @@ def test_cifar10_is_read_from_its_archive(
     assert "is not CIFAR-10's binary archive" in capsys.readouterr().err
     assert call(monkeypatch, cifar10, "--archive", archive, "--out", out, "--checksum") == 1
     assert f"the published file {md5}" in capsys.readouterr().err
-
-
-def test_text_becomes_sequences_of_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(text, "PIECE_BYTES", 64)
-    source, out = tmp_path / "books", tmp_path / "out"
-    source.mkdir()
-    lines = [f"line {number} of a büchlein\n" for number in range(20)]
-    (source / "a.txt").write_text("".join(lines))
-    (source / "b.txt").write_bytes(b"\xff" * 40)
-    words = ["--source", source, "--length", 8, "--per-shard", 3]
-    assert call(monkeypatch, text, *words, "--out", out) == 0
-    assert "skipped b.txt:0: it is no UTF-8 text" in capsys.readouterr().out
-    dataset = ShardDataset(out)
-    assert {(array.dtype, array.shape) for array in dataset} == {(np.dtype(np.uint16), (8,))}
-    pieces = {bytes(array.astype(np.uint8)) for array in dataset}
-    whole = "".join(lines).encode()
-    assert all(piece in whole for piece in pieces)
-    assert len(dataset) * 8 > 0.8 * len(whole)
-    cuts = [piece for path in text.list_texts(source) for piece in text.cut(path)]
-    assert b"".join(piece.read() for piece in cuts) == whole + b"\xff" * 40
-    words = ["--source", source, "--out", tmp_path / "x", "--tokenizer", tmp_path / "no.json"]
-    assert call(monkeypatch, text, *words) == 1
-    assert "tokenizer" in capsys.readouterr().err
-
-
-def test_a_tokenizer_is_trained_on_the_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("tokenizers", reason="pip install tokenizers")
-    source, out = tmp_path / "a.txt", tmp_path / "out"
-    source.write_text("the cat and the hat and the bat\n" * 50)
-    words = ["--source", source, "--out", out, "--length", 4, "--vocabulary", 280]
-    assert call(monkeypatch, text, *words) == 0
-    from tokenizers import Tokenizer
-
-    made = Tokenizer.from_file(str(tmp_path / "out.tokenizer.json"))
-    found = "".join(made.decode(array.tolist()) for array in ShardDataset(out))
-    assert found in source.read_text()
-    assert len(ShardDataset(out)) * 4 < len(source.read_text()) / 2
 
 
 # -- calls that are interrupted, and folders that hold something else
