@@ -25,18 +25,20 @@ class Mixture:
     fewer than there are data sets. Which example is picked follows from the index alone, so what a
     run promises holds for the places of the mixture: each one exactly once an epoch, at any
     sequence of world sizes. Each data set is read in passes of its own, which go on from one epoch
-    of the mixture to the next: every pass takes each of its examples exactly once, in a random
-    order that follows from ``seed``. A :class:`Stream` is read in its own order, and its passes are
-    its epochs.
+    of the mixture to the next: every pass takes each of its examples exactly once. A
+    :class:`Stream` is read in its own order, and its passes are its epochs.
 
-    The mixture is in random order already. Give it to the loader with ``shuffle=False``, so that
-    shards are read a few at a time.
+    With ``shuffle``, the examples of each data set come in random order, so give the mixture to the
+    loader with ``shuffle=False``: shards are then read a few at a time. Which data set comes next
+    is not random: they take turns by their weights, in a fixed pattern. A :class:`Stream`, and all
+    with ``shuffle=False``, keep their order.
 
     Args:
         parts: pairs of a map-style data set and its weight (> 0; they need not add up to 1).
         length: examples of an epoch; None: as many as it takes to read every data set once.
         seed: of the order of the passes, >= 0, the same on all ranks.
-        shuffle: whether the passes are in random order; False: 0, 1, 2, ...
+        shuffle: whether the passes are in a random order that follows from ``seed``; False: 0, 1,
+            2, ...
 
     Raises:
         DataError: there are no parts, one is empty, or a weight, length or seed is out of range.

@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvd_elastic.errors import BuildError
+from hvd_elastic.formatting import bytes_words
 from hvd_elastic.frameworks import (
     TENSORFLOW_REQUIREMENTS,
     TORCH_REQUIREMENT,
@@ -235,8 +236,8 @@ def check_machine(inputs: BuildInputs, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < BUILD_SPACE_BYTES:
         raise BuildError(
-            f"{folder} has {free / 1e9:.1f} GB free, the build needs {BUILD_SPACE_BYTES / 1e9:.1f};"
-            " free some, or name another folder in TMPDIR"
+            f"{folder} has {bytes_words(free)} free, the build needs "
+            f"{bytes_words(BUILD_SPACE_BYTES)}; free some, or name another folder in TMPDIR"
         )
 
 

@@ -167,7 +167,7 @@ def _as_policy_job(
     if job.status is JobStatus.QUEUED:
         rescale_s = _START_S
     timed = 0 if measured is None else measured.slots
-    most = min(most, max(request.min_np, _GROWTH * timed, 1))
+    takes, most = most, min(most, max(request.min_np, _GROWTH * timed, 1))
     turn_over = job.started_at is None or now - job.started_at >= _LEAST_TURN_S
     return policy.Job(
         str(job.number),
@@ -179,6 +179,7 @@ def _as_policy_job(
         rescale_s,
         min_slots=request.min_np,
         max_slots=most,
+        is_held_back=most < takes,
         priority=_aged_priority(job, now),
         deadline_s=request.deadline,
         rescales=rescales,

@@ -556,7 +556,8 @@ def _spend_on_rescale(run: RunSummary, rescale: Rescale, at_s: float) -> None:
             run.placements.insert(-1, (since_s, []))  # it died, and did not say so
         run.spending.size = rescale.to_size
         cause = "failures" if rescale.failure else "start-up"
-        run.spending.add(cause, at_s - since_s, unused_s)
+        run.spending.add("interruption", unused_s, unused_s)
+        run.spending.add(cause, at_s - since_s - unused_s)
         return
     run.spending.size = min(rescale.from_size, rescale.to_size)
     pause_s = at_s - rescale.at_s if rescale.pause_s is None else rescale.pause_s

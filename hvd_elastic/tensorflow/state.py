@@ -33,10 +33,10 @@ from hvd_elastic.tensorflow.variables import (
     variables_of,
 )
 from hvd_elastic.training.frontend import Schedule, TrainedSums
+from hvd_elastic.training.helper_copies import HelperCopies
 from hvd_elastic.training.replica_check import parameters_of_check, sums_of
-from hvd_elastic.training.rollback import SnapshotSource
 from hvd_elastic.training.script_state import ScriptState, Stateful
-from hvd_elastic.training.value_copies import ValueCopies, dump_value
+from hvd_elastic.training.value_copies import ValueCopies
 
 
 class State(ScriptState):
@@ -122,7 +122,8 @@ class State(ScriptState):
         return counting_schedules(self._objects.values())
 
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
-        return Snapshot(self._plain, self._objects, self._untrained(own=not tensors))
+        variables = self._untrained(own=not tensors)
+        return Snapshot(self._plain, self._objects, self._helpers, variables, always=tensors)
 
     def trained_sums(self, signs: np.ndarray, number: int | None) -> TrainedSums:
         lasting = self.lasting()
@@ -221,12 +222,17 @@ class State(ScriptState):
 class Snapshot(ValueCopies):
     """Copy of a state at one point: plain values, objects, and the given variables."""
 
-    def __init__(self, plain: dict[str, Any], objects: dict[str, Any], variables: Any) -> None:
+    def __init__(
+        self,
+        plain: dict[str, Any],
+        objects: dict[str, Any],
+        helpers: HelperCopies,
+        variables: Any,
+        *,
+        always: bool,
+    ) -> None:
         others = {name: item for name, item in objects.items() if not has_variables(item)}
-        super().__init__(plain, others)
-        for name, item in others.items():
-            if not (name.startswith("_") or isinstance(item, SnapshotSource)):
-                self.dumped[name] = dump_value(name, item.state_dict())
+        super().__init__(plain, others, helpers, always=always)
         self._restore_variables = keep_values(variables)
 
     def restore(self, plain: dict[str, Any], objects: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_FINITE = "the outputs of all layers are finite, so they become so in the loss or backward from it"
+from hvd_elastic.training.planning.skipped_steps import ALL_FINITE, layer_words
 
 
 class ForwardWatch:
@@ -33,19 +33,15 @@ class ForwardWatch:
         self._passes += 1
         if self._found or _are_finite(output):
             return
-        kind = type(layer).__name__
-        if not _are_finite(given):
-            self._found = f"the inputs of {name!r} ({kind}) are not finite already"
-        elif not _are_finite([*layer.parameters(recurse=False), *layer.buffers(recurse=False)]):
-            self._found = f"{name!r} ({kind}) has parameters or buffers that are not finite"
-        else:
-            self._found = f"the first outputs that are not finite are those of {name!r} ({kind})"
+        own = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+        called = f"{name!r} ({type(layer).__name__})"
+        self._found = layer_words(called, _are_finite(given), _are_finite(own))
 
     def end(self) -> str:
         """Look no more; return in words what was found, or ""."""
         for hook in self._hooks:
             hook.remove()
-        return self._found or (_FINITE if self._passes else "")
+        return self._found or (ALL_FINITE if self._passes else "")
 
 
 class _Hook:

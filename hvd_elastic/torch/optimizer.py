@@ -180,11 +180,7 @@ class GradientAverager(Averager):
             ScriptError: it is one too many; see :meth:`Context.step_skipped`.
         """
         self._sampling.statistics.forget_step(self._context.worker.progress.step)
-        origin = self._origin()
-        if self._watch is not None:
-            layer, self._watch = self._watch.end(), None
-            origin += f"; {layer}" if origin and layer else ""
-        self._context.step_skipped(origin)
+        self._context.step_skipped(self._origin(), self._watch and self._watch.end)
         self._after_step(gain=0.0)
 
     def _origin(self) -> str:
@@ -227,9 +223,13 @@ class GradientAverager(Averager):
             if self._context.step.stage is Stage.VOIDED:
                 self.reset()
                 raise StepVoidedError
+            if self._context.step.is_empty:
+                self._after_step(gain=0.0)
+                return self._leave_as_it_is()
             if not self._is_finite():
                 if self._context.calls_off_to_look():
-                    self._watch = ForwardWatch(self._context.worker.state.named_modules())
+                    state: Any = self._context.worker.state
+                    self._watch = ForwardWatch(state.named_modules())
                     self.reset()
                     raise StepVoidedError
                 self.skip()
@@ -599,7 +599,7 @@ class GradientAverager(Averager):
     def _after_step(self, *_: Any, gain: float | None = None) -> None:
         self.stepping = False
         self.steps += 1
-        if self._watch is not None:  # the repeated step was finite
+        if self._watch is not None:
             self._watch.end()
             self._watch = None
         if self.steps == 1:

@@ -158,7 +158,8 @@ def _kind_of_reduction(node: Any, divisors: list[float], of: Counts) -> str:
     if is_sum is None:
         return _OTHER
     has_targets = hasattr(node, "_saved_reduction")
-    elements = _Elements(node.next_functions[0][0], of, by_default=has_targets)
+    inner = node.next_functions[0][0]
+    elements = _Elements(inner, of, by_default=has_targets, are_summed=is_sum)
     if not elements.are_of_batch:
         return _OTHER if is_sum else _MEAN
     if elements.is_sum is not None:
@@ -240,6 +241,8 @@ class _Elements:
         node: the operation that has computed them.
         of: numbers of examples.
         by_default: whether they are of the batch where that cannot be seen.
+        are_summed: whether what they were divided by matters: a number that the graph has saved may
+            be computed again to be read, where a part of the model is checkpointed.
 
     Attributes:
         are_of_batch: whether they are the examples', not those of parameters or of a correlation.
@@ -248,7 +251,10 @@ class _Elements:
         is_sum: whether they are sums over the batch already, or means (False); None: neither.
     """
 
-    def __init__(self, node: Any, of: Counts, *, by_default: bool = False) -> None:
+    def __init__(
+        self, node: Any, of: Counts, *, by_default: bool = False, are_summed: bool = True
+    ) -> None:
+        self._are_summed = are_summed
         self.are_of_batch = self.are_masked = False
         self.divisors: list[float] = []
         self.is_sum: bool | None = None
@@ -263,7 +269,7 @@ class _Elements:
                 continue
             name = node.name()
             if name.endswith("AccumulateGrad"):
-                self.are_of_batch |= _is_spread(node.variable.shape, shape, of.examples)
+                self.are_of_batch |= _is_spread(node.variable, shape, of.examples)
             elif name not in _ELEMENTWISE and getattr(node, "_saved_reduction", 1) != 0:
                 self.are_of_batch |= _is_of_batch(node, name, of.examples, had_rows)
             elif self._pass(node, name, of, is_linear=is_linear):
@@ -284,8 +290,9 @@ class _Elements:
                 if not is_linear or _rows(node) == of.examples:
                     return False  # a statistic of the batch, or its rows may be time steps
                 self.is_sum = name == "SumBackward1"
-        elif is_linear and name in _FACTORS and getattr(node, "_saved_other", None) is not None:
-            if not getattr(node._saved_other, "shape", ()):  # else a weight for each example
+        elif self._are_summed and is_linear and name in _FACTORS:
+            factor = getattr(node, "_saved_other", None)
+            if factor is not None and not getattr(factor, "shape", ()):  # else a weight for each
                 self.divisors += of.divisors(node, name)
         return True
 
@@ -310,10 +317,12 @@ def _rows(node: Any) -> int | None:
     return shape[0] if shape else None
 
 
-def _is_spread(parameter: Sequence[int], shape: Sequence[int], examples: int) -> bool:
-    """Return whether a parameter's use has a row for each example, and itself has none."""
-    own = parameter[0] if len(parameter) == len(shape) else None
-    return bool(shape) and shape[0] == examples != own
+def _is_spread(leaf: torch.Tensor, shape: Sequence[int], examples: int) -> bool:
+    """Return whether a leaf is of the batch, or its use has a row for each example, and it none."""
+    has_rows = leaf.shape[:1] == (examples,)
+    if has_rows and not isinstance(leaf, torch.nn.Parameter):
+        return True
+    return shape[:1] == (examples,) and not (has_rows and leaf.dim() == len(shape))
 
 
 def _is_of_batch(node: Any, name: str, examples: int, had_rows: bool) -> bool:
@@ -328,7 +337,9 @@ def _is_of_batch(node: Any, name: str, examples: int, had_rows: bool) -> bool:
     for _ in range(8):
         node = node.next_functions[place][0]
         name = "" if node is None else node.name()
-        if name.endswith("AccumulateGrad") or name in _TRANSPOSES:
+        if name.endswith("AccumulateGrad"):
+            return not isinstance(node.variable, torch.nn.Parameter)
+        if name in _TRANSPOSES:
             return False
         if name not in _ELEMENTWISE:
             return True

@@ -313,15 +313,17 @@ class Context:
         if not (looks and repeats) or worker.averagers.several or self.planner.skipped.overflows:
             return False
         progress.looked_at = progress.step
+        self._undo_moving()
         self.step.stage = Stage.VOIDED
         return True
 
-    def step_skipped(self, origin: str = "") -> None:
+    def step_skipped(self, origin: str = "", layer: Callable[[], str] | None = None) -> None:
         """Note that a step is left out on all ranks, since its averaged gradients are not finite.
 
         Args:
             origin: which gradients of this rank alone are not finite, in words; empty: none, or
                 it is not known.
+            layer: returns in words where they became so in the forward pass of this rank.
 
         Raises:
             ScriptError: such a step is to end the run, or too many follow each other.
@@ -331,8 +333,7 @@ class Context:
         where = f"step {step}, of epoch {self.reading.epoch} at example {self.reading.position}"
         if not skipped.add(progress):
             return  # a body is one step, even if some of its optimizers take theirs
-        if worker.state is not None:
-            worker.state.undo_moving()
+        self._undo_moving()
         # Not of each: a gradient scaler causes them, and examples may come again in each epoch.
         tells = not (skipped.overflows or progress.skipped & (progress.skipped - 1))
         stops = worker.on_not_finite == "stop"
@@ -342,10 +343,13 @@ class Context:
                 f"({count(progress.skipped, 'such step')} so far)"
             )
         if tells and origin:
+            origin = "; ".join(filter(None, (origin, layer and layer())))
             worker.warn(
                 f"step {step}: gradients of rank {worker.communicator.rank} are not "
                 f"finite{self.step.examples_words}: {origin}"
             )
+        if stops or skipped.consecutive >= skipped.most:
+            self.training_ends()
         if stops:
             raise ScriptError(
                 f"the gradients of {where} are not finite: the loss is NaN or infinite on at least "
@@ -354,6 +358,10 @@ class Context:
                 "out"
             )
         skipped.refuse_many(step, self.planner.rate_advice)
+
+    def _undo_moving(self) -> None:
+        if self.worker.state is not None:
+            self.worker.state.undo_moving()
 
     def step_done(self) -> None:
         """Count the step: its optimizers have taken it, or all ranks leave it out."""
@@ -511,6 +519,10 @@ class Context:
         self.rollback.commits = True
         self.rollback.save()
         self.step_boundary()
+
+    def training_ends(self) -> None:
+        """Send metrics that nobody has been told yet."""
+        self.metrics.training_ends(self._planned)
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Add numbers to the metrics of the next step; outside of training, send them at once."""

@@ -176,6 +176,11 @@ class Step:
             return float(self.ranks_added)
         return self.passes[-1].weight if self.passes else 1.0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing counts on any rank: then the step has no gradient and is left out."""
+        return self.counts is not None and not self.counts.total()
+
     def begin(self, first: Pass) -> None:
         """Begin a new step with its first pass."""
         self.stage, self.passes, self.ahead = Stage.BEGUN, [first], None

@@ -30,6 +30,7 @@ from hvd_elastic.views.page import (
     render_page,
     table,
     write_page,
+    written,
 )
 from hvd_elastic.views.report import status_tone
 
@@ -79,12 +80,12 @@ def render_cluster(summary: ClusterSummary, heading: str = "") -> str:
     """
     told = heading or _numbers(summary)
     body = [
-        f"<header><h1>{escape(summary.name)}</h1><p>{escape(told)}</p></header>",
+        f"<header><h1>Cluster {escape(summary.name)}</h1><p>{escape(told)}</p></header>",
         *cluster_parts(summary).values(),
-        f"<footer>Written {_date(time.time())} by hvd_elastic from the queue's events.</footer>",
+        written("the queue's events"),
     ]
     data = {"charts": [], "marks": [], "duration_s": summary.duration_s}
-    return render_page(summary.name, "\n".join(body), data)
+    return render_page(f"Cluster {summary.name}", "\n".join(body), data)
 
 
 def cluster_parts(
@@ -347,10 +348,6 @@ def _clock(started: float, at_s: float) -> str:
     return time.strftime("%m-%d %H:%M:%S", time.localtime(started + at_s))
 
 
-def _date(t: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
-
-
 # -- live ------------------------------------------------------------------------------------------
 
 
@@ -418,5 +415,5 @@ class _LiveCluster:
             linked={run: f"/runs/{run}" for run in runs if (runs_folder() / run).is_dir()},
         )
         told = _numbers(summary) + ("" if alive else "; its daemon does not run")
-        title = f"<h1>{escape(summary.name)}</h1><p>{escape(told)}</p>"
+        title = f"<h1>Cluster {escape(summary.name)}</h1><p>{escape(told)}</p>"
         return title + "".join(parts.values())

@@ -15,13 +15,13 @@ from urllib.parse import urlencode
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, number_words
 from hvd_elastic.records.run_folder import RunFolder, list_runs
-from hvd_elastic.records.run_state import GOES_ON, run_row
+from hvd_elastic.records.run_state import run_row
+from hvd_elastic.records.wording import ENDED, GOES_ON
 from hvd_elastic.views.cluster_page import LiveClusters
 from hvd_elastic.views.comparison import COLORS
 from hvd_elastic.views.live_run import LiveComparison, LiveRun
-from hvd_elastic.views.page import cell, escape, read_asset, table
+from hvd_elastic.views.page import cell, escape, progress_bar, read_asset, table
 from hvd_elastic.views.report import status_tone
-from hvd_elastic.views.run_words import has_ended, progress_bar
 
 _ROWS = 100
 """Most runs on the first page, besides those that go on."""
@@ -31,7 +31,7 @@ once in a few minutes sees how it ended."""
 _FRESH_S = 0.4
 """Age of the first page up to which all viewers are shown the same [s]."""
 _CONTROLS = """<section class="controls" data-control="/runs/{run_id}/control">
-<form data-op="scale"><label>processes <input name="np" type="number" min="1" required></label>
+<form data-op="scale"><label>workers <input name="np" type="number" min="1" required></label>
 <button>scale</button></form>
 <form data-op="drain"><label>host <input name="host" required></label><button>drain</button></form>
 <form data-op="stop"><button>stop the run</button></form>
@@ -117,7 +117,7 @@ class _Rows:
         for folder in folders:
             version = _version_of(folder.events)
             known = before.get(folder.run_id)
-            if known is None or known[0] != version or not has_ended(known[1]["status"]):
+            if known is None or known[0] != version or known[1]["status"] not in ENDED:
                 known = version, run_row(folder)
             self._known[folder.run_id] = known
         return [row for _, row in self._known.values()]
@@ -184,7 +184,7 @@ def _run_table(rows: list[dict[str, Any]], of: int) -> str:
             "<code>hvd-elastic run --hostfile HOSTS -- python train.py</code></p>"
         )
     heads = [("run", ""), ("status", ""), ("started", ""), ("done", "")]
-    heads += [("steps", "n"), ("processes", "n"), ("examples/s", "n")]
+    heads += [("steps", "n"), ("workers", "n"), ("examples/s", "n")]
     cells = [
         [
             f'<td class="h"><a href="/runs/{(name := escape(row["run_id"]))}">{name}</a></td>',

@@ -6,6 +6,7 @@ import html
 import json
 import os
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -13,6 +14,7 @@ from string import Template
 from typing import Any
 
 from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import date_words
 
 MAX_ROWS = 200
 """Most rows of a table; for more, read the events."""
@@ -121,3 +123,16 @@ def read_asset(name: str) -> str:
     """Return the text of a file of ``assets``."""
     place = resources.files("hvd_elastic.views") / "assets" / name
     return place.read_text(encoding="utf-8")
+
+
+def written(source: str) -> str:
+    """Return the foot of a page as HTML: when it was written, and from what."""
+    return f"<footer>Written {date_words(time.time())} by hvd_elastic from {source}.</footer>"
+
+
+def progress_bar(done: float) -> str:
+    """Return a bar of the part that is done as HTML."""
+    return (
+        f'<svg class="done" viewBox="0 0 100 1" preserveAspectRatio="none" role="img" '
+        f'aria-label="{done:.0%} done"><rect width="{100 * done:.2f}" height="1"></rect></svg>'
+    )

@@ -178,6 +178,65 @@ apart = np.abs(np.subtract(history["auc"], expected["auc"]))
 assert (np.delete(apart, 3) < 0.01).all(), apart
 print("ends alike", hvd.size(), "epochs", epochs, "seen in epoch 3:", history["seen"][3])
 """
+HELPERS = """
+import os, signal, sys, time
+from pathlib import Path
+import keras, numpy as np, tensorflow as tf
+import hvd_elastic.tensorflow as hvd
+mark, ranks = Path(sys.argv[1]), int(sys.argv[2])
+hvd.init()
+
+class Buffer:
+    def __init__(self):
+        self.data, self.added = np.full(2**20, -1.0), 0
+    def add(self, value):
+        self.data[self.added] = value
+        self.added += 1
+    def state_dict(self):
+        return {"data": self.data, "added": self.added}
+    def load_state_dict(self, state):
+        self.data, self.added = np.array(state["data"]), int(state["added"])
+
+class Undone(Buffer):
+    def snapshot(self):
+        return self.added
+    def roll_back(self, added):
+        self.added = added
+
+buffer, totals = globals()[sys.argv[3]](), hvd.Accumulator()
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+dataset = hvd.dataset(np.ones((24, 2), "f4"), 24)
+
+@tf.function(reduce_retracing=True)
+def train_step(inputs):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(inputs) ** 2)
+    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+@hvd.run
+def train(state):
+    for epoch in hvd.epochs(10_000):
+        for inputs in dataset:
+            time.sleep(0.02)
+            buffer.add(state.step)
+            if state.step == 30 and hvd.rank() == 1 and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            train_step(inputs)
+            totals.add(ones=tf.reduce_sum(inputs[:, 0]))
+            state.step += 1
+            state.fewer = state.fewer or hvd.size() < ranks
+            state.after += state.fewer and hvd.size() == ranks
+            if state.after == 10:
+                hvd.stop("enough")
+    assert buffer.data[: buffer.added].tolist() == list(range(state.step))
+    totals.synchronize()
+    assert totals.mean("ones") == 1.0
+    print("ends alike", hvd.size())
+
+train(hvd.State(model=model, optimizer=optimizer, buffer=buffer, step=0, after=0, fewer=False))
+"""
 REFUSED = {
     "not built": ("fit(kind(make_layers()[1:]))", "is not built"),
     "batched": ("fit(kind(make_layers()), dataset.batch(2))", "batch() after hvd.dataset"),
@@ -244,6 +303,20 @@ def test_two_optimizers_and_metrics_do_not_depend_on_a_kill_and_a_join(
     assert f"ends alike {ranks}" in job.text
     sizes = [event["size"] for event in job.events("rescale_finished")]
     assert sizes == [ranks, ranks - 1, ranks]
+
+
+@COSTLY
+@pytest.mark.parametrize(("kind", "ranks"), [("Undone", 2), ("Undone", 3), ("Buffer", 2)])
+def test_a_replay_buffer_is_undone_or_refused(tmp_path: Path, kind: str, ranks: int) -> None:
+    """Entries of a step that fails do not come twice; sums lack no more than a rank's share."""
+    script = write_script(tmp_path, HELPERS)
+    words = ["--np", ranks, "--", sys.executable, script, tmp_path / "died", ranks, kind]
+    with Job(*words, home=tmp_path) as job:
+        assert job.wait(200) == (kind == "Buffer"), job.text
+    if kind == "Buffer":
+        assert "this Buffer changes in the loop body before optimizer.apply()" in job.text
+    else:
+        assert f"ends alike {ranks}" in job.text
 
 
 @COSTLY

@@ -17,7 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvd_elastic.cluster.run import commands
 from hvd_elastic.errors import UsageError, VirtualClusterError
+from hvd_elastic.hosts import ssh
+from hvd_elastic.hosts.fanout import Outcome
+from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.programs.processes import read_process
 from hvd_elastic.virtual import VirtualCluster, netns, tools
 from hvd_elastic.virtual.cpushare import CpuGroups
@@ -490,6 +494,28 @@ def test_a_cut_cable_is_silent_and_heals(spaces: VirtualCluster) -> None:
     spaces.crash(host)
     with pytest.raises(VirtualClusterError, match=f"virtclust boot {host}"):
         spaces.cut(host)
+
+
+@pytest.mark.root
+def test_a_command_is_lost_with_the_cable_of_its_host(
+    spaces: VirtualCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh, "UNACKNOWLEDGED_S", 0.5)
+    monkeypatch.setattr(commands, "ASK_AFTER_S", 0.2)
+    host = spaces.hosts[0]
+    options = ssh.SshOptions(config_path=spaces.ssh_config)
+    quiet = "echo begun; sleep 1; echo ended"
+    # A host that answers may say nothing for as long as it likes.
+    (calm,) = commands.run_on_hosts([Host(host)], quiet, options)
+    assert calm.answer.stdout == b"begun\nended\n"
+    cut = lambda *_: spaces.cut(host)  # noqa: E731
+    endless = "echo begun; exec sleep 100"
+    (lost,) = commands.run_on_hosts([Host(host)], endless, options, on_lines=cut)
+    assert lost.outcome is Outcome.UNREACHABLE
+    assert lost.error.startswith("the connection is lost: the host or its network is down")
+    assert lost.answer.stdout == b"begun\n"
+    spaces.heal(host)
+    until(lambda: not spaces.pids(host))
 
 
 @pytest.mark.root

@@ -20,11 +20,12 @@ from hvd_elastic.cli.numbers import parse_duration, parse_number
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import count, duration_words
-from hvd_elastic.jobs.job import After, Job, JobStatus
+from hvd_elastic.formatting import bounds_words, count, duration_words
+from hvd_elastic.jobs.job import After, Job, JobStatus, StopReason
 from hvd_elastic.jobs.messages import Cancel, Requeue, SetPriority
 from hvd_elastic.jobs.place import ClusterFolder, open_cluster
 from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.records.wording import attempts_words
 
 JobsArgument = Annotated[
     list[str],
@@ -105,11 +106,16 @@ def queue_lines(jobs: Sequence[Job], now: float, columns: int | None) -> Iterato
             f"{job.request.priority:>4g}  {age:<8}  {eta:<8}  {hosts}"
         )
         yield _cut(line.rstrip(), columns)
-        reason = job.message or job.reason
-        if job.stop is not None:
-            reason = f"ends: {reason}"
+        reason = job.message or _reason(job)
         command = _cut(" ".join(job.request.words), columns and _COMMAND_COLUMNS)
         yield _cut(f"{'':5}  {command}" + (f" · {reason}" if reason else ""), columns)
+
+
+def _reason(job: Job) -> str:
+    """Return why a job that has not ended waits, has its slots, or is being ended."""
+    if job.stop is StopReason.REQUEUE:
+        return f"goes back into the queue: {job.reason}"
+    return job.reason
 
 
 def _cut(text: str, columns: int | None) -> str:
@@ -173,19 +179,25 @@ def why(
         print_json(job_fields(found))
         return
     awaited = store.statuses([each.job for each in found.request.after]).values()
-    for label, value in _why_rows(found, any(status.active for status in awaited)):
+    for label, value in why_rows(found, any(status.active for status in awaited), time.time()):
         print(f"{label:<10} {value}")
     if not place.daemon_alive():
         print(f"{'daemon':<10} none: nothing is decided until hvd-elastic up")
 
 
-def _why_rows(job: Job, awaits: bool) -> list[tuple[str, str]]:
-    """Return what is known of a job; ``awaits``: a job that it is to start after goes on."""
-    request, now = job.request, time.time()
+def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
+    """Return what is known of a job: label and text of each row.
+
+    Args:
+        job: the job.
+        awaits: whether a job that it is to start after goes on.
+        now: present time [Unix s].
+    """
+    request = job.request
     rows = [("job", f"{job.number} ({job.run_id}), {job.status.value}")]
     rows.append(("command", shlex.join(request.words)))
     if job.reason:
-        rows.append(("reason", job.reason))
+        rows.append(("reason", _reason(job)))
     if job.message:
         rows.append(("ended", job.message))
     if job.held:
@@ -194,6 +206,8 @@ def _why_rows(job: Job, awaits: bool) -> list[tuple[str, str]]:
     if job.eta is not None:
         what = "ends" if job.status.value == "running" else "starts"
         rows.append(("expected", f"{what} in about {duration_words(max(0.0, job.eta - now))}"))
+    elif job.stop is not None:
+        pass  # the reason says it
     elif job.status.value == "running" and request.kind.value == "plain":
         rows.append(("expected", "end not known: nobody can say how long a plain command takes"))
     elif job.status.value == "running":
@@ -203,8 +217,8 @@ def _why_rows(job: Job, awaits: bool) -> list[tuple[str, str]]:
     elif job.status.value == "queued":
         which = "that it waits for" if awaits else "before it"
         rows.append(("expected", f"start not known: no job {which} says when it ends"))
-    most = request.max_np or "all"
-    limits = f"{request.min_np} to {most} slots, priority {request.priority:g}"
+    limits = bounds_words(request.min_np, request.max_np, "slot")
+    limits += f", priority {request.priority:g}"
     if request.deadline is not None:
         left_s = request.deadline - now
         left = f"in {duration_words(left_s)}" if left_s > 0 else "over"
@@ -213,8 +227,7 @@ def _why_rows(job: Job, awaits: bool) -> list[tuple[str, str]]:
     if request.after:
         rows.append(("after", ", ".join(f"{each.outcome}:{each.job}" for each in request.after)))
     if job.attempts > 1:
-        failed = f"failed {count(job.failures, 'time')}, of {request.retries + 1} at most"
-        rows.append(("attempts", f"{job.attempts}; {failed}"))
+        rows.append(("attempts", attempts_words(job.attempts, job.failures, request.retries)))
     if job.attempts:
         rows.append(("more", f"hvd-elastic status {job.run_id}, logs, attach, report"))
     return rows

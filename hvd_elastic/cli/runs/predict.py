@@ -56,7 +56,7 @@ def predict(
     ] = None,
     np: Annotated[
         int | None,
-        whole_number_option("--np", "-n", help="wanted number of processes (default: all slots)"),
+        whole_number_option("--np", "-n", help="wanted number of workers (default: all slots)"),
     ] = None,
     run_id: Annotated[str | None, typer.Option(help="name of the run (default: date and time)")] = (
         None

@@ -12,15 +12,20 @@ import typer
 
 from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.output import print_json, print_rows
-from hvd_elastic.cli.runs.show import metric_words, rescale_words, saved_words
 from hvd_elastic.cli.shared_options import AsJson, OptionalRun
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.records.audit import AuditResult
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.records.run_state import run_state
 from hvd_elastic.records.summary import RunSummary
-from hvd_elastic.records.wording import left_out_words, outcome_words
+from hvd_elastic.records.wording import (
+    left_out_words,
+    metric_words,
+    outcome_words,
+    rescale_words,
+    run_state,
+    saved_words,
+)
 
 
 def report(

@@ -250,6 +250,8 @@ def _reason(job: Job, placed: Allocation, cluster: _Cluster, holders: Sequence[i
     if not job.slots:
         verb = "starts"
     reason = f"{verb} from {job.slots} to {now_has}: {speed}{left}"
-    if slots == job.max_slots:
-        reason += f"; at most {job.max_slots} for now"
+    if slots == job.max_slots and job.is_held_back:
+        reason += f"; more once it has trained on {slots}"
+    elif slots == job.max_slots < cluster.capacity:
+        reason += "; it takes no more"
     return reason

@@ -42,8 +42,9 @@ class Job:
             is leaving.
         attained_slot_s: slots times seconds that it has had.
         rescale_s: training time lost by a change of its slots [s].
-        min_slots, max_slots: fewest and most slots. ``max_slots`` also holds back a job whose
-            model is not known for more slots yet.
+        min_slots, max_slots: fewest and most slots.
+        is_held_back: whether ``max_slots`` is less than the job takes, until it has trained on that
+            many, since its model is not known for more yet.
         priority: weight of the job relative to others, above 0.
         deadline_s: when it has to be finished [s]; None: no deadline.
         preemptible: whether all its slots may be taken away.
@@ -70,6 +71,7 @@ class Job:
     rescales: int | None = None
     occupied: Allocation = field(default_factory=dict)
     noise: float = 0.0
+    is_held_back: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_slots <= self.max_slots:

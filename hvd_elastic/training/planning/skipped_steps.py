@@ -89,3 +89,27 @@ def whose_words(names: Sequence[str], parameters: int) -> str:
     if len(names) == parameters:
         return "those of all parameters, as where outputs or the loss are not finite"
     return f"from {names[0]!r} backward, but not those of all parameters"
+
+
+ALL_FINITE = (
+    "the outputs of all layers are finite, so they become so in the loss or backward from it"
+)
+"""Where gradients become not finite if a forward pass is finite."""
+
+
+def layer_words(layer: str, inputs: bool, weights: bool) -> str:
+    """Return in words what is known of the first layer whose outputs are not finite.
+
+    Args:
+        layer: its name and kind.
+        inputs: whether its inputs are finite.
+        weights: whether its parameters are.
+
+    >>> layer_words("'head' (Linear)", True, True)
+    "the first outputs that are not finite are those of 'head' (Linear)"
+    """
+    if not inputs:
+        return f"the inputs of {layer} are not finite already"
+    if not weights:
+        return f"{layer} has parameters or buffers that are not finite"
+    return f"the first outputs that are not finite are those of {layer}"

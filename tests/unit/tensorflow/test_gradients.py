@@ -115,6 +115,17 @@ def test_no_variable_changes_if_one_reduction_fails(
         np.testing.assert_allclose(variable.numpy(), value.numpy(), rtol=1e-6)
 
 
+def test_helpers_of_the_state_are_compared_before_variables_change(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "reduce_in_graph", lambda tensor, name, average: tensor)
+    training, seen = Training(monkeypatch, in_ring=True), []
+    monkeypatch.setattr(alone.rollback, "step_begins", lambda: seen.append(training.values))
+    training.step(tf.constant(1.0))
+    assert seen == [[[1.0, 2.0], [3.0, 4.0]]]
+    assert training.values == [[0.0, 1.0], [2.0, 3.0]]
+
+
 def test_a_body_with_several_optimizers_is_undone_as_a_whole(
     alone: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,26 @@ def test_a_step_is_left_out_of_which_one_number_is_not_finite(
     assert not same(training.values(), before)
 
 
+@pytest.mark.parametrize("tape", [False, True], ids=["optimizer", "tape"])
+def test_a_step_of_which_nothing_counts_is_left_out(alone: Context, *, tape: bool) -> None:
+    """See hvd.step_weight."""
+    training = Training(alone, tape=tape)
+    named = {f"v{number}": each for number, each in enumerate(training.variables)}
+    state = hvd.State(optimizer=training.optimizer, **named)
+    choose_optimizers(state)
+    with optimizers_watched(state):
+        training.take()
+        before = training.values()
+        alone.hand_out(Pass(step_examples=8, weight=1.0, examples=4))
+        hvd.step_weight(0)
+        training.step(*map(tf.ones, (1, 2, 5)))
+        training.averager.collect()  # type: ignore[union-attr]
+        assert same(training.values(), before)
+        training.take()
+    assert int(training.optimizer.iterations) == 2
+    assert alone.worker.progress.skipped == 0
+
+
 def test_a_gradient_that_is_not_finite_on_another_rank_is_seen(
     alone: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch import nn
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.torch import gradient_buckets
 from hvd_elastic.torch.forward_watch import ForwardWatch
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.sink import FileSink
 from hvd_elastic.training.step import Pass
 
 
@@ -120,7 +123,9 @@ def test_large_numbers_are_finite(alone: Context, ranks: Ranks) -> None:
     assert alone.worker.progress.skipped == 0
 
 
-def test_ten_in_a_row_end_the_run(alone: Context, ranks: Ranks) -> None:
+def test_ten_in_a_row_end_the_run(alone: Context, ranks: Ranks, tmp_path: Path) -> None:
+    """All of them are told before."""
+    alone.worker.sink = FileSink(tmp_path)
     model, optimizer = made()
     for factor in [math.nan] * 9 + [1.0] + [math.nan] * 9:
         take_step(alone, model, optimizer, factor)
@@ -128,6 +133,8 @@ def test_ten_in_a_row_end_the_run(alone: Context, ranks: Ranks) -> None:
         ScriptError, match=r"in 10 steps running, up to step 20: .* data and the loss, .* scale"
     ):
         take_step(alone, model, optimizer, math.nan)
+    (*_, told) = read_events(tmp_path / "events.jsonl")
+    assert told["skipped_steps"] == 19
 
 
 def test_such_a_step_ends_the_run_where_the_user_says_so(alone: Context, ranks: Ranks) -> None:
@@ -246,8 +253,10 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.factor = nn.Linear(6, 4), nn.Linear(4, 1), 1.0
+        self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.passes += self.factor
         return self.second(torch.relu(self.first(inputs)) * self.factor)
 
 
@@ -288,7 +297,7 @@ def test_a_step_is_repeated_once_to_find_the_layer(
     model = Layers()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     state = hvd.State(model=model, optimizer=optimizer)
-    loader = hvd.DataLoader(torch.utils.data.TensorDataset(torch.randn(40, 6)), 8)
+    loader: Any = hvd.DataLoader(torch.utils.data.TensorDataset(torch.randn(40, 6)), 8)
     monkeypatch.setattr(type(alone.worker), "elastic", True)
     bodies = []
 
@@ -306,6 +315,7 @@ def test_a_step_is_repeated_once_to_find_the_layer(
     alone.worker.in_train = False
     train(state)
     assert bodies == [0, 1, 1, 2, 3, 3, 4]
+    assert model.passes == 4, "of steps that were taken"
     assert "not those of all parameters; the inputs of 'model.second'" in caplog.text
     assert alone.worker.progress.skipped == 1
     assert all(each.isfinite().all() for each in model.parameters())

@@ -30,7 +30,7 @@ other = torch.ones(EXAMPLES, 4)
 classes = torch.arange(EXAMPLES) % 4
 MASK = torch.tensor([True, False, True, True, False, True])
 CLASS_WEIGHTS = torch.arange(1.0, 5.0)
-parameter = torch.ones(3, requires_grad=True)
+parameter = torch.nn.Parameter(torch.ones(3))
 
 
 def outputs(examples: int = EXAMPLES) -> torch.Tensor:
@@ -39,6 +39,10 @@ def outputs(examples: int = EXAMPLES) -> torch.Tensor:
 
 def penalised() -> torch.Tensor:
     return torch.cat([weights.view(-1), parameter])
+
+
+def inputs_of_gradients() -> torch.Tensor:
+    return data.clone().requires_grad_()
 
 
 def smoothed(**options: Any) -> torch.Tensor:
@@ -88,6 +92,8 @@ def kl() -> torch.Tensor:
         (lambda: torch.stack([outputs().mean(1)] * EXAMPLES).sum(0).mean(), {_MEAN}),
         (lambda: ((outputs() - other) / 2).pow(2).sum(), {_SUM}),
         (lambda: outputs().mean((0, 1)), {_MEAN}),
+        (lambda: inputs_of_gradients().sum(), {_SUM}),
+        (lambda: F.linear(inputs_of_gradients(), torch.ones(2, 4)).sum(), {_SUM}),
         (lambda: outputs().mean(0).sum(), {_MEAN}),
         (lambda: outputs().mean(1).sum(), {_SUM}),
         (kl, {_MEAN}),

@@ -117,7 +117,7 @@ def test_news_reach_a_page_that_is_open(viewer: Viewer, folder: Path) -> None:
         log.append("rescale_started", {**fields, "slots": [1, 3], "reason": reason})
     _, after = next(news)
     assert "host node9 joined" in after["html"]["rescales"]
-    assert "node9: 3 processes" in after["html"]["hosts"]
+    assert "node9: 3 workers" in after["html"]["hosts"]
     assert [chart["name"] for chart in after["data"]["charts"]] == [
         chart["name"] for chart in before["data"]["charts"]
     ]

@@ -216,13 +216,23 @@ def test_the_slow_link_or_the_slow_host_is_named() -> None:
     assert network(mesh(gpu1_gpu3=60e6)) == {}
     (found,) = network(mesh(gpu1_gpu3=10e6)).items()
     assert found[0] == "gpu1"
-    assert found[1].startswith("to gpu3 80 Mbit/s at 0.1 ms, elsewhere it is 800 Mbit/s at 0.1 ms")
+    usual = "elsewhere it is 800 Mbit/s, 100 µs there and back"
+    assert found[1].startswith(f"to gpu3 80 Mbit/s, 100 µs there and back, {usual}")
     (found,) = network(mesh(gpu1_gpu3=10e6, gpu2_gpu3=9e6, gpu4_gpu3=11e6)).items()
     assert found[0] == "gpu3"
     assert found[1].startswith("its link carries 80 Mbit/s")
     far = [Link("gpu2", "gpu4", 100e6, 5e-3) if (x.source, x.target) == ("gpu2", "gpu4") else x
            for x in mesh()]  # fmt: skip
     assert list(network(far)) == ["gpu2"]
+
+
+def test_noise_between_hosts_of_one_machine_is_no_bad_cable() -> None:
+    rates = {("gpu1", "gpu3"): 4e8}
+    local = [Link(x.source, x.target, rates.get((x.source, x.target), 2e9), 3e-5) for x in mesh()]
+    assert network(local) == {}
+    rates = {("gpu1", "gpu3"): 1e7}
+    local = [Link(x.source, x.target, rates.get((x.source, x.target), 2e9), 3e-5) for x in mesh()]
+    assert list(network(local)) == ["gpu1"], "a limited rate is seen all the same"
 
 
 def test_who_cannot_be_reached_is_named() -> None:
