@@ -19,6 +19,7 @@ import pytest
 
 from hvd_elastic.cluster.run import commands
 from hvd_elastic.errors import UsageError, VirtualClusterError
+from hvd_elastic.hosts import connection as connections
 from hvd_elastic.hosts import ssh
 from hvd_elastic.hosts.fanout import Outcome
 from hvd_elastic.hosts.hostfile import Host
@@ -503,7 +504,7 @@ def test_a_command_is_lost_with_its_host(
 ) -> None:
     monkeypatch.setattr(ssh, "UNACKNOWLEDGED_S", 0.5)
     monkeypatch.setattr(ssh, "UNANSWERED_S", 3.0 if how == "sshd stops" else 60.0)
-    monkeypatch.setattr(commands, "ASK_AFTER_S", 0.2)
+    monkeypatch.setattr(connections, "ASK_AFTER_S", 0.2)
     host = spaces.hosts[0]
     options = ssh.SshOptions(config_path=spaces.ssh_config)
     quiet = "echo begun; sleep 1; echo ended"
