@@ -3,19 +3,25 @@
 
 python datasets_prep/index_shards.py /data/shards [--classes names.txt]
 python datasets_prep/index_shards.py /data/shards --verify
+python datasets_prep/index_shards.py /read-only/shards --index /data/index
+python datasets_prep/index_shards.py 'https://store/train-{000..127}.tar' --index /data/index
+
+A second call reads only the shards that have changed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from datasets_prep.pictures import read_classes
-from hvd_elastic.data.index import build_index, verify
+from hvd_elastic.data.indexing import build_index, verify
 from hvd_elastic.errors import DataError
 
 
@@ -24,19 +30,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="with shards")
+    parser.add_argument("folder", help="folder with shards, or names of shards with braces; a URL")
     parser.add_argument("--classes", type=Path, help="file with a class in each line")
+    parser.add_argument("--index", type=Path, help="folder of the index, if not beside the shards")
+    parser.add_argument("--subfolders", action="store_true", help="index shards in subfolders too")
+    parser.add_argument(
+        "--labels-from",
+        type=int,
+        choices=(0, 1),
+        help="first label of image/class/label in TFRecord (1 unless there is a label 0)",
+    )
+    parser.add_argument(
+        "--processes", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)"
+    )
     parser.add_argument("--verify", action="store_true", help="compare the shards with the index")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     given = parser.parse_args()
     if given.verify and given.classes is not None:
         parser.error("--classes goes with indexing, not with --verify")
+    if given.processes < 1:
+        parser.error("--processes must be 1 or more")
     try:
         if given.verify:
-            index = verify(given.folder)
+            index = verify(Path(given.folder), given.index)
         else:
-            classes = read_classes(given.classes) if given.classes is not None else ()
-            index = build_index(given.folder, classes)
+            index = build_index(
+                given.folder,
+                read_classes(given.classes) if given.classes is not None else (),
+                out=given.index,
+                subfolders=given.subfolders,
+                labels_from=given.labels_from,
+                processes=given.processes,
+            )
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -44,11 +69,24 @@ def main() -> int:
         print(f"error: {error.filename or given.folder}: {error.strerror}", file=sys.stderr)
         return 1
     examples = sum(shard.examples for shard in index.shards)
+    left_out = Counter[str]()
+    for shard in index.shards:
+        left_out.update(shard.left_out)
+    lacking = {name: number for name, (number, _) in index.lacking().items()}
     if given.json:
-        print(json.dumps({"examples": examples, "shards": len(index.shards)}))
-    else:
-        what = "fit the index" if given.verify else "indexed"
-        print(f"{given.folder}: {examples} examples in {len(index.shards)} shards {what}")
+        found = {"fields": index.fields, "lacking": lacking, "left_out": left_out}
+        print(json.dumps({"examples": examples, "shards": len(index.shards), **found}))
+        return 0
+    what = "fit the index" if given.verify else "indexed"
+    print(f"{given.folder}: {examples} examples in {len(index.shards)} shards {what}")
+    print(f"fields: {', '.join(index.fields)}")
+    for name, number in lacking.items():
+        print(f"{number} examples have no field {name}; read it as optional, or leave it out")
+    if left_out:
+        names = ", ".join(f"{number} {name}" for name, number in left_out.most_common(10))
+        print(f"{left_out.total()} members are part of no example and left out: {names}")
+    if index.labelled and index.layout == "tfrecord":
+        print(f"labels: {index.labels_from} is the first class (--labels-from), and read as 0")
     return 0
 
 

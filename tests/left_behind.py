@@ -88,6 +88,6 @@ def _changed_modules(before: dict[str, ModuleType]) -> list[str]:
         for name, module in now.items()
         if name not in before
         and str(getattr(module, "__file__", "")).startswith(temporary)
-        and not name.startswith("__autograph_generated_file")  # TensorFlow's, of a tf.function
+        and not name.startswith("__autograph_generated_file")  # TensorFlow's, of a traced function
     ]
     return [f"sys.modules[{name!r}]" for name in changed]

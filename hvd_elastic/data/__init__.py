@@ -7,7 +7,8 @@
 from hvd_elastic.data.dataset import ShardDataset
 from hvd_elastic.data.decoding import decode_mask
 from hvd_elastic.data.images import CentreCrop, RandomCrop
-from hvd_elastic.data.index import build_index, load_index, verify
+from hvd_elastic.data.index import load_index
+from hvd_elastic.data.indexing import build_index, verify
 from hvd_elastic.data.mixture import Mixture
 from hvd_elastic.data.stream import Stream
 from hvd_elastic.data.writer import ShardWriter

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hvd_elastic.data.files import open_part, write_whole
-from hvd_elastic.data.index import Shard, load_table, table_path
+from hvd_elastic.data.index import WEB_PAGE, Index, Shard, load_table, table_path
 from hvd_elastic.data.remote import RemoteFolder
 from hvd_elastic.errors import DataError
 
@@ -53,7 +53,8 @@ class ShardCache:
     Args:
         source: where they come from.
         folder: of the cache; made if it is not there.
-        fields: number of fields of an example, for a check of tables.
+        index: of the shards.
+        tables: folder of their tables; None: they lie beside the shards.
         limit_bytes: size of all shards in the folder; None: no limit. It is exceeded only by shards
             that are being read and by tables.
 
@@ -62,10 +63,15 @@ class ShardCache:
     """
 
     def __init__(
-        self, source: RemoteFolder, folder: Path, fields: int, limit_bytes: int | None
+        self,
+        source: RemoteFolder,
+        folder: Path,
+        index: Index,
+        tables: Path | None,
+        limit_bytes: int | None,
     ) -> None:
         self._source, self._folder, self._limit = source, folder, limit_bytes
-        self._fields = fields
+        self._index, self._tables = index, tables
         self._coming: deque[Shard] = deque()
         with self._explained():
             folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +82,7 @@ class ShardCache:
 
     def path(self, shard: Shard) -> Path:
         """Return where a shard lies while it is in the cache; its table lies beside it."""
-        return self._folder / f"{shard.sha256[:16]}-{shard.name}"
+        return self._folder / f"{shard.sha256[:16]}-{Path(shard.name).name}"
 
     def open(self, shard: Shard) -> int:
         """Return a descriptor of a shard, which stays in the cache until it is closed.
@@ -166,14 +172,23 @@ class ShardCache:
                     part.unlink(missing_ok=True)
 
     def _fetch_table(self, shard: Shard) -> None:
-        path, name = self.path(shard), table_path(Path(shard.name)).name
+        path, name = self.path(shard), f"{shard.name}.npy"
+        folder: RemoteFolder | Path = self._source
+        if self._tables is None:
+            table = self._source.read(name)
+        else:
+            folder = self._tables
+            try:
+                table = (folder / name).read_bytes()
+            except OSError as error:
+                raise DataError(f"{folder / name} cannot be read: {error.strerror}") from error
         # As a new file: another process may have mapped the old one.
-        write_whole(table_path(path), self._source.read(name))
+        write_whole(table_path(path), table)
         try:
-            load_table(path, self._fields, shard.examples)
+            load_table(path, len(self._index.columns(shard)), shard.examples)
         except DataError:
             raise DataError(
-                f"{self._source}/{name} is not the table that belongs to the index there; upload "
+                f"{folder}/{name} is not the table that belongs to the index there; upload "
                 "shards, tables and index again"
             ) from None
 
@@ -187,6 +202,8 @@ class ShardCache:
         digest, size = hashlib.sha256(), 0
         file.seek(0)
         for piece in pieces:
+            if not size and piece.lstrip()[:5].lower() in (b"<html", b"<!doc"):
+                raise DataError(f"{self._source}/{shard.name} is a web page; {WEB_PAGE}")
             digest.update(piece)
             with self._explained():
                 file.write(piece)

@@ -10,14 +10,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hvd_elastic.data.cache import ShardCache
 from hvd_elastic.data.decoding import Decoder, decoders_of, order_key
 from hvd_elastic.data.example import example_number
 from hvd_elastic.data.index import (
     INDEX,
-    LAYOUTS,
     Index,
     Shard,
     load_index,
@@ -26,7 +23,8 @@ from hvd_elastic.data.index import (
     require_size,
     restore,
 )
-from hvd_elastic.data.remote import RemoteFolder, is_url
+from hvd_elastic.data.remote import RemoteFolder, is_url, selection
+from hvd_elastic.data.shard import OpenShard
 from hvd_elastic.errors import DataError
 from hvd_elastic.model.sharding import Blocks
 
@@ -34,24 +32,33 @@ _OPEN_SHARDS = 128
 """Shards that a process keeps open. With their tables they are a quarter of the 1,024 files that a
 process may usually have open."""
 _WINDOW = 16
+KEY = "__key__"
+"""Field that is the key of an example, as WebDataset calls it."""
+_PICKLES = ("pth", "pt", "pkl", "pickle", "pyd")
+"""Endings of pickles, which can run any code when they are loaded."""
 
 
 class ShardDataset:
     """A map-style data set over a folder of shards (tar in WebDataset's layout, or TFRecord).
 
     An example is a tuple of its fields, decoded, in the order of the index, and its label if the
-    data set has labels; a single one comes without a tuple. It works with
+    data set has labels; a single one comes without a tuple. A slice is a list of examples. It works
+    with
     :class:`hvd_elastic.torch.DataLoader` and with PyTorch's own, with worker processes too.
 
     Args:
         folder: with an ``index.json``; or the URL of such a folder, ``http(s)://…`` or one that
-            fsspec supports.
+            fsspec supports. A pattern with braces, ``/data/train-{000..127}.tar``, names some of
+            its shards.
         transform: called with the first field, decoded, of every example.
         decode: decodes the first field (bytes → any) in place of
             :func:`hvd_elastic.data.decoding.decoders_of`, such as
             :class:`hvd_elastic.data.RandomCrop`; ``bytes`` leaves it as stored. A dict has a
             decoder for each field that it names: ``{"mask.png": bytes}``.
-        fields: names of the fields to read; None: all but ``cls``, which is the label.
+        fields: names of the fields to read; None: all but ``cls``, which is the label and comes
+            last unless it is named here. ``__key__`` is the key of the example.
+        optional: names of fields, also of ``cls``, that examples may lack: None is in their place.
+        index: folder of the index, if it does not lie beside the shards.
         shuffle_window: shards that an epoch's order mixes at a time, >= 1. It must stay the same
             for a run, as the seed.
         cache: folder on this host's disk for shards behind a URL. Ranks, their loader processes and
@@ -65,7 +72,8 @@ class ShardDataset:
         order_key: how examples are decoded, which stays the same within an epoch.
 
     Raises:
-        DataError: there is no index, or of another version; a shard is missing or has changed.
+        DataError: there is no index, or of another version; a shard is missing or has changed; some
+            examples lack a field that is read and not named as optional.
     """
 
     def __init__(
@@ -75,6 +83,8 @@ class ShardDataset:
         *,
         decode: Decoder | Mapping[str, Decoder] | None = None,
         fields: Sequence[str] | None = None,
+        optional: Sequence[str] = (),
+        index: str | os.PathLike[str] | None = None,
         shuffle_window: int = _WINDOW,
         cache: str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
@@ -83,32 +93,54 @@ class ShardDataset:
             raise DataError(f"shuffle_window is {shuffle_window}, it must be 1 or more")
         self.transform = transform
         self._files: _Folder | _Behind
-        if is_url(folder):
-            self._files = _Behind(str(folder), cache, cache_bytes, shuffle_window)
+        place, names = selection(folder)
+        tables = None if index is None else Path(index)
+        if is_url(place):
+            self._files = _Behind(place, names, tables, cache, cache_bytes, shuffle_window)
         elif cache is None and cache_bytes is None:
-            self._files = _Folder(Path(folder))
+            self._files = _Folder(Path(place), names, tables)
         else:
             raise DataError(
                 f"{folder} is a folder, from which shards are read directly; cache and cache_bytes "
                 "are for a URL"
             )
-        index = self._files.index
+        found = self._files.index
         if fields is None:
-            fields = [name for name in index.fields if name != "cls"]
-        if unknown := [name for name in fields if name not in index.fields]:
+            fields = [name for name in found.fields if name != "cls"]
+        self._fields = tuple(fields)
+        self._require_fields(found, optional)
+        self.classes = found.classes
+        self._index = found
+        self._labelled = found.labelled and "cls" not in fields
+        self._others = KEY in fields or "cls" in fields
+        self._stored = [name for name in fields if name not in (KEY, "cls")]
+        if decode is not None and not isinstance(decode, Mapping):
+            decode = dict.fromkeys(self._stored[:1], decode)
+        self._decoders = decoders_of(self._stored, decode or {}, found.kinds)
+        self.order_key = order_key(self._stored, self._decoders)
+        _require_no_pickles([n for n in self._stored if n not in (decode or {})], self._files)
+        self._ends = list(accumulate(shard.examples for shard in found.shards))
+        self.blocks = Blocks(tuple(shard.examples for shard in found.shards), shuffle_window)
+        self._opened: OrderedDict[int, tuple[OpenShard, list[int]]] = OrderedDict()
+
+    def _require_fields(self, index: Index, optional: Sequence[str]) -> None:
+        """Raise DataError if there is no such field, or examples lack one that is not optional."""
+        known, named = {KEY, *index.fields}, (*self._fields, *optional)
+        if unknown := [name for name in named if name not in known]:
             raise DataError(
                 f"{self._files} has no field {', '.join(unknown)}; its fields are "
                 f"{', '.join(index.fields)}"
             )
-        self.classes = index.classes
-        self._index = index
-        self._layout = index.layout
-        self._places = [index.fields.index(name) for name in fields]
-        self._decoders = decoders_of(fields, decode)
-        self.order_key = order_key(fields, self._decoders)
-        self._ends = list(accumulate(shard.examples for shard in index.shards))
-        self.blocks = Blocks(tuple(shard.examples for shard in index.shards), shuffle_window)
-        self._opened: OrderedDict[int, _OpenShard] = OrderedDict()
+        lacking = index.lacking()
+        for name in (*self._fields, *(["cls"] if index.labelled else [])):
+            if name in lacking and name not in optional:
+                number, first = lacking[name]
+                total = sum(shard.examples for shard in index.shards)
+                raise DataError(
+                    f"{self._files}: {number} of {total} examples have no field {name}, the first "
+                    f"in {first}; name the fields to read by fields=, or optional=({name!r},), "
+                    "which gives None in its place"
+                )
 
     def prefetch_blocks(self, blocks: Sequence[int]) -> None:
         """Fetch shards that will be read, in this order; the loader calls it."""
@@ -120,21 +152,45 @@ class ShardDataset:
     def __iter__(self) -> Iterator[Any]:
         return map(self.__getitem__, range(len(self)))
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return self.__getitems__(range(*index.indices(len(self))))
+        shard, places, row = self._at(index)
+        stored = shard.read(row, places)
+        values = [
+            None if value is None else self._decode(shard, row, number, value)
+            for number, value in enumerate(stored)
+        ]
+        if self.transform is not None and values and values[0] is not None:
+            values[0] = self.transform(values[0])
+        if self._others:
+            coming = iter(values)
+            values = [self._other(name, shard, row, coming) for name in self._fields]
+        if self._labelled:
+            values.append(shard.label(row))
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def key(self, index: int) -> str:
+        """Return the key of an example, such as the name of its file without its ending."""
+        shard, _, row = self._at(index)
+        return shard.key(row)
+
+    def _other(self, name: str, shard: OpenShard, row: int, values: Iterator[Any]) -> Any:
+        if name == KEY:
+            return shard.key(row)
+        return shard.label(row) if name == "cls" else next(values)
+
+    def _at(self, index: Any) -> tuple[OpenShard, list[int], int]:
+        """Return the shard of an example, the columns to read, and the number of its row."""
         asked, length = example_number(index), len(self)
         if not -length <= asked < length:
-            raise IndexError(f"example {asked} of {length}: they are numbered 0 to {length - 1}")
-        index = asked % length
-        number = bisect.bisect_right(self._ends, index)
-        shard = self._shard(number)
-        row = index - self._ends[number] + self._index.shards[number].examples
-        values, label = shard.read(row, self._places)
-        found = [self._decode(shard, row, *pair) for pair in enumerate(values)]
-        if self.transform is not None and found:
-            found[0] = self.transform(found[0])
-        if self._index.labelled:
-            found.append(label)
-        return found[0] if len(found) == 1 else tuple(found)
+            numbers = f"numbers are 0 to {length - 1}, from the end -1 to {-length}"
+            raise IndexError(
+                f"{self._files} has no example {asked}: {numbers if length else 'it is empty'}"
+            )
+        number = bisect.bisect_right(self._ends, asked % length)
+        row = asked % length - self._ends[number] + self._index.shards[number].examples
+        return *self._shard(number), row
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several examples in this order; they are read in the order of the shards."""
@@ -147,7 +203,7 @@ class ShardDataset:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": OrderedDict()}
 
-    def _decode(self, shard: _OpenShard, row: int, number: int, value: bytes) -> Any:
+    def _decode(self, shard: OpenShard, row: int, number: int, value: bytes) -> Any:
         try:
             return self._decoders[number](value)
         except (OSError, ValueError, SyntaxError, DataError) as error:
@@ -155,23 +211,32 @@ class ShardDataset:
                 f"{shard.path}: example {shard.key(row)!r} cannot be decoded: {error}"
             ) from error
 
-    def _shard(self, number: int) -> _OpenShard:
+    def _shard(self, number: int) -> tuple[OpenShard, list[int]]:
         found = self._opened.get(number)
         if found is None:
             if len(self._opened) >= min(_OPEN_SHARDS, self._files.most_open):
-                self._opened.popitem(last=False)[1].close()
+                self._opened.popitem(last=False)[1][0].close()
             shard = self._index.shards[number]
-            path, file = self._files.open(shard)
+            path, table, file = self._files.open(shard)
             try:
-                table = load_table(path, len(self._index.fields), shard.examples)
+                rows = load_table(table, len(self._index.columns(shard)), shard.examples)
             except DataError:
                 os.close(file)
                 raise
-            fields, remedy = self._index.fields, self._files.remedy(path)
-            found = _OpenShard(path, file, self._layout, fields, table, remedy)
-            self._opened[number] = found
+            opened = OpenShard(path, file, shard, self._index, rows, self._files.remedy(path))
+            found = self._opened[number] = opened, opened.places(self._stored)
         self._opened.move_to_end(number)
         return found
+
+
+def _require_no_pickles(fields: Sequence[str], where: object) -> None:
+    for name in fields:
+        if name.rpartition(".")[2] in _PICKLES:
+            raise DataError(
+                f"{where}: the field {name} holds pickles, which can run any code when they are "
+                "loaded, so they are not; leave it out by fields=, or name it first there and "
+                "decode it yourself by decode="
+            )
 
 
 class _Folder:
@@ -184,20 +249,22 @@ class _Folder:
 
     most_open = _OPEN_SHARDS
 
-    def __init__(self, folder: Path) -> None:
-        self.index = load_index(folder)
-        self._folder = folder
+    def __init__(self, folder: Path, names: Sequence[str] | None, tables: Path | None) -> None:
+        self._folder, self._tables = folder, tables
+        self.index = _selected(load_index(tables or folder), names, folder)
         for shard in self.index.shards:
-            require_size(folder / shard.name, shard)
+            require_size(folder / shard.name, shard, tables)
 
     def __str__(self) -> str:
         return str(self._folder)
 
-    def open(self, shard: Shard) -> tuple[Path, int]:
-        """Return the path of a shard, and a descriptor to read it."""
+    def open(self, shard: Shard) -> tuple[Path, Path, int]:
+        """Return the path of a shard, that which its table lies beside, and its descriptor."""
         path = self._folder / shard.name
+        require_size(path, shard, self._tables)
         try:
-            return path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return path, (self._tables or self._folder) / shard.name, file
         except OSError as error:
             raise DataError(
                 f"{path} cannot be read: {error.strerror}; {self.remedy(path)}"
@@ -205,7 +272,7 @@ class _Folder:
 
     def remedy(self, path: Path) -> str:
         """Return what to do about a shard that has changed."""
-        return restore(path.parent)
+        return restore(path.parent, self._tables)
 
     def prefetch(self, blocks: Sequence[int]) -> None:
         """Do nothing: the kernel reads ahead."""
@@ -217,6 +284,8 @@ class _Behind:
     def __init__(
         self,
         url: str,
+        names: Sequence[str] | None,
+        tables: Path | None,
         cache: str | os.PathLike[str] | None,
         cache_bytes: int | None,
         window: int,
@@ -227,7 +296,8 @@ class _Behind:
                 f"{source}: shards behind a URL need a folder on this host's disk to keep them, "
                 'such as ShardDataset(url, cache="/tmp/shards", cache_bytes=100 << 30)'
             )
-        self.index: Index = parse_index(source.read(INDEX), source)
+        whole = load_index(tables) if tables else parse_index(source.read(INDEX), source)
+        self.index = _selected(whole, names, source)
         sizes = sorted((shard.bytes for shard in self.index.shards), reverse=True)
         needed = sum(sizes[: 2 * window])
         if cache_bytes is not None and cache_bytes < needed:
@@ -238,13 +308,14 @@ class _Behind:
             )
         self.most_open = window
         self._source = source
-        self._cache = ShardCache(source, Path(cache), len(self.index.fields), cache_bytes)
+        self._cache = ShardCache(source, Path(cache), self.index, tables, cache_bytes)
 
     def __str__(self) -> str:
         return str(self._source)
 
-    def open(self, shard: Shard) -> tuple[Path, int]:
-        return self._cache.path(shard), self._cache.open(shard)
+    def open(self, shard: Shard) -> tuple[Path, Path, int]:
+        path = self._cache.path(shard)
+        return path, path, self._cache.open(shard)
 
     def remedy(self, path: Path) -> str:
         return f"remove {path}, and it is fetched again"
@@ -253,43 +324,5 @@ class _Behind:
         self._cache.prefetch([self.index.shards[number] for number in blocks])
 
 
-class _OpenShard:
-    """A shard that is open for reading; processes that were forked may share it."""
-
-    def __init__(
-        self,
-        path: Path,
-        file: int,
-        layout: str,
-        fields: tuple[str, ...],
-        table: np.ndarray,
-        remedy: str,
-    ) -> None:
-        self.path = path
-        self._file, self._remedy = file, remedy
-        self._layout, self._fields = LAYOUTS[layout], fields
-        self._columns = {name: table[name] for name in table.dtype.names or ()}
-
-    def key(self, row: int) -> str:
-        return self._columns["key"][row].decode()
-
-    def read(self, row: int, fields: Sequence[int]) -> tuple[list[bytes], int]:
-        """Return values of an example, and its label."""
-        columns = self._columns
-        start, length = int(columns["start"][row]), int(columns["length"][row])
-        try:
-            record = os.pread(self._file, length, start)
-            if len(record) < length:
-                raise ValueError(f"the file ends after {start + len(record)} bytes")
-            self._layout.require_key(record, self.key(row), self._fields)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{self.path} has changed since it was indexed: example {self.key(row)!r} cannot "
-                f"be read: {error}; {self._remedy}"
-            ) from error
-        offsets, sizes = columns["offset"][row].tolist(), columns["size"][row].tolist()
-        values = [record[offsets[each] : offsets[each] + sizes[each]] for each in fields]
-        return values, int(columns["label"][row])
-
-    def close(self) -> None:
-        os.close(self._file)
+def _selected(index: Index, names: Sequence[str] | None, where: object) -> Index:
+    return index if names is None else index.only(names, where)

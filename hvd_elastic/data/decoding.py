@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -170,9 +170,21 @@ def _array(data: bytes) -> np.ndarray:
     return np.load(BytesIO(data), allow_pickle=False)
 
 
+def _arrays(data: bytes) -> dict[str, np.ndarray]:
+    with np.load(BytesIO(data), allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def as_stored(value: Any) -> Any:
+    """Return a value that is no bytes, such as an integer of a TFRecord."""
+    return value
+
+
 DECODERS: dict[str, Decoder] = {
     **dict.fromkeys(_PICTURES, decode),
     "npy": _array,
+    "npz": _arrays,
+    "cls": int,
     "txt": bytes.decode,
     "json": parse_json,
 }
@@ -180,7 +192,7 @@ DECODERS: dict[str, Decoder] = {
 
 
 def decoders_of(
-    fields: Sequence[str], given: Decoder | Mapping[str, Decoder] | None
+    fields: Sequence[str], given: Mapping[str, Decoder], plain: Collection[str] = ()
 ) -> list[Decoder]:
     """Return the decoder of each field.
 
@@ -189,21 +201,19 @@ def decoders_of(
 
     Args:
         fields: their names, such as ``("jpg", "mask.png")``.
-        given: decoder of the first field, or decoders by field, in place of the usual ones.
+        given: decoders by field, in place of the usual ones.
+        plain: names of fields whose values are no bytes, and stay as they are.
 
     Raises:
         DataError: a decoder is given for a field that is not among them.
     """
-    if given is None:
-        given = {}
-    elif not isinstance(given, Mapping):
-        given = dict.fromkeys(fields[:1], given)
     if unknown := sorted(set(given) - set(fields)):
         raise DataError(
             f"decode names {', '.join(map(repr, unknown))}, and the fields are {', '.join(fields)}"
         )
     lossy = any(_ending(field) in _LOSSY for field in fields)
-    return [given.get(field) or _usual(field, beside_jpeg=lossy) for field in fields]
+    usual = {f: as_stored if f in plain else _usual(f, beside_jpeg=lossy) for f in fields}
+    return [{**usual, **given}[field] for field in fields]
 
 
 def _usual(field: str, *, beside_jpeg: bool) -> Decoder:
@@ -223,7 +233,8 @@ def order_key(fields: Sequence[str], decoders: Sequence[Decoder]) -> str | None:
     key = tuple(
         (field, _described(decoder))
         for field, decoder in zip(fields, decoders, strict=True)
-        if decoder in (decode, decode_mask) or decoder is not DECODERS.get(_ending(field), bytes)
+        if decoder in (decode, decode_mask)
+        or decoder not in (as_stored, DECODERS.get(_ending(field), bytes))
     )
     return repr((PIXELS, key)) if key else None
 

@@ -16,8 +16,8 @@ def example_number(index: Any) -> int:
         return operator.index(index)
     except TypeError:
         raise TypeError(
-            f"an example is taken by its number, not by {index!r}; for a part of a data set: "
-            "torch.utils.data.Subset(dataset, range(10))"
+            f"an example is taken by its number, not by {index!r} ({type(index).__name__}); for a "
+            "part of a dataset: torch.utils.data.Subset(dataset, range(10))"
         ) from None
 
 
@@ -31,6 +31,8 @@ class Example(NamedTuple):
         offsets: where in the record each value begins [bytes].
         sizes: of each value [bytes].
         label: number of its class; -1: none.
+        kinds: of its values, where some are no bytes: names of
+            :data:`hvd_elastic.data.tfrecord.KINDS`; empty: all are bytes.
     """
 
     key: str
@@ -40,3 +42,9 @@ class Example(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     label: int = -1
+    kinds: tuple[str, ...] = ()
+
+
+def as_bytes(name: str) -> bytes:
+    """Return a name as it is stored; bytes of it that are no UTF-8 stay as they are."""
+    return name.encode(errors="surrogateescape")

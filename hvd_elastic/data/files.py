@@ -32,6 +32,21 @@ def file_size(path: Path) -> int:
     return found.st_size
 
 
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+_ZLIB = (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")
+
+
+def compression(path: Path) -> str:
+    """Return that a shard is compressed, and what to do; "": nothing says that it is."""
+    with path.open("rb") as file:
+        begin = file.read(5)
+    for magic, name in (*_MAGIC.items(), *((each, "zlib") for each in _ZLIB)):
+        if begin.startswith(magic):
+            tool = {"gzip": "gunzip", "zlib": "pigz -dz"}.get(name, f"{name} -d")
+            return f"is compressed ({name}), which allows no random access; unpack it: {tool}"
+    return ""
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:

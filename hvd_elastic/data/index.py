@@ -8,7 +8,8 @@ mapped into memory, so all processes of a host share one copy.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,14 +17,15 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from hvd_elastic.data.example import Example
-from hvd_elastic.data.files import file_size, sha256_of, write_whole
+from hvd_elastic.data.example import Example, as_bytes
+from hvd_elastic.data.files import file_size, write_whole
 from hvd_elastic.data.tar import Tar
 from hvd_elastic.data.tfrecord import TFRecord
 from hvd_elastic.errors import DataError
 
 INDEX, VERSION = "index.json", 1
 _FORMAT = "hvd_elastic shards"
+WEB_PAGE = "check the URL, and whether the server wants a login"
 
 
 class Layout(Protocol):
@@ -42,30 +44,43 @@ class Layout(Protocol):
     ) -> tuple[bytes, Example]:
         """Return the record of an example, and where in it each value lies; it starts at 0."""
 
-    def require_key(self, record: bytes, key: str, fields: Sequence[str]) -> None:
-        """Raise ValueError if a record is not that of the example with this key."""
+    def require_key(self, record: bytes, key: str, field: str, offset: int, size: int) -> None:
+        """Raise ValueError if a record is not that of the example with this key.
 
-    def scan(self, path: Path) -> Iterator[Example]:
+        Args:
+            record: of the example.
+            key: of the example.
+            field: that the record stores first.
+            offset, size: of its value in the record.
+        """
+
+    def scan(self, path: Path, left_out: Counter[str] | None = None) -> Iterator[Example]:
         """Yield the examples of a whole shard; raises DataError if it is damaged."""
 
 
 LAYOUTS: dict[str, Layout] = {"tar": Tar(), "tfrecord": TFRecord()}
 
 
-class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One file of examples.
 
     Attributes:
-        name: of the file, in the folder of the index.
+        name: of the file, relative to the folder of the shards.
         examples: number of examples.
         bytes: size of the file.
         sha256: of the file, in hexadecimal.
+        fields: columns of its table; empty: the fields of the index.
+        lacking: number of its examples that lack a field of the table, by field.
+        left_out: number of members that are part of no example, by name.
     """
 
     name: str
     examples: int
     bytes: int
     sha256: str
+    fields: tuple[str, ...] = ()
+    lacking: dict[str, int] = {}
+    left_out: dict[str, int] = {}
 
 
 class Index(msgspec.Struct, frozen=True):
@@ -73,10 +88,13 @@ class Index(msgspec.Struct, frozen=True):
 
     Attributes:
         layout: a name of ``LAYOUTS``.
-        fields: of every example, in the order in which it stores them, such as ``("jpg", "cls")``.
+        fields: of the examples, in the order in which they store them, such as ``("jpg", "cls")``.
         shards: in the order of the data set.
         classes: names by label; empty where examples have no class.
         made_from: settings of the preparation, for the reader's information.
+        kinds: kinds of values that are no bytes, by field; see
+            :data:`hvd_elastic.data.tfrecord.KINDS`.
+        labels_from: number of the first class as TFRecord files store it, 0 or 1.
     """
 
     layout: str
@@ -84,13 +102,46 @@ class Index(msgspec.Struct, frozen=True):
     shards: tuple[Shard, ...]
     classes: tuple[str, ...] = ()
     made_from: dict[str, Any] = {}
+    kinds: dict[str, str] = {}
+    labels_from: int = 1
     format: str = _FORMAT
     version: int = VERSION
 
     @property
     def labelled(self) -> bool:
-        """Whether every example has a label."""
+        """Whether examples have labels."""
         return "cls" in self.fields
+
+    def columns(self, shard: Shard) -> tuple[str, ...]:
+        """Return the fields of a shard's table."""
+        return shard.fields or self.fields
+
+    def lacking(self) -> dict[str, tuple[int, str]]:
+        """Return how many examples lack a field, and the first shard with one, by field."""
+        found: dict[str, tuple[int, str]] = {}
+        for shard in self.shards:
+            absent = dict.fromkeys(
+                set(self.fields).difference(shard.fields) if shard.fields else (), shard.examples
+            )
+            for field, number in (shard.lacking | absent).items():
+                if number:
+                    before, first = found.get(field, (0, shard.name))
+                    found[field] = (before + number, first)
+        return found
+
+    def only(self, names: Sequence[str], where: object) -> Index:
+        """Return the index of some of the shards, in the order of their names.
+
+        Raises:
+            DataError: a shard is not in the index; ``where`` is for the message.
+        """
+        shards = {shard.name: shard for shard in self.shards}
+        if missing := [name for name in names if name not in shards]:
+            raise DataError(
+                f"the index of {where} lacks {len(missing)} of {len(names)} shards, such as "
+                f"{missing[0]}; it has {', '.join([*shards][:3])}, …"
+            )
+        return msgspec.structs.replace(self, shards=tuple(map(shards.__getitem__, names)))
 
     def save(self, folder: Path) -> None:
         """Write it to a folder; a reader sees the old index or this one."""
@@ -132,10 +183,15 @@ def parse_index(text: bytes, folder: object) -> Index:
         DataError: it is damaged, or of another version.
     """
     path = f"{folder}/{INDEX}"
+    if text.lstrip()[:1] == b"<":
+        raise DataError(f"{path} is a web page and not an index; {WEB_PAGE}")
     try:
         head = msgspec.json.decode(text)
         if not isinstance(head, dict) or head.get("format") != _FORMAT:
-            raise DataError(f"{path} is not an index of hvd_elastic; {_again(folder)}")
+            raise DataError(
+                f"{path} is not an index of hvd_elastic, but of another program; index the shards "
+                f"in another folder: python datasets_prep/index_shards.py {folder} --index OTHER"
+            )
         if head.get("version") != VERSION:
             raise DataError(
                 f"{path} has version {head.get('version')} of the index, and this release reads "
@@ -145,11 +201,8 @@ def parse_index(text: bytes, folder: object) -> Index:
         if index.layout not in LAYOUTS:
             raise DataError(f"{path}: layout {index.layout!r} is none of {', '.join(LAYOUTS)}")
         for shard in index.shards:
-            if (
-                shard.name != Path(shard.name).name
-                or shard.name in ("", "..")
-                or "\0" in shard.name
-            ):
+            parts = shard.name.split("/")
+            if {"", ".", ".."} & {*parts} or "\0" in shard.name:
                 raise DataError(
                     f"{path} names the shard {shard.name!r}, which would not lie in this folder"
                 )
@@ -163,6 +216,16 @@ def parse_index(text: bytes, folder: object) -> Index:
     return index
 
 
+def is_other_index(path: Path) -> bool:
+    """Return whether a file is JSON, and no index of ours: other programs use the name too."""
+    try:
+        file_size(path)
+        head = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.MsgspecError, RecursionError):
+        return False
+    return not isinstance(head, dict) or head.get("format") != _FORMAT
+
+
 def _again(folder: object) -> str:
     return f"make it again: python datasets_prep/index_shards.py {folder}"
 
@@ -174,6 +237,11 @@ def table_path(shard: Path) -> Path:
 
 def load_table(shard: Path, fields: int, examples: int) -> np.ndarray:
     """Map the table of a shard into memory.
+
+    Args:
+        shard: beside which it lies.
+        fields: number of its columns.
+        examples: number of its rows.
 
     Raises:
         DataError: it is missing, damaged, or does not fit the index.
@@ -195,22 +263,38 @@ def load_table(shard: Path, fields: int, examples: int) -> np.ndarray:
     return table
 
 
-def make_table(examples: Sequence[Example]) -> np.ndarray:
+def fields_of(examples: Iterable[Example]) -> tuple[str, ...]:
+    """Return the fields of examples, in the order in which they first come."""
+    return tuple(dict.fromkeys(name for example in examples for name in example.fields))
+
+
+def make_table(examples: Sequence[Example], fields: Sequence[str]) -> np.ndarray:
     """Return the table of a shard.
 
+    Args:
+        examples: one at least.
+        fields: columns of the table.
+
     Returns:
-        One row for each example: ``key`` (ASCII or UTF-8), ``start`` and ``length`` of its record
-        in the shard [bytes], ``offset`` (from ``start``) and ``size`` of each field [bytes],
-        ``label`` (-1: none).
+        One row for each example: ``key`` (bytes, mostly UTF-8), ``start`` and ``length`` of its
+        record in the shard [bytes], ``offset`` (from ``start``) and ``size`` of each field [bytes]
+        (both -1: it lacks the field), ``label`` (-1: none).
     """
-    keys = [example.key.encode() for example in examples]
-    table = np.zeros(len(examples), _dtype(max(map(len, keys), default=1), len(examples[0].sizes)))
+    keys, fields = [as_bytes(example.key) for example in examples], tuple(fields)
+    table = np.zeros(len(examples), _dtype(max(map(len, keys)), len(fields)))
     table["key"] = keys
     for name in ("start", "length", "label"):
         table[name] = [getattr(example, name) for example in examples]
-    table["offset"] = [example.offsets for example in examples]
-    table["size"] = [example.sizes for example in examples]
+    table["offset"] = [_row(example, example.offsets, fields) for example in examples]
+    table["size"] = [_row(example, example.sizes, fields) for example in examples]
     return table
+
+
+def _row(example: Example, values: Sequence[int], fields: Sequence[str]) -> Sequence[int]:
+    if example.fields == fields:
+        return values
+    found = dict(zip(example.fields, values, strict=True))
+    return [found.get(name, -1) for name in fields]
 
 
 def _dtype(key_bytes: int, fields: int) -> np.dtype[Any]:
@@ -226,96 +310,41 @@ def _dtype(key_bytes: int, fields: int) -> np.dtype[Any]:
     )
 
 
-def save_table(shard: Path, examples: Sequence[Example]) -> None:
-    """Write the table of a shard beside it."""
+def save_table(
+    shard: Path, examples: Sequence[Example], fields: Sequence[str] | None = None
+) -> np.ndarray:
+    """Write the table of a shard beside it, and return it; see :func:`make_table`."""
     out = BytesIO()
-    np.save(out, make_table(examples), allow_pickle=False)
+    table = make_table(examples, fields_of(examples) if fields is None else fields)
+    np.save(out, table, allow_pickle=False)
+    table_path(shard).parent.mkdir(parents=True, exist_ok=True)
     write_whole(table_path(shard), out.getvalue())
+    return table
 
 
-def verify(folder: Path) -> Index:
-    """Read every shard of a folder and compare it with its index, which is returned.
+def require_size(path: Path, shard: Shard, tables: Path | None = None) -> None:
+    """Raise DataError if a shard is missing or has another size than when it was indexed.
 
-    Raises:
-        DataError: names the first shard that has changed, and how.
+    Args:
+        path: of the shard.
+        shard: its entry in the index.
+        tables: folder of the index; None: that of the shard.
     """
-    index = load_index(folder)
-    for shard in index.shards:
-        path = folder / shard.name
-        require_size(path, shard)
-        if sha256_of(path) != shard.sha256:
-            raise DataError(f"{path} has changed since it was indexed (SHA-256); {restore(folder)}")
-        if not shard.examples:
-            continue
-        found = make_table(list(LAYOUTS[index.layout].scan(path)))
-        if found.tobytes() != load_table(path, len(index.fields), shard.examples).tobytes():
-            raise DataError(f"the table of {path} does not fit the shard; {_again(folder)}")
-    return index
-
-
-def require_size(path: Path, shard: Shard) -> None:
-    """Raise DataError if a shard is missing or has another size than when it was indexed."""
+    remedy = restore(path.parent, tables)
     try:
         size = file_size(path)
     except OSError as error:
+        where = f"the index in {tables}" if tables else "the index"
         raise DataError(
-            f"{path}, a shard of the index, cannot be read: {error.strerror}; "
-            f"{restore(path.parent)}"
+            f"{path}, a shard of {where}, cannot be read: {error.strerror}; {remedy}"
         ) from error
     if size != shard.bytes:
         raise DataError(
-            f"{path} has {size} bytes, and had {shard.bytes} when it was indexed; "
-            f"{restore(path.parent)}"
+            f"{path} has {size} bytes, and had {shard.bytes} when it was indexed; {remedy}"
         )
 
 
-def restore(folder: Path) -> str:
+def restore(folder: Path, tables: Path | None = None) -> str:
     """Return what to do about a shard that has changed."""
-    return f"copy it again, or if the new one is meant: index_shards.py {folder}"
-
-
-def build_index(folder: Path, classes: Sequence[str] = ()) -> Index:
-    """Index the shards that lie in a folder, in the order of their names.
-
-    Args:
-        folder: with tar files in WebDataset's layout, or with TFRecord files.
-        classes: names by label.
-
-    Raises:
-        DataError: there are no shards, one is damaged, or examples have different fields.
-        OSError: one cannot be read.
-    """
-    if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}")
-    names = sorted(path for path in folder.iterdir() if path.name[0] != ".")
-    tars = [path for path in names if path.suffix == Tar.suffix]
-    records = [path for path in names if TFRecord.suffix in path.name and path.suffix != ".npy"]
-    if bool(tars) == bool(records):
-        raise DataError(
-            f"{folder} holds {'both' if tars else 'neither'} tar {'and' if tars else 'nor'} "
-            "TFRecord files (*.tar, *.tfrecord*); name a folder with shards of one kind"
-        )
-    layout = "tar" if tars else "tfrecord"
-    fields: tuple[str, ...] = ()
-    shards = []
-    for path in tars or records:
-        examples = list(LAYOUTS[layout].scan(path))
-        for example in examples:
-            fields = fields or example.fields
-            if example.fields != fields:
-                raise DataError(
-                    f"{path}: example {example.key!r} has the fields {', '.join(example.fields)}, "
-                    f"and others before it {', '.join(fields)}; all examples of a data set need "
-                    "the same fields in the same order"
-                )
-            if classes and not 0 <= example.label < len(classes):
-                raise DataError(
-                    f"{path}: example {example.key!r} has label {example.label}, and "
-                    f"{len(classes)} classes are named"
-                )
-        if examples:
-            save_table(path, examples)
-        shards.append(Shard(path.name, len(examples), file_size(path), sha256_of(path)))
-    index = Index(layout, fields, tuple(shards), tuple(classes))
-    index.save(folder)
-    return index
+    option = f" --index {tables}" if tables else ""
+    return f"copy it again, or if the new one is meant: index_shards.py {folder}{option}"

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from http.client import HTTPException, IncompleteRead
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
@@ -34,6 +35,41 @@ def is_url(place: object) -> bool:
     (True, False)
     """
     return "://" in str(place)
+
+
+def selection(place: object) -> tuple[str, list[str] | None]:
+    """Return the folder of a pattern with braces, and the names of files that it stands for.
+
+    >>> selection("s3://bucket/train/{00..01}/{a,b}.tar")
+    ('s3://bucket/train', ['00/a.tar', '00/b.tar', '01/a.tar', '01/b.tar'])
+    >>> selection("/data/train")
+    ('/data/train', None)
+    """
+    folder, slash, rest = str(place).partition("{")
+    if not slash or (not is_url(place) and Path(str(place)).exists()):
+        return str(place), None
+    folder, _, begin = folder.rpartition("/")
+    pattern, mark, query = (begin + slash + rest).partition("?")
+    return folder + mark + query, list(_expanded(pattern))
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    found = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
+    if found is None:
+        if "{" in pattern or "}" in pattern:
+            raise DataError(
+                f"{pattern}: braces stand for numbers, {{000..127}}, or for names, {{train,val}}"
+            )
+        yield pattern
+        return
+    first, last, names = found.groups()
+    parts = (
+        names.split(",")
+        if names is not None
+        else [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+    )
+    for part in parts:
+        yield from _expanded(pattern[: found.start()] + part + pattern[found.end() :])
 
 
 class RemoteFolder:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
 
-from hvd_elastic.data.example import Example
-from hvd_elastic.data.files import file_size
+from hvd_elastic.data.example import Example, as_bytes
+from hvd_elastic.data.files import compression, file_size
 from hvd_elastic.errors import DataError
 
 _BLOCK = tarfile.BLOCKSIZE
@@ -18,6 +19,7 @@ _NAME_BYTES = 100  # of a header's first field; the whole name, where it is this
 
 _TEMPLATE = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
 _SIZE, _CHECKSUM = slice(124, 135), slice(148, 156)  # of a header
+_PREFIX = slice(345, 500)  # folders of a long name
 
 
 class Tar:
@@ -49,17 +51,28 @@ class Tar:
         place = Example(key, 0, length, tuple(fields), tuple(offsets), sizes, label)
         return b"".join(pieces), place
 
-    def require_key(self, record: bytes, key: str, fields: Sequence[str]) -> None:
-        """Raise ValueError unless the record begins with the header of its first member."""
-        name = f"{key}.{fields[0]}".encode()
-        found = record[:_NAME_BYTES].rstrip(b"\0")
-        # A longer name is in a header of its own before it, or divided; fields are lower case.
-        if len(name) <= _NAME_BYTES and found.lower() != name.lower():
-            shown = found[:40].decode(errors="replace")
-            raise ValueError(f"there is {shown!r} in its place")
+    def require_key(self, record: bytes, key: str, field: str, offset: int, size: int) -> None:
+        """Raise ValueError unless a record has the header of its first member before the data."""
+        header, name = record[offset - _BLOCK : offset], f"{key}.{field}"
+        stored = header[:_NAME_BYTES].partition(b"\0")[0]
+        encoded = as_bytes(name)
+        if stored != encoded:
+            encoded, folder = encoded.lower(), header[_PREFIX].partition(b"\0")[0]  # as fields are
+            names = [stored.lower(), (folder + b"/" + stored).lower()]
+            # A longer name is in a header of its own (PAX, GNU), or its folders are apart.
+            if encoded not in names and (
+                offset == _BLOCK or encoded not in record[:offset].lower()
+            ):
+                raise ValueError(f"there is {stored[:40].decode(errors='replace')!r} in its place")
+        if size < 1 << 33 and int(header[_SIZE].strip(b"\0 ") or b"0", 8) != size:
+            raise ValueError(f"{name} has another size in its place")
 
-    def scan(self, path: Path) -> Iterator[Example]:
+    def scan(self, path: Path, left_out: Counter[str] | None = None) -> Iterator[Example]:
         """Yield the examples of a shard.
+
+        Args:
+            path: of the shard.
+            left_out: counts members that are part of no example, by name.
 
         Raises:
             OSError: it cannot be read.
@@ -68,13 +81,14 @@ class Tar:
         size = file_size(path)
         if size == 0:
             raise DataError(f"{path} is empty (0 bytes); copy or make it again")
+        others = Counter[str]() if left_out is None else left_out
         try:
             with (
                 path.open("rb") as raw,
                 tarfile.open(fileobj=raw, mode="r:", encoding="utf-8") as file,
             ):
                 before: set[str] = set()
-                for key, members in groupby(_files(file, path, size), key=_key):
+                for key, members in groupby(_files(file, path, size, others), key=_key):
                     if key in before:
                         raise DataError(
                             f"{path}: the members of {key!r} do not lie together, or two examples "
@@ -84,19 +98,16 @@ class Tar:
                     yield _example(raw, path, key, list(members))
                 _require_end(path, file.offset)
         except tarfile.ReadError as error:
-            with path.open("rb") as raw:
-                compressed = raw.read(2) == b"\x1f\x8b"
-            what = (
-                "is compressed, which allows no random access; unpack it: gunzip"
-                if compressed
-                else f"is not a whole tar file ({error}); copy or make it again"
-            )
-            raise DataError(f"{path} {what}") from error
+            if how := compression(path):
+                raise DataError(f"{path} {how}") from error
+            raise DataError(
+                f"{path} is not a whole tar file ({error}); copy or make it again"
+            ) from error
 
 
 def _header(name: str, size: int) -> bytes:
     """Return the header of a member; tarfile needs five times as long for a short name."""
-    short = name.encode()
+    short = as_bytes(name)
     if len(short) > _NAME_BYTES or size >= 1 << 33:
         member = tarfile.TarInfo(name)
         member.size = size
@@ -114,17 +125,37 @@ def _key(member: tarfile.TarInfo) -> str:
     return folder + slash + name.partition(".")[0]
 
 
-def _files(file: tarfile.TarFile, path: Path, size: int) -> Iterator[tarfile.TarInfo]:
+def _files(
+    file: tarfile.TarFile, path: Path, size: int, left_out: Counter[str]
+) -> Iterator[tarfile.TarInfo]:
+    before: dict[str, tarfile.TarInfo] = {}
     for member in file:
-        if member.isfile():
-            if member.sparse is not None:
-                raise DataError(f"{path}: {member.name} is a sparse file; make the shard again")
-            if member.offset_data + member.size > size:
+        if member.issym():
+            left_out[f"{member.name} (symbolic link)"] += 1
+        if not member.isfile() and not member.islnk():
+            continue
+        name = member.name.rpartition("/")[2]
+        if name.startswith(".") or "." not in name:
+            # Those of macOS, one for each member, count together.
+            left_out["._*" if name.startswith("._") else name] += 1
+            continue
+        if member.islnk():
+            target = before.get(member.linkname)
+            if target is None:
                 raise DataError(
-                    f"{path} is cut off in {member.name}: it has {size} bytes and needs "
-                    f"{member.offset_data + member.size}; copy it again"
+                    f"{path}: {member.name} is a hard link to {member.linkname}, which is no file "
+                    "before it; make the shard again"
                 )
-            yield member
+            member.offset_data, member.size = target.offset_data, target.size
+        if member.sparse is not None:
+            raise DataError(f"{path}: {member.name} is a sparse file; make the shard again")
+        if member.offset_data + member.size > size:
+            raise DataError(
+                f"{path} is cut off in {member.name}: it has {size} bytes and needs "
+                f"{member.offset_data + member.size}; copy it again"
+            )
+        before[member.name] = member
+        yield member
 
 
 def _require_end(path: Path, offset: int) -> None:
@@ -144,7 +175,9 @@ def _example(raw: BinaryIO, path: Path, key: str, members: Sequence[tarfile.TarI
             f"{path}: the members of {key!r} are {', '.join(m.name for m in members)}; each needs "
             "an ending of its own, such as .jpg and .cls"
         )
-    start, last = members[0].offset, members[-1]
+    start = members[0].offset
+    # A hard link has no bytes of its own; those that it leads to may lie in another example.
+    end = max(m.offset + _BLOCK if m.islnk() else m.offset_data + m.size for m in members)
     label = -1
     if "cls" in fields:
         stored = members[fields.index("cls")]
@@ -159,7 +192,7 @@ def _example(raw: BinaryIO, path: Path, key: str, members: Sequence[tarfile.TarI
     return Example(
         key,
         start,
-        last.offset_data + last.size - start,
+        end - start,
         fields,
         tuple(member.offset_data - start for member in members),
         tuple(member.size for member in members),

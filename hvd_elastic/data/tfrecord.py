@@ -1,23 +1,39 @@
 """Examples in TFRecord files, each a ``tf.train.Example``; read and written without TensorFlow.
 
-An image has the features that TensorFlow's scripts for ImageNet give it: ``image/encoded``,
-``image/class/label``, which counts from 1 there, and ``image/filename``.
+Images have the features that TensorFlow's scripts for ImageNet give them, ``image/encoded``,
+``image/class/label``, which counts from 1 there, and ``image/filename``; or those of TensorFlow
+Datasets, ``image`` and ``label``, which counts from 0. Other features keep their names. Those of a
+``tf.train.SequenceExample`` are read too.
 """
 
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from hvd_elastic.data.example import Example
-from hvd_elastic.data.files import file_size
+from hvd_elastic.data.files import compression, file_size
 from hvd_elastic.errors import DataError
 
 _KEY, _LABEL, _IMAGE = "image/filename", "image/class/label", "image/encoded"
+_LABEL_FROM_0, _OTHER_IMAGE = "label", "image"
 _IMAGE_FIELDS = ("jpg", "png")
+_PICTURES = {b"\xff\xd8": "jpg", b"\x89PNG": "png"}
 _HEAD, _TAIL = 12, 4  # length and its checksum; checksum of the data
-_BYTES, _INTEGERS = 1, 3  # fields of tf.train.Feature
+_BYTES, _FLOATS, _INTEGERS = 1, 2, 3  # fields of tf.train.Feature
+
+KINDS = {_BYTES: "bytes", _FLOATS: "float", _INTEGERS: "int64"}
+"""Kinds of values. One with ``_list`` has several in some examples; ``sequence`` is a feature list
+of a ``SequenceExample``, ``label`` a label that counts from 0."""
+LIST, SEQUENCE, FROM_0 = "_list", "sequence", "label"
+SEVERAL = -2
+"""Size of a value that is a list of bytes: this less its bytes. A value that has one is stored as
+the bytes alone; numbers are always stored as the list."""
 
 
 class TFRecord:
@@ -34,10 +50,10 @@ class TFRecord:
         Raises:
             DataError: the fields are not in the order in which they are read back.
         """
-        if list(fields) != sorted(fields, key=_place):
+        if list(fields) != sorted(fields, key=place):
             raise DataError(
                 f"TFRecord shards need the fields {', '.join(fields)} in the order "
-                f"{', '.join(sorted(fields, key=_place))}: picture, others by name, cls"
+                f"{', '.join(sorted(fields, key=place))}: picture, others by name, cls"
             )
         label = -1
         body = _feature(_KEY, _BYTES, key.encode())
@@ -57,13 +73,13 @@ class TFRecord:
         offsets = tuple(before + end - size for end, size in zip(ends, sizes, strict=True))
         return record, Example(key, 0, len(record), tuple(fields), offsets, tuple(sizes), label)
 
-    def require_key(self, record: bytes, key: str, fields: Sequence[str]) -> None:
+    def require_key(self, record: bytes, key: str, field: str, offset: int, size: int) -> None:
         """Raise ValueError unless the record begins with its length and that one's checksum."""
         head = struct.pack("<Q", len(record) - _HEAD - _TAIL)
         if record[:_HEAD] != head + _masked_crc(head):
             raise ValueError("there is no record of its length in its place")
 
-    def scan(self, path: Path) -> Iterator[Example]:
+    def scan(self, path: Path, left_out: Counter[str] | None = None) -> Iterator[Example]:
         """Yield the examples of a shard.
 
         Raises:
@@ -78,6 +94,8 @@ class TFRecord:
             while start < size:
                 head = file.read(_HEAD)
                 if len(head) < _HEAD or _masked_crc(head[:8]) != head[8:]:
+                    if not start and (how := compression(path)):
+                        raise DataError(f"{path} {how}")
                     what = (
                         "it is no TFRecord file"
                         if not start
@@ -92,7 +110,7 @@ class TFRecord:
                     raise DataError(f"{path}: record {number} is damaged (checksum); copy it again")
                 try:
                     yield _example(data, start, number)
-                except (ValueError, IndexError) as error:
+                except (ValueError, IndexError, KeyError) as error:
                     raise DataError(
                         f"{path}: record {number} is no tf.train.Example ({error}); shards of "
                         "other messages cannot be indexed"
@@ -101,43 +119,125 @@ class TFRecord:
                 number += 1
 
 
+def decode_value(kind: str, value: bytes, *, several: bool = False) -> Any:
+    """Return a value of a kind of ``KINDS``.
+
+    Args:
+        kind: a name; with ``_list`` the result is an array, or a list of bytes.
+        value: as stored.
+        several: whether it is a list, of bytes.
+    """
+    if kind == SEQUENCE:
+        return _sequence(value)
+    base = kind.removesuffix(LIST)
+    if base == "bytes":
+        found = [value[at:to] for _, at, to in _messages(value, 0, len(value))] if several else None
+        return value if found is None and base == kind else found or [value]
+    array = _numbers(base, value)
+    return array if kind.endswith(LIST) else array[0].item()
+
+
+def _numbers(kind: str, data: bytes) -> np.ndarray:
+    """Return the numbers of a ``FloatList`` or ``Int64List``, packed or not."""
+    packed = _packed(data)
+    if kind == "float":
+        return np.frombuffer(packed, "<f4").astype(np.float32)
+    septets = np.frombuffer(packed, np.uint8)
+    ends = np.flatnonzero(septets < 0x80)
+    starts = np.concatenate(([0], ends[:-1] + 1)) if len(ends) else ends
+    found = np.zeros(len(ends), np.uint64)
+    for place in range(int((ends - starts).max(initial=-1)) + 1):
+        here = starts + place <= ends
+        part = septets[starts[here] + place] & 0x7F
+        found[here] |= part.astype(np.uint64) << np.uint64(7 * place)
+    return found.view(np.int64)
+
+
+def _packed(data: bytes) -> bytes:
+    return b"".join(data[at:to] for _, at, to in _messages(data, 0, len(data)))
+
+
+def _sequence(data: bytes) -> Any:
+    """Return the steps of a ``FeatureList``: an array if all are numbers and equally many."""
+    steps = []
+    for _, at, to in _messages(data, 0, len(data)):
+        kind, begin, end, count = _feature_at(data, at, to)
+        if count == 1 and kind == "bytes":
+            (_, begin, end) = next(_messages(data, begin, end))
+            steps.append(data[begin:end])
+        else:
+            steps.append(decode_value(kind + LIST, data[begin:end], several=True))
+    if any(not isinstance(step, np.ndarray) for step in steps) or len({*map(len, steps)}) != 1:
+        return steps
+    return np.stack(steps)
+
+
 def _example(data: bytes, start: int, number: int) -> Example:
     key, label = f"{number:08d}", -1
-    found: list[tuple[str, int, int]] = []
-    for name, kind, begin, end in _features(data):
-        value = data[begin:end]
-        if name == _KEY:
-            key = value.decode(errors="replace")
-            continue
-        if name == _LABEL and kind == _INTEGERS:
-            label = _read_varint(data, begin)[0] - 1
-            name = "cls"
-        elif kind != _BYTES:
-            continue
-        elif name == _IMAGE:
-            name = "png" if value.startswith(b"\x89PNG") else "jpg"
-        found.append((name, _HEAD + begin, end - begin))
+    found: list[tuple[str, int, int, str]] = []
+    features = dict(_features(data))
+    image = _IMAGE if _IMAGE in features else _OTHER_IMAGE
+    for name, (kind, begin, end, count) in features.items():
+        size = end - begin
+        if kind == "bytes" and count == 1:
+            (_, begin, end) = next(_messages(data, begin, end))
+            size = end - begin
+            value = data[begin:end]
+            if name == _KEY:
+                key = value.decode(errors="surrogateescape")
+                continue
+            if name == image:
+                known = (each for magic, each in _PICTURES.items() if value.startswith(magic))
+                name = next(known, "jpg" if name == _IMAGE else name)
+        elif kind == "bytes":
+            size = SEVERAL - size
+        elif kind == "int64" and count == 1 and name in (_LABEL, _LABEL_FROM_0):
+            if name == _LABEL or _LABEL not in features:
+                label = int(_numbers(kind, data[begin:end])[0]) - 1
+                (_, begin, end) = next(_messages(data, begin, end))
+                size = end - begin
+                name, kind = "cls", kind if name == _LABEL else FROM_0
+        if count != 1 and kind != SEQUENCE:
+            kind += LIST
+        found.append((name, _HEAD + begin, size, kind))
     # TensorFlow writes the features of each record in another order.
-    found.sort(key=lambda value: _place(value[0]))
-    fields, offsets, sizes = zip(*found, strict=True) if found else ((), (), ())
-    return Example(key, start, _HEAD + len(data) + _TAIL, fields, offsets, sizes, label)
+    found.sort(key=lambda value: place(value[0]))
+    fields, offsets, sizes, kinds = zip(*found, strict=True) if found else ((), (), (), ())
+    length = _HEAD + len(data) + _TAIL
+    return Example(key, start, length, fields, offsets, sizes, label, kinds)
 
 
-def _place(field: str) -> tuple[bool, bool, str]:
+def place(field: str) -> tuple[bool, bool, str]:
+    """Return what fields are sorted by: the image, others by name, the label."""
     return field not in _IMAGE_FIELDS, field == "cls", field
 
 
-def _features(data: bytes) -> Iterator[tuple[str, int, int, int]]:
-    """Yield name, kind, begin and end of each feature that has one value, in the order stored."""
-    for _, begin, end in _messages(data, 0, len(data)):  # Example.features
-        for _, entry, entry_end in _messages(data, begin, end):  # entries of Features.feature
+def _features(data: bytes) -> Iterator[tuple[str, tuple[str, int, int, int]]]:
+    """Yield name and, as :func:`_feature_at`, place of each feature in the order stored."""
+    for part, begin, end in _messages(data, 0, len(data)):  # features, or context; feature lists
+        for _, entry, entry_end in _messages(data, begin, end):  # entries of a map
             parts = {field: (at, to) for field, at, to in _messages(data, entry, entry_end)}
             name = data[slice(*parts[1])].decode()
-            for kind, at, to in _messages(data, *parts[2]):  # Feature: one list
-                if kind in (_BYTES, _INTEGERS):
-                    values = list(_messages(data, at, to))
-                    if len(values) == 1:
-                        yield name, kind, values[0][1], values[0][2]
+            at, to = parts.get(2, (0, 0))
+            if part == 1:
+                kind, at, to, count = _feature_at(data, at, to)
+                if count:  # one without a value is as if it were not there
+                    yield name, (kind, at, to, count)
+            elif part == 2:
+                yield name, (SEQUENCE, at, to, 1)
+
+
+def _feature_at(data: bytes, at: int, end: int) -> tuple[str, int, int, int]:
+    """Return kind, begin, end and number of the values of a feature: of its one list."""
+    for part, begin, stop in _messages(data, at, end):
+        kind = KINDS[part]
+        if kind == "bytes":
+            return kind, begin, stop, sum(1 for _ in _messages(data, begin, stop))
+        packed = _packed(data[begin:stop])
+        if kind == "float":
+            return kind, begin, stop, len(packed) // 4
+        return kind, begin, stop, int((np.frombuffer(packed, np.uint8) < 0x80).sum())
+    return "bytes", end, end, 0
 
 
 def _messages(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:

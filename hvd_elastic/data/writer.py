@@ -66,8 +66,8 @@ class ShardWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         if self._examples:
-            found = make_table(list(self._layout.scan(self._part)))
-            if found.tobytes() != make_table(self._examples).tobytes():
+            found = make_table(list(self._layout.scan(self._part)), self._fields)
+            if found.tobytes() != make_table(self._examples, self._fields).tobytes():
                 raise DataError(f"{self._path} reads back otherwise than it was written")
             save_table(self._path, self._examples)
         self._part.replace(self._path)

@@ -622,7 +622,8 @@ def test_shards_are_indexed_and_verified_by_command(
     assert call(monkeypatch, index_shards, out, "--verify") == 1
     assert "has no index.json" in capsys.readouterr().err
     assert call(monkeypatch, index_shards, out, "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"examples": 12, "shards": 1}
+    found = {"fields": ["jpg", "cls"], "lacking": {}, "left_out": {}}
+    assert json.loads(capsys.readouterr().out) == {"examples": 12, "shards": 1, **found}
     assert load_index(out).shards == shards
     assert call(monkeypatch, index_shards, out, "--verify") == 0
     assert "12 examples in 1 shards fit the index" in capsys.readouterr().out
