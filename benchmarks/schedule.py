@@ -41,11 +41,11 @@ _OUR_POLICIES = ("goodput", "goodput-unknown")
 """Those that are simulated at our cost of a rescale too."""
 
 
-def simulate_one(task: tuple[Path, Path, str, float, float]) -> dict[str, float]:
+def simulate_one(task: tuple[Path, Path, str, float, float, float]) -> dict[str, float]:
     """Return the figures of one workload under one policy."""
-    profiles, workload, policy, interval_s, rescale_s = task
+    profiles, workload, policy, interval_s, rescale_s, noise = task
     jobs = read_workload(workload, read_applications(profiles))
-    outcome = simulate_jobs(jobs, HOSTS, POLICIES[policy], interval_s, rescale_s)
+    outcome = simulate_jobs(jobs, HOSTS, POLICIES[policy], interval_s, rescale_s, noise)
     return {
         "mean_h": outcome.mean_completion_s / 3600,
         "p99_h": outcome.percentile_completion_s(99) / 3600,
@@ -57,7 +57,11 @@ def simulate_one(task: tuple[Path, Path, str, float, float]) -> dict[str, float]
 
 
 def summarize(
-    policy: str, interval_s: float, rescale_s: float, found: Sequence[Mapping[str, float]]
+    policy: str,
+    interval_s: float,
+    rescale_s: float,
+    noise: float,
+    found: Sequence[Mapping[str, float]],
 ) -> dict[str, Any]:
     """Return a row of the figures of one policy on all workloads."""
 
@@ -68,9 +72,12 @@ def summarize(
         "policy": policy,
         "interval_s": interval_s,
         "rescale_s": rescale_s,
+        "noise": noise,
         "mean_h": [round(each["mean_h"], 3) for each in found],
         "mean_of_all_h": round(mean("mean_h"), 3),
-        "published_h": PUBLISHED_H.get(policy) if interval_s == PUBLISHED[0] else None,
+        "published_h": PUBLISHED_H.get(policy)
+        if interval_s == PUBLISHED[0] and not noise
+        else None,
         "p99_h": round(mean("p99_h"), 2),
         "mean_fairness": round(mean("mean_fairness"), 3),
         "worst_fairness": [round(each["worst_fairness"], 2) for each in found],
@@ -117,31 +124,37 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
         raise UsageError(f"{options.workloads} has no workload-N.csv")
     load_before = os.getloadavg()
     settings = [
-        (policy, *COSTS[cost])
+        (policy, *COSTS[cost], options.noise)
         for cost in options.costs
         for policy in options.policies
         if cost == "published" or policy in _OUR_POLICIES
     ]
     rows = [row for row in kept if _setting(row) not in settings]
     with ProcessPoolExecutor(options.processes) as pool:
-        for policy, interval_s, rescale_s in settings:
-            tasks = [(options.profiles, file, policy, interval_s, rescale_s) for file in files]
+        for policy, *costs, noise in settings:
+            tasks = [(options.profiles, file, policy, *costs, noise) for file in files]
             found = list(pool.map(simulate_one, tasks))
-            row = summarize(policy, interval_s, rescale_s, found)
+            row = summarize(policy, *costs, noise, found)
             rows.append(row)
-            say(f"{policy}, a decision each {interval_s:g} s: mean {row['mean_of_all_h']} h")
+            say(f"{policy}, a decision each {costs[0]:g} s: mean {row['mean_of_all_h']} h")
     decisions = [
         {"slots": 4 * hosts, "jobs": jobs, "longest_s": round(decision_time_s(hosts, jobs), 3)}
         for hosts, jobs in ((16, 160), (256, 1000), (1024, 2560))
     ]
     note = "Virtual time; other work on the machine only lengthens decisions."
     taken = conditions("a simulated cluster", note, load_before)
-    rows.sort(key=lambda row: (row["interval_s"] != PUBLISHED[0], [*POLICIES].index(row["policy"])))
+    rows.sort(
+        key=lambda row: (
+            row["interval_s"] != PUBLISHED[0],
+            _setting(row)[-1],
+            [*POLICIES].index(row["policy"]),
+        )
+    )
     return Result(_BENCHMARK, taken, {"workloads": rows, "decisions": decisions})
 
 
-def _setting(row: Mapping[str, Any]) -> tuple[str, float, float]:
-    return row["policy"], row["interval_s"], row["rescale_s"]
+def _setting(row: Mapping[str, Any]) -> tuple[str, float, float, float]:
+    return row["policy"], row["interval_s"], row["rescale_s"], row.get("noise") or 0.0
 
 
 def main() -> int:
@@ -153,6 +166,8 @@ def main() -> int:
     parser.add_argument("--policies", type=names, default=list(POLICIES), help=told)
     told = f"costs of a rescale, of {', '.join(COSTS)} (both; the latter for our policies alone)"
     parser.add_argument("--costs", type=names, default=list(COSTS), help=told)
+    told = "relative error of the goodput that a policy reads, such as 0.05 (0)"
+    parser.add_argument("--noise", type=float, default=0.0, help=told)
     told = "processes that simulate at once (2)"
     parser.add_argument("--processes", type=at_least_one, default=2, help=told)
     return run_benchmark(parser, measure)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
+import tarfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from hvd_elastic.data.files import file_size
@@ -47,6 +50,48 @@ def download(url: str, path: Path, published: str) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+class Member(NamedTuple):
+    """A file in a tar archive: its name, and where its bytes lie."""
+
+    name: str
+    offset: int
+    size: int
+
+
+def tar_files(file: tarfile.TarFile, where: str) -> Iterator[Member]:
+    """Yield the files of an archive; hard links lead to the file that they name.
+
+    Symbolic links are left out and named, for which ``where`` is the archive's name.
+
+    Raises:
+        DataError: a hard link leads nowhere.
+    """
+    before: dict[str, Member] = {}
+    symbolic = []
+    for member in file:
+        found = Member(member.name, member.offset_data, member.size)
+        if member.islnk():
+            target = before.get(member.linkname)
+            if target is None:
+                raise DataError(
+                    f"{where}: {member.name} is a hard link to {member.linkname}, which is no file "
+                    "before it; make the archive again"
+                )
+            found = target._replace(name=member.name)
+        elif member.issym():
+            symbolic.append(member.name)
+            continue
+        elif not member.isfile():
+            continue
+        before[found.name] = found
+        yield found
+    if symbolic:
+        print(
+            f"{where}: {len(symbolic)} symbolic links are left out: {', '.join(symbolic[:5])}",
+            file=sys.stderr,
+        )
 
 
 def _write(path: Path, pieces: Iterator[bytes]) -> None:

@@ -4,7 +4,8 @@
     python datasets_prep/image_folder.py --source ~/birds --out /data/birds --resize 256
 
 A folder for each class gives labels, in the order of the folders' names or of --classes; a folder
-of pictures alone gives none. With train/ and val/ in the source, both are written.
+of pictures alone gives none. With train/, val/ and test/ in the source, all are written, each to a
+folder of its name in --out (training/, valid/, validation/ and testing/ are such too).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from datasets_prep import frame, pictures
 from hvd_elastic.errors import DataError
 
-SPLITS = ("train", "val", "test")
+SPLITS = (("train", "training"), ("val", "valid", "validation"), ("test", "testing"))
+"""What folders of splits are called, in any case."""
 
 
 def run(given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -32,29 +34,75 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
             f"--out {given.out} is in the source, {source}; name a folder outside of it"
         )
     settings = frame.settings_of(given, ("jpg",), pictures.ToJpeg(given.resize, given.quality))
-    splits = [name for name in SPLITS if (source / name).is_dir()] or [""]
+    splits = splits_in(source, given.classes)
+    first = source / splits[0]
     if given.classes is not None:
-        classes = pictures.read_classes(given.classes)
+        classes = pictures.read_classes(given.classes, pictures.folders_in(first))
     else:
-        classes = pictures.classes_in(source / splits[0])
-    listed = {name: pictures.list_folder(source / name, classes) for name in splits}
-    for name, sources in listed.items():
-        stray = pictures.files_in(source / name) if classes else []
+        classes = pictures.classes_in(first)
+    listed = {}
+    for name in splits:
+        folder = source / name
+        here = classes
+        if name != splits[0] and classes and not set(classes) & {*pictures.folders_in(folder)}:
+            here = []
+            print(f"{folder}: has no folders of classes, so no labels", file=sys.stderr)
+        sources = pictures.list_folder(folder, here, some=name != splits[0])
+        stray = pictures.files_in(folder) if here else []
         if stray:
             print(
-                f"{source / name}: {len(stray)} pictures are left out, since they lie in no folder "
-                f"of a class: {', '.join(stray[:5])}",
+                f"{folder}: {len(stray)} pictures are left out, since they lie in no folder of a "
+                f"class: {', '.join(stray[:5])}",
                 file=sys.stderr,
             )
-        if not sources:
+        if sources:
+            listed[name] = here, sources
+        elif name == splits[0]:
             raise DataError(
-                f"{source / name} holds no pictures ({', '.join(pictures.SUFFIXES)}); name a "
-                "folder of pictures, or one with a folder for each class"
+                f"{folder} holds no pictures ({', '.join(pictures.SUFFIXES)}); name a folder of "
+                "pictures, or one with a folder for each class"
             )
+        else:
+            print(f"{folder}: left out, since it holds no pictures", file=sys.stderr)
     return [
-        frame.prepare(given.out / name, sources, classes, settings)
-        for name, sources in listed.items()
+        frame.prepare(given.out / name, sources, here, settings)
+        for name, (here, sources) in listed.items()
     ]
+
+
+def splits_in(source: Path, classes: Path | None) -> list[str]:
+    """Return the names of the splits of a folder, the one for training first; [""]: it has none.
+
+    Args:
+        source: where they lie.
+        classes: file that names the classes, which are then no splits.
+
+    Raises:
+        DataError: a folder may be a split or a class.
+    """
+    folders = pictures.folders_in(source)
+    splits = [name for names in SPLITS for name in folders if name.lower() in names]
+    if not splits or (classes and {*pictures.read_classes(classes, folders)} <= {*folders}):
+        return [""]
+    others = [n for n in pictures.classes_in(source) if n not in splits]
+    if others and not any(pictures.classes_in(source / name) for name in splits):
+        raise DataError(
+            f"{source} holds {splits[0]}/, which may be a split or a class, beside {others[0]}/; "
+            "name the classes with --classes, or the folder of one split with --source"
+        )
+    if others:
+        print(
+            f"{source}: left out, since they are no splits (train, val, test): "
+            f"{', '.join(others[:5])}",
+            file=sys.stderr,
+        )
+    if stray := pictures.files_in(source):
+        print(
+            f"{source}: {len(stray)} pictures are left out, since they lie in no split: "
+            f"{', '.join(stray[:5])}",
+            file=sys.stderr,
+        )
+    return splits
 
 
 def main() -> int:

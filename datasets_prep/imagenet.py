@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from datasets_prep import frame, image_folder, pictures
-from datasets_prep.archives import require_md5
+from datasets_prep.archives import Member, require_md5, tar_files
 from datasets_prep.frame import Source
 from hvd_elastic.data.files import file_size
 from hvd_elastic.errors import DataError
@@ -72,17 +72,16 @@ def list_train(archive: Path) -> tuple[list[Source], list[str]]:
         classes = [Path(member.name).stem for member in inside]
         for label, member in enumerate(inside):
             try:
-                with tarfile.open(fileobj=outer.extractfile(member), mode="r:") as inner:
+                with tarfile.open(fileobj=outer.extractfile(member.name), mode="r:") as inner:
                     sources += [
                         Source(
                             str(archive),
                             f"{classes[label]}/{Path(picture.name).name}",
                             label,
-                            member.offset_data + picture.offset_data,
+                            member.offset + picture.offset,
                             picture.size,
                         )
-                        for picture in inner
-                        if picture.isfile()
+                        for picture in tar_files(inner, f"{archive}/{member.name}")
                     ]
             except tarfile.TarError as error:
                 raise DataError(f"{archive}: {member.name} is damaged ({error})") from None
@@ -108,7 +107,7 @@ def list_val(archive: Path, devkit: Path, classes: list[str]) -> list[Source]:
     if unknown := sorted({names.get(number, str(number)) for number in truth} - set(label_of)):
         raise DataError(f"{devkit}: class {unknown[0]} is not in {TRAIN}")
     return [
-        Source(str(archive), member.name, label_of[names[number]], member.offset_data, member.size)
+        Source(str(archive), member.name, label_of[names[number]], member.offset, member.size)
         for member, number in zip(members, truth, strict=True)
     ]
 
@@ -151,13 +150,13 @@ def _opened(archive: Path) -> tarfile.TarFile:
         raise DataError(f"{archive} is no tar archive ({error}); copy it again") from None
 
 
-def _members(file: tarfile.TarFile, archive: Path) -> list[tarfile.TarInfo]:
+def _members(file: tarfile.TarFile, archive: Path) -> list[Member]:
     try:
-        members = [member for member in file if member.isfile()]
+        members = [*tar_files(file, str(archive))]
     except tarfile.TarError as error:
         raise DataError(f"{archive} is cut off or damaged ({error}); copy it again") from None
     size = archive.stat().st_size
-    if members and members[-1].offset_data + members[-1].size > size:
+    if members and members[-1].offset + members[-1].size > size:
         raise DataError(f"{archive} is cut off in {members[-1].name}; copy it again")
     return members
 

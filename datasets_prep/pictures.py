@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 import warnings
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
 from datasets_prep.frame import Source
+from hvd_elastic.data.decoding import explained, open_picture, orientation, to_rgb, turned
 from hvd_elastic.errors import DataError
 
-SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
-_ORIENTATION = 0x0112  # of EXIF
+SUFFIXES = (
+    *(".jpeg", ".jpg", ".jpe", ".jfif", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".avif"),
+    *(".jp2", ".ppm", ".pgm", ".pbm", ".pnm"),
+)
+_CACHES = ("__pycache__", "__MACOSX", "@eaDir", "$RECYCLE.BIN", "lost+found", "Thumbs.db")
+_SHOWN = 5
+_WORDNET = re.compile(r"n\d{8}")
 
 
 @dataclass(frozen=True)
@@ -40,30 +49,22 @@ class ToJpeg:
         Raises:
             DataError: it is damaged or no picture; says how.
         """
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # damaged EXIF; what matters raises
-                return [(self._encode(data),)]
-        except Exception as error:  # noqa: BLE001  Pillow raises whatever a damaged file leads to
-            if not data:
-                raise DataError("it is empty (0 bytes)") from None
-            if isinstance(error, UnidentifiedImageError):
-                raise DataError("no picture that Pillow knows") from None
-            raise DataError(str(error) or type(error).__name__) from None
+        with warnings.catch_warnings(), explained(data):
+            warnings.simplefilter("ignore")  # damaged EXIF; what matters raises
+            return [(self._encode(data),)]
 
     def _encode(self, data: bytes) -> bytes:
-        picture = Image.open(BytesIO(data))
-        turned = picture.getexif().get(_ORIENTATION, 1) not in (0, 1)
+        picture = open_picture(data)
+        lies = orientation(picture)
         shrinks = 0 < self.resize < min(picture.size)
-        if picture.format == "JPEG" and picture.mode == "RGB" and not turned and not shrinks:
+        if picture.format == "JPEG" and picture.mode == "RGB" and lies == 1 and not shrinks:
             picture.load()  # raises if it is damaged
             return data
         if shrinks and picture.format == "JPEG" and picture.mode == "RGB":
             # Decoding at a fraction of the size; twice the result, so that nothing is lost.
             share = 2 * self.resize / min(picture.size)
             picture.draft("RGB", (int(picture.width * share), int(picture.height * share)))
-        picture.load()
-        upright = to_rgb(ImageOps.exif_transpose(picture) if turned else picture)
+        upright = turned(to_rgb(picture), lies)
         if shrinks:
             share = self.resize / min(upright.size)
             width, height = (max(self.resize, round(side * share)) for side in upright.size)
@@ -73,27 +74,34 @@ class ToJpeg:
         return out.getvalue()
 
 
-def to_rgb(picture: Image.Image) -> Image.Image:
-    """Return a picture in RGB: 16 bits scaled to 8, transparent parts on white.
+class LeftOut(Counter[str]):
+    """Counts what a folder has beside images, by endings and kinds."""
 
-    Raises:
-        DataError: its numbers have no known range.
-    """
-    if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PNG"):
-        wide = picture.convert("I").point(lambda value: value / 257)
-        return wide.convert("L").convert("RGB")
-    if picture.mode in ("I", "F"):
-        raise DataError(f"pixels of 32 bits (mode {picture.mode}) have no known range")
-    if "A" in picture.getbands() or "transparency" in picture.info:
-        whole = picture.convert("RGBA")
-        ground = Image.new("RGBA", whole.size, "white")
-        return Image.alpha_composite(ground, whole).convert("RGB")
-    return picture.convert("RGB")
+    def say(self, folder: Path) -> None:
+        """Print what was left out of a folder, if anything."""
+        if self:
+            most = ", ".join(f"{what} ({count})" for what, count in self.most_common(_SHOWN))
+            more = f" and {len(self) - _SHOWN} other kinds" if len(self) > _SHOWN else ""
+            print(
+                f"{folder}: {self.total()} entries are left out, which are no images by their "
+                f"names: {most}{more}",
+                file=sys.stderr,
+            )
+
+
+def folders_in(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder, but for hidden ones and caches."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and _is_shown(path.name))
 
 
 def classes_in(folder: Path) -> list[str]:
     """Return the names of the classes of a folder, which has one for each; [] if it has none."""
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+    return [name for name in folders_in(folder) if holds_pictures(folder / name)]
+
+
+def holds_pictures(folder: Path) -> bool:
+    """Return whether there is an image in a folder, at any depth."""
+    return any(True for _ in _pictures(folder, LeftOut()))
 
 
 def files_in(folder: Path) -> list[str]:
@@ -101,49 +109,74 @@ def files_in(folder: Path) -> list[str]:
     return sorted(
         path.name
         for path in folder.iterdir()
-        if path.suffix.lower() in SUFFIXES and path.name[0] != "." and not path.is_dir()
+        if path.suffix.lower() in SUFFIXES and _is_shown(path.name) and not path.is_dir()
     )
 
 
-def list_folder(folder: Path, classes: Sequence[str]) -> Files:
-    """Return the pictures in a folder, in the order of their names.
+def list_folder(folder: Path, classes: Sequence[str], *, some: bool = False) -> Files:
+    """Return the pictures in a folder, in the order of their names; print what is left out.
 
     Args:
         folder: with pictures, at any depth; with ``classes`` a folder for each.
         classes: names of these folders by label; empty: there are no labels.
+        some: whether folders of classes may be missing.
 
     Raises:
-        DataError: a class has no folder, or a folder no class.
+        DataError: a class has no folder, or a folder with pictures no class.
     """
-    files = Files(folder)
+    files, left_out = Files(folder), LeftOut()
     if not classes:
-        files.add(_pictures(folder), -1)
+        files.add(_pictures(folder, left_out), -1)
+        left_out.say(folder)
         return files
-    found = classes_in(folder)
-    for here, there, what in (
-        (classes, found, f"class {{}} has no folder in {folder}"),
-        (found, classes, f"{folder}/{{}} is no class; the classes are {', '.join(classes[:5])}…"),
-    ):
-        if lacking := sorted(set(here) - set(there)):
-            raise DataError(what.format(lacking[0]))
+    there, found = folders_in(folder), classes_in(folder)
+    if other := sorted(set(found) - set(classes)):
+        raise DataError(
+            f"{folder}/{other[0]} is no class; the classes are {', '.join(classes[:5])}…"
+        )
+    if empty := sorted(set(there) - set(found)):
+        print(f"{folder}: without pictures: {', '.join(empty[:_SHOWN])}", file=sys.stderr)
+    if lacking := [name for name in classes if name not in there]:
+        if not some:
+            raise DataError(f"class {lacking[0]} has no folder in {folder}")
+        print(
+            f"{folder}: {len(lacking)} classes have no folder: {', '.join(lacking[:_SHOWN])}",
+            file=sys.stderr,
+        )
     for label, name in enumerate(classes):
-        files.add((f"{name}/{inside}" for inside in _pictures(folder / name)), label)
+        if name in there:
+            inside = _pictures(folder / name, left_out)
+            files.add(((f"{name}/{path}", entry) for path, entry in inside), label)
+    left_out.say(folder)
     return files
 
 
 class Files(Sequence[Source]):
-    """Files in a folder as sources, in some 40 bytes for each."""
+    """Files in a folder as sources, in some 50 bytes for each.
+
+    Attributes:
+        newest: when the newest one was written [s since 1970].
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
-        self._names, self._ends, self._labels = bytearray(), array("q"), array("q")
+        self._names, self._ends = bytearray(), array("q")
+        self._labels, self._sizes = array("q"), array("q")
+        self.newest = 0.0
 
-    def add(self, names: Iterable[str], label: int) -> None:
+    def add(self, files: Iterable[tuple[str, os.DirEntry[str]]], label: int) -> None:
         """Add files of one class by their paths in the folder."""
-        for name in names:
+        for name, entry in files:
             self._names += os.fsencode(name)
             self._ends.append(len(self._names))
             self._labels.append(label)
+            try:
+                found = entry.stat()
+            except OSError:  # a link that leads nowhere
+                self._sizes.append(-1)
+                continue
+            self._sizes.append(found.st_size)
+            self.newest = max(self.newest, found.st_mtime)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -153,38 +186,50 @@ class Files(Sequence[Source]):
             return [self[place] for place in range(*index.indices(len(self)))]
         start = self._ends[index - 1] if index else 0
         name = os.fsdecode(bytes(self._names[start : self._ends[index]]))
-        return Source(f"{self._root}/{name}", name, self._labels[index])
+        path = f"{self._root}/{name}"
+        return Source(path, name, self._labels[index], file_bytes=self._sizes[index])
 
 
-def _pictures(folder: Path) -> Iterator[str]:
+def _pictures(folder: Path, left_out: LeftOut) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Yield the pictures in a folder at any depth, by their paths in it, in the order of names."""
-    names, folders = [], set()
+    found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                folders.add(entry.name)
-            elif (
-                entry.name[0] == "."
-                or Path(entry.name).suffix.lower() not in SUFFIXES
-                or (entry.is_symlink() and entry.is_dir())
-            ):
-                continue
-            names.append(entry.name)
-    for name in sorted(names):
-        if name in folders:
-            yield from (f"{name}/{inside}" for inside in _pictures(folder / name))
+            ending = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122  ten times as fast
+            if not _is_shown(entry.name):
+                left_out["hidden, or of a cache"] += 1
+            elif entry.is_dir(follow_symlinks=False) or ending in SUFFIXES:
+                if entry.is_symlink() and entry.is_dir():
+                    left_out["links to folders"] += 1
+                else:
+                    found.append(entry)
+            elif entry.is_dir():
+                left_out["links to folders"] += 1
+            else:
+                left_out[ending or "without ending"] += 1
+    for entry in sorted(found, key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            inside = _pictures(folder / entry.name, left_out)
+            yield from ((f"{entry.name}/{name}", each) for name, each in inside)
         else:
-            yield name
+            yield entry.name, entry
 
 
-def read_classes(path: Path) -> list[str]:
-    """Return the names in a file with a class in each line: its first word.
+def _is_shown(name: str) -> bool:
+    return name[0] != "." and name not in _CACHES
+
+
+def read_classes(path: Path, folders: Collection[str] = ()) -> list[str]:
+    """Return the names in a file with a class in each line.
+
+    A line is the name of a class, such as ``polar bear``, or begins with it: with the name of one
+    of ``folders``, or as ``n01440764 tench``, with a number of WordNet.
 
     Raises:
         DataError: the file cannot be read, has no names, or one twice.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise DataError(
@@ -193,10 +238,13 @@ def read_classes(path: Path) -> list[str]:
         ) from None
     names: list[str] = []
     for number, line in enumerate(lines, 1):
-        if words := line.split():
-            if words[0] in names:
-                raise DataError(f"{path}, line {number}: class {words[0]!r} is there twice")
-            names.append(words[0])
+        if name := line.strip():
+            first = name.split()[0]
+            if name not in folders and (first in folders or _WORDNET.fullmatch(first)):
+                name = first
+            if name in names:
+                raise DataError(f"{path}, line {number}: class {name!r} is there twice")
+            names.append(name)
     if not names:
         raise DataError(f"{path} names no class; it needs one in each line")
     return names

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
@@ -36,6 +38,17 @@ def count(number: object, noun: str) -> str:
     ('1 host', '3 processes')
     """
     return f"{number} {plural(noun, number)}"
+
+
+def bounds_words(least: int, most: int | None, noun: str) -> str:
+    """Return the numbers of a thing that are allowed; ``most`` None: any above the least.
+
+    >>> bounds_words(1, 1, "slot"), bounds_words(1, 4, "slot"), bounds_words(2, None, "slot")
+    ('1 slot', '1 to 4 slots', '2 slots or more')
+    """
+    if most is None:
+        return f"{count(least, noun)} or more"
+    return count(least, noun) if least == most else f"{least} to {count(most, noun)}"
 
 
 def hosts_named(names: Iterable[str]) -> str:
@@ -154,14 +167,31 @@ def duration_words(seconds: float | None) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 
+def clock_words(t: float | None) -> str:
+    """Return the time of day of Unix seconds."""
+    return _time_words(t, "%H:%M:%S")
+
+
+def date_words(t: float | None) -> str:
+    """Return the day and the time of day of Unix seconds."""
+    return _time_words(t, "%Y-%m-%d %H:%M:%S")
+
+
+def _time_words(t: float | None, form: str) -> str:
+    with contextlib.suppress(TypeError, OverflowError, ValueError, OSError):  # in no calendar
+        if t is not None:
+            return time.strftime(form, time.localtime(t))
+    return "–"
+
+
 def bytes_words(count: float) -> str:
     """Return a number of bytes in its largest unit.
 
-    >>> [bytes_words(n) for n in (12, 4096, 3_200_000, 7_000_000_000)]
-    ['12 B', '4.1 kB', '3.2 MB', '7.0 GB']
+    >>> [bytes_words(n) for n in (12, 4096, 3_200_000, 999_960_000, 7_000_000_000)]
+    ['12 B', '4.1 kB', '3.2 MB', '1.0 GB', '7.0 GB']
     """
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.95:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"

@@ -21,7 +21,7 @@ TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 """Names of the frameworks for users, by the name of their module."""
 TORCH_REQUIREMENT = "torch>=2.10,<2.15"
 """Versions that the patched Horovod compiles with; the same as in pyproject.toml, as the next."""
-TENSORFLOW_REQUIREMENTS = ("tensorflow-cpu>=2.21,<2.22", "keras>=3.12.3,!=3.13.*,<4")
+TENSORFLOW_REQUIREMENTS = ("tensorflow-cpu>=2.21,<2.22", "keras>=3.12.3,!=3.13.*,!=3.14.*,<4")
 TRITON_FIRST = (
     "write `import triton` before the first import of TensorFlow, or use one framework alone"
 )

@@ -31,7 +31,7 @@ case ${1:-} in
         [ -x "$python" ] || python=python3
         exec "$python" -m hvd_elastic.cli.app run --resume "$2" ;;
 esac
-is_number "${1:-}" || fail "N, the number of processes, comes first: a whole number, 1 or more"
+is_number "${1:-}" || fail "N, the number of workers, comes first: a whole number, 1 or more"
 number=$1
 shift
 split_words "$@"

@@ -19,7 +19,7 @@ END
 }
 
 case ${1:-} in -h | --help) usage; exit ;; esac
-is_number "${1:-}" || fail "N, the number of processes, comes first: a whole number, 1 or more"
+is_number "${1:-}" || fail "N, the number of workers, comes first: a whole number, 1 or more"
 number=$1
 shift
 sizes=

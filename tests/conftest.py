@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from tests import side_by_side
+from tests.left_behind import LeftBehind
 from tests.paths import ALL
 from tests.quick_torch import sitecustomize as sitecustomize
 
@@ -37,6 +38,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_configure(config: pytest.Config) -> None:
     side_by_side.register(config)
+    config.pluginmanager.register(LeftBehind())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -47,11 +47,15 @@ class Cluster:
     @contextlib.contextmanager
     def up(self) -> Iterator[Cluster]:
         """Have the daemon run for the length of the block; it ends all jobs that are left."""
-        self.call("up", self.hostfile, "--detach", *self._options)
+        self.start()
         try:
             yield self
         finally:
             self.call("down")
+
+    def start(self) -> None:
+        """Start the daemon."""
+        self.call("up", self.hostfile, "--detach", *self._options)
 
     def call(self, *arguments: object) -> str:
         """Run ``hvd-elastic`` to its end and return what it printed."""

@@ -416,10 +416,11 @@ class Agent:
         self._spool.keep_run(caller.hello.run)
         pipes = os.fdopen(caller.input, "rb"), os.fdopen(caller.output, "wb")
         await self._link.open(*pipes, unread=caller.rest)
-        self._introduce(swept=0, held=self._log.snapshot())
-        for message in self._log.unacknowledged():
-            if not _is_of_saved_file(message):  # the hello has listed the spool
-                self._link.send(message)
+        # The hello lists the spool.
+        untold = [each for each in self._log.unacknowledged() if not _is_of_saved_file(each)]
+        self._introduce(swept=0, held=self._log.snapshot(len(untold)))
+        for message in untold:
+            self._link.send(message)
         if self._notices:
             self._tell_of_notice()
         self._reading = self._begin(self._read_commands())

@@ -99,9 +99,13 @@ class UnacknowledgedLog:
 
     # -- for the next leader ---------------------------------------------------------------
 
-    def snapshot(self) -> msg.HeldRun:
-        """Return the last leader's knowledge of this host's workers and of the generation."""
-        return msg.HeldRun(self._generation, self._members, tuple(self._workers.values()))
+    def snapshot(self, untold: int) -> msg.HeldRun:
+        """Return the last leader's knowledge of this host's workers and of the generation.
+
+        Args:
+            untold: number of unacknowledged messages that are sent after it.
+        """
+        return msg.HeldRun(self._generation, self._members, tuple(self._workers.values()), untold)
 
     def unacknowledged(self) -> list[msg.AgentToLeader]:
         """Return the messages that it has not acknowledged, in order."""

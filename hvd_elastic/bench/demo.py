@@ -27,7 +27,7 @@ from rich.table import Table
 from hvd_elastic.bench.digits_data import write_digits
 from hvd_elastic.cluster.copy.copying import copy_to_hosts
 from hvd_elastic.errors import RunError
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.hosts.programs.processes import environment
 from hvd_elastic.hosts.ssh import SshOptions
@@ -257,10 +257,9 @@ def show(
     table.add_row("test accuracy", f"{shown} (wanted: at least {ACCURACY_WANTED:.0%})")
     table.add_row("examples", audit.sentence())
     for rescale in summary.rescales:
-        pause = "start" if rescale.pause_s is None else f"pause {rescale.pause_s:.2f} s"
-        table.add_row(
-            f"{rescale.from_size} → {rescale.to_size} processes", f"{pause}: {rescale.reason}"
-        )
+        pause_s = rescale.pause_s
+        pause = "" if pause_s is None else f" (pause {duration_words(pause_s)})"
+        table.add_row(f"{rescale.from_size} → {rescale.to_size} slots", f"{rescale.reason}{pause}")
     table.add_row("report", str(report))
     console.print(table)
     if not complete:

@@ -82,7 +82,7 @@ SECTIONS: dict[str, dict[str, LazyCommand]] = {
         "attach": LazyCommand("hvd_elastic.cli.runs.show", "attach", "Follow a detached run."),
         "stop": LazyCommand("hvd_elastic.cli.runs.control", "stop", "End a run cleanly."),
         "scale": LazyCommand(
-            "hvd_elastic.cli.runs.control", "scale", "Set the number of processes of a run."
+            "hvd_elastic.cli.runs.control", "scale", "Set the number of workers of a run."
         ),
         "policy": LazyCommand(
             "hvd_elastic.cli.runs.control", "policy", "Pause or resume the policy of a run."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import shutil
 import sys
 import tempfile
@@ -248,7 +249,8 @@ class HostGroup(fabric.Group):
         The data leave this machine only once, and files that a host has already are not sent again.
 
         Args:
-            local: a path, or a binary file object.
+            local: a path, or a binary file object. A path that ends with ``/`` stands for what is
+                in the folder, as with rsync.
             remote: absolute path or path under ``~/``; one that ends with ``/`` is the folder to
                 copy into. None for the home folder.
             settings: settings of the copy.
@@ -321,6 +323,7 @@ def _error(found: HostResult[Any]) -> BaseException:
 
 def _print_lines(host: Host, stream: str, text: str, *, hidden: tuple[str, ...]) -> None:
     if stream not in hidden:
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         lines = "".join(f"{host.name}: {line}\n" for line in text.split("\n"))
         (sys.stdout if stream == "stdout" else sys.stderr).write(lines)
 
@@ -337,11 +340,11 @@ def _copy_here(member: HostConnection, remote: str, local: str) -> TransferResul
 
 
 @contextlib.contextmanager
-def _as_path(local: str | Path | IO[bytes]) -> Iterator[Path]:
+def _as_path(local: str | Path | IO[bytes]) -> Iterator[str | Path]:
     if isinstance(local, str | Path):
-        yield Path(local).expanduser()
+        yield os.path.expanduser(local)  # noqa: PTH111  # keeps the slash at its end
         return
     with tempfile.NamedTemporaryFile() as file:
         shutil.copyfileobj(local, file)
         file.flush()
-        yield Path(file.name)
+        yield file.name

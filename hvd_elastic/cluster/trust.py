@@ -10,7 +10,7 @@ from pathlib import Path
 from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.fanout import HostResult, fan_out
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.known_hosts import HostKey, KeyState, remember
+from hvd_elastic.hosts.known_hosts import HostKey, KeyState, KnownKey, remember
 from hvd_elastic.hosts.ssh import SshOptions, is_local, jump_hosts, own_known_hosts, read_host_key
 
 
@@ -96,14 +96,15 @@ def trust_hosts(
     return before + shown
 
 
-def _assess(result: HostResult[tuple[str, HostKey, KeyState]]) -> ShownKey:
+def _assess(result: HostResult[tuple[str, HostKey, KeyState, KnownKey | None]]) -> ShownKey:
     if result.value is None:
         return ShownKey(result.host.name, TrustState.UNREACHABLE, message=result.error)
-    name, key, state = result.value
+    name, key, state, known_key = result.value
     if state in (KeyState.CHANGED, KeyState.REVOKED):
+        assert known_key is not None, "a line says so"
         message = (
-            f"the key is {state.value}. If the host was set up anew, remove the old key "
-            f"(ssh-keygen -R '{name}', and the line in {own_known_hosts()}) and try again"
+            f"the key is {state.value}: see {known_key.path}, line {known_key.line}. If the host "
+            f"was set up anew, remove the old key with: {known_key.removal(name)}  and try again"
         )
         return ShownKey(result.host.name, TrustState.REFUSED, name, key, message)
     known = TrustState.KNOWN if state is KeyState.KNOWN else TrustState.DECLINED

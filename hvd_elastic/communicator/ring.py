@@ -182,9 +182,7 @@ class HorovodCommunicator:
 
     def graph_ends(self, *, failed: bool = False) -> None:
         began, self.waiting_since = self.waiting_since, None
-        if failed:
-            self.broken = True
-        elif began is not None:
+        if began is not None and not failed:
             waited_s = time.monotonic() - began
             self.longest_wait_s = max(self.longest_wait_s, waited_s)
             self.waited_s += waited_s

@@ -56,7 +56,7 @@ class WaitingReport:
         else:
             what = "; ".join(self._fleet.troubles_in_brief(slots))
         more = f"{need - have} more of " if have else ""
-        return f"waiting for {more}{count(need, 'process')}: {what}"
+        return f"waiting for {more}{count(need, 'worker')}: {what}"
 
     def _who_is_starting(self, now: float) -> str:
         """Return which workers are starting; after a while, how many are warm and which are not."""
@@ -67,7 +67,8 @@ class WaitingReport:
         hosts = [host for host, _ in empty]
         if self._starting_since is None:
             self._starting_since = now
-            return f"starting workers on {', '.join(dict.fromkeys(hosts))}"
+            what = "the command" if self._config.plain else "workers"
+            return f"starting {what} on {', '.join(dict.fromkeys(hosts))}"
         slow_at = self._starting_since + self._config.slow_start_s
         if now < slow_at:
             self._out.wake(slow_at)
@@ -75,7 +76,7 @@ class WaitingReport:
         warm = len(desired) - len(empty)
         verb = "is" if 1 in (warm, len(desired)) else "are"
         return (
-            f"{warm} of {count(len(desired), 'process')} {verb} warm, "
+            f"{warm} of {count(len(desired), 'worker')} {verb} warm, "
             f"waiting for {hosts_named(hosts)}"
         )
 

@@ -5,6 +5,7 @@
 """
 
 from hvd_elastic.data.dataset import ShardDataset
+from hvd_elastic.data.decoding import decode_mask
 from hvd_elastic.data.images import CentreCrop, RandomCrop
 from hvd_elastic.data.index import load_index
 from hvd_elastic.data.indexing import build_index, verify
@@ -20,6 +21,7 @@ __all__ = [
     "ShardWriter",
     "Stream",
     "build_index",
+    "decode_mask",
     "load_index",
     "verify",
 ]

@@ -5,16 +5,13 @@ from __future__ import annotations
 import bisect
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from io import BytesIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from hvd_elastic.data import images
 from hvd_elastic.data.cache import ShardCache
+from hvd_elastic.data.decoding import Decoder, decoders_of, order_key
 from hvd_elastic.data.example import example_number
 from hvd_elastic.data.index import (
     INDEX,
@@ -29,7 +26,6 @@ from hvd_elastic.data.index import (
 from hvd_elastic.data.remote import RemoteFolder, is_url, selection
 from hvd_elastic.data.shard import OpenShard
 from hvd_elastic.errors import DataError
-from hvd_elastic.json_text import parse_json
 from hvd_elastic.model.sharding import Blocks
 
 _OPEN_SHARDS = 128
@@ -40,28 +36,6 @@ _WINDOW = 16
 
 KEY = "__key__"
 """Field that is the key of an example, as WebDataset calls it."""
-
-
-def _array(data: bytes) -> np.ndarray:
-    return np.load(BytesIO(data), allow_pickle=False)
-
-
-def _arrays(data: bytes) -> dict[str, np.ndarray]:
-    with np.load(BytesIO(data), allow_pickle=False) as arrays:
-        return dict(arrays)
-
-
-DECODERS: dict[str, Callable[[bytes], Any]] = {
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"), images.decode),
-    "npy": _array,
-    "npz": _arrays,
-    "cls": int,
-    "txt": bytes.decode,
-    "json": parse_json,
-}
-"""How the fields with these endings are decoded; others stay bytes."""
-_PICKLES = ("pth", "pt", "pkl", "pickle", "pyd")
-"""Endings of pickles, which can run any code when they are loaded."""
 
 
 class ShardDataset:
@@ -77,8 +51,10 @@ class ShardDataset:
             fsspec supports. A pattern with braces, ``/data/train-{000..127}.tar``, names some of
             its shards.
         transform: called with the first field, decoded, of every example.
-        decode: decodes the first field (bytes → any) instead of ``DECODERS``, such as
-            :class:`hvd_elastic.data.RandomCrop`; ``bytes`` leaves it as stored.
+        decode: decodes the first field (bytes → any) in place of
+            :func:`hvd_elastic.data.decoding.decoders_of`, such as
+            :class:`hvd_elastic.data.RandomCrop`; ``bytes`` leaves it as stored. A dict has a
+            decoder for each field that it names: ``{"mask.png": bytes}``.
         fields: names of the fields to read; None: all but ``cls``, which is the label and comes
             last unless it is named here. ``__key__`` is the key of the example.
         optional: names of fields, also of ``cls``, that examples may lack: None is in their place.
@@ -93,6 +69,7 @@ class ShardDataset:
     Attributes:
         classes: names by label; empty if there are none.
         blocks: sizes of the shards and the window, by which the loader shuffles.
+        order_key: how examples are decoded, which stays the same within an epoch.
 
     Raises:
         DataError: there is no index, or of another version; a shard is missing or has changed; some
@@ -104,7 +81,7 @@ class ShardDataset:
         folder: str | os.PathLike[str],
         transform: Callable[[Any], Any] | None = None,
         *,
-        decode: Callable[[bytes], Any] | None = None,
+        decode: Decoder | Mapping[str, Decoder] | None = None,
         fields: Sequence[str] | None = None,
         optional: Sequence[str] = (),
         index: str | os.PathLike[str] | None = None,
@@ -137,10 +114,8 @@ class ShardDataset:
         self._labelled = found.labelled and "cls" not in fields
         self._others = KEY in fields or "cls" in fields
         self._stored = [name for name in fields if name not in (KEY, "cls")]
-        self._decoders = [self._decoder(name) for name in self._stored]
-        if decode is not None:
-            self._decoders[:1] = [decode]
-        _require_no_pickles(self._stored[decode is not None :], self._files)
+        self._decoders = decoders_of(self._stored, decode, found.kinds)
+        self.order_key = order_key(self._stored, self._decoders)
         self._ends = list(accumulate(shard.examples for shard in found.shards))
         self.blocks = Blocks(tuple(shard.examples for shard in found.shards), shuffle_window)
         self._opened: OrderedDict[int, tuple[OpenShard, list[int]]] = OrderedDict()
@@ -163,11 +138,6 @@ class ShardDataset:
                     f"in {first}; name the fields to read by fields=, or optional=({name!r},), "
                     "which gives None in its place"
                 )
-
-    def _decoder(self, name: str) -> Callable[[Any], Any]:
-        if name in self._index.kinds:
-            return _as_stored
-        return DECODERS.get(name.rpartition(".")[2], bytes)
 
     def prefetch_blocks(self, blocks: Sequence[int]) -> None:
         """Fetch shards that will be read, in this order; the loader calls it."""
@@ -233,7 +203,7 @@ class ShardDataset:
     def _decode(self, shard: OpenShard, row: int, number: int, value: bytes) -> Any:
         try:
             return self._decoders[number](value)
-        except (OSError, ValueError, SyntaxError) as error:
+        except (OSError, ValueError, SyntaxError, DataError) as error:
             raise DataError(
                 f"{shard.path}: example {shard.key(row)!r} cannot be decoded: {error}"
             ) from error
@@ -254,20 +224,6 @@ class ShardDataset:
             found = self._opened[number] = opened, opened.places(self._stored)
         self._opened.move_to_end(number)
         return found
-
-
-def _require_no_pickles(fields: Sequence[str], where: object) -> None:
-    for name in fields:
-        if name.rpartition(".")[2] in _PICKLES:
-            raise DataError(
-                f"{where}: the field {name} holds pickles, which can run any code when they are "
-                "loaded, so they are not; leave it out by fields=, or name it first there and "
-                "decode it yourself by decode="
-            )
-
-
-def _as_stored(value: Any) -> Any:
-    return value
 
 
 class _Folder:

@@ -13,11 +13,19 @@ import random
 import sys
 from collections.abc import Callable
 from functools import partial
-from io import BytesIO
 from typing import Any
 
 import numpy as np
 
+from hvd_elastic.data.decoding import (
+    SIDEWAYS,
+    explained,
+    jpeg_orientation,
+    open_picture,
+    orientation,
+    to_rgb,
+    turned,
+)
 from hvd_elastic.errors import DataError
 
 try:
@@ -35,19 +43,19 @@ _CMYK = ("CMYK", "YCCK")
 _FACTORS = (8, 4, 2, 1)
 """By which a JPEG may be decoded smaller. At other sizes, such as 3/8, libjpeg takes longer."""
 
+_TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.swapaxes(0, 1),
+    6: lambda pixels: pixels[::-1].swapaxes(0, 1),
+    7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
+    8: lambda pixels: pixels[:, ::-1].swapaxes(0, 1),
+}
+"""What brings the pixels of each orientation of EXIF upright."""
+
 Part = tuple[float, float, float, float]
 """Left, top, width and height of a part of a picture [pixels]."""
-
-
-def decode(data: bytes) -> Any:
-    """Return a picture in RGB (``PIL.Image.Image``)."""
-    return _opened(data).convert("RGB")
-
-
-def _opened(data: bytes) -> Any:
-    if Image is None:
-        raise DataError("pictures need Pillow: pip install pillow")
-    return Image.open(BytesIO(data))
 
 
 class RandomCrop:
@@ -136,31 +144,43 @@ def _decode_part(
     x, y = pixels.shape[1] / width, pixels.shape[0] / height
     rows = slice(round(top * y), max(round(top * y) + 1, round((top + down) * y)))
     columns = slice(round(left * x), max(round(left * x) + 1, round((left + across) * x)))
-    return pixels[rows, columns]
+    part = pixels[rows, columns]
+    return part if min(part.strides) > 0 else np.ascontiguousarray(part)  # PyTorch needs that
 
 
 def _measured(data: bytes) -> tuple[int, int, Callable[[int, int], np.ndarray]]:
-    """Return width and height of a picture, and what decodes it to at least such a size."""
+    """Return width and height of an image, and what decodes it to at least such a size."""
     if simplejpeg is not None and data[:2] == _JPEG:
         with contextlib.suppress(ValueError):
             height, width, space, _ = simplejpeg.decode_jpeg_header(data)
             if space not in _CMYK:
-                return width, height, partial(_decode_jpeg, data)
-    picture = _opened(data)
-    return *picture.size, partial(_decode_by_pillow, picture)
+                lies = jpeg_orientation(data)
+                return *_turned_size(lies, width, height), partial(_decode_jpeg, data, lies)
+    with explained(data):
+        picture = open_picture(data)
+        lies = orientation(picture)
+        return *_turned_size(lies, *picture.size), partial(_decode_by_pillow, data, picture, lies)
 
 
-def _decode_jpeg(data: bytes, width: int, height: int) -> np.ndarray:
+def _turned_size(lies: int, width: int, height: int) -> tuple[int, int]:
+    return (height, width) if lies in SIDEWAYS else (width, height)
+
+
+def _decode_jpeg(data: bytes, lies: int, width: int, height: int) -> np.ndarray:
+    across, down = _turned_size(lies, width, height)
     try:
-        found: np.ndarray = simplejpeg.decode_jpeg(data, "RGB", min_width=width, min_height=height)
+        found: np.ndarray = simplejpeg.decode_jpeg(data, "RGB", min_width=across, min_height=down)
     except ValueError:  # Pillow overlooks some damage, and names the rest
-        return _decode_by_pillow(_opened(data), width, height)
-    return found
+        with explained(data):
+            return _decode_by_pillow(data, open_picture(data), lies, width, height)
+    return _TURNS[lies](found) if lies in _TURNS else found
 
 
-def _decode_by_pillow(picture: Any, width: int, height: int) -> np.ndarray:
-    picture.draft("RGB", (width, height))  # other kinds than JPEG ignore it
-    return np.array(picture.convert("RGB"))
+def _decode_by_pillow(data: bytes, picture: Any, lies: int, width: int, height: int) -> np.ndarray:
+    with explained(data):
+        # Other kinds than JPEG ignore it.
+        picture.draft("RGB", _turned_size(lies, width, height))
+        return np.array(turned(to_rgb(picture), lies))
 
 
 def _resized(pixels: np.ndarray, size: int, *, mirrored: bool = False) -> np.ndarray:

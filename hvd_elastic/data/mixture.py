@@ -13,7 +13,7 @@ import numpy as np
 
 from hvd_elastic.data.example import example_number
 from hvd_elastic.errors import DataError
-from hvd_elastic.model.sharding import Blocks, Order, block_order, epoch_order
+from hvd_elastic.model.sharding import Blocks, Order, attribute_of, block_order, epoch_order
 
 _LARGEST_DENOMINATOR = 10**6
 
@@ -25,18 +25,20 @@ class Mixture:
     fewer than there are data sets. Which example is picked follows from the index alone, so what a
     run promises holds for the places of the mixture: each one exactly once an epoch, at any
     sequence of world sizes. Each data set is read in passes of its own, which go on from one epoch
-    of the mixture to the next: every pass takes each of its examples exactly once, in a random
-    order that follows from ``seed``. A :class:`Stream` is read in its own order, and its passes are
-    its epochs.
+    of the mixture to the next: every pass takes each of its examples exactly once. A
+    :class:`Stream` is read in its own order, and its passes are its epochs.
 
-    The mixture is in random order already. Give it to the loader with ``shuffle=False``, so that
-    shards are read a few at a time.
+    With ``shuffle``, the examples of each data set come in random order, so give the mixture to the
+    loader with ``shuffle=False``: shards are then read a few at a time. Which data set comes next
+    is not random: they take turns by their weights, in a fixed pattern. A :class:`Stream`, and all
+    with ``shuffle=False``, keep their order.
 
     Args:
         parts: pairs of a map-style data set and its weight (> 0; they need not add up to 1).
         length: examples of an epoch; None: as many as it takes to read every data set once.
         seed: of the order of the passes, >= 0, the same on all ranks.
-        shuffle: whether the passes are in random order; False: 0, 1, 2, ...
+        shuffle: whether the passes are in a random order that follows from ``seed``; False: 0, 1,
+            2, ...
 
     Raises:
         DataError: there are no parts, one is empty, or a weight, length or seed is out of range.
@@ -93,7 +95,7 @@ class Mixture:
         for number, dataset in enumerate(self._datasets):
             places = [place for place, count in enumerate(counts) if count[0] == number]
             wanted = self._examples(number, [counts[place][1] for place in places])
-            at_once = getattr(dataset, "__getitems__", None)
+            at_once = attribute_of(dataset, "__getitems__")
             read = at_once(wanted) if at_once and wanted else [dataset[each] for each in wanted]
             for place, example in zip(places, read, strict=True):
                 found[place] = example
@@ -124,7 +126,7 @@ class Mixture:
         for turn in np.unique(turns).tolist():
             here = turns == turn
             found[here] = self._orders(number, turn)(places[here])
-        if getattr(self._datasets[number], "endless", False):
+        if attribute_of(self._datasets[number], "endless"):
             found += turns * length
         indices: list[int] = found.tolist()
         return indices
@@ -146,8 +148,8 @@ class Mixture:
         """Return the order of a pass over a data set."""
         dataset, length = self._datasets[number], self._lengths[number]
         seed = self._seed * len(self._datasets) + number
-        blocks: Blocks | None = getattr(dataset, "blocks", None)
-        shuffle = self._shuffle and not getattr(dataset, "ordered", False)
+        blocks: Blocks | None = attribute_of(dataset, "blocks")
+        shuffle = self._shuffle and not attribute_of(dataset, "ordered")
         if blocks is not None and shuffle:
             return block_order(seed, turn, *blocks)
         return epoch_order(seed, turn, length, shuffle=shuffle)
@@ -194,7 +196,7 @@ def _check(parts: Sequence[tuple[Any, float]], length: int | None, seed: int) ->
 
 def _order_key(dataset: Any, shuffle: bool) -> Any:
     """Return what the examples of a data set depend on beside their index; None: nothing."""
-    key, blocks = getattr(dataset, "order_key", None), getattr(dataset, "blocks", None)
+    key, blocks = attribute_of(dataset, "order_key"), attribute_of(dataset, "blocks")
     if blocks is None or not shuffle:
         return key
     sizes = np.asarray(blocks.sizes, np.int64).tobytes()  # there may be a million

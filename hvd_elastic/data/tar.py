@@ -129,7 +129,9 @@ def _files(
     file: tarfile.TarFile, path: Path, size: int, left_out: Counter[str]
 ) -> Iterator[tarfile.TarInfo]:
     for member in file:
-        if member.isfile():
+        if member.islnk() or member.issym():
+            left_out["(links)"] += 1
+        elif member.isfile():
             name = member.name.rpartition("/")[2]
             if name.startswith(".") or "." not in name:
                 # Those of macOS, one for each member, count together.

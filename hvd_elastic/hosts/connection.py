@@ -53,6 +53,13 @@ class Connection(ABC):
     def alive(self) -> bool:
         """False once the connection is known to be lost."""
 
+    def answers(self) -> bool:
+        """Return whether the host answers; if it does not, close the connection.
+
+        It may take as long as the host takes to answer.
+        """
+        return self.alive
+
     @property
     def files(self) -> Connection:
         """Return the connection over which whole files of the host are best read and written.

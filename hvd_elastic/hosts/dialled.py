@@ -34,6 +34,7 @@ from hvd_elastic.hosts.process import (
 from hvd_elastic.hosts.programs.accept_peers import accept_peers
 from hvd_elastic.hosts.programs.dial_back import CONTROL_PATIENCE_S
 from hvd_elastic.hosts.programs.secure_stream import Kind, SecureStream
+from hvd_elastic.json_text import parse_json
 
 _START_S = 10.0
 """How long a host may take to open the connection of a command [s]."""
@@ -173,7 +174,7 @@ class DialIn:
         kind, data = stream.receive()
         if kind is not Kind.MESSAGE:
             raise ConnectionError("it did not say what it is")
-        return stream, json.loads(data)
+        return stream, parse_json(data)
 
     def _meet(self, peer: tuple[SecureStream, dict[str, Any]]) -> None:
         stream, first = peer

@@ -14,6 +14,7 @@ import hashlib
 import hmac
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -54,6 +55,10 @@ class KnownKey:
     marker: str
     path: Path
     line: int
+
+    def removal(self, name: str) -> str:
+        """Return the command that removes the keys of a host from the file of this line."""
+        return f"ssh-keygen -R {shlex.quote(name)} -f {shlex.quote(str(self.path))}"
 
     def matches(self, name: str) -> bool:
         """Return whether the line is about that host, with ssh's hashes, wildcards and ``!``."""

@@ -365,7 +365,7 @@ def _verify(route: Route, key: HostKey) -> None:
             f"{known.path}, line {known.line} has {known.key.key_type} {known.key.fingerprint}. "
             "Somebody may be "
             "listening in; nothing was sent to it. If the host was set up anew, remove the old key "
-            f"with: ssh-keygen -R '{route.known_name}' -f {known.path}  "
+            f"with: {known.removal(route.known_name)}  "
             "and accept the new one with: hvd-elastic trust HOSTFILE"
         )
     raise HostKeyError(

@@ -7,8 +7,11 @@ host is this machine.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import shlex
 import socket
+import sys
+import termios
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +20,7 @@ from hvd_elastic.errors import SshError
 from hvd_elastic.hosts import ssh_config
 from hvd_elastic.hosts.connection import Connection, SshOptions
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.known_hosts import HostKey, KeyState
+from hvd_elastic.hosts.known_hosts import HostKey, KeyState, KnownKey
 from hvd_elastic.hosts.local import LocalConnection
 from hvd_elastic.hosts.process import (
     Command,
@@ -63,6 +66,10 @@ PYTHON_TELLS_PID = r"""import posix; posix.write(2, b"\1hvd-elastic-pid %d\n" % 
 PID_WAIT_S = 2.0
 # Maximum output of login scripts before the process id.
 HELD_BYTES = 64 * 1024
+# A host is lost if its kernel acknowledges nothing for this time. A host that is too busy for its
+# sshd still acknowledges, and gets the longer time, as does one behind a jump host.
+UNACKNOWLEDGED_S = 10.0
+UNANSWERED_S = 60.0
 
 
 def connect(host: Host, options: SshOptions | None = None) -> Connection:
@@ -116,11 +123,14 @@ def own_address_towards(host: Host, options: SshOptions | None = None) -> str:
         return "127.0.0.1"  # the host cannot be reached either, which is reported elsewhere
 
 
-def read_host_key(host: Host, options: SshOptions) -> tuple[str, HostKey, KeyState]:
+def read_host_key(
+    host: Host, options: SshOptions
+) -> tuple[str, HostKey, KeyState, KnownKey | None]:
     """Read the key that a host shows, without logging in.
 
     Returns:
-        The host's name for known_hosts, its key, and what is known of the key.
+        The host's name for known_hosts, its key, what is known of the key, and the line that says
+        so, if one does.
 
     Raises:
         HostUnreachableError, HostKeyError (of a jump host), SshError: as :func:`connect`.
@@ -138,7 +148,7 @@ def read_host_key(host: Host, options: SshOptions) -> tuple[str, HostKey, KeySta
         finally:
             route.close()
         key = HostKey(shown.get_name(), shown.asbytes())
-        return route.known_name, key, route.known.check(route.known_name, key)[0]
+        return route.known_name, key, *route.known.check(route.known_name, key)
 
 
 class SshConnection(Connection):
@@ -163,6 +173,43 @@ class SshConnection(Connection):
     @property
     def alive(self) -> bool:
         return self._transport.is_active()
+
+    def answers(self) -> bool:
+        # Every ssh server answers an unknown request, if only to refuse it.
+        answered = threading.Event()
+        asking = threading.Thread(
+            target=self._ask, args=(answered,), name=f"ask {self.host.name}", daemon=True
+        )
+        asking.start()
+        waited_s = 0.0
+        while waited_s < UNANSWERED_S:
+            before = self._unacknowledged()
+            asking.join(UNACKNOWLEDGED_S)
+            if not asking.is_alive():
+                return answered.is_set()
+            after = self._unacknowledged()
+            if after < before:
+                continue  # much input is on its way, over a slow link
+            if after:
+                break
+            waited_s += UNACKNOWLEDGED_S
+        self.close()
+        return False
+
+    def _ask(self, answered: threading.Event) -> None:
+        from paramiko import SSHException
+
+        with contextlib.suppress(OSError, EOFError, SSHException):
+            self._transport.global_request("keepalive@openssh.com")
+            if self.alive:
+                answered.set()
+
+    def _unacknowledged(self) -> int:
+        """Return the bytes that the next machine has not acknowledged; 0 where that is unknown."""
+        sock = self._route.sock
+        if not isinstance(sock, socket.socket) or sock.fileno() < 0:
+            return 0
+        return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
     @property
     def client(self) -> paramiko.SSHClient:

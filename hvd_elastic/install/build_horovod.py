@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvd_elastic.errors import BuildError
+from hvd_elastic.formatting import bytes_words
 from hvd_elastic.frameworks import (
     TENSORFLOW_REQUIREMENTS,
     TORCH_REQUIREMENT,
@@ -55,7 +56,14 @@ from hvd_elastic.install.horovod_wheel import (
     wheel_cache,
 )
 from hvd_elastic.install.pinned import BUILD_REQUIREMENTS, RUN_REQUIREMENTS, pip_arguments
-from hvd_elastic.install.prerequisites import PREREQUISITES, Purpose, apt_command, has_apt, missing
+from hvd_elastic.install.prerequisites import (
+    PREREQUISITES,
+    SYSTEM_FOLDERS,
+    Purpose,
+    apt_command,
+    has_apt,
+    missing,
+)
 from hvd_elastic.install.quiet import make_percentage, run_quietly
 
 PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")
@@ -141,7 +149,7 @@ def build_environment(
         and name not in ("MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "CMAKE_GENERATOR", "GNUMAKEFLAGS")
     }
     environment["PATH"] = os.pathsep.join(
-        [str(Path(sys.executable).parent), base.get("PATH", os.defpath)]
+        [str(Path(sys.executable).parent), base.get("PATH", os.defpath), *SYSTEM_FOLDERS]
     )
     environment["MAKEFLAGS"] = f"-j{jobs}"
     environment["HOROVOD_WITH_GLOO"] = "1"
@@ -228,8 +236,8 @@ def check_machine(inputs: BuildInputs, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < BUILD_SPACE_BYTES:
         raise BuildError(
-            f"{folder} has {free / 1e9:.1f} GB free, the build needs {BUILD_SPACE_BYTES / 1e9:.1f};"
-            " free some, or name another folder in TMPDIR"
+            f"{folder} has {bytes_words(free)} free, the build needs "
+            f"{bytes_words(BUILD_SPACE_BYTES)}; free some, or name another folder in TMPDIR"
         )
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-_SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin")
+SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin")
+"""Where programs are looked for behind PATH, also by Horovod's build."""
 
 
 class Purpose(Enum):
@@ -55,7 +56,7 @@ def find_program(*names: str) -> str | None:
 
     The PATH of a user who is not root often lacks /usr/sbin, where sshd, ip and tc are.
     """
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_SYSTEM_FOLDERS])
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM_FOLDERS])
     for name in names:
         found = shutil.which(name, path=path)
         if found is not None:

@@ -18,9 +18,9 @@ from typing import Any
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count
-from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.jobs.grants import Claim, grant_slots
+from hvd_elastic.jobs.grants import Claim, awaited_slots, grant_slots
 from hvd_elastic.jobs.health import HostHealth
+from hvd_elastic.jobs.hosts import ClusterHosts, Use
 from hvd_elastic.jobs.job import Job, JobKind, JobStatus, StopReason
 from hvd_elastic.jobs.messages import (
     Answer,
@@ -34,17 +34,16 @@ from hvd_elastic.jobs.messages import (
 )
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
-from hvd_elastic.jobs.queue import JobQueue, ending_words, eta_moved, jobs_words
+from hvd_elastic.jobs.queue import JobQueue, ending_words, eta_moved, jobs_words, over_words
 from hvd_elastic.jobs.runs import BeginLeader, JobRuns
 from hvd_elastic.jobs.scheduling import Candidate, Plan, plan_slots
 from hvd_elastic.jobs.server import RequestServer
 from hvd_elastic.jobs.store import JobStore
-from hvd_elastic.leader.hostfile_watch import HostfileWatch
-from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import HostSlots
 from hvd_elastic.policy.schedule.policies import Policy
 from hvd_elastic.records.json_lines import EventLog
+from hvd_elastic.records.wording import awaited_words
 
 _LOOK_S = 0.2
 """Time between two looks at the runs [s]."""
@@ -55,6 +54,9 @@ _DECIDE_S = 10.0
 _CUT_OFF_S = 2.0
 """How long other runs still hear from their hosts when one hears from none of its own [s], unless
 the network of this machine has failed."""
+_TAKEN_DOWN = "the cluster was taken down"
+_MOST_REASONS = 100
+"""Waiting jobs up to which the events tell why each of them waits."""
 _MOST_LEADER_LOSSES = 5
 """Leaders of a run that may die in a row without a step of training in between."""
 
@@ -92,9 +94,7 @@ class Daemon:
     ) -> None:
         self._place = place
         self._policy = policy
-        watched = RunSpec(("true",), "/", hostfile=str(hostfile))
-        self._hostfile = HostfileWatch(watched, self._warn)
-        self._hostfile.read()
+        self._hosts = ClusterHosts(hostfile, self._warn)
         self._store = JobStore.create(place.database)
         self._events = EventLog(place.events)
         self._queue = JobQueue(self._store, self._emit)
@@ -102,6 +102,8 @@ class Daemon:
         self._health = HostHealth(hostfile, ssh_config)
         self._server = RequestServer(place, self._handle)
         self._wanted: dict[int, dict[str, int]] = {}
+        self._reasons: dict[int, str] = {}
+        """Why jobs are to have the slots that they are to have."""
         self._unwritten: set[int] = set()
         """Jobs whose hostfiles are older than their slots."""
         self._decided: dict[str, Any] = {}
@@ -115,7 +117,8 @@ class Daemon:
         self._tell_hosts()
         for job in self._queue.with_status(JobStatus.RUNNING):
             self._wanted[job.number] = dict(job.held)
-            self._runs.take_up(job, self._hosts.values())
+            self._hosts.remember(self._runs.written_hosts(job))
+            self._runs.take_up(job, self._hosts.known.values())
         with self._signals():
             while not self._is_over():
                 timeout_s = _IDLE_LOOK_S
@@ -125,6 +128,9 @@ class Daemon:
                 except RunError as error:  # a full disk, most likely: the jobs go on meanwhile
                     self._warn(str(error))
                 self._server.serve(timeout_s)
+        with contextlib.suppress(RunError):  # a full disk
+            leaves = self._down is not None and self._down.leave_jobs
+            self._queue.rest("the daemon was ended" if leaves else _TAKEN_DOWN)
         self._server.close()
         self._health.close()
         self._events.close()
@@ -161,7 +167,7 @@ class Daemon:
 
     def _look(self) -> float:
         """Do what is due; return how long to wait until the next look [s]."""
-        if self._hostfile.changed():
+        if self._hosts.changed():
             self._tell_hosts()
             self._queue.changed = True
         self._health.look(time.monotonic(), self._host_changed)
@@ -183,7 +189,9 @@ class Daemon:
         """Follow the run of a job; act on its end."""
         progress = self._runs.progress(job)
         led = self._runs.is_led(job)  # before reading, so that its last events are read too
-        self._queue.changed |= progress.poll()
+        occupied = progress.hosts.occupied
+        # A slot that is empty now may be better for a job than one that it waits for.
+        self._queue.changed |= progress.poll() | (progress.hosts.occupied != occupied)
         self._note_lost(job, progress)
         if progress.trained_at is not None:
             for host in progress.hosts.used:
@@ -207,7 +215,7 @@ class Daemon:
     def _note_lost(self, job: Job, progress: RunProgress) -> None:
         """Take out the hosts that a run has lost; where the job may be at fault, after a try."""
         for host, cause in progress.hosts.take_lost().items():
-            if host in self._hosts and host not in self._health.lost:
+            if host in self._hosts.known and host not in self._health.lost:
                 suspicion = host in progress.hosts.unfit and progress.trained_at is None
                 now = time.monotonic()
                 self._health.host_lost(host, cause, now, _python(job), is_suspicion=suspicion)
@@ -232,7 +240,7 @@ class Daemon:
             silent_since = progress.cut_off_at
             if heard and silent_since is not None and now - silent_since >= _CUT_OFF_S:
                 progress.cut_off_at = None  # once is enough
-                for host in progress.hosts.used & self._hosts.keys() - heard:
+                for host in progress.hosts.used & self._hosts.known.keys() - heard:
                     cause = f"no answer since {time.strftime('%X', time.localtime(silent_since))}"
                     at = time.monotonic()
                     self._health.host_lost(host, cause, at, _python(job), is_suspicion=True)
@@ -276,7 +284,7 @@ class Daemon:
         If no other host is left for the job, it fails with what is wrong.
         """
         progress, lost = self._runs.progress(job), self._health.lost
-        usable = sum(self._usable_hosts().values())
+        usable = sum(self._usable_slots().values())
         if progress.trained_at is not None or usable < job.request.min_np:
             return ""
         return "; ".join(cause for host, cause in progress.hosts.unfit.items() if host in lost)
@@ -298,7 +306,7 @@ class Daemon:
         """Start a leader; if that raises RunError (a full disk), the job is led on when it can."""
         started = self._queue.started(job, held)
         environment = self._store.environment(started)
-        self._runs.start(started, self._hosts.values(), environment)
+        self._runs.start(started, self._hosts.known.values(), environment)
 
     # -- decisions -------------------------------------------------------------------------
 
@@ -309,13 +317,15 @@ class Daemon:
         ready = self._queue.ready()
         running = self._queue.with_status(JobStatus.RUNNING)
         candidates = [
-            Candidate(job, self._runs.progress(job).measured if job.attempts else None)
+            Candidate(job, progress.measured, progress.hosts.occupied)
+            if (progress := self._runs.progress(job) if job.attempts else None)
+            else Candidate(job)
             for job in [*(job for job in running if not job.stop), *ready]
         ]
-        reserved = self._reserved([job for job in running if job.stop])
+        ending = [use for use in self._uses() if use.job.stop]
         hosts = [
-            HostSlots(name, slots - reserved.get(name, 0))
-            for name, slots in self._usable_hosts().items()
+            HostSlots(name, slots - sum(use.taken(name) for use in ending))
+            for name, slots in self._usable_slots().items()
         ]
         usable = [host for host in hosts if host.slots > 0]
         plan = plan_slots(candidates, usable, now, self._policy)
@@ -326,8 +336,9 @@ class Daemon:
         for job in jobs:
             number = job.number
             slots, reason, eta = plan.slots[number], plan.reasons[number], plan.etas.get(number)
-            self._wanted[number] = slots
+            self._wanted[number], self._reasons[number] = slots, reason
             stop = job.stop
+            reason = job.reason if slots else reason  # that of slots is told as they are granted
             if job.status is JobStatus.RUNNING and not slots:
                 stop, reason = StopReason.REQUEUE, f"preempted: {reason}"
                 self._wanted.pop(number)
@@ -336,64 +347,70 @@ class Daemon:
         self._queue.update(changed)
         if any(job.stop for job in changed):
             self._queue.changed = True
-        waiting = [number for number, slots in plan.slots.items() if not slots]
-        fields = {
-            "allocations": {n: slots for n, slots in plan.slots.items() if slots},
-            "reasons": plan.reasons
-            if len(waiting) <= 100
-            else {n: reason for n, reason in plan.reasons.items() if plan.slots[n]},
-            "queued": waiting,
-        }
-        told = {key: fields[key] for key in ("allocations", "queued")}
-        if told != self._decided:
-            self._decided = told
-            self._emit("jobs_decided", fields)
 
     def _stop_all(self) -> None:
         """Have all runs end, after a checkpoint if they train, to be started by the next daemon."""
         stopping = [
-            replace(job, stop=StopReason.REQUEUE, reason="the cluster was taken down")
+            replace(job, stop=StopReason.REQUEUE, reason=_TAKEN_DOWN)
             for job in self._queue.with_status(JobStatus.RUNNING)
             if not job.stop
         ]
         self._queue.update(stopping)
 
-    def _reserved(self, jobs: list[Job]) -> dict[str, int]:
-        """Return the slots of jobs that are about to end."""
-        found: dict[str, int] = {}
-        for job in jobs:
-            for host, slots in job.held.items():
-                found[host] = found.get(host, 0) + slots
-        return found
+    def _uses(self) -> list[Use]:
+        """Return what the jobs that run use of the hosts."""
+        running = self._queue.with_status(JobStatus.RUNNING)
+        return [Use(job, self._runs.progress(job).hosts.occupied) for job in running]
 
-    def _usable_hosts(self) -> dict[str, int]:
+    def _usable_slots(self) -> dict[str, int]:
         """Return the slots of the hosts that no run has lost."""
         lost = self._health.lost
-        return {host.name: host.slots for host in self._hosts.values() if host.name not in lost}
+        slots = self._hosts.slots(self._queue.active.values())
+        return {host: number for host, number in slots.items() if host not in lost}
 
     def _move_slots(self) -> None:
         """Give the slots that are free to those that are to have them, and start jobs."""
         active = self._queue.active
         claims: dict[str, Claim] = {}
-        for job in active.values():
-            if job.status is JobStatus.RUNNING:
-                occupied = self._runs.progress(job).hosts.occupied
-                wanted = job.held if job.stop else self._wanted.get(job.number, job.held)
-                claims[str(job.number)] = Claim(wanted, job.held, occupied, job.request.min_np)
-            elif self._wanted.get(job.number):
-                wanted = self._wanted[job.number]
-                claims[str(job.number)] = Claim(wanted, {}, {}, job.request.min_np)
-        slots = {host.name: host.slots for host in self._hosts.values()}
-        granted = grant_slots(claims, slots)
+        for use in self._uses():
+            job = use.job
+            wanted = job.held if job.stop else self._wanted.get(job.number, job.held)
+            claims[str(job.number)] = Claim(wanted, job.held, use.occupied, job.request.min_np)
+        for job in self._queue.with_status(JobStatus.QUEUED):
+            if planned := self._wanted.get(job.number):
+                claims[str(job.number)] = Claim(planned, {}, {}, job.request.min_np)
+        granted = grant_slots(claims, self._hosts.slots(active.values()))
+        awaited = awaited_slots(claims, granted)
+        changed = []
         for name, held in granted.items():
             job = active[int(name)]
+            reason = self._reasons.get(job.number, job.reason)
+            if waits := awaited.get(name):
+                leaving = {host: [active[int(n)].run_id for n in waits[host]] for host in waits}
+                reason = awaited_words(reason, leaving, runs=job.status is JobStatus.RUNNING)
+            told = job if job.stop else replace(job, reason=reason)
             if job.status is JobStatus.RUNNING:
-                if held != job.held and held:
-                    changed = replace(job, held=held)
+                if held and held != job.held:
+                    told = replace(told, held=held)
                     self._unwritten.add(job.number)
-                    self._queue.update([changed])
             elif sum(held.values()) >= job.request.min_np and self._down is None:
-                self._start(job, held)
+                self._start(told, held)
+                continue
+            if told != job:
+                changed.append(told)
+        self._queue.update(changed)
+        self._tell_decided()
+
+    def _tell_decided(self) -> None:
+        """Record who holds which slots, and why, if that has changed."""
+        held = {job.number: dict(job.held) for job in self._queue.active.values() if job.held}
+        waiting = [number for number in self._queue.active if number not in held]
+        told = {"allocations": held, "queued": waiting}
+        if told != self._decided:
+            self._decided = told
+            named = self._queue.active if len(waiting) <= _MOST_REASONS else held
+            reasons = {number: self._queue.active[number].reason for number in named}
+            self._emit("jobs_decided", {**told, "reasons": reasons})
 
     def _write_hostfiles(self) -> None:
         """Write the hostfiles of jobs whose slots have changed, also if it failed before."""
@@ -403,13 +420,8 @@ class Daemon:
         for number in list(self._unwritten):
             job = self._queue.active.get(number)
             if job is not None and job.held:
-                self._runs.write_hostfile(job, self._hosts.values())
+                self._runs.write_hostfile(job, self._hosts.known.values())
             self._unwritten.discard(number)
-
-    @property
-    def _hosts(self) -> Mapping[str, Host]:
-        """Hosts of the cluster by name."""
-        return self._hostfile.hosts
 
     # -- requests --------------------------------------------------------------------------
 
@@ -425,9 +437,10 @@ class Daemon:
                     data=[job.run_id for job in added],
                 )
             case Cancel(jobs, by):
-                ended, stopping = queue.cancel(jobs, by)
+                ended, stopping, over = queue.cancel(jobs, by)
                 parts = [f"cancelled {jobs_words(ended)}"] if ended else []
                 parts += [ending_words(stopping)] if stopping else []
+                parts += [over_words(over)] if over else []
                 return Answer("; ".join(parts), jobs=[j.number for j in [*ended, *stopping]])
             case Requeue(jobs, environment, after):
                 changed = queue.requeue(jobs, environment, after)
@@ -435,8 +448,9 @@ class Daemon:
                     f"queued {jobs_words(changed)} again", jobs=[j.number for j in changed]
                 )
             case SetPriority(jobs, priority):
-                changed = queue.set_priority(jobs, priority)
+                changed, over = queue.set_priority(jobs, priority)
                 words = f"{jobs_words(changed)}: priority {priority:g}"
+                words += f"; {over_words(over)}" if over else ""
                 return Answer(words, jobs=[job.number for job in changed])
             case Down(leave_jobs):
                 self._down = request
@@ -451,10 +465,10 @@ class Daemon:
                         told += ", plain commands from their beginning"
                 return Answer(f"the daemon ends{told}", jobs=[job.number for job in running])
             case Hosts():
-                return Answer("", data=self._host_rows())
+                return Answer("", data=self._hosts.rows(self._uses(), self._health.lost))
 
     def _refuse_impossible(self, request: Submit) -> None:
-        hosts = self._hosts
+        hosts = self._hosts.listed
         slots = sum(host.slots for host in hosts.values())
         for job in request.jobs:
             if job.min_np > slots:
@@ -471,32 +485,10 @@ class Daemon:
                         "or leave it out of --input-hosts."
                     )
 
-    def _host_rows(self) -> list[dict[str, Any]]:
-        lost = self._health.lost
-        rows = []
-        for host in self._hosts.values():
-            jobs = {
-                job.run_id: job.held[host.name]
-                for job in self._queue.active.values()
-                if job.held.get(host.name)
-            }
-            cause = lost.get(host.name)
-            state = "up" if cause is None else "lost"
-            rows.append(
-                {
-                    "host": host.name,
-                    "slots": host.slots,
-                    "state": state,
-                    "jobs": jobs,
-                    "cause": cause,
-                }
-            )
-        return rows
-
     # -- records ---------------------------------------------------------------------------
 
     def _tell_hosts(self) -> None:
-        slots = {host.name: host.slots for host in self._hosts.values()}
+        slots = {host.name: host.slots for host in self._hosts.listed.values()}
         self._emit("cluster_hosts", {"hosts": slots})
 
     def _emit(self, kind: str, fields: Mapping[str, Any]) -> None:

@@ -63,6 +63,33 @@ def grant_slots(claims: Mapping[str, Claim], hosts: Slots) -> dict[str, dict[str
     return granted
 
 
+def awaited_slots(
+    claims: Mapping[str, Claim], granted: Mapping[str, Slots]
+) -> dict[str, dict[str, list[str]]]:
+    """Return for each job that has to wait for slots which jobs have to leave them, by host.
+
+    Args:
+        claims: the jobs.
+        granted: slots that each of them has now.
+
+    >>> claims = {"one": Claim({"a": 1}, {"a": 2}, {"a": 2}), "two": Claim({"a": 1}, {}, {})}
+    >>> awaited_slots(claims, grant_slots(claims, {"a": 2}))
+    {'two': {'a': ['one']}}
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, claim in claims.items():
+        for host, wanted in claim.wanted.items():
+            if granted[name].get(host, 0) < wanted:
+                found.setdefault(name, {})[host] = [
+                    other
+                    for other, theirs in claims.items()
+                    if other != name
+                    and max(granted[other].get(host, 0), theirs.occupied.get(host, 0))
+                    > theirs.wanted.get(host, 0)
+                ]
+    return found
+
+
 def _kept(claim: Claim, hosts: Slots) -> dict[str, int]:
     """Return what a job keeps of the slots that it holds."""
     held = {host: min(slots, hosts.get(host, 0)) for host, slots in claim.held.items()}

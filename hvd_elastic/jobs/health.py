@@ -8,7 +8,6 @@ of runs.
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import IO
 
 from hvd_elastic import __version__
 from hvd_elastic.hosts.remote_python import FROM_NO_WORKING_FOLDER
+from hvd_elastic.json_text import parse_json
 
 _RETRY_S = (0.0, 2.0, 5.0, 10.0, 30.0)
 """Time to the next try of a lost host after 0, 1, 2, … tries [s]."""
@@ -160,7 +160,7 @@ def _answering(output: bytes) -> set[str]:
     found = set()
     for line in output.splitlines():
         with contextlib.suppress(ValueError):
-            entry = json.loads(line)
+            entry = parse_json(line)
             if entry.get("kind") == "host" and entry.get("state") == "ok":
                 found.add(str(entry.get("host")))
     return found

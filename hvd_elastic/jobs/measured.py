@@ -62,6 +62,11 @@ class Measured:
         """Useful examples so far."""
         return self._replay.evidence.done
 
+    @property
+    def noise(self) -> float:
+        """Relative standard error of the goodput that was measured."""
+        return self._replay.evidence.timings.error
+
     def service(self, now: float) -> float:
         """Return slots times seconds that the run has trained, until ``now`` [Unix s]."""
         going = self._size * max(0.0, now - self._size_since) if self._size else 0.0

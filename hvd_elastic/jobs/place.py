@@ -14,6 +14,7 @@ from typing import Any
 
 from hvd_elastic.config import home
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.json_text import parse_json
 from hvd_elastic.own_files import private_folder, socket_in
 from hvd_elastic.records.process_lock import is_locked, take_lock
 
@@ -100,7 +101,7 @@ class ClusterFolder:
     def daemon(self) -> dict[str, Any]:
         """Return ``{"pid", "host", "hostfile"}`` of the present or last daemon; empty: unknown."""
         try:
-            found = json.loads(self._lock.read_bytes())
+            found = parse_json(self._lock.read_bytes())
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}

@@ -78,13 +78,17 @@ class JobQueue:
         self.changed = True
         return jobs
 
-    def cancel(self, numbers: Collection[int], by: str) -> tuple[list[Job], list[Job]]:
-        """Cancel jobs; return those that have ended by it, and those whose runs have to end first.
+    def cancel(self, numbers: Collection[int], by: str) -> tuple[list[Job], list[Job], list[Job]]:
+        """Cancel jobs.
+
+        Returns:
+            Those that have ended by it, those whose runs have to end first, and those that had
+            ended before.
 
         Raises:
-            RunError: a job has ended already, or does not exist; nothing is cancelled.
+            RunError: a job does not exist, or all have ended already; nothing is cancelled.
         """
-        jobs = [self._need_active(number) for number in dict.fromkeys(numbers)]
+        jobs, over = self._active_of(numbers)
         now = time.time()
         message = f"cancelled by {by}"
         waiting = [job for job in jobs if job.status is JobStatus.QUEUED]
@@ -102,7 +106,7 @@ class JobQueue:
         ended = [_ended(job, JobStatus.CANCELLED, message, now) for job in waiting]
         self._save([*ended, *stopping])
         self._tell_ended(ended)
-        return ended, stopping
+        return ended, stopping, over
 
     def requeue(
         self,
@@ -159,24 +163,30 @@ class JobQueue:
             self._emit("job_requeued", {"job": job.number, "reason": "asked to by requeue"})
         return changed
 
-    def set_priority(self, numbers: Collection[int], priority: float) -> list[Job]:
-        """Change the priority of jobs.
+    def set_priority(
+        self, numbers: Collection[int], priority: float
+    ) -> tuple[list[Job], list[Job]]:
+        """Change the priority of jobs; return them, and those that have ended already.
 
         Raises:
-            RunError: a job has ended already, or does not exist.
+            RunError: a job does not exist, or all have ended already.
         """
-        jobs = [self._need_active(number) for number in dict.fromkeys(numbers)]
+        jobs, over = self._active_of(numbers)
         changed = [replace(job, request=replace(job.request, priority=priority)) for job in jobs]
         self._save(changed)
-        return changed
+        return changed, over
 
-    def _need_active(self, number: int) -> Job:
-        if number in self.active:
-            return self.active[number]
-        ended = self.store.jobs([number]).get(number)
-        if ended is None:
-            raise RunError(f"there is no job {number}; see: hvd-elastic queue --all")
-        raise RunError(f"job {number} ({ended.run_id}) {_ended_words(ended.status)} already")
+    def _active_of(self, numbers: Collection[int]) -> tuple[list[Job], list[Job]]:
+        """Return which jobs wait or run, and which have ended; not all of them may have."""
+        wanted = dict.fromkeys(numbers)
+        ended = self.store.jobs([number for number in wanted if number not in self.active])
+        for number in wanted:
+            if number not in self.active and number not in ended:
+                raise RunError(f"there is no job {number}; see: hvd-elastic queue --all")
+        active = [self.active[number] for number in wanted if number in self.active]
+        if ended and not active:
+            raise RunError(over_words(list(ended.values())))
+        return active, list(ended.values())
 
     def _refuse_circle(self, number: int, waiting: Mapping[int, Job]) -> None:
         """Raise UsageError if a job would wait for jobs that wait for it themselves."""
@@ -231,6 +241,16 @@ class JobQueue:
         ]
         known = [end for end in ends if end is not None]
         return max(known) if known and len(known) == len(ends) else None
+
+    def rest(self, reason: str) -> None:
+        """Tell why jobs wait while no daemon decides about them, until the next ``up``."""
+        self.ready()
+        waiting = self.with_status(JobStatus.QUEUED)
+        self.update(
+            replace(job, reason=reason, eta=None)
+            for job in waiting
+            if not any(each.job in self.active for each in job.request.after)
+        )
 
     # -- changes by the daemon ---------------------------------------------------------------
 
@@ -324,6 +344,18 @@ def eta_moved(one: float | None, other: float | None) -> bool:
 
 def _ended_words(status: JobStatus) -> str:
     return "was cancelled" if status is JobStatus.CANCELLED else f"has {status.value}"
+
+
+def over_words(jobs: Sequence[Job]) -> str:
+    """Return how jobs that nothing can be done about have ended.
+
+    >>> job = Job(3, JobRequest("a", {}), "a-3-01ab", JobStatus.SUCCEEDED)
+    >>> over_words([job]), over_words([job, job])
+    ('job 3 (a-3-01ab) has succeeded already', 'jobs 3, 3 have ended already')
+    """
+    if len(jobs) > 1:
+        return f"{jobs_words(jobs)} have ended already"
+    return f"{jobs_words(jobs)} ({jobs[0].run_id}) {_ended_words(jobs[0].status)} already"
 
 
 def ending_words(jobs: Iterable[Job]) -> str:

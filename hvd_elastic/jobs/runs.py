@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,18 +80,23 @@ class JobRuns:
         Raises:
             RunError: the hostfile of the job cannot be written.
         """
-        try:
-            written = parse_hostfile(self.hostfile(job)).hosts
-        except HostfileError:
-            written = ()
+        written = self.written_hosts(job)
         self._devices.restore(job.run_id, written)
         if {host.name: host.slots for host in written} != dict(job.held):
             self.write_hostfile(job, hosts)  # that daemon was killed before it could
 
+    def written_hosts(self, job: Job) -> Sequence[Host]:
+        """Return the hosts of a job's hostfile as it was written last."""
+        try:
+            return parse_hostfile(self.hostfile(job)).hosts
+        except HostfileError:
+            return ()
+
     def release(self, job: Job, *, ended: bool = False) -> None:
-        """Free the GPUs in which no process of a job is left; all of them if its run has ended."""
+        """Free the GPUs in which no process of a job is left; all that it has if its run ended."""
         if ended:
             self._devices.forget(job.run_id)
+            self.hostfile(job).unlink(missing_ok=True)
         else:
             self._devices.release(job.run_id, job.held, self.progress(job).hosts.occupied)
 

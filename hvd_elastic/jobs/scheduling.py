@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,10 +34,12 @@ class Candidate:
     Attributes:
         job: the job.
         measured: what was measured of its run; None: it never began.
+        occupied: slots of each host in which processes of its run live or start.
     """
 
     job: Job
     measured: Measured | None = None
+    occupied: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,10 @@ def plan_slots(
         if each.job.number in ends
     ]
     starts = expected_starts(holders, [job.request.min_np for job in left_out], capacity)
-    plan.etas.update(ends)
+    # Who gets slots that others have to leave starts as soon as those have changed their size.
+    longest_s = max((jobs[str(each.job.number)].rescale_s for each in running), default=0.0)
+    soon = [each.job.number for each in waiting if plan.slots[each.job.number]]
+    plan.etas.update({**ends, **dict.fromkeys(soon, now + longest_s)})
     plan.etas.update({job.number: at for job, at in zip(left_out, starts, strict=True)})
     return plan
 
@@ -150,6 +155,7 @@ def _as_policy_job(
     remaining: float | None = None
     service, rescale_s = 0.0, 0.0
     rescales: int | None = None
+    noise = 0.0
     if request.kind is not JobKind.ELASTIC:
         most = request.min_np
     if measured is not None:
@@ -157,10 +163,11 @@ def _as_policy_job(
         remaining = measured.remaining(request.target_examples, request.epochs)
         service, rescale_s = measured.service(now), measured.rescale_s
         rescales = measured.rescales
+        noise = measured.noise
     if job.status is JobStatus.QUEUED:
         rescale_s = _START_S
     timed = 0 if measured is None else measured.slots
-    most = min(most, max(request.min_np, _GROWTH * timed, 1))
+    takes, most = most, min(most, max(request.min_np, _GROWTH * timed, 1))
     turn_over = job.started_at is None or now - job.started_at >= _LEAST_TURN_S
     return policy.Job(
         str(job.number),
@@ -172,9 +179,12 @@ def _as_policy_job(
         rescale_s,
         min_slots=request.min_np,
         max_slots=most,
+        is_held_back=most < takes,
         priority=_aged_priority(job, now),
         deadline_s=request.deadline,
         rescales=rescales,
+        occupied=candidate.occupied,
+        noise=noise,
         fixed=request.kind is not JobKind.ELASTIC,
         movable=request.kind is not JobKind.PLAIN,
         preemptible=job.status is not JobStatus.RUNNING

@@ -275,6 +275,13 @@ class JobStore:
 
     def statuses(self, numbers: Collection[int]) -> dict[int, JobStatus]:
         """Return the states of jobs by number; unknown ones are left out."""
+        return {number: JobStatus(status) for number, status in self._values("status", numbers)}
+
+    def reasons(self, numbers: Collection[int]) -> dict[int, str]:
+        """Return why jobs wait or hold their slots, by number; unknown ones are left out."""
+        return dict(self._values("reason", numbers))
+
+    def _values(self, column: str, numbers: Collection[int]) -> list[tuple[int, str]]:
         rows = []
         wanted = list(numbers)
         with _explained(self.path):
@@ -282,9 +289,9 @@ class JobStore:
                 some = wanted[first : first + _MOST_VALUES]
                 marks = ", ".join("?" * len(some))
                 rows += self._db.execute(
-                    f"SELECT number, status FROM jobs WHERE number IN ({marks})", some
+                    f"SELECT number, {column} FROM jobs WHERE number IN ({marks})", some
                 ).fetchall()
-        return {int(number): JobStatus(status) for number, status in rows}
+        return rows
 
     def environment(self, job: Job) -> dict[str, str]:
         """Return the environment of a job; empty if it was removed."""

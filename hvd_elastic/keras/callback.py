@@ -19,6 +19,7 @@ import tensorflow as tf
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.keras.checks import check_call, check_model, optimizers_of, takes_nothing
+from hvd_elastic.keras.first_layer import first_layer
 from hvd_elastic.keras.monitors import Monitors
 from hvd_elastic.tensorflow.data import ElasticDataset
 from hvd_elastic.tensorflow.frontend import choose_optimizers, optimizers_watched, rehearse
@@ -118,6 +119,8 @@ class ElasticCallback(keras.callbacks.Callback):
         """Examples before the step that has begun, and what sets the metrics back to that time."""
         self._train: Any = None
         self._batches: Batches | None = None
+        self._data: Any = None
+        """The last batch that the model was trained on."""
         self._began = False
 
     # -- what Keras calls ------------------------------------------------------------------
@@ -149,6 +152,8 @@ class ElasticCallback(keras.callbacks.Callback):
         self.state.keep("_metric_sums", self._metrics)
         averagers: Any = self._ctx.worker.averagers
         next(iter(averagers)).metrics = self._metrics if self._metrics.size else None
+        for averager in averagers:
+            averager.find_layer = self._first_layer
         rehearse(self.state, self._trace)
         self._ctx.aim(self._epochs or self.params["epochs"], "epoch")
         self._session.begin()
@@ -274,6 +279,7 @@ class ElasticCallback(keras.callbacks.Callback):
             try:
                 data = next(batches)
                 examples = self._ctx.step.passes[-1].examples  # a sparse tensor has no length
+                self._data, skipped = data, worker.progress.skipped
                 logs = self._train([data])
                 try:
                     worker.averagers.collect()
@@ -282,19 +288,29 @@ class ElasticCallback(keras.callbacks.Callback):
                 if worker.averagers.several:
                     self._ctx.mark_consumed()
                 self._examples += examples
+                if worker.progress.skipped > skipped:
+                    self._undo_metrics()
                 if worker.progress.step > done:
                     self._kept = worker.saves = None  # no rank ends the last epoch again
                 self._ctx.commit(_numbers(logs))
                 batches.end_if_last()
                 return logs
             except (GenerationBrokenError, tf.errors.OpError) as error:
-                if self._kept is not None:
-                    self._examples, restore_metrics = self._kept
-                    restore_metrics()
+                self._undo_metrics()
                 self._recover(error, batches)
         # The others have taken the step, so the callbacks of this rank follow it too.
         self._metrics.all_told()
         return self.model.get_metrics_result()
+
+    def _first_layer(self) -> str:
+        with self.state.unchanged():
+            return first_layer(self.model, self._data)
+
+    def _undo_metrics(self) -> None:
+        """Set metrics back to before the step that has begun: it failed, or is left out."""
+        if self._kept is not None:
+            self._examples, restore = self._kept
+            restore()
 
     def _recover(self, error: Exception, batches: Batches) -> None:
         """Join the next generation, and read on from where training stands."""

@@ -191,6 +191,7 @@ class Leader:
                 "pinned": list(spec.pin_hosts),
                 "command": list(spec.command),
                 "resumed": self._resumed,
+                **({"plain": True} if spec.plain else {}),
             },
         )
         with self._stopping.signals(), self._failover.lease():
@@ -234,11 +235,11 @@ class Leader:
     def _outcome(self, finish: cmd.Finish) -> str:
         """Return why the run has ended, in words."""
         ended_itself = finish.status == "succeeded" and self._run.progress.stopped
-        return (
-            f"training was stopped by the script: {ended_itself}"
-            if ended_itself
-            else finish.message
-        )
+        if ended_itself:
+            return f"training was stopped by the script: {ended_itself}"
+        error = self._run.workers.error if finish.status == "failed" else ""
+        known = not error or error in finish.message
+        return finish.message if known else f"{finish.message}: {error}"
 
     def _end_agents(self) -> None:
         """End all agents and their workers, and wait until they have ended."""

@@ -112,7 +112,8 @@ class Reports:
                 host, slot = self._run.workers.places[worker]
                 lines = self._run.workers.log(worker, data)
                 members = self._executor.machine.members
-                if members and members[0].worker == worker:
+                # A plain command has one worker, which is never a member.
+                if self._run.spec.plain or (members and members[0].worker == worker):
                     for line in lines:
                         self._run.journal.output(host, slot, line)
             case msg.WorkerEnded():

@@ -115,29 +115,29 @@ def scale(
     draining: Collection[str],
     scaler: Scaler | None,
 ) -> Answer:
-    """Request a number of processes; None returns the choice to the options or the policy."""
+    """Request a number of workers; None returns the choice to the options or the policy."""
     if wanted is None and scaler is not None:
         return steer_policy("resume", scaler)
     if wanted is None:
-        message = "the number of processes follows the options of the run again"
+        message = "the number of workers follows the options of the run again"
         return Answer(message, ev.TargetChanged(None))
     if not isinstance(wanted, int) or wanted < 1:
-        message = f"cannot scale to {wanted!r} processes: give a whole number of 1 or more"
+        message = f"cannot scale to {wanted!r} workers: give a whole number of 1 or more"
         return Answer(message, ok=False)
     slots = sum(host.slots for host in hosts if host.name not in draining)
     limit = min(slots, spec.max_np or slots)
     if not spec.min_np <= wanted <= limit:
         message = (
-            f"cannot scale to {count(wanted, 'process')}: this run takes "
+            f"cannot scale to {count(wanted, 'worker')}: this run takes "
             f"{spec.min_np} to {limit} (--min-np, --max-np and the slots of the hostfile"
             f"{' that are not drained' if draining else ''})"
         )
         return Answer(message, ok=False)
     until = ""
     if scaler is not None:
-        scaler.pause(f"{count(wanted, 'process')} wanted by hvd-elastic scale")
+        scaler.pause(f"{count(wanted, 'worker')} wanted by hvd-elastic scale")
         until = f"; the policy is paused until: hvd-elastic scale {run_id} auto"
-    return Answer(f"{count(wanted, 'process')} wanted{until}", ev.TargetChanged(wanted))
+    return Answer(f"{count(wanted, 'worker')} wanted{until}", ev.TargetChanged(wanted))
 
 
 def steer_policy(do: Any, scaler: Scaler | None) -> Answer:
@@ -147,10 +147,10 @@ def steer_policy(do: Any, scaler: Scaler | None) -> Answer:
         return Answer(message, ok=False)
     if do == "pause":
         scaler.pause("asked to by hvd-elastic policy")
-        return Answer("the number of processes stays as it is")
+        return Answer("the number of workers stays as it is")
     if do == "resume":
         scaler.resume("the policy may decide again", time.monotonic())
-        return Answer("the policy decides the number of processes again")
+        return Answer("the policy decides the number of workers again")
     return Answer(f"a policy can be told to pause or resume, not to {do!r}", ok=False)
 
 

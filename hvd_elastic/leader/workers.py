@@ -30,12 +30,14 @@ class Workers:
         places: (host, slot) by worker.
         failure_told: whether an error of the script was already reported; the other workers
             usually fail in the same way, and are not reported again.
+        error: last line that the worker printed whose error was reported from its log.
     """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self.places: dict[str, tuple[str, int]] = {}
         self.failure_told = False
+        self.error = ""
         self._crash_told = ""
         self._code: dict[str, str] = {}
         self._other_code: set[str] = set()
@@ -105,6 +107,7 @@ class Workers:
             self.failure_told = True
             lines = self._end_of_log(host, slot).rstrip().splitlines()[-_TAIL_LINES:]
             tail = "\n".join(lines) or f"exit status {status}, nothing printed"
+            self.error = lines[-1].strip() if lines else ""
             explained = explain_script_error(tail)
             if explained is not None:
                 return ev.ScriptFailed(exited.worker, explained)

@@ -12,7 +12,8 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from inspect import getattr_static
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,19 @@ are equally likely, which a cipher cannot guarantee for few examples."""
 _CIPHER_ROUNDS = 8
 """With 4 rounds a chi-squared test finds that examples one row apart are related, with 6 it
 sometimes does; with 8 it finds no difference from a sorted table."""
+
+
+def attribute_of(dataset: Any, name: str) -> Any:
+    """Return what a data set may have, such as ``blocks``; None: it has none.
+
+    A ``__getattr__`` of the script may raise what it likes for a name that it does not know.
+    """
+    try:
+        return getattr(dataset, name, None)
+    except Exception:
+        if getattr_static(dataset, name, None) is not None:
+            raise
+        return None
 
 
 class Blocks(NamedTuple):

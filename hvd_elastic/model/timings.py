@@ -18,6 +18,8 @@ from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_tim
 _REFIT_CHANGE = 0.025
 """Change of a median in logarithms that leads to a new fit: half of the 5 % by which single windows
 scatter."""
+_TYPICAL_SCATTER, _LEAST_WINDOWS = 0.05, 4
+"""Scatter of single windows, and number of windows from which it is measured."""
 _FIT_WEIGHT = 4
 """Windows of one configuration that count in a fit. Further ones have errors in common."""
 _ALONE_DRIFT = 0.05
@@ -178,6 +180,18 @@ class StepTimings:
     def worlds(self) -> set[tuple[int, int]]:
         """Pairs (number of hosts, number of ranks) that were timed."""
         return {(where.hosts, where.ranks) for where in self._steps}
+
+    @property
+    def error(self) -> float:
+        """Relative standard error of the step time that was measured last."""
+        times = [step_s for step_s, _ in [*self._steps.values()][-1].times] if self._steps else []
+        scatter = _TYPICAL_SCATTER
+        if len(times) >= _LEAST_WINDOWS:
+            middle = median(times)
+            # The median deviation of a normal distribution is 0.67 of its standard deviation.
+            scatter = 1.48 * median(abs(step_s / middle - 1) for step_s in times)
+        # The error of a median is 1.25 times that of a mean.
+        return 1.25 * scatter / math.sqrt(max(len(times), 1))
 
     def observation(self, where: Configuration | None) -> Observation | None:
         """Return the typical step time of a configuration; None: it was not timed."""

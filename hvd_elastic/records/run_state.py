@@ -1,4 +1,4 @@
-"""The state of a run as users are told it: by its events, and by whether its leader lives."""
+"""A row of the list of runs: by the last events, and by whether the leader lives."""
 
 from __future__ import annotations
 
@@ -7,30 +7,9 @@ from typing import Any
 from hvd_elastic.records.json_lines import read_last_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
+from hvd_elastic.records.wording import GOES_ON, run_state
 
-GOES_ON = ("running", "waiting", "leaderless")
-"""States of a run that is not over."""
 _TAIL_BYTES = 256 * 1024  # holds the last events of a run
-
-
-def run_state(
-    status: str, *, alive: bool, waiting: bool = False, until: float | None = None
-) -> str:
-    """Return the state of a run as shown to users.
-
-    Args:
-        status: status according to its events.
-        alive: whether its leader is alive.
-        waiting: whether the run waits for hosts.
-        until: time until which the hosts train on without a leader; None: they do not.
-    """
-    if status == "running":
-        if not alive:
-            return "died" if until is None else "leaderless"
-        return "waiting" if waiting else "running"
-    if status == "unknown":
-        return "starting" if alive else "never began"
-    return status
 
 
 def run_row(folder: RunFolder) -> dict[str, Any]:
@@ -42,11 +21,13 @@ def run_row(folder: RunFolder) -> dict[str, Any]:
     status = "running" if summary.status == "unknown" and summary.ended else summary.status
     state = run_state(status, alive=alive, waiting=bool(summary.waiting), until=until)
     size = summary.size or int(last.get("size", 0)) if state in GOES_ON else 0
+    plain = bool(folder.read_run().get("plain"))
     done = last.get("done")
     return {
         "run_id": folder.run_id,
         "status": state,
         "created": folder.created,
+        "plain": plain,
         "steps": summary.steps,
         "size": size,
         "throughput": last.get("throughput") if state in GOES_ON else None,

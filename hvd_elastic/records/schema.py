@@ -43,6 +43,7 @@ class RunStarted(_Event, tag="run_started"):
     pinned: list[str]
     command: list[str]
     resumed: bool
+    plain: bool | UnsetType = UNSET
 
 
 class TakenOver(_Event, tag="taken_over"):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import mul, sub
 
-CAUSES = ("start-up", "rescales", "failures", "input", "communication")
+CAUSES = ("start-up", "rescales", "failures", "input", "communication", "interruption")
 """In this order; what remains is training."""
 
 

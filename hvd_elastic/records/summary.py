@@ -249,6 +249,7 @@ class RunSummary:
     input: str = ""
     input_hosts: dict[str, int] = field(default_factory=dict)
     missed: str = ""
+    plain: bool = False
     stopped_for: str = ""
     rank_shares: list[float | None] = field(default_factory=list)
     prices: dict[str, float] = field(default_factory=dict)
@@ -400,6 +401,7 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
     run.run_id = str(record.get("run_id") or run.run_id)
     run.status = "running"
     run.message = run.failure = run.failed_worker = ""
+    run.plain = record.get("plain") is True
     run.ended_in = None
     run.attempts += 1
     run.began_s = at_s
@@ -519,6 +521,13 @@ def _command_done(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
         run.scaled_to, run.scaled_slots = _whole(record.get("np")), []
 
 
+@_on("worker_started")
+def _worker_started(run: RunSummary, _record: Mapping[str, Any], at_s: float) -> None:
+    if run.plain:  # it never joins a generation
+        run.waiting = ""
+        _set_size(run, at_s, 1)
+
+
 @_on("worker_joined")
 def _worker_joined(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
     local_rank, rank = _count(record, "local_rank"), _whole(record.get("rank"))
@@ -547,7 +556,8 @@ def _spend_on_rescale(run: RunSummary, rescale: Rescale, at_s: float) -> None:
             run.placements.insert(-1, (since_s, []))  # it died, and did not say so
         run.spending.size = rescale.to_size
         cause = "failures" if rescale.failure else "start-up"
-        run.spending.add(cause, at_s - since_s, unused_s)
+        run.spending.add("interruption", unused_s, unused_s)
+        run.spending.add(cause, at_s - since_s - unused_s)
         return
     run.spending.size = min(rescale.from_size, rescale.to_size)
     pause_s = at_s - rescale.at_s if rescale.pause_s is None else rescale.pause_s

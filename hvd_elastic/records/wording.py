@@ -1,14 +1,38 @@
-"""Turns events into lines of text for users."""
+"""Every word in which a run is described: its state, its figures, and what happened to it.
+
+The words of each state of a run and of a job are in ``tests/unit/records/words.md``, for people to
+read; a test compares them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvd_elastic.control.endings import Departure
-from hvd_elastic.formatting import count, duration_words, number_words, plural, worker_name
+from hvd_elastic.formatting import (
+    bytes_words,
+    clock_words,
+    count,
+    date_words,
+    duration_words,
+    number_words,
+    plural,
+    worker_name,
+)
 
+if TYPE_CHECKING:
+    from hvd_elastic.records.summary import Draining, RunSummary
+
+GOES_ON = ("running", "waiting", "leaderless")
+"""States of a run that is not over."""
+ENDED = ("succeeded", "failed", "stopped", "died")
+"""States of a run that is over."""
+READING = "reading"
+"""State of a run whose events a page has not read to the end yet."""
+_NOTABLE = 0.005
+"""Part of the time from which a cause is told in words."""
 _SHARES_TOLD = 8  # number of ranks whose shares are listed, so that the text fits a line
 _DEPARTURES = {departure.value: departure for departure in Departure}
 
@@ -43,6 +67,7 @@ class Narrator:
         self._batch: Mapping[str, Any] = {}
         self._crash = ""
         self._error = ""
+        self._plain = False
 
     def tell(self, event: Mapping[str, Any]) -> list[Line]:
         """Return the lines for an event, usually none or one."""
@@ -79,6 +104,9 @@ class Narrator:
                 return []
             case "run_started" | "waiting":
                 before = self._unfinished()
+                self._plain = event.get("plain") is True if kind == "run_started" else self._plain
+        if self._plain and kind in ("worker_left", "script_failed"):
+            return _plain_lines(event)
         line = _tell(kind, event)
         return before if line is None else [*before, line]
 
@@ -91,7 +119,8 @@ class Narrator:
         if self._error:
             message = message.removesuffix(f": {self._error}")  # was shown in full before
         exact = event.get("exact") is not False
-        steps, examples = event.get("steps"), event.get("examples")
+        steps = None if self._plain else event.get("steps")
+        examples = event.get("examples")
         words = outcome_words(status, steps, examples, message, exact=exact)
         ended = Line(f"run {words}", {"succeeded": "good", "failed": "bad"}.get(status, "note"))
         way_on = resume_words(event)
@@ -140,7 +169,7 @@ def _run_started(event: Mapping[str, Any]) -> str:
 
 
 def _taken_over(event: Mapping[str, Any]) -> str:
-    size = count(event.get("size"), "process")
+    size = count(event.get("size"), "worker")
     return f"took over the run: {size} went on training without a leader"
 
 
@@ -201,8 +230,268 @@ def _worker_left(event: Mapping[str, Any]) -> Line | None:
     return Line(f"worker {worker} left: {cause}", "bad")
 
 
+def _plain_lines(event: Mapping[str, Any]) -> list[Line]:
+    """Return the lines for what a plain command does; the end of the run tells its exit status."""
+    if event.get("kind") == "worker_left":
+        return []
+    return [Line(f"the command failed on host {event.get('host')}:\n{_traceback(event)}", "bad")]
+
+
+def departure_words(cause: str, rescale: str) -> str:
+    """Return why a worker has left.
+
+    Args:
+        cause: cause of its ``worker_left`` event.
+        rescale: reason of the last rescale that had begun; empty: there was none.
+
+    >>> departure_words("left", "host node3 left: 3 → 2 slots")
+    'as asked: host node3 left: 3 → 2 slots'
+    >>> departure_words("finished", ""), departure_words("was killed by signal 9", "")
+    ('its training function returned', 'was killed by signal 9')
+    """
+    match _DEPARTURES.get(cause):
+        case Departure.LEFT:
+            return f"as asked: {rescale}" if rescale else "as asked"
+        case Departure.FINISHED:
+            return "its training function returned"
+        case Departure.HOST_LOST:
+            return "its host was lost"
+    return cause
+
+
 def _rescale_words(event: Mapping[str, Any]) -> str:
     return str(event.get("reason") or f"{event.get('from_size')} → {event.get('to_size')} slots")
+
+
+# -- the state of a run ----------------------------------------------------------------------------
+
+
+def run_state(
+    status: str, *, alive: bool, waiting: bool = False, until: float | None = None
+) -> str:
+    """Return the state of a run as shown to users.
+
+    Args:
+        status: status according to its events.
+        alive: whether its leader is alive.
+        waiting: whether the run waits for hosts.
+        until: time until which the hosts train on without a leader; None: they do not.
+    """
+    if status == "running":
+        if not alive:
+            return "died" if until is None else "leaderless"
+        return "waiting" if waiting else "running"
+    if status == "unknown":
+        return "starting" if alive else "never began"
+    return status
+
+
+def state_words(summary: RunSummary, state: str, until: float | None) -> str:
+    """Return a state of :func:`run_state` with what there is to know about it, or to do.
+
+    Args:
+        summary: summary of the run.
+        state: its state.
+        until: time until which the hosts train on without a leader [Unix s].
+    """
+    resume = f"hvd-elastic run --resume {summary.run_id}"
+    words = {
+        "leaderless": (
+            "the leader is gone, and the hosts train on without one until about "
+            f"{clock_words(until)}; take them over with: {resume}"
+        ),
+        "died": f"died: no live leader; go on with: {resume}",
+        "never began": "never began: its leader ended before the first event",
+        "waiting": summary.waiting,
+        "failed": f"failed: {summary.message}" if summary.message else "failed",
+        "stopped": f"stopped: {summary.message}" if summary.message else "stopped",
+        "succeeded": "succeeded",
+    }
+    if summary.message and (summary.stopped_for or summary.plain):
+        words["succeeded"] = f"succeeded: {summary.message}"
+    return words.get(state, state)
+
+
+def time_words(summary: RunSummary, state: str, now: float) -> str:
+    """Return when a run started, and how long it has taken so far or did take.
+
+    Args:
+        summary: summary of the run.
+        state: its state.
+        now: present time [Unix s].
+    """
+    if summary.started is None:
+        return ""
+    if state in ("succeeded", "failed", "stopped"):
+        lasted = f"took {duration_words(summary.duration_s)}"
+    elif state in ("running", "waiting"):
+        lasted = f"{duration_words(max(0.0, now - summary.started))} ago"
+    else:  # nobody knows what happened since
+        lasted = f"{duration_words(summary.duration_s)} until the last event of its leader"
+    return f"{date_words(summary.started)}, {lasted}"
+
+
+def run_sentences(
+    summary: RunSummary, state: str, forecast: str = "", slow: Mapping[str, float] | None = None
+) -> list[str]:
+    """Return what matters now: how fast, how far, what is in the way, what was decided.
+
+    Args:
+        summary: summary of the run.
+        state: its state.
+        forecast: how far it is, and when it is expected to end, as a sentence.
+        slow: slow hosts, with the time of their steps relative to the median of the hosts.
+    """
+    told = [sentence for sentence in (_state_sentence(summary, state), forecast) if sentence]
+    for name, factor in (slow or {}).items():
+        told.append(f"Host {name} is slow: its steps take {factor:.1f} x the median of the hosts.")
+    if summary.input and "no bottleneck" not in summary.input:
+        told.append(f"Data: {summary.input}.")
+    left_out = left_out_words(summary.last)
+    if left_out:
+        told.append(f"Left out: {left_out}.")
+    if summary.live_rescales:
+        paused_s = sum(each.pause_s or 0.0 for each in summary.live_rescales)
+        rescales = count(len(summary.live_rescales), "rescale")
+        told.append(f"{rescales} paused training for {duration_words(paused_s)} together.")
+    lost = _lost_words(summary)
+    if lost:
+        told.append(lost)
+    decided = [said for said in summary.decisions if said.kind == "decision"]
+    if decided:
+        at = clock_words((summary.started or 0.0) + decided[-1].at_s)
+        told.append(f"The policy decided at {at}: {decided[-1].text}.")
+    if summary.missed:
+        told.append(f"It fell short: {summary.missed}.")
+    if summary.misfits:
+        told.append(f"{count(summary.misfits, 'event')} with unexpected fields left out.")
+    if summary.warnings:
+        told.append(f"Last warning: {summary.warnings[-1].text}")
+    return told
+
+
+def _state_sentence(summary: RunSummary, state: str) -> str:
+    if state == READING:
+        return "The events of this run are still being read; what there is so far is shown."
+    if state == "running":
+        if summary.plain:
+            return "The command runs."
+        rate = summary.last.get("throughput")
+        fast = f" at {number_words(round(rate))} examples/s" if rate else ""
+        return f"Trains on {count(summary.size, 'slot')}{fast}."
+    if state == "waiting":
+        return f"Waits: {summary.waiting}."
+    if state not in ENDED:
+        return ""
+    steps, examples = None if summary.plain else summary.steps, summary.examples
+    words = outcome_words(state, steps, examples, "", exact=summary.exact)
+    return f"{words[:1].upper()}{words[1:]}, in {duration_words(summary.duration_s)}."
+
+
+def _lost_words(summary: RunSummary) -> str:
+    """Return which causes took most besides training, as a sentence; empty: hardly any did."""
+    if summary.first_step_s is None or not summary.duration_s:
+        return ""
+    parts = {c: s.seconds / summary.duration_s for c, s in summary.spending.by_cause.items()}
+    most = sorted((c for c in parts if parts[c] >= _NOTABLE), key=lambda c: -parts[c])
+    named = ", ".join(f"{cause} {parts[cause]:.1%}" for cause in most)
+    return f"Of the time, {sum(parts.values()):.1%} was not training: {named}." if most else ""
+
+
+def status_rows(
+    summary: RunSummary, state: str, until: float | None, folder: str, now: float
+) -> list[tuple[str, str]]:
+    """Return what there is to say of a run: label and text of each row.
+
+    Args:
+        summary: summary of the run.
+        state: its state.
+        until: time until which the hosts train on without a leader [Unix s].
+        folder: path of its folder.
+        now: present time [Unix s].
+    """
+    failure = checkpoint = ""
+    if summary.checkpoints:
+        checkpoint = f"step {summary.checkpoints[-1].step}, {summary.checkpoints[-1].path}"
+    if summary.failure and not summary.plain:  # of a plain command the status says it
+        last_line = summary.failure.rstrip().rpartition("\n")[2]
+        failure = f"worker {summary.failed_worker}: {last_line}"
+    # The last metrics may belong to an earlier epoch than the last step.
+    epoch = summary.last.get("epoch") if summary.ended_in is None else summary.ended_in
+    reached = {**summary.last, "step": summary.steps, "epoch": epoch}
+    own = {name: value for name, value in summary.final_metrics().items() if name != "loss"}
+    hosts = [f"{name}:{slots}" for name, slots in summary.hosts]
+    reading = [f"{name} ({count(n, 'process')})" for name, n in summary.input_hosts.items()]
+    draining = [
+        f"{name}: {'drained' if found.empty else _time_left_words(summary, found, now)} "
+        f"({found.cause})"
+        for name, found in summary.draining.items()
+    ]
+    decided = [said.text for said in summary.decisions if said.kind == "decision"]
+    rows = [
+        ("run", summary.run_id),
+        ("status", state_words(summary, state, until)),
+        ("started", time_words(summary, state, now)),
+        ("progress", "" if summary.plain else progress_words(reached, summary.size)),
+        ("metrics", metric_words(own)),
+        ("left out", left_out_words(summary.last)),
+        ("batch", _batch_size_words(summary) if summary.batch_plan else ""),
+        ("hosts", " ".join(hosts)),
+        ("input hosts", " ".join(reading)),
+        ("data", summary.input),
+        ("shares", summary.shares),
+        ("pinned", " ".join(summary.pinned)),
+        *(("draining", text) for text in draining),
+        ("rescales", "" if summary.plain else rescale_words(summary)),
+        ("decision", decided[-1] if decided else ""),
+        ("missed", summary.missed),
+        ("checkpoint", checkpoint),
+        ("saved", saved_words(summary)),
+        ("folder", folder),
+        ("failure", failure),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def _time_left_words(summary: RunSummary, found: Draining, now: float) -> str:
+    """Return a text that says how much time is left to drain a host."""
+    if found.leave_in_s is None or summary.started is None:
+        return "being left"
+    left_s = summary.started + found.at_s + found.leave_in_s - now
+    return f"being left, {duration_words(left_s)} remain" if left_s > 0 else "being left, overdue"
+
+
+def _batch_size_words(summary: RunSummary) -> str:
+    plan = summary.batch_plan
+    text = f"{number_words(plan.get('global_batch_size'))} examples"
+    limits = plan.get("limits")
+    if isinstance(limits, dict):
+        initial, most = (limits.get(f"{name}_batch_size") for name in ("initial", "max"))
+        text += f" ({number_words(initial)} at first, at most {number_words(most)})"
+    for name, unit in (("noise_scale", " examples"), ("efficiency", "")):
+        if name in summary.last:
+            text += f", {name.replace('_', ' ')} {number_words(summary.last[name])}{unit}"
+    return text
+
+
+def metric_words(metrics: Mapping[str, Any]) -> str:
+    """Return names and values of metrics, as one line."""
+    return ", ".join(f"{name} {number_words(value)}" for name, value in metrics.items())
+
+
+def saved_words(summary: RunSummary) -> str:
+    """Return the files that the script has saved: name, step and size of each."""
+    return ", ".join(
+        f"{name} (step {saved.step}, {bytes_words(saved.size_bytes)})"
+        for name, saved in summary.saved.items()
+    )
+
+
+def rescale_words(summary: RunSummary) -> str:
+    """Return how many rescales a run had, and the longest pause of one."""
+    pause_s = summary.longest_pause_s
+    longest = f", longest pause {duration_words(pause_s)}" if pause_s is not None else ""
+    return f"{len(summary.live_rescales)}{longest}"
 
 
 def resume_words(event: Mapping[str, Any]) -> str:
@@ -245,14 +534,18 @@ def resume_words(event: Mapping[str, Any]) -> str:
 def outcome_words(
     status: str, steps: int | None, examples: int | None, message: str, *, exact: bool = True
 ) -> str:
-    """Return the status of a run with its progress, and how it ended.
+    """Return the status of a run with its progress, and how it ended; steps None: it has none.
 
     >>> outcome_words("stopped", 12, 1200, "Ctrl-C")
     'stopped after 12 steps, 1,200 examples: Ctrl-C'
     >>> outcome_words("failed", 1, None, "", exact=False)
     'failed after at least 1 step'
+    >>> outcome_words("succeeded", None, None, "the command ended with exit status 0 on host node1")
+    'succeeded: the command ended with exit status 0 on host node1'
     """
-    text = f"{status} after {'' if exact else 'at least '}{count(steps, 'step')}"
+    text = status
+    if steps is not None:
+        text += f" after {'' if exact else 'at least '}{count(steps, 'step')}"
     if examples:
         text += f", {number_words(examples)} {plural('example', examples)}"
     return f"{text}: {message}" if message else text
@@ -336,6 +629,58 @@ def batch_words(plan: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     if plan.get("lr_scale") is not None:
         text += f", learning rate x {number_words(plan['lr_scale'])}"
     return f"{text}: {plan.get('reason')}"
+
+
+def attempts_words(attempts: int, failures: int, retries: int) -> str:
+    """Return how often the run of a job was started, and how often it may fail again.
+
+    >>> attempts_words(2, 0, 0), attempts_words(3, 2, 2), attempts_words(2, 1, 3)
+    ('2, none failed', '3, 2 failed; no retry is left', '2, 1 failed; 2 retries are left')
+    """
+    if not failures:
+        return f"{attempts}, none failed"
+    left = max(0, retries - failures)
+    are_left = f"{count(left, 'retry')} {'is' if left == 1 else 'are'}" if left else "no retry is"
+    return f"{attempts}, {failures} failed; {are_left} left"
+
+
+def awaited_words(reason: str, awaited: Mapping[str, Sequence[str]], *, runs: bool) -> str:
+    """Return the reason of a job that is to have slots which other jobs have to leave first.
+
+    Args:
+        reason: why it is to have them.
+        awaited: runs that have to leave each host.
+        runs: whether the job runs; else it waits.
+
+    >>> awaited_words("starts with 1 slot", {"node2": ["digits-3"]}, runs=False)
+    'waits until digits-3 has left slots on node2; then: starts with 1 slot'
+    >>> awaited_words("grows to 2 slots", {"node2": []}, runs=True)
+    'grows to 2 slots, as soon as slots are free on node2'
+    """
+    leaving = dict.fromkeys(run for those in awaited.values() for run in those)
+    hosts = ", ".join(awaited)
+    until = f"{_all_of(leaving)} left slots on {hosts}" if leaving else f"slots are free on {hosts}"
+    return f"{reason}, as soon as {until}" if runs else f"waits until {until}; then: {reason}"
+
+
+def removed_host_words(ends: Sequence[str], leaves: Sequence[str]) -> str:
+    """Return what is awaited before a host that has no slots in the hostfile any more is empty.
+
+    Args:
+        ends: runs of plain commands, which stay until they end.
+        leaves: other runs.
+
+    >>> removed_host_words(["sleep-1"], [])
+    'taken out of the hostfile; empty as soon as sleep-1 has ended'
+    """
+    awaited = [f"{_all_of(ends)} ended"] if ends else []
+    awaited += [f"{_all_of(leaves)} left it"] if leaves else []
+    return f"taken out of the hostfile; empty as soon as {' and '.join(awaited)}"
+
+
+def _all_of(runs: Iterable[str]) -> str:
+    named = [*runs]
+    return f"{' and '.join(named)} {'has' if len(named) == 1 else 'have'}"
 
 
 _LINES: dict[str, tuple[str | Callable[[Mapping[str, Any]], str], str]] = {

@@ -39,6 +39,7 @@ refuse_triton_after_tensorflow()
 
 import tensorflow as tf
 
+from hvd_elastic.tensorflow.accumulator import Accumulator
 from hvd_elastic.tensorflow.data import dataset
 from hvd_elastic.tensorflow.frontend import TensorFlowFrontend, let_two_operations_run
 from hvd_elastic.tensorflow.metrics import metric_results
@@ -58,6 +59,7 @@ from hvd_elastic.training.script_ranks import local_rank, rank, report, size
 from hvd_elastic.training.step_weight import step_weight
 
 __all__ = [
+    "Accumulator",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "State",

@@ -22,7 +22,6 @@ from hvd_elastic.tensorflow.gradient_statistics import GradientStatistics
 from hvd_elastic.tensorflow.schedule import follows_progress
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.planning.canaries import canaries
 from hvd_elastic.training.planning.rules import chosen_rule, whole_steps
 
 
@@ -111,30 +110,23 @@ class Adaptation:
             share = self._context.step.weight / self._context.worker.communicator.size
             self.statistics.samples.end_pass(share, own[:1])
 
-    def step_ended(self, own: np.ndarray, mean: np.ndarray, finite: np.ndarray) -> float:
+    def step_ended(self, own: np.ndarray, mean: np.ndarray, *, taken: bool) -> float:
         """Note how a step has ended on all ranks; return its gain.
 
         Args:
             own: squared norm of the gradient of this rank's last pass, and the time for it [s].
             mean: the same of the mean gradient.
-            finite: whether the optimizer's step was taken, since its gradients were finite.
-
-        Raises:
-            ScriptError: too many consecutive steps were not finite.
+            taken: whether the optimizer has taken it, since its gradients were finite.
         """
         planner, step = self._planner, self._context.worker.progress.step
         self._free()
         self.pass_ended(own)
-        if self._sampling and finite:
+        if self._sampling and taken:
             planner.sampling_cost.add(float(mean[1]))
             planner.sampling_cost.step_ends()
             part = mean[:1] / self._context.worker.communicator.size
             self.statistics.samples.end_step(step, self._context.step.examples, part)
         self.statistics.samples.drop_step()
-        if not finite:
-            self._context.step_skipped()
-            return 0.0
-        planner.skipped.note(finite=True)
         return self._gain
 
     def drop(self) -> None:
@@ -185,12 +177,6 @@ class Adaptation:
                     for number, kind in enumerate(kinds)
                 ]
         return self._sums
-
-    def are_finite(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Return whether a few small gradients are finite, which tells of all."""
-        chosen = canaries([int(each.shape.num_elements() or 0) for each in gradients])
-        finite = [tf.reduce_all(tf.math.is_finite(gradients[index])) for index in chosen]
-        return tf.reduce_all(tf.stack(finite))
 
     @contextlib.contextmanager
     def rates_scaled(self, control: Control) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -35,9 +36,22 @@ def reason_of(error: tf.errors.OpError) -> str:
 @tf.autograph.experimental.do_not_convert
 def reduce_in_graph(tensor: tf.Tensor, name: str, *, average: bool = False) -> tf.Tensor:
     """Return the sum, or average, of a tensor over the ranks that there are when a graph runs."""
+    if tf.executing_eagerly():
+        return _graph_of_reduction(name, average, tensor.dtype)(tensor)
     horovod = load_horovod("tensorflow")
     kind = horovod.Average if average else horovod.Sum
     return horovod.mpi_ops._allreduce(tensor, node_name(name), kind, ignore_name_scope=True)
+
+
+@functools.cache
+def _graph_of_reduction(name: str, average: bool, kind: tf.DType) -> Callable[..., Any]:
+    """Return a reduction as a graph of its own: without one, Horovod is not told its name."""
+
+    def run(tensor: tf.Tensor) -> tf.Tensor:
+        return reduce_in_graph(tensor, name, average=average)
+
+    function = tf.function(run, input_signature=[tf.TensorSpec(None, kind)], autograph=False)
+    return function.get_concrete_function()
 
 
 class TensorFlowCollectives(Collectives):

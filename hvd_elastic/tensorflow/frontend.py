@@ -144,11 +144,6 @@ def choose_optimizers(state: State) -> None:
         chosen = made
     others = [averager for averager in made if averager not in chosen]
     ctx.choose_averagers(chosen)
-    if ctx.worker.on_not_finite == "stop" and not ctx.planner.adapts:
-        ctx.worker.warn_once(
-            "--on-not-finite stop has no effect: with TensorFlow gradients that are not finite are "
-            "found only where the batch adapts. keras.callbacks.TerminateOnNaN() stops all ranks"
-        )
     for averager in others:
         why = "it is not in the State, and a worker that joins would lack it"
         averager.retire(f"{why}. Give it {_WHERE}")
@@ -170,15 +165,24 @@ def optimizers_watched(state: State) -> Iterator[None]:
     """Refuse optimizers that apply gradients in the block and are not known to the library."""
     ctx, before, plain = context.current(), vars(Optimizer).get("apply"), Optimizer.apply
 
-    def apply(self: Any, *args: Any, **options: Any) -> Any:
-        known = averager_of(self) or any(self is each for each in state.named_objects().values())
-        if not known and context.current() is ctx:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        own = averager_of(self) is not None or context.current() is not ctx
+        known = own or any(self is each for each in state.named_objects().values())
+        if not known:
             raise ScriptError(
                 f"this {type(self).__name__} applies gradients that are not averaged over the "
                 "ranks, and a worker that joins would not have its state. Give it to "
                 f"hvd.DistributedOptimizer, and {_WHERE}"
             )
-        return plain(self, *args, **options)
+        if own:
+            return plain(self, grads, trainable_variables)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            if not self.built:  # variables are not made in a branch of a graph
+                with tf.init_scope():
+                    self.build(trainable_variables)
+        averager = tape_averager()
+        return averager.if_taken(lambda: plain(self, grads, trainable_variables))
 
     Optimizer.apply = apply
     try:

@@ -2,19 +2,19 @@
 
 The reductions are nodes of the script's graph. Nothing in it depends on the number of ranks or on
 this rank's share when it is traced: both are in variables, which are set before each step. So a
-change of the world traces nothing anew. Whatever changes a variable in the optimizer's step waits
-for all reductions, so if one of them fails nothing has changed.
+change of the world traces nothing anew. The optimizer's step is a branch of the graph, which begins
+after all reductions and only if the averages are finite. So if one fails nothing has changed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework.auto_control_deps_utils import RESOURCE_READ_OPS
 from tensorflow.python.ops import control_flow_util
 
 from hvd_elastic.communicator.buckets import divide
@@ -28,6 +28,7 @@ from hvd_elastic.tensorflow.variables import keep_values, variable_of
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.planning.skipped_steps import whose_words
 from hvd_elastic.training.uncaught import show_instead
 
 METRICS_NAME = "hvd_elastic.metrics_of_step"
@@ -53,6 +54,7 @@ class GradientAverager(Averager):
         raised: error of this library in the step's graph; None: there was none.
         controls: what the graph of the step depends on.
         metrics: metrics that the ranks tell each other in each step; None: there are none.
+        find_layer: tells which layer was the first in the last step whose outputs were not finite.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class GradientAverager(Averager):
         self._names: list[str] = []
         self._number = 0
         self.metrics: MetricSums | None = None
+        self.find_layer: Callable[[], str] | None = None
         self._trained: dict[int, Any] = {}
         """Variables that the optimizer was seen to train."""
         self._kept: Callable[[], None] | None = None
@@ -75,6 +78,10 @@ class GradientAverager(Averager):
         self._unbuilt: Callable[[], None] | None = None
         """Sets variables that were made in a rehearsal back to their first values."""
         self._begun = self._waits = self._rehearses = False
+        self._checks = self._context.worker.on_not_finite != "ignore"
+        self._left_out: str | None = None
+        """Whose gradients of the step, which is left out, are not finite here; None: it is not."""
+        self._is_taken = tf.Variable(True, trainable=False, name="hvd_elastic_is_taken")
         self.raised: BaseException | None = None
         self._context.register_averager(self)
 
@@ -89,18 +96,18 @@ class GradientAverager(Averager):
         Raises:
             ScriptError: the graph is compiled by XLA, or another optimizer trains.
         """
-        averaged, ended = self._averaged(gradients, variables)
-        with tf.control_dependencies([ended]):
-            return [each if each is None else tf.identity(each) for each in averaged]
+        packed, control = self._packed(gradients, variables)
+        sums, told = self._exchanged(packed, control)
+        taken = self._ended(packed, sums, told, control)
+        # An optimizer that is not of Keras takes its step all the same.
+        averaged = tf.cond(taken, lambda: [*sums], lambda: [tf.zeros_like(each) for each in sums])
+        self._is_taken.assign(taken)
+        return packed.unpacked(averaged if isinstance(averaged, list) else [averaged])
 
-    def _averaged(
-        self, gradients: Sequence[Any], variables: Sequence[Any]
-    ) -> tuple[list[Any], tf.Tensor]:
-        """Return gradients averaged over the ranks, and a tensor that is there after the last."""
-        control = self._begin_graph()
-        packed = _Packed(gradients, variables, control.factor)
-        sums, told = self._exchanged(packed.flats, packed.last, control)
-        return packed.unpacked(sums), self._ended(sums, told, control)
+    @tf.autograph.experimental.do_not_convert
+    def if_taken(self, take_step: Callable[[], object]) -> None:
+        """Call ``take_step`` unless the averages of :meth:`average` were not finite."""
+        _if(self._is_taken.read_value(), take_step)
 
     @tf.autograph.experimental.do_not_convert
     def apply(
@@ -109,16 +116,18 @@ class GradientAverager(Averager):
         variables: Sequence[Any],
         take_step: Callable[[list[Any]], object],
     ) -> None:
-        """Average gradients and call ``take_step`` with them, in the last pass of a step."""
+        """Average gradients and call ``take_step`` with them, in the last pass of a step.
+
+        It is not called if the averages are not finite, unless the user says so.
+        """
         adaptation = self._adaptation
         self._note_trained(variables)
-        if not adaptation.active or all(g is None for g in gradients):
-            averaged, ended = self._averaged(gradients, variables)
-            with _changes_wait_for(ended):
-                take_step(averaged)
+        packed, control = self._packed(gradients, variables)
+        if not adaptation.active or not packed.flats:
+            sums, told = self._exchanged(packed, control)
+            taken = self._ended(packed, sums, told, control)
+            _if(taken, lambda: take_step(packed.unpacked(sums)))
             return
-        control = self._begin_graph()
-        packed = _Packed(gradients, variables, control.factor)
         own = adaptation.statistics.measure(control.sampled, packed.dense, variables)
 
         # Each branch reads the sums itself: read before both, they would make a reduction wait for
@@ -128,35 +137,44 @@ class GradientAverager(Averager):
                 return tf.numpy_function(self._end_pass, [own], tf.bool)
 
         def end_step() -> tf.Tensor:
-            flats = adaptation.added(packed.flats)
-            sums, told = self._exchanged(flats, packed.last, control)
+            whole = copy.copy(packed)
+            whole.flats = adaptation.added(packed.flats)
+            sums, told = self._exchanged(whole, control)
             with tf.control_dependencies(sums):
                 averaged = packed.unpacked([tf.identity(flat) for flat in sums])
             dense = {number: averaged[number] for number in packed.dense}
-            finite = adaptation.are_finite([*dense.values()])
             mean = adaptation.statistics.measure(control.sampled, dense, variables)
-            ended = self._ended([], told, control, own, mean, finite)
-            with tf.control_dependencies([ended]):
+            taken = self._ended(whole, sums, told, control, own, mean)
 
-                def take() -> tf.Tensor:
-                    with adaptation.rates_scaled(control):
-                        take_step(averaged)
-                    return tf.constant(True)
+            def take() -> None:
+                with adaptation.rates_scaled(control):
+                    take_step(averaged)
 
-                return tf.cond(finite, take, lambda: tf.constant(False))
+            return _if(taken, take)
 
         tf.cond(control.last, end_step, add_pass)
 
+    def _packed(
+        self, gradients: Sequence[Any], variables: Sequence[Any]
+    ) -> tuple[_Packed, Control]:
+        """Return gradients in buckets, and what the graph that is traced depends on."""
+        control = self._begin_graph()
+        return _Packed(gradients, variables, control.factor), control
+
     def _exchanged(
-        self, flats: Sequence[tf.Tensor], last: int, control: Control
+        self, packed: _Packed, control: Control
     ) -> tuple[list[tf.Tensor], tuple[tf.Tensor, ...]]:
         """Return the averages of flat gradients over the ranks, and what the ranks have told.
 
         That is the average of their flags and, in ``model.fit``, metrics (see `MetricSums`).
 
-        The flags are exchanged just before flat gradient number ``last``. Earlier, while threads of
-        this machine compute, each message waits for a processor, and the gradients wait behind it.
+        The flags are exchanged just before the flat gradient that is computed last. Earlier, while
+        threads of this machine compute, each message waits for a processor, and the gradients wait
+        behind it.
         """
+        if self._checks:
+            packed.look()
+        flats, last = packed.flats, packed.last
         prefix, several = gradient_prefix(self._number), self._context.worker.averagers.several
         self._names = [f"{prefix}{number}" for number in range(len(flats))]
         with tf.control_dependencies(flats):
@@ -177,20 +195,31 @@ class GradientAverager(Averager):
 
     def _ended(
         self,
+        packed: _Packed,
         sums: Sequence[tf.Tensor],
         told: tuple[tf.Tensor, ...],
         control: Control,
         *measured: tf.Tensor,
     ) -> tf.Tensor:
-        """Return a tensor that is there once all reductions have succeeded."""
+        """Return whether the step is taken; the tensor is there once all reductions succeeded."""
         flags, *more = told
+        firsts = [tf.cast(each[:1], tf.float64) for each in sums] if self._checks else []
+        finite = tf.reduce_all(tf.math.is_finite(tf.concat(firsts, 0))) if firsts else True
+
+        def end(told: np.ndarray, taken: bool, bad: np.ndarray, *measured: Any) -> bool:
+            words = whose_words(packed.names[bad].tolist(), len(packed.names))
+            return self._end(told, words if not taken else None, measured)
+
         with tf.control_dependencies([*sums, *told]):
-            ended = tf.numpy_function(self._end, [flags, *measured], tf.bool)
+            taken = tf.numpy_function(end, [flags, finite, packed.bad, *measured], tf.bool)
+        taken.set_shape(())
         if self.metrics is not None and more:
             own, mean = more
-            with tf.control_dependencies([ended]):
-                self.metrics.take(own, mean, control.ranks)
-        return ended
+            metrics = self.metrics
+            with tf.control_dependencies([taken]):
+                finite = tf.reduce_all(tf.math.is_finite(mean))
+            _if(finite, lambda: metrics.take(own, mean, control.ranks))
+        return taken
 
     def _begin_graph(self) -> Control:
         """Return what the graph that is traced depends on."""
@@ -242,6 +271,7 @@ class GradientAverager(Averager):
                     "that does not iterate over hvd.dataset, each step ends with state.commit()"
                 )
             self._begun = True
+            self._context.rollback.step_begins()
             self._context.planner.work_ends()
             if several:
                 self._context.exchange()
@@ -264,13 +294,23 @@ class GradientAverager(Averager):
             self._adaptation.pass_ended(own)
         return True
 
-    def _end(self, told: np.ndarray, *measured: Any) -> bool:
-        """Note that all reductions have succeeded: the step will be taken."""
-        if not self._rehearses:
-            self._context.worker.communicator.graph_ends()
-            self._waits = False
-            self._told = [*map(np.array, (told, *measured))]
-        return True
+    def _end(self, told: np.ndarray, left_out: str | None, measured: Sequence[Any]) -> bool:
+        """Note that all reductions have succeeded; return whether the step is taken.
+
+        Args:
+            told: average of all ranks' flags.
+            left_out: whose gradients on this rank are not finite, if the averages are not; else
+                None, or if nobody asks.
+            measured: norms of the gradients, where the batch adapts.
+        """
+        if self._rehearses:
+            return True
+        self._context.worker.communicator.graph_ends()
+        self._waits = False
+        self._told = [*map(np.array, (told, *measured))]
+        if left_out is not None:
+            self._left_out = left_out
+        return left_out is None and not self._context.step.is_empty
 
     def reduces(self, error: BaseException) -> bool:
         """Return whether a TensorFlow error is that of a reduction of this optimizer."""
@@ -346,7 +386,13 @@ class GradientAverager(Averager):
         if ended is None:
             return
         told, *measured = ended
-        gain = self._adaptation.step_ended(*measured) if measured else 1.0
+        words, self._left_out = self._left_out, None
+        gain = self._adaptation.step_ended(*measured, taken=words is None) if measured else 1.0
+        if words is not None:
+            gain = 0.0
+            self._context.step_skipped(words, self.find_layer)
+        elif self._checks and not self._context.worker.averagers.several:
+            self._context.planner.skipped.note(finite=True)
         self.steps += 1
         self._context.planner.advance(gain, self._context.step.examples)
         if self._context.worker.averagers.several:
@@ -420,26 +466,20 @@ class GradientAverager(Averager):
                 communicator.wait(told)
 
     def reset(self) -> None:
-        self._told = self.raised = None
+        self._told = self.raised = self._left_out = None
         self._waits = False
         self.forget()
         self.prepare()
 
 
-@contextlib.contextmanager
-def _changes_wait_for(done: tf.Tensor) -> Iterator[None]:
-    """Have all operations of the block that change something wait for a tensor of the graph.
+def _if(taken: tf.Tensor, take_step: Callable[[], object]) -> tf.Tensor:
+    """Have a step be a branch of the graph; return whether it is taken."""
 
-    What they change it to may be computed before: while other gradients are being reduced.
-    """
-    if tf.executing_eagerly():
-        yield
-        return
-    known = len(done.graph.get_operations())
-    yield
-    for operation in done.graph.get_operations()[known:]:
-        if operation.op_def.is_stateful and operation.type not in RESOURCE_READ_OPS:
-            operation._add_control_input(done.op)
+    def take() -> tf.Tensor:
+        take_step()
+        return tf.constant(True)
+
+    return tf.cond(taken, take, lambda: tf.constant(False))
 
 
 def _reduced_type(tensor: tf.Tensor) -> tf.DType:
@@ -456,6 +496,8 @@ class _Packed:
     Attributes:
         dense: the gradients that are there, dense, by the number of their variable.
         flats: a flat tensor for each bucket.
+        names: names of their variables, bucket after bucket.
+        bad: which of them :meth:`look` has seen not to be finite; shape (names,).
         last: number of that with the gradient that is computed last in most models.
     """
 
@@ -479,6 +521,16 @@ class _Packed:
             _flat([self.dense[number] for number in bucket], factor, is_one)
             for bucket in self._buckets
         ]
+        paths = [getattr(each, "path", "") or each.name.partition(":")[0] for each in variables]
+        self.names = np.array([paths[number] for bucket in self._buckets for number in bucket])
+        self.bad = tf.zeros(len(self.names), tf.bool)
+
+    def look(self) -> None:
+        """Make flat gradients NaN that are not finite, so that their averages tell of all ranks."""
+        sizes = [[_elements(self.dense[number]) for number in each] for each in self._buckets]
+        looked = [*map(_looked_at, self.flats, sizes)]
+        self.flats = [flat for flat, _ in looked]
+        self.bad = tf.concat([bad for _, bad in looked], 0) if looked else self.bad
 
     def unpacked(self, flats: Sequence[tf.Tensor]) -> list[Any]:
         """Return the gradients of flat tensors like :attr:`flats`; None stays None."""
@@ -503,3 +555,15 @@ def _flat(tensors: Sequence[tf.Tensor], factor: tf.Tensor, is_one: tf.Tensor) ->
     return tf.cond(
         is_one, lambda: flat, lambda: tf.math.multiply_no_nan(flat, tf.cast(factor, kind))
     )
+
+
+def _looked_at(flat: tf.Tensor, sizes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return a flat tensor, NaN if a number of it is not finite, and which pieces have one."""
+
+    def look() -> tuple[tf.Tensor, tf.Tensor]:  # the sum of squares may only have been too large
+        pieces = tf.split(flat, sizes)
+        bad = tf.stack([~tf.reduce_all(tf.math.is_finite(piece)) for piece in pieces])
+        return flat + tf.cast(tf.where(tf.reduce_any(bad), np.nan, 0.0), flat.dtype), bad
+
+    finite = tf.math.is_finite(tf.nn.l2_loss(flat))  # one pass over memory
+    return tf.cond(finite, lambda: (flat, tf.zeros(len(sizes), tf.bool)), look)

@@ -7,6 +7,7 @@ and a vector with a loss for each example, which TensorFlow adds up, is scaled w
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,11 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.variables import VARIABLES
 from hvd_elastic.training import context
 
+_ADDING = frozenset({"AddV2", "AddN", "Sub", "Neg", "Identity", "Cast"})
+_LARGEST = 64
+"""Most operations of a graph that are looked at."""
+_KEPT_SUMS = 16
+"""Most sums of losses that one gradient is of."""
 _SUM = (
     "{} has reduction='sum' in a step of training: a rank's sum is over its share of the batch, "
     "and the ranks are averaged, so the step depends on their number. Use a mean (the default, "
@@ -39,6 +45,7 @@ def losses_watched(compiled: Callable[[], Sequence[Any]] = lambda: ()) -> Iterat
     """
     ctx, loss, tape = context.current(), keras.losses.Loss, tf.GradientTape
     plain_call, plain_gradient = loss.__call__, tape.gradient
+    sums: deque[tuple[Any, str]] = deque(maxlen=_KEPT_SUMS)
 
     def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         value = plain_call(self, y_true, y_pred, sample_weight)
@@ -48,9 +55,11 @@ def losses_watched(compiled: Callable[[], Sequence[Any]] = lambda: ()) -> Iterat
         if self.reduction == "sum":
             if any(self is each for each in compiled()):
                 return value * tf.cast(_sum_scale(name), value.dtype)
-            ctx.worker.warn_once(_SUM.format(name))
+            sums.append((value, name))
+            return value
         masked = getattr(y_pred, "_keras_mask", None) is not None and self.reduction is not None
-        if masked or (self.reduction == "mean_with_sample_weight" and sample_weight is not None):
+        weighted = self.reduction == "mean_with_sample_weight" and sample_weight is not None
+        if (masked or weighted) and ctx.step.counts is None:
             ctx.worker.warn_once(_VALID.format(name))
         return value
 
@@ -60,6 +69,11 @@ def losses_watched(compiled: Callable[[], Sequence[Any]] = lambda: ()) -> Iterat
         ours = context.current() is ctx and output_gradients is None
         variables = all(isinstance(each, VARIABLES) for each in tf.nest.flatten(sources))
         targets = tf.nest.flatten(target)
+        if ours and variables:
+            undivided = [name for value, name in sums if any(_adds(t, value) for t in targets)]
+            sums.clear()
+            for name in undivided:
+                ctx.worker.warn_once(_SUM.format(name))
         if ours and variables and any(each.shape.rank != 0 for each in targets):
             output_gradients = tf.nest.pack_sequence_as(target, [*map(_ones_scaled, targets)])
         return plain_gradient(self, target, sources, output_gradients, *args, **more)
@@ -69,6 +83,22 @@ def losses_watched(compiled: Callable[[], Sequence[Any]] = lambda: ()) -> Iterat
         yield
     finally:
         loss.__call__, tape.gradient = plain_call, plain_gradient
+
+
+def _adds(target: tf.Tensor, value: tf.Tensor) -> bool:
+    """Return whether a loss is a value, or adds it undivided, where that can be seen."""
+    if target is value:
+        return True
+    open_tensors = [target]
+    for _ in range(_LARGEST if isinstance(target, tf.__internal__.SymbolicTensor) else 0):
+        if not open_tensors:
+            break
+        tensor = open_tensors.pop()
+        if tensor is value:
+            return True
+        if tensor.op.type in _ADDING:
+            open_tensors += tensor.op.inputs
+    return False
 
 
 def _ones_scaled(target: tf.Tensor) -> tf.Tensor:

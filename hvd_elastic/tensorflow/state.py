@@ -7,7 +7,7 @@ every survivor of a failure holds the state before or after the step in flight.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -26,16 +26,17 @@ from hvd_elastic.tensorflow.variables import (
     check_built,
     has_variables,
     keep_values,
+    moving_of,
     rates_of,
     trainable_of,
     variable_of,
     variables_of,
 )
 from hvd_elastic.training.frontend import Schedule, TrainedSums
+from hvd_elastic.training.helper_copies import HelperCopies
 from hvd_elastic.training.replica_check import parameters_of_check, sums_of
-from hvd_elastic.training.rollback import SnapshotSource
 from hvd_elastic.training.script_state import ScriptState, Stateful
-from hvd_elastic.training.value_copies import ValueCopies, dump_value
+from hvd_elastic.training.value_copies import ValueCopies
 
 
 class State(ScriptState):
@@ -58,6 +59,8 @@ class State(ScriptState):
     _content_kind = TensorFlowContent
     plain_kinds = "numbers, strings, lists, dicts, arrays"
     object_kinds = "variables, or with state_dict() and load_state_dict()"
+    _moving: list[tf.Variable] | None = None
+    _undo_moving: Callable[[], None] | None = None
 
     def _is_object(self, name: str, value: Any) -> bool:
         if isinstance(value, tf.GradientTape):
@@ -96,6 +99,15 @@ class State(ScriptState):
             snapshot.restore(self._plain, self._objects)
             restore()
 
+    def keep_moving(self) -> None:
+        if self._moving is None:
+            self._moving = [*map(variable_of, moving_of(self._models().values()))]
+        self._undo_moving = keep_values(self._moving)
+
+    def undo_moving(self) -> None:
+        if self._undo_moving is not None:
+            self._undo_moving()
+
     # -- for the library -------------------------------------------------------------------
 
     def module_attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -110,7 +122,8 @@ class State(ScriptState):
         return counting_schedules(self._objects.values())
 
     def take_snapshot(self, *, tensors: bool = False) -> Snapshot:
-        return Snapshot(self._plain, self._objects, self._untrained(own=not tensors))
+        variables = self._untrained(own=not tensors)
+        return Snapshot(self._plain, self._objects, self._helpers, variables, always=tensors)
 
     def trained_sums(self, signs: np.ndarray, number: int | None) -> TrainedSums:
         lasting = self.lasting()
@@ -209,12 +222,17 @@ class State(ScriptState):
 class Snapshot(ValueCopies):
     """Copy of a state at one point: plain values, objects, and the given variables."""
 
-    def __init__(self, plain: dict[str, Any], objects: dict[str, Any], variables: Any) -> None:
+    def __init__(
+        self,
+        plain: dict[str, Any],
+        objects: dict[str, Any],
+        helpers: HelperCopies,
+        variables: Any,
+        *,
+        always: bool,
+    ) -> None:
         others = {name: item for name, item in objects.items() if not has_variables(item)}
-        super().__init__(plain, others)
-        for name, item in others.items():
-            if not (name.startswith("_") or isinstance(item, SnapshotSource)):
-                self.dumped[name] = dump_value(name, item.state_dict())
+        super().__init__(plain, others, helpers, always=always)
         self._restore_variables = keep_values(variables)
 
     def restore(self, plain: dict[str, Any], objects: Mapping[str, Any]) -> None:

@@ -52,6 +52,18 @@ def rates_of(optimizer: Any) -> list[tf.Variable]:
     return [variable_of(rate)] if isinstance(rate, keras.Variable) else []
 
 
+def moving_of(models: Iterable[Any]) -> list[Any]:
+    """Return the variables of models that forward passes may change, such as moving averages."""
+    found: list[Any] = []
+    for model in models:
+        if isinstance(model, keras.Layer):
+            for layer in model._flatten_layers():
+                found += layer._non_trainable_variables
+        else:
+            found += [each for each in model.variables if not each.trainable]
+    return found
+
+
 def trainable_of(item: Any) -> list[tf.Variable]:
     """Return the variables of a model that an optimizer may train."""
     return [variable_of(each) for each in getattr(item, "trainable_variables", ())]

@@ -24,6 +24,7 @@ from hvd_elastic.torch.batch_norm import synchronize_batch_norm
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy
 from hvd_elastic.torch.finite_check import are_finite, checked_parameters, is_finite
+from hvd_elastic.torch.forward_watch import ForwardWatch
 from hvd_elastic.torch.gradient_buckets import Bucket
 from hvd_elastic.torch.left_gradients import LeftGradients
 from hvd_elastic.torch.rate_scaling import AdaptiveRates
@@ -35,6 +36,7 @@ from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.horovod_names import explain_arguments
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
+from hvd_elastic.training.planning.skipped_steps import whose_words
 from hvd_elastic.training.rollback import StepVoidedError
 from hvd_elastic.training.step import Stage
 
@@ -89,6 +91,8 @@ class GradientAverager(Averager):
         self._had_gradient = False
         """Whether a parameter had a gradient in any step."""
         self._checked = checked_parameters(self._names)
+        self._watch: ForwardWatch | None = None
+        """Looks at the layers in the repetition of a step whose gradients were not finite."""
         self._wrap_step()
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -176,7 +180,7 @@ class GradientAverager(Averager):
             ScriptError: it is one too many; see :meth:`Context.step_skipped`.
         """
         self._sampling.statistics.forget_step(self._context.worker.progress.step)
-        self._context.step_skipped(self._origin())
+        self._context.step_skipped(self._origin(), self._watch and self._watch.end)
         self._after_step(gain=0.0)
 
     def _origin(self) -> str:
@@ -186,11 +190,7 @@ class GradientAverager(Averager):
             known = ((each, each.grad) for each in self._names if each.grad is not None)
             bad = {each for each, grad in known if not grad.is_cuda and not is_finite(grad)}
         names = [name for parameter, name in self._names.items() if parameter in bad]
-        if not names:
-            return ""
-        if len(names) == len(self._names):
-            return "those of all parameters, as where outputs or the loss are not finite"
-        return f"from {names[-1]!r} backward, but not those of all parameters"
+        return whose_words(names[::-1], len(self._names))
 
     def adapt(self) -> None:
         """Begin to add up passes, sample gradients, and scale the learning rate.
@@ -223,7 +223,15 @@ class GradientAverager(Averager):
             if self._context.step.stage is Stage.VOIDED:
                 self.reset()
                 raise StepVoidedError
+            if self._context.step.is_empty:
+                self._after_step(gain=0.0)
+                return self._leave_as_it_is()
             if not self._is_finite():
+                if self._context.calls_off_to_look():
+                    state: Any = self._context.worker.state
+                    self._watch = ForwardWatch(state.named_modules())
+                    self.reset()
+                    raise StepVoidedError
                 self.skip()
                 return self._leave_as_it_is()
             if not self._rates.adapts:
@@ -591,6 +599,9 @@ class GradientAverager(Averager):
     def _after_step(self, *_: Any, gain: float | None = None) -> None:
         self.stepping = False
         self.steps += 1
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
         if self.steps == 1:
             self.forgotten = forgotten_schedulers(self._context.worker, self._optimizer)
         self._forget_step()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from hvd_elastic.model.sharding import attribute_of
 from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.training.data_order import Place
 from hvd_elastic.training.worker import Worker
@@ -197,7 +198,7 @@ class _WantedPasses:
                 _seed(asked.seed, info.id)
         self._reading = asked.reading
         read: list[int] = []
-        at_once = getattr(self.dataset, "__getitems__", None)
+        at_once = attribute_of(self.dataset, "__getitems__")
         if at_once:
             samples = at_once(asked.indices)
             read += asked.indices

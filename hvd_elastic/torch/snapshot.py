@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from hvd_elastic.training.helper_copies import HelperCopies
-from hvd_elastic.training.rollback import SnapshotSource
-from hvd_elastic.training.value_copies import ValueCopies, dump_value
+from hvd_elastic.training.helper_copies import HelperCopies, dump_value
+from hvd_elastic.training.value_copies import ValueCopies
 
 
 class Snapshot(ValueCopies):
@@ -17,9 +16,8 @@ class Snapshot(ValueCopies):
 
     Args:
         plain: plain values by name.
-        objects: objects with ``state_dict()`` and ``load_state_dict()``, by name. Those whose names
-            begin with an underscore belong to the library and are copied only if they are a
-            :class:`SnapshotSource`.
+        objects: objects with ``state_dict()`` and ``load_state_dict()``, by name; see
+            :class:`ValueCopies`.
         helpers: copies the objects of the script that are no modules and optimizers.
         tensors: copy also buffers, modules that no optimizer trains, and large objects, as is done
             at the end of an epoch.
@@ -41,19 +39,13 @@ class Snapshot(ValueCopies):
     ) -> None:
         trained = (torch.nn.Module, torch.optim.Optimizer)
         others = {name: item for name, item in objects.items() if not isinstance(item, trained)}
-        super().__init__(plain, others)
+        super().__init__(plain, others, helpers, always=tensors)
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, item in objects.items():
-            if name.startswith("_"):
-                continue
-            if isinstance(item, torch.optim.Optimizer):
+            if isinstance(item, torch.optim.Optimizer) and not name.startswith("_"):
                 self.dumped[name] = dump_value(
                     name, [_options(group) for group in item.param_groups]
                 )
-            elif name in others and not isinstance(item, SnapshotSource):
-                copied = helpers.copy(name, item, always=tensors)
-                if copied is not None:
-                    self.dumped[name] = copied
         if tensors:
             self._tensors = [
                 (tensor, tensor.detach().to("cpu", copy=True))

@@ -32,6 +32,7 @@ from hvd_elastic.torch.copies import TensorCopies
 from hvd_elastic.torch.forms import ModuleForms, lay_out
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.input_source import TensorPickler
+from hvd_elastic.torch.moving_buffers import MovingBuffers
 from hvd_elastic.torch.schedule import counting_schedules
 from hvd_elastic.torch.snapshot import Snapshot, untrained_tensors
 from hvd_elastic.torch.trained_sums import trained_sums
@@ -68,6 +69,7 @@ class State(ScriptState):
                     "itself: hvd.State(model=model, optimizer=optimizer)"
                 )
         self._tensors = TensorCopies()
+        self._moving: MovingBuffers | None = None
         super().__init__(model, optimizer, **values)
 
     def _is_object(self, name: str, value: Any) -> bool:
@@ -105,6 +107,15 @@ class State(ScriptState):
     def roll_back(self) -> None:
         super().roll_back()
         self._tensors.restore()
+
+    def keep_moving(self) -> None:
+        if self._moving is None:
+            self._moving = MovingBuffers(self.named_modules().values())
+        self._moving.keep()
+
+    def undo_moving(self) -> None:
+        if self._moving is not None:
+            self._moving.undo()
 
     def module_attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, module in self.named_modules().items():

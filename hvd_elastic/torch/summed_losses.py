@@ -8,29 +8,52 @@ operations lead to the reduction over the examples.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, count
+from math import nan
+from operator import mul
+from typing import Any, NamedTuple
 
 import torch
 
 from hvd_elastic.training.context import Context
 
-_LINEAR = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "Clone"),
-        *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias"),
-    )
+
+def _operations(*names: str) -> frozenset[str]:
+    return frozenset(f"{name}Backward{form}" for name in names for form in (0, 1))
+
+
+_LINEAR = _operations(
+    *("Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "Clone"),
+    *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Alias"),
 )
 """Operations on a loss that keep what it is: terms are added, and multiplied by constants."""
-_OF_PENALTIES = frozenset({"PowBackward0", "AbsBackward0", "ViewBackward0"})
+_TRANSPOSES = _operations("T", "Transpose", "Permute")
+_MASKS = _operations("Index", "MaskedSelect")
+_FACTORS = _operations("Mul", "Div")
+_SUMS_OVER_ROWS = frozenset({"SumBackward1", "MeanBackward1"})
+_LINEAR_IN_ELEMENTS = (
+    _LINEAR
+    | _TRANSPOSES
+    | _MASKS
+    | _SUMS_OVER_ROWS
+    | _operations("Where", "MaskedFill", "Diagonal", "Slice", "AsStrided", "Cat", "Stack")
+)
+_ELEMENTWISE = (
+    _LINEAR_IN_ELEMENTS
+    | {"torch::autograd::CopySlices"}
+    | _operations(
+        *("Pow", "Abs", "Exp", "Log", "Log1P", "Sqrt", "Relu", "Sigmoid", "Tanh", "LogSigmoid"),
+        *("Softplus", "Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum", "LogSoftmax"),
+    )
+)
+"""Operations whose results are of the batch if what they are computed from is."""
+_PRODUCTS = {"MmBackward0": 0, "AddmmBackward0": 1, "BmmBackward0": 0, "LinearBackward0": 0}
+"""Products of matrices, with the place of the factor whose rows are those of the result."""
 _LARGEST = 64
 """Most operations that are looked at: about 1 us each."""
-_PARTS = frozenset({"StackBackward0", "CatBackward0"})
-"""Inputs of a sum over a few losses."""
 _MEAN, _SUM, _OTHER = "a mean", "a sum over the batch", "something else"
 _DIVIDED = "a sum over the batch that is divided"
-_UNSEEN = "a sum over what may be the batch"
 _VALID = "a mean over the targets that are not ignored"
 _MIXED = (
     "the loss adds {} and {}. Ranks average gradients, which is right for means over the examples; "
@@ -40,7 +63,8 @@ _MIXED = (
 _UNKNOWN = (
     "the loss has {}. Ranks average gradients: if that makes the loss a mean over the targets or "
     "tokens of this rank, call hvd.step_weight(their number) before backward(); else the step "
-    "depends on the number of ranks, so make the loss a mean over the batch"
+    "depends on the number of ranks, so make the loss a mean over the batch. A divisor that "
+    "hvd.allreduce() has averaged over the ranks is right as it is"
 )
 _NOT_WITH = (
     "the loss is a sum over the batch, and {}: its gradients are averaged over the ranks, so a "
@@ -51,11 +75,12 @@ _NOT_WITH = (
 @contextlib.contextmanager
 def summed_losses_are_added(ctx: Context) -> Iterator[None]:
     """Look at the losses of all backward passes in the block."""
-    backward, told = torch.autograd.backward, set[str]()
+    backward, told, losses = torch.autograd.backward, set[str](), count(1)
 
     def look_first(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
         if isinstance(tensors, torch.Tensor) and ctx.step.passes and _trains(**options):
-            problem = _note(ctx, tensors, is_vector=grad_tensors is not None)
+            rarely = next(losses).bit_count() == 1
+            problem = _note(ctx, tensors, is_vector=grad_tensors is not None, may_wait=rarely)
             if problem and problem not in told:
                 told.add(problem)
                 ctx.worker.warn_once(problem)
@@ -74,16 +99,16 @@ def _trains(inputs: Any = None, **_: Any) -> bool:
     return not chosen or any(isinstance(each, torch.nn.Parameter) for each in chosen)
 
 
-def _note(ctx: Context, loss: torch.Tensor, *, is_vector: bool) -> str:
+def _note(ctx: Context, loss: torch.Tensor, *, is_vector: bool, may_wait: bool) -> str:
     """Have the step add the gradients of a loss up if it is a sum; return why that is not right."""
     step, ranks = ctx.step, ctx.worker.communicator.size
     step.ranks_added = None
     if ranks == 1 or step.counts is not None:  # the script has said what it is a mean over
         return ""
     now = step.passes[-1]
-    share = now.step_examples // ranks
-    kinds = kinds_of(loss, now.examples, (share, share + 1), is_vector=is_vector)
-    if unknown := sorted(kinds & {_DIVIDED, _UNSEEN, _VALID}):
+    examples = Counts(now.examples, now.step_examples, now.step_examples // ranks, may_wait)
+    kinds = kinds_of(loss, examples, is_vector=is_vector)
+    if unknown := sorted(kinds & {_DIVIDED, _VALID}):
         return _UNKNOWN.format(" and ".join(unknown))
     if _SUM not in kinds:
         return ""
@@ -97,96 +122,236 @@ def _note(ctx: Context, loss: torch.Tensor, *, is_vector: bool) -> str:
     return ""
 
 
-def kinds_of(
-    loss: torch.Tensor, examples: int, shares: tuple[int, ...], *, is_vector: bool = False
-) -> set[str]:
+def kinds_of(loss: torch.Tensor, of: Counts, *, is_vector: bool = False) -> set[str]:
     """Return what the terms of a loss are, the same on all ranks; empty: it cannot be seen.
 
     Args:
         loss: the loss, before its backward pass.
-        examples: number of examples of this rank that it is computed from.
-        shares: numbers of examples that ranks may have in the step.
+        of: numbers of examples that it is computed from.
         is_vector: whether the pass is given gradients of the elements of the loss.
     """
-    if is_vector and loss.dim():
-        return {_SUM if loss.shape[0] == examples else _UNSEEN}
+    if is_vector and loss.dim() and (loss.numel() > 1 or _reduced(loss.grad_fn) is None):
+        return {_SUM if _Elements(loss.grad_fn, of).are_of_batch else _OTHER}
     found: set[str] = set()
-    # A node, and what a sum there is, as what leads to it from the loss divides it.
-    open_nodes: list[tuple[Any, str]] = [(loss.grad_fn, _SUM)]
+    # A node, and what a loss is divided by on the way to it.
+    open_nodes: list[tuple[Any, list[float]]] = [(loss.grad_fn, [])]
     for _ in range(_LARGEST):
         if not open_nodes:
             return found
-        node, as_sum = open_nodes.pop()
+        node, divisors = open_nodes.pop()
         name = "" if node is None else node.name()
-        reduction = getattr(node, "_saved_reduction", None)
         if name in _LINEAR:
-            nodes = [each for each, _ in node.next_functions]
-            factors = [each for each in nodes if each is not None]
-            if name in ("MulBackward0", "DivBackward0"):
+            factors = [each for each, _ in node.next_functions if each is not None]
+            if name in _FACTORS:
                 if len(factors) > 1:  # a learned weight, or a ratio
                     return set()
-                as_sum = _divided(node, name, examples, shares, as_sum)
-            open_nodes += [(each, as_sum) for each in factors]
-        elif reduction == 2:
-            found.add(as_sum)
-        elif name == "SumBackward0":
-            kind = _over(node, examples)
-            found.add(as_sum if kind == _SUM else kind)
-        elif reduction == 1 or name == "MeanBackward0":
-            found.add(_VALID if _ignores_targets(node) else _MEAN)
+                divisors = divisors + of.divisors(node, name)
+            open_nodes += [(each, divisors) for each in factors]
         else:
-            found.add(_OTHER)
+            found.add(_kind_of_reduction(node, divisors, of))
     return set()
 
 
-def _divided(node: Any, name: str, examples: int, shares: tuple[int, ...], as_sum: str) -> str:
-    """Return what a sum is that an operation multiplies or divides.
-
-    Divided by the number of the rank's examples it is a mean; by another number or tensor it may be
-    a mean over tokens. A number of Python's that it is multiplied by is a constant, unless it may
-    be one by that number of examples.
-    """
-    constant = getattr(node, "_saved_other", None)
-    if not isinstance(constant, torch.Tensor) or constant.numel() != 1:
-        return _DIVIDED
-    if constant.device.type != "cpu":
-        return _DIVIDED  # reading it would wait for the device
-    value = float(constant)
-    if name == "DivBackward0":
-        return _MEAN if value == examples else _DIVIDED
-    is_number = constant.dtype in (torch.float64, torch.int64)
-    may_divide = any(abs(value * share - 1) < 1e-6 for share in shares if share > 1)
-    return as_sum if (is_number and not may_divide) or value >= 1 else _DIVIDED
-
-
-def _ignores_targets(node: Any) -> bool:
-    """Return whether a mean leaves targets out (``ignore_index``); False on a GPU."""
-    counted = getattr(node, "_saved_total_weight", None)
-    if counted is None or counted.device.type != "cpu" or node._saved_weight is not None:
-        return False  # reading it would wait for the device, and classes have other weights
-    return int(counted) != node._saved_target.numel()
-
-
-def _over(node: Any, examples: int) -> str:
-    """Return what a sum of all elements is over."""
-    (inner, _), *_ = node.next_functions
-    name = "" if inner is None else inner.name()
-    if name == "MeanBackward1":  # of each class, say
-        if 0 in inner._saved_dim:
-            return _MEAN
-    elif name in _PARTS:
+def _kind_of_reduction(node: Any, divisors: list[float], of: Counts) -> str:
+    """Return what the end of a term is: the operation that reduces many numbers to one."""
+    is_sum = _reduced(node)
+    if is_sum is None:
         return _OTHER
-    if _is_of_parameters(inner):
-        return _OTHER  # a penalty on them, such as parameter.square().sum()
-    sizes = node._saved_self_sym_sizes
-    return _SUM if sizes and sizes[0] == examples else _UNSEEN
+    has_targets = hasattr(node, "_saved_reduction")
+    inner = node.next_functions[0][0]
+    elements = _Elements(inner, of, by_default=has_targets, are_summed=is_sum)
+    if not elements.are_of_batch:
+        return _OTHER if is_sum else _MEAN
+    if elements.is_sum is not None:
+        is_sum = elements.is_sum
+    if not is_sum:
+        return _VALID if elements.are_masked or _ignores_targets(node, of.may_wait) else _MEAN
+    divisors = divisors + elements.divisors
+    if not divisors:
+        return _SUM
+    sizes = node._saved_self.shape if has_targets else node._saved_self_sym_sizes
+    return _MEAN if of.is_mean(divisors, sizes) else _DIVIDED
 
 
-def _is_of_parameters(node: Any) -> bool:
-    """Return whether a penalty is one on parameters alone, of many of which the first are seen."""
-    if node is None or node.name().endswith("AccumulateGrad"):
-        return node is not None
-    parts = node.next_functions[:8]
-    return node.name() in _OF_PENALTIES | _PARTS and all(
-        _is_of_parameters(each) for each, _ in parts
-    )
+def _reduced(node: Any) -> bool | None:
+    """Return whether an operation is a sum to one number, or a mean (False); None: neither."""
+    reduction = getattr(node, "_saved_reduction", 0)
+    if reduction:
+        return bool(reduction == 2)
+    name = "" if node is None else node.name()
+    if name in ("SumBackward0", "MeanBackward0") or (
+        name in ("SumBackward1", "MeanBackward1") and _rows(node) is None
+    ):
+        return name.startswith("Sum")
+    return None
+
+
+class Counts(NamedTuple):
+    """Numbers of examples that tell what a loss is divided by.
+
+    Attributes:
+        examples: those of this rank's pass.
+        step_examples: those of the step over all ranks.
+        share: the least that a rank has of them.
+        may_wait: whether a number on a GPU may be read, for which the GPU's work has to end.
+    """
+
+    examples: int
+    step_examples: int
+    share: int
+    may_wait: bool = False
+
+    def divisors(self, node: Any, name: str) -> list[float]:
+        """Return what an operation divides by, if it may be a number of examples, tokens or boxes.
+
+        A number of Python's that is multiplied by is a constant, unless one by it is the number of
+        examples of a rank.
+        """
+        factor = getattr(node, "_saved_other", None)
+        is_tensor = isinstance(factor, torch.Tensor)
+        if factor is None or (is_tensor and (factor.numel() != 1 or factor.device.type != "cpu")):
+            return [nan]  # reading it would wait for the device
+        value = float(factor)
+        if name.startswith("Div"):
+            return [value]
+        is_number = not is_tensor or factor.dtype in (torch.float64, torch.int64)
+        shares = (self.share, self.share + 1)
+        may_divide = any(abs(value * share - 1) < 1e-6 for share in shares if share > 1)
+        return [] if (is_number and not may_divide) or value >= 1 else [nan]
+
+    def is_mean(self, divisors: list[float], sizes: Sequence[int]) -> bool:
+        """Return whether a sum over elements of such sizes is divided by their number.
+
+        Another multiple of this rank's number of examples is as good, unless it may be one of all
+        examples of the step.
+        """
+        counts = {float(count) for count in accumulate(sizes, mul)}
+        return any(
+            each in counts
+            or each == self.examples
+            or (each % self.examples == 0 and each % self.step_examples != 0)
+            for each in divisors
+        )
+
+
+class _Elements:
+    """What the numbers are over which a loss is a sum or a mean.
+
+    Args:
+        node: the operation that has computed them.
+        of: numbers of examples.
+        by_default: whether they are of the batch where that cannot be seen.
+        are_summed: whether what they were divided by matters: a number that the graph has saved may
+            be computed again to be read, where a part of the model is checkpointed.
+
+    Attributes:
+        are_of_batch: whether they are the examples', not those of parameters or of a correlation.
+        are_masked: whether a mask has chosen some.
+        divisors: what they were divided by; see :meth:`Counts.divisors`.
+        is_sum: whether they are sums over the batch already, or means (False); None: neither.
+    """
+
+    def __init__(
+        self, node: Any, of: Counts, *, by_default: bool = False, are_summed: bool = True
+    ) -> None:
+        self._are_summed = are_summed
+        self.are_of_batch = self.are_masked = False
+        self.divisors: list[float] = []
+        self.is_sum: bool | None = None
+        had_rows = by_default
+        # An operation, the shape of what is computed from it, and whether that is linear in it.
+        open_nodes: list[tuple[Any, Sequence[int], bool]] = [(node, (), True)]
+        for _ in range(_LARGEST // 2):
+            if not open_nodes or self.are_of_batch:
+                return
+            node, shape, is_linear = open_nodes.pop()
+            if node is None:
+                continue
+            name = node.name()
+            if name.endswith("AccumulateGrad"):
+                self.are_of_batch |= _is_spread(node.variable, shape, of.examples)
+            elif name not in _ELEMENTWISE and getattr(node, "_saved_reduction", 1) != 0:
+                self.are_of_batch |= _is_of_batch(node, name, of.examples, had_rows)
+            elif self._pass(node, name, of, is_linear=is_linear):
+                shape = _shape(node)
+                had_rows = had_rows or shape[:1] == (of.examples,)
+                is_linear = is_linear and name in _LINEAR_IN_ELEMENTS
+                open_nodes += [(each, shape, is_linear) for each, _ in node.next_functions]
+        self.are_of_batch = True
+
+    def _pass(self, node: Any, name: str, of: Counts, *, is_linear: bool) -> bool:
+        """Note what an operation does to the elements; return whether it leads to the batch."""
+        if name in _MASKS:
+            self.are_masked |= name == "MaskedSelectBackward0" or any(
+                index is not None and index.dtype == torch.bool for index in node._saved_indices
+            )
+        elif name in _SUMS_OVER_ROWS:
+            if _is_over_rows(node) and node._saved_self_sym_sizes[0] == of.examples:
+                if not is_linear or _rows(node) == of.examples:
+                    return False  # a statistic of the batch, or its rows may be time steps
+                self.is_sum = name == "SumBackward1"
+        elif self._are_summed and is_linear and name in _FACTORS:
+            factor = getattr(node, "_saved_other", None)
+            if factor is not None and not getattr(factor, "shape", ()):  # else a weight for each
+                self.divisors += of.divisors(node, name)
+        return True
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    """Return the shape of what an operation has computed."""
+    return tuple(node._input_metadata[0].shape)
+
+
+def _is_over_rows(node: Any) -> bool:
+    """Return whether an operation, such as a standard deviation, is over the first axis."""
+    axes = getattr(node, "_saved_dim", None)
+    if not isinstance(axes, tuple):
+        return False
+    inner = node.next_functions[0][0]
+    rank = len(_shape(inner)) if inner is not None else 0
+    return any(axis in (0, 2**64 - rank) for axis in axes)  # a negative axis is kept unsigned
+
+
+def _rows(node: Any) -> int | None:
+    shape = _shape(node)
+    return shape[0] if shape else None
+
+
+def _is_spread(leaf: torch.Tensor, shape: Sequence[int], examples: int) -> bool:
+    """Return whether a leaf is of the batch, or its use has a row for each example, and it none."""
+    has_rows = leaf.shape[:1] == (examples,)
+    if has_rows and not isinstance(leaf, torch.nn.Parameter):
+        return True
+    return shape[:1] == (examples,) and not (has_rows and leaf.dim() == len(shape))
+
+
+def _is_of_batch(node: Any, name: str, examples: int, had_rows: bool) -> bool:
+    """Return whether an operation that is not elementwise has computed something of the batch.
+
+    A product of a parameter, or of what is transposed, has other rows: the correlation of features
+    over the batch, or a penalty on weights.
+    """
+    place = _PRODUCTS.get(name)
+    if place is None:
+        return not _is_over_rows(node) and (had_rows or _rows(node) == examples)
+    for _ in range(8):
+        node = node.next_functions[place][0]
+        name = "" if node is None else node.name()
+        if name.endswith("AccumulateGrad"):
+            return not isinstance(node.variable, torch.nn.Parameter)
+        if name in _TRANSPOSES:
+            return False
+        if name not in _ELEMENTWISE:
+            return True
+        place = 0
+    return True
+
+
+def _ignores_targets(node: Any, may_wait: bool) -> bool:
+    """Return whether a mean leaves targets out (``ignore_index``); False if that is not read."""
+    counted = getattr(node, "_saved_total_weight", None)
+    if counted is None or node._saved_weight is not None:  # classes have other weights
+        return False
+    if counted.device.type != "cpu" and not may_wait:
+        return False
+    return int(counted) != node._saved_target.numel()

@@ -81,8 +81,6 @@ class Context:
         )
         self.nothing_to_do = ""
         self.has_trained = False
-        self._left_out = -1
-        self._number_left_out = 0
         self.check_host_updates: Callable[[], None] = lambda: None
         self._audit = Audit(self.worker)
         self._started = time.monotonic()
@@ -185,6 +183,8 @@ class Context:
         self.end_uncommitted()
         self.step.begin(batch)
         self.worker.averagers.forget()
+        if self.worker.state is not None and self.worker.on_not_finite == "skip":
+            self.worker.state.keep_moving()
 
     def is_sampled(self) -> bool:
         """Return whether the gradients of the step that begins are sampled."""
@@ -300,46 +300,68 @@ class Context:
         elif not self.worker.averagers.several:
             self.step_done()
 
-    def step_skipped(self, origin: str = "") -> None:
+    def calls_off_to_look(self) -> bool:
+        """Call off a step whose averaged gradients are not finite, once; all ranks call this.
+
+        It is repeated, while each rank looks where its own become so, and then left out. So it is
+        with the first, second, fourth, … such step, as a repetition enters the function again.
+        """
+        worker, progress = self.worker, self.worker.progress
+        is_next_power = not progress.skipped & (progress.skipped + 1)
+        looks = is_next_power and progress.looked_at != progress.step
+        repeats = worker.elastic and worker.in_train and bool(self.step.passes)
+        if not (looks and repeats) or worker.averagers.several or self.planner.skipped.overflows:
+            return False
+        progress.looked_at = progress.step
+        self._undo_moving()
+        self.step.stage = Stage.VOIDED
+        return True
+
+    def step_skipped(self, origin: str = "", layer: Callable[[], str] | None = None) -> None:
         """Note that a step is left out on all ranks, since its averaged gradients are not finite.
 
         Args:
             origin: which gradients of this rank alone are not finite, in words; empty: none, or
                 it is not known.
+            layer: returns in words where they became so in the forward pass of this rank.
 
         Raises:
             ScriptError: such a step is to end the run, or too many follow each other.
         """
-        worker = self.worker
-        step = worker.progress.step
-        where = f"step {step + 1}, of epoch {self.reading.epoch} at example {self.reading.position}"
-        if worker.on_not_finite == "stop":
+        worker, skipped = self.worker, self.planner.skipped
+        progress, step = worker.progress, worker.progress.step + 1
+        where = f"step {step}, of epoch {self.reading.epoch} at example {self.reading.position}"
+        if not skipped.add(progress):
+            return  # a body is one step, even if some of its optimizers take theirs
+        self._undo_moving()
+        # Not of each: a gradient scaler causes them, and examples may come again in each epoch.
+        tells = not (skipped.overflows or progress.skipped & (progress.skipped - 1))
+        stops = worker.on_not_finite == "stop"
+        if tells and not stops:
+            worker.warn_once(
+                f"{where}, is left out: its gradients are not finite. Its examples count as used "
+                f"({count(progress.skipped, 'such step')} so far)"
+            )
+        if tells and origin:
+            origin = "; ".join(filter(None, (origin, layer and layer())))
+            worker.warn(
+                f"step {step}: gradients of rank {worker.communicator.rank} are not "
+                f"finite{self.step.examples_words}: {origin}"
+            )
+        if stops or skipped.consecutive >= skipped.most:
+            self.training_ends()
+        if stops:
             raise ScriptError(
                 f"the gradients of {where} are not finite: the loss is NaN or infinite on at least "
                 "one rank. Look at the data and the loss, lower the learning rate (or init_scale "
                 "of a gradient scaler), or clip gradients; --on-not-finite skip leaves such steps "
                 "out"
             )
-        if worker.averagers.several:  # a body is one step, even if some of them take theirs
-            if step == self._left_out:
-                worker.progress.skipped = self._number_left_out  # if a repeated body had undone it
-                return
-            if step != self._left_out + 1:
-                self.planner.skipped.note(finite=True)
-            self._left_out, self._number_left_out = step, worker.progress.skipped + 1
-        worker.progress.skipped = skipped = worker.progress.skipped + 1
-        # Not of each: a gradient scaler causes them, and examples may come again in each epoch.
-        if not (self.planner.skipped.overflows or skipped & (skipped - 1)):
-            worker.warn_once(
-                f"{where}, is left out: its gradients are not finite. Its examples count as used "
-                f"({count(skipped, 'such step')} so far)"
-            )
-            if origin:
-                worker.warn(
-                    f"step {step + 1}: gradients of rank {worker.communicator.rank} are not "
-                    f"finite{self.step.examples_words}: {origin}"
-                )
-        self.planner.skip(step + 1)
+        skipped.refuse_many(step, self.planner.rate_advice)
+
+    def _undo_moving(self) -> None:
+        if self.worker.state is not None:
+            self.worker.state.undo_moving()
 
     def step_done(self) -> None:
         """Count the step: its optimizers have taken it, or all ranks leave it out."""
@@ -497,6 +519,10 @@ class Context:
         self.rollback.commits = True
         self.rollback.save()
         self.step_boundary()
+
+    def training_ends(self) -> None:
+        """Send metrics that nobody has been told yet."""
+        self.metrics.training_ends(self._planned)
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Add numbers to the metrics of the next step; outside of training, send them at once."""

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_elastic.model.sharding import attribute_of
 from hvd_elastic.training.input.server import Source
 
 _ENTRIES, _ROWS, _EXAMPLES = 1024, 8, 3
@@ -63,15 +64,17 @@ class DataDigest:
         fields: checksums of what the data set holds for each example in lists and arrays of
             integers and texts (indices of a subset, names of files, targets), by the name of the
             attribute.
+        words: the data set in words.
     """
 
     def __init__(self, dataset: Any, examples: int) -> None:
         self.fields: dict[str, int] = {}
         self._sketches: dict[str, Any] = {}
+        self.words = f"the {type(dataset).__name__} of {examples} examples"
         self._examples = examples
         # Its shards are known by their sizes, and examples before its place may be gone.
         self._is_read_in_order = any(
-            getattr(dataset, name, None) for name in ("blocks", "ordered", "endless")
+            attribute_of(dataset, name) for name in ("blocks", "ordered", "endless")
         )
         self._reading: tuple[Any, Connection, float] | None = None
         for name, value in _per_example(dataset, examples, "", _DEPTH):
@@ -151,7 +154,11 @@ def _per_example(value: Any, examples: int, name: str, depth: int) -> Iterator[t
             yield from _parts(value, examples, name, depth)
     elif isinstance(value, (list, tuple, dict)):
         yield from _parts(value, examples, name, depth)
-    elif hasattr(value, "__getitem__") and hasattr(value, "__dict__") and name.count(".") < _DEPTH:
+    elif (
+        hasattr(type(value), "__getitem__")
+        and hasattr(type(value), "__dict__")
+        and name.count(".") < _DEPTH
+    ):
         with suppress(Exception):  # whatever the script's __len__ raises
             examples = len(value)
             for key, attribute in vars(value).items():
@@ -272,7 +279,7 @@ def _sketch(example: Any) -> list[Any]:
             exact.append(str(value).rpartition("/")[2])  # a file may be in another folder
         elif isinstance(value, (bool, int, bytes)) or value is None:
             exact.append(value)
-        elif isinstance(value, float) or hasattr(value, "__array__"):
+        elif isinstance(value, float) or hasattr(type(value), "__array__"):
             with suppress(Exception):  # a tensor of a GPU, or of a type that NumPy lacks
                 visit_array(np.asarray(value))
 

@@ -22,6 +22,7 @@ from hvd_elastic.model.sharding import (
     Blocks,
     Order,
     Slice,
+    attribute_of,
     block_order,
     blocks_from,
     epoch_order,
@@ -113,13 +114,13 @@ class DataOrder:
         drop_last: bool,
         planner: Planner,
     ) -> None:
-        blocks: Blocks | None = getattr(dataset, "blocks", None)
+        blocks: Blocks | None = attribute_of(dataset, "blocks")
         if blocks is not None and sum(blocks.sizes) != examples:
             raise ScriptError(
                 f"the dataset has {examples} examples, and its blocks have {sum(blocks.sizes)} "
                 "together; its attribute `blocks` must give the size of each, or be None"
             )
-        if shuffle and getattr(dataset, "ordered", False):
+        if shuffle and attribute_of(dataset, "ordered"):
             raise ScriptError(
                 f"a {type(dataset).__name__} can only be read in its own order; leave shuffle=True "
                 "out, and mix its examples where they are made"
@@ -131,19 +132,19 @@ class DataOrder:
         self.drop_last = drop_last
         self.planner = planner
         self.blocks = blocks
-        self._prefetch: Callable[[Sequence[int]], None] | None = getattr(
-            dataset, "prefetch_blocks", None
+        self._prefetch: Callable[[Sequence[int]], None] | None = attribute_of(
+            dataset, "prefetch_blocks"
         )
         # (epoch, first position, position after the last) for which it was called.
         self._prefetched = (0, 0, 0)
-        self._endless = bool(getattr(dataset, "endless", False))
+        self._endless = bool(attribute_of(dataset, "endless"))
         self._window: int | None = None
         sizes: tuple[int, ...] | None = None
         if blocks is not None and shuffle:
             self._window = blocks.window
             sizes = tuple(np.asarray(blocks.sizes, np.int64).tolist())
         determined_by = (
-            (examples, shuffle, seed if shuffle else None, getattr(dataset, "order_key", None)),
+            (examples, shuffle, seed if shuffle else None, attribute_of(dataset, "order_key")),
             (self._window, sizes),
         )
         self.digest = DataDigest(dataset, examples)
@@ -413,10 +414,11 @@ class DataOrder:
         elif progress.order_hash not in (0, self._hash, self._order_alone):
             window = "" if self._window is None else f", shuffle_window={self._window}"
             raise ScriptError(
-                f"epoch {progress.epoch} was begun in another order of the data, in which "
-                f"{progress.position} examples were read; in this one (a dataset of "
-                f"{self.examples} examples, seed={self.seed}, shuffle={self.shuffle}{window}) some "
-                "of them would come again, and others never. Go on with the dataset, seed, shuffle "
+                f"epoch {progress.epoch} was begun in another order of the data, or with examples "
+                f"that were decoded otherwise; {progress.position} of them were read. In this one "
+                f"(a dataset of {self.examples} examples, seed={self.seed}, shuffle={self.shuffle}"
+                f"{window}) some of them would come again, and others never, or with other values. "
+                "Go on with the dataset, its `decode`, the release of hvd_elastic, seed, shuffle "
                 "and shuffle_window with which the epoch was begun (and for a Mixture its "
                 "datasets, weights and seed), or start a new run"
             )
@@ -435,8 +437,8 @@ class DataOrder:
         if field:
             raise ScriptError(
                 f"rank {worker.communicator.rank} reads another data set than the rank whose state "
-                f"it has received, or than this run has read before: they differ in {field!r}. "
-                f"{ALIKE}"
+                f"it has received, or than this run has read before: they differ in {field!r} of "
+                f"{self.digest.words}. {ALIKE}"
             )
 
     def _warn_of_endless_step(self, context: Context) -> None:

@@ -338,6 +338,7 @@ def end_training(ctx: Context) -> None:
     elif progress.phase is Phase.PAUSE:
         progress.phase = Phase.LOOP
     progress.stopped = False
+    ctx.training_ends()
     ctx.checkpoints.take(wait=True)
     ctx.checkpoints.close()
 

@@ -253,6 +253,12 @@ class State(Protocol):
     def roll_back(self) -> None:
         """Restore the snapshot of the last :meth:`save_values`."""
 
+    def keep_moving(self) -> None:
+        """Keep what forward passes change in models, such as the statistics of batches."""
+
+    def undo_moving(self) -> None:
+        """Set that back to the last :meth:`keep_moving`: the step is left out."""
+
     def module_attributes(self) -> Iterable[tuple[str, dict[str, Any]]]:
         """Yield the name of each module, of modules in others too, and its attributes."""
         return ()

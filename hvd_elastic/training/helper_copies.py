@@ -6,6 +6,7 @@ the step need not be, since it belongs to the step.
 
 from __future__ import annotations
 
+import io
 import pickle
 import time
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from typing import Any
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import bytes_words
-from hvd_elastic.training.value_copies import dump_value
 
 _SMALL_BYTES = 1 << 20
 """States up to this size are always copied: that takes less than 1 % of a step of 30 ms."""
@@ -22,6 +22,30 @@ _SHARE = 0.01
 """Part of the time that copies of a larger one may take."""
 _CREDIT_S = 0.05
 """Time that copies may take beyond it, so that a busy moment decides nothing."""
+
+
+def dump_value(
+    name: str, value: Any, pickler: Callable[..., pickle.Pickler] = pickle.Pickler
+) -> bytes:
+    """Return a copy of a value of the State, for :func:`load_value`.
+
+    Args:
+        name: name of the value, for messages.
+        value: the value.
+        pickler: makes the copy.
+
+    Raises:
+        ScriptError: it cannot be copied; names it.
+    """
+    stream = io.BytesIO()
+    try:
+        pickler(stream, pickle.HIGHEST_PROTOCOL).dump(value)
+        return stream.getvalue()
+    except Exception as error:  # pickle and what it calls raise many kinds
+        raise ScriptError(
+            f"State: {name!r} cannot be copied ({type(error).__name__}: {error}), which is needed "
+            "to undo a step that fails. Keep numbers, strings, lists, dicts and tensors in it"
+        ) from error
 
 
 @dataclass
@@ -89,8 +113,12 @@ class HelperCopies:
             helper.before = dumped
         return dumped
 
-    def refuse_changed(self, objects: dict[str, Any]) -> None:
+    def refuse_changed(self, objects: dict[str, Any], call: str) -> None:
         """Compare objects that are too large to be copied; called before an optimizer's step.
+
+        Args:
+            objects: the objects by name.
+            call: what a script takes a step with, for the message.
 
         Raises:
             ScriptError: one has changed since the loop body began; names it, and what to do.
@@ -103,11 +131,11 @@ class HelperCopies:
             if dump_value(name, objects[name].state_dict(), self._pickler) != before:
                 kind, size = type(objects[name]).__name__, bytes_words(len(before))
                 raise ScriptError(
-                    f"State({name}=...): this {kind} changes in the loop body before "
-                    f"optimizer.step(). If a step fails it has to be set back, and copying {size} "
+                    f"State({name}=...): this {kind} changes in the loop body before {call}. "
+                    f"If a step fails it has to be set back, and copying {size} "
                     "after each step would take more than 1 % of the time. Give it a method "
                     "snapshot(), which returns what roll_back(values) needs to undo what follows "
-                    "(docs/training-script.md); or change it right after optimizer.step(), where "
-                    "its change belongs to the step"
+                    f"(docs/training-script.md); or change it right after {call}, where its change "
+                    "belongs to the step"
                 )
             helper.next_look = began + 2 * (self._clock() - began) / _SHARE

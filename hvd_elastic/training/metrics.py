@@ -31,6 +31,7 @@ class Metrics:
         self._worker = worker
         self._values: dict[str, Any] = {}
         self._refused: set[str] = set()
+        self._told_skipped = 0
         self._due = 0.0
         self._window = (time.monotonic(), 0)
         self._input = (0.0, 0.0)
@@ -80,6 +81,11 @@ class Metrics:
         if now >= self._due:
             self.send(planned)
 
+    def training_ends(self, planned: Callable[[], Mapping[str, Any]]) -> None:
+        """Send metrics if they lack steps that were left out; ``planned``: see :meth:`send`."""
+        if self._worker.progress.skipped > self._told_skipped:
+            self.send(planned)
+
     def send(self, planned: Callable[[], Mapping[str, Any]]) -> None:
         """Send metrics now, if this is rank 0; ``planned`` returns the planner's metrics."""
         worker, now = self._worker, time.monotonic()
@@ -103,7 +109,7 @@ class Metrics:
             record["lr"] = rate
         record |= planned()
         if worker.progress.skipped:
-            record["skipped_steps"] = worker.progress.skipped
+            record["skipped_steps"] = self._told_skipped = worker.progress.skipped
         if "throughput" in record and "efficiency" in record:
             record["goodput"] = record["throughput"] * record["efficiency"]
         own = {*worker.progress.as_dict(), "size", *ENVELOPE, *record}

@@ -22,6 +22,7 @@ import numpy as np
 
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.sharding import attribute_of
 from hvd_elastic.records.outputs import TOTAL_FILE, output_name
 from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
@@ -89,7 +90,7 @@ class Missing:
         gaps = zip(edges[::2], edges[1::2], strict=True)
         self._gaps = [range(begin, end) for begin, end in gaps if begin < end]
         self._ends = list(accumulate(map(len, self._gaps)))
-        if hasattr(dataset, "__getitems__"):
+        if attribute_of(dataset, "__getitems__"):
             self.__getitems__ = self._at_once
 
     def __len__(self) -> int:

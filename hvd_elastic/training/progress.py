@@ -51,6 +51,9 @@ class Progress:
         order_hash: of all that determines the order of the current epoch, besides its number; 0:
             unknown.
         skipped: steps that were left out because their gradients were not finite.
+        skipped_at: the last of them; -1: there is none.
+        skipped_running: number of them running, up to that one.
+        looked_at: last step that was called off to be repeated with local checks; -1: none.
         data: what is compared of the data set of each loader of the script, as a JSON list of
             :meth:`DataDigest.described`; "": unknown.
 
@@ -72,6 +75,9 @@ class Progress:
     stopped: bool = False
     order_hash: int = field(default=0, compare=False)
     skipped: int = 0
+    skipped_at: int = -1
+    skipped_running: int = 0
+    looked_at: int = -1
     data: str = field(default="", compare=False)
 
     def advance(self, step_examples: int) -> None:
@@ -146,18 +152,20 @@ class Progress:
         order_hash = values.get("order_hash", 0)
         if not isinstance(order_hash, int):
             raise ValueError(f"progress field 'order_hash' is {order_hash!r}, it must be a number")
-        skipped = values.get("skipped", 0)
-        if not isinstance(skipped, int):
-            raise ValueError(f"progress field 'skipped' is {skipped!r}, it must be a number")
+        counts = {name: values[name] for name in _OF_SKIPPED if name in values}
+        for name, value in counts.items():
+            if not isinstance(value, int):
+                raise ValueError(f"progress field {name!r} is {value!r}, it must be a number")
         return cls(
             **numbers,
             phase=phase,
             data_order=data_order,
             stopped=stopped,
             order_hash=order_hash,
-            skipped=skipped,
+            **counts,
             data=str(values.get("data", "")),
         )
 
 
 _COUNTS = ("step", "epoch", "position", "examples")
+_OF_SKIPPED = ("skipped", "skipped_at", "skipped_running", "looked_at")

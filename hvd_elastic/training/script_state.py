@@ -146,10 +146,16 @@ class ScriptState(State):
         self._saved = snapshot or self.take_snapshot(tensors=tensors)
 
     def step_begins(self) -> None:
-        self._helpers.refuse_changed(self._objects)
+        self._helpers.refuse_changed(self._objects, self._context.worker.frontend.takes_step)
 
     def roll_back(self) -> None:
         self._saved.restore(self._plain, self._objects)
+
+    def keep_moving(self) -> None:
+        pass
+
+    def undo_moving(self) -> None:
+        pass
 
     def module_versions(self) -> int:
         return 0  # not every framework counts changes

@@ -176,6 +176,11 @@ class Step:
             return float(self.ranks_added)
         return self.passes[-1].weight if self.passes else 1.0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing counts on any rank: then the step has no gradient and is left out."""
+        return self.counts is not None and not self.counts.total()
+
     def begin(self, first: Pass) -> None:
         """Begin a new step with its first pass."""
         self.stage, self.passes, self.ahead = Stage.BEGUN, [first], None
@@ -336,9 +341,9 @@ class Step:
                 f"step {max(told)} was left out on {plural('rank', len(ranks))} "
                 f"{', '.join(ranks)} alone, of {len(told)}: the loop body went on to the next "
                 f"batch without {worker.frontend.takes_step}, and from then on ranks would hold "
-                "different weights. Take every step on all ranks; with PyTorch, and where the "
-                "batch adapts, one with gradients that are not finite is left out on all of them "
-                "by itself. Else have all decide alike, by hvd.allreduce"
+                "different weights. Take every step on all ranks; one with gradients that are not "
+                "finite is left out on all of them by itself. Else have all decide alike, by "
+                "hvd.allreduce"
             )
 
 
@@ -354,12 +359,12 @@ def _refuse_data_sets(worker: Worker) -> None:
     lines = _gather_lines(worker, worker.described_data(), "data_sets")
     first, *others = map(json.loads, lines)
     for rank, theirs in enumerate(others, 1):
-        field = "".join(difference(*pair) for pair in zip(first, theirs, strict=False))
-        if field:
-            raise ScriptError(
-                f"the ranks read different data sets: those of ranks 0 and {rank} differ in "
-                f"{field!r}. {ALIKE}"
-            )
+        for digest, one, other in zip(worker.digests, first, theirs, strict=False):
+            if field := difference(one, other):
+                raise ScriptError(
+                    f"the ranks read different data sets: those of ranks 0 and {rank} differ in "
+                    f"{field!r} of {digest.words}. {ALIKE}"
+                )
 
 
 def _left_alone(worker: Worker) -> ScriptError:

@@ -21,7 +21,8 @@ def step_weight(count: Any) -> None:
     all batches of the step, whose losses are not divided by their number then. The counts of the
     ranks are added up in one small reduction, beside the backward pass.
 
-    A rank whose count is 0 adds nothing, even if its loss is NaN.
+    A rank whose count is 0 adds nothing, even if its loss is NaN. If it is 0 on all ranks, the
+    optimizer takes no step, and the examples count as used.
 
     Args:
         count: number of targets, tokens or examples, >= 0; a tensor on a GPU is read, which waits

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvd_elastic.errors import ScriptError
+from hvd_elastic.training.helper_copies import HelperCopies, dump_value
 from hvd_elastic.training.rollback import SnapshotSource
-
-
-def dump_value(
-    name: str, value: Any, pickler: Callable[..., pickle.Pickler] = pickle.Pickler
-) -> bytes:
-    """Return a copy of a value of the State, for :func:`load_value`.
-
-    Args:
-        name: name of the value, for messages.
-        value: the value.
-        pickler: makes the copy.
-
-    Raises:
-        ScriptError: it cannot be copied; names it.
-    """
-    stream = io.BytesIO()
-    try:
-        pickler(stream, pickle.HIGHEST_PROTOCOL).dump(value)
-        return stream.getvalue()
-    except Exception as error:  # pickle and what it calls raise many kinds
-        raise ScriptError(
-            f"State: {name!r} cannot be copied ({type(error).__name__}: {error}), which is needed "
-            "to undo a step that fails. Keep numbers, strings, lists, dicts and tensors in it"
-        ) from error
 
 
 def load_value(dumped: bytes) -> Any:
@@ -66,24 +41,36 @@ class ValueCopies(ABC):
 
     Args:
         plain: plain values by name.
-        objects: objects by name: those of the library, whose names begin with an underscore, and
-            helpers of the script. Those that are a :class:`SnapshotSource` are copied.
+        objects: objects by name: those of the library, whose names begin with an underscore and
+            which are copied only if they are a :class:`SnapshotSource`, and helpers of the script.
+        helpers: copies those helpers that are none.
+        always: copy them however long that takes, as at the end of an epoch.
 
     Attributes:
-        dumped: copies of the states of further objects by name, which a frontend adds.
+        dumped: copies of the states of helpers, and of what a frontend adds, by name.
 
     Raises:
         ScriptError: a value cannot be copied; names it.
     """
 
-    def __init__(self, plain: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        plain: Mapping[str, Any],
+        objects: Mapping[str, Any],
+        helpers: HelperCopies,
+        *,
+        always: bool,
+    ) -> None:
         self._plain = {name: dump_value(name, value) for name, value in plain.items()}
-        self._own = {
-            name: item.snapshot()
-            for name, item in objects.items()
-            if isinstance(item, SnapshotSource)
-        }
+        self._own: dict[str, Any] = {}
         self.dumped: dict[str, bytes] = {}
+        for name, item in objects.items():
+            if isinstance(item, SnapshotSource):
+                self._own[name] = item.snapshot()
+            elif not name.startswith("_"):
+                copied = helpers.copy(name, item, always=always)
+                if copied is not None:
+                    self.dumped[name] = copied
 
     def restore(self, plain: dict[str, Any], objects: Mapping[str, Any]) -> None:
         """Restore everything in place, and remove plain values that were added since.

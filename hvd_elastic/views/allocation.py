@@ -47,7 +47,7 @@ def hosts_section(summary: RunSummary) -> str:
             bars.append(
                 f'<rect class="host{color[name]}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" '
                 f'height="{_HEIGHT * number / most:.2f}"><title>{escape(name)}: '
-                f"{count(number, 'process')}</title></rect>"
+                f"{count(number, 'worker')}</title></rect>"
             )
     label = f"Processes on each host over {duration_words(summary.duration_s)}, {most} at most"
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.jobs.place import ClusterFolder, list_clusters, open_cluster
+from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.records.cluster import (
     ClusterSummary,
     Hold,
@@ -21,7 +23,16 @@ from hvd_elastic.records.cluster import (
     summarize_cluster,
 )
 from hvd_elastic.records.json_lines import EventFollower, iter_events
-from hvd_elastic.views.page import MAX_ROWS, cell, escape, render_page, table, write_page
+from hvd_elastic.views.page import (
+    MAX_ROWS,
+    cell,
+    escape,
+    render_page,
+    table,
+    write_page,
+    written,
+)
+from hvd_elastic.views.report import status_tone
 
 _WIDTH = 1000
 _SLOT_HEIGHT, _LEAST_HEIGHT, _MOST_HEIGHT = 12, 96, 480
@@ -69,12 +80,12 @@ def render_cluster(summary: ClusterSummary, heading: str = "") -> str:
     """
     told = heading or _numbers(summary)
     body = [
-        f"<header><h1>{escape(summary.name)}</h1><p>{escape(told)}</p></header>",
+        f"<header><h1>Cluster {escape(summary.name)}</h1><p>{escape(told)}</p></header>",
         *cluster_parts(summary).values(),
-        f"<footer>Written {_date(time.time())} by hvd_elastic from the queue's events.</footer>",
+        written("the queue's events"),
     ]
     data = {"charts": [], "marks": [], "duration_s": summary.duration_s}
-    return render_page(summary.name, "\n".join(body), data)
+    return render_page(f"Cluster {summary.name}", "\n".join(body), data)
 
 
 def cluster_parts(
@@ -262,7 +273,7 @@ def job_color(job: JobRecord) -> str:
 
 def _job_table(summary: ClusterSummary, now_s: float, linked: Mapping[str, str]) -> str:
     rows = []
-    for job in list(summary.jobs.values())[-MAX_ROWS - 1 :]:
+    for job in shown_jobs(summary):
         run_s, slot_s = summary.slot_s_of(job, now_s)
         color = f'<rect width="1" height="1" fill="{job_color(job)}"></rect>'
         key = f'<svg class="key" viewBox="0 0 1 1" aria-hidden="true">{color}</svg>'
@@ -271,11 +282,12 @@ def _job_table(summary: ClusterSummary, now_s: float, linked: Mapping[str, str])
         if run in linked:
             name = f'<a href="{escape(linked[run])}">{name}</a>'
         slots = sum(job.held.values())
+        pill = f'<span class="pill {status_tone(job.status)}">{escape(job.status)}</span>'
         rows.append(
             [
                 cell(job.job, "n"),
                 f'<td class="job">{key} {name}</td>',
-                cell(job.status),
+                f"<td>{pill}</td>",
                 cell(str(slots or ""), "n"),
                 cell(_clock(summary.started or 0.0, job.submitted_s), "n"),
                 cell(duration_words(job.wait_s(now_s)), "n"),
@@ -286,8 +298,19 @@ def _job_table(summary: ClusterSummary, now_s: float, linked: Mapping[str, str])
         )
     heads = [("#", "n"), ("job", ""), ("status", ""), ("slots", "n"), ("submitted", "n")]
     heads += [("waited", "n"), ("had slots for", "n"), ("slot time", "n"), ("reason", "")]
-    cut = f", the last {MAX_ROWS}" if len(summary.jobs) > MAX_ROWS else ""
-    return f"<section><h2>Jobs{cut}</h2>{table(heads, rows[-MAX_ROWS:])}</section>"
+    cut = f", {len(rows)} of {len(summary.jobs)}" if len(summary.jobs) > len(rows) else ""
+    return f"<section><h2>Jobs{cut}</h2>{table(heads, rows, len(rows))}</section>"
+
+
+def shown_jobs(summary: ClusterSummary) -> list[JobRecord]:
+    """Return all jobs that run, then those that wait, and then the last ones that have ended."""
+    running = [job for job in summary.jobs.values() if job.status == "running"]
+    waiting = [job for job in summary.jobs.values() if job.status == "queued"]
+    ended = [job for job in summary.jobs.values() if job.status not in ("queued", "running")]
+    ended.sort(key=lambda job: -(job.ended_s or 0.0))
+    rest = max(0, MAX_ROWS - len(running))
+    room_for_ended = min(len(ended), max(rest - len(waiting), rest // 4))
+    return [*running, *waiting[: rest - room_for_ended], *ended[:room_for_ended]]
 
 
 def _decision_table(summary: ClusterSummary) -> str:
@@ -298,12 +321,14 @@ def _decision_table(summary: ClusterSummary) -> str:
             cell(f"{made.before} → {made.after}", _way(made)),
             cell(made.reason, "w"),
         ]
-        for made in summary.decisions
+        for made in summary.decisions[: -MAX_ROWS - 1 : -1]
     ]
     if not rows:
         return ""
     heads = [("at", "n"), ("job", ""), ("slots", "n"), ("reason", "")]
-    return f"<section><h2>Decisions</h2>{table(heads, rows)}</section>"
+    made = len(summary.decisions)
+    cut = f", the last {MAX_ROWS} of {made}" if made > MAX_ROWS else ""
+    return f"<section><h2>Decisions, newest first{cut}</h2>{table(heads, rows)}</section>"
 
 
 def _way(made: JobDecision) -> str:
@@ -321,10 +346,6 @@ def _clock(started: float, at_s: float) -> str:
     if started < _SIMULATED_S:
         return duration_words(at_s)
     return time.strftime("%m-%d %H:%M:%S", time.localtime(started + at_s))
-
-
-def _date(t: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
 
 
 # -- live ------------------------------------------------------------------------------------------
@@ -364,14 +385,27 @@ class _LiveCluster:
         alive = self._folder.daemon_alive()
         if alive:  # what goes on grows every few seconds, not with every look
             now_s = max(now_s, (time.time() - summary.started) // _GROWS_S * _GROWS_S)
-        key = (summary.ended, now_s, alive)
+        reasons = self._read_reasons()
+        key = (summary.ended, now_s, alive, reasons)
         if self._rendered[0] != key:
             self._rendered = key, self._render(now_s, alive=alive)
         return self._rendered[1]
 
+    def _read_reasons(self) -> Mapping[str, str]:
+        """Return why the jobs that are shown run or wait: that changes without an event."""
+        shown = [job for job in shown_jobs(self._summary) if job.status in ("queued", "running")]
+        found = {}
+        with contextlib.suppress(RunError):  # a queue that cannot be read says so to its own verbs
+            store = JobStore.read_only(self._folder.database)
+            with contextlib.closing(store):
+                found = store.reasons([int(job.job) for job in shown])
+        for job in shown:
+            job.reason = found.get(int(job.job), job.reason)
+        return {job.job: job.reason for job in shown}
+
     def _render(self, now_s: float, *, alive: bool) -> str:
         summary = self._summary
-        shown = list(summary.jobs.values())[-MAX_ROWS:]
+        shown = shown_jobs(summary)
         runs = {run for job in shown for run in job.run_ids[-1:]}
         parts = cluster_parts(
             summary,
@@ -381,5 +415,5 @@ class _LiveCluster:
             linked={run: f"/runs/{run}" for run in runs if (runs_folder() / run).is_dir()},
         )
         told = _numbers(summary) + ("" if alive else "; its daemon does not run")
-        title = f"<h1>{escape(summary.name)}</h1><p>{escape(told)}</p>"
+        title = f"<h1>Cluster {escape(summary.name)}</h1><p>{escape(told)}</p>"
         return title + "".join(parts.values())

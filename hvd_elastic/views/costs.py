@@ -10,15 +10,14 @@ from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.views.forecast import EndForecast
 from hvd_elastic.views.page import cell, escape, table
 
-_NOTABLE = 0.005
-"""Part of the time from which a cause is told in words."""
 _MEANINGS = {
     "training": "steps, without the waits below",
-    "start-up": "from the start of a run, or its end before a resume, until the first step",
+    "start-up": "from the start of a run, or its resume, until the first step",
     "rescales": "pauses for hosts that joined or left",
     "failures": "pauses after a loss, and work that was done again",
     "input": "rank 0 waits for data",
     "communication": "rank 0 waits for other ranks and the network",
+    "interruption": "from the end of the run, or its death, until it was resumed",
 }
 
 
@@ -64,16 +63,6 @@ def time_section(summary: RunSummary) -> str:
     )
 
 
-def lost_words(summary: RunSummary) -> str:
-    """Return which causes took most besides training, as a sentence; empty: hardly any did."""
-    if summary.first_step_s is None:
-        return ""
-    parts = {c: s.seconds / summary.duration_s for c, s in summary.spending.by_cause.items()}
-    most = sorted((c for c in parts if parts[c] >= _NOTABLE), key=lambda c: -parts[c])
-    named = ", ".join(f"{cause} {parts[cause]:.1%}" for cause in most)
-    return f"Of the time, {sum(parts.values()):.1%} was not training: {named}." if most else ""
-
-
 def cost_so_far(summary: RunSummary) -> float:
     """Return the price of all hosts for the time that they trained."""
     ends = [*(at_s for at_s, _ in summary.placements[1:]), summary.duration_s]
@@ -112,4 +101,7 @@ def _by_cause(summary: RunSummary) -> dict[str, Spent]:
         max(0.0, slot_s - sum(causes[c].slot_s for c in CAUSES if c != "start-up")),
         max(0.0, cost_so_far(summary) - sum(causes[cause].money for cause in CAUSES)),
     )
-    return {"training": training, **{cause: causes[cause] for cause in CAUSES}}
+    known = {cause: causes[cause] for cause in CAUSES}
+    if not known["interruption"].seconds:
+        del known["interruption"]
+    return {"training": training, **known}

@@ -15,20 +15,23 @@ from urllib.parse import urlencode
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, number_words
 from hvd_elastic.records.run_folder import RunFolder, list_runs
-from hvd_elastic.records.run_state import GOES_ON, run_row
+from hvd_elastic.records.run_state import run_row
+from hvd_elastic.records.wording import ENDED, GOES_ON
 from hvd_elastic.views.cluster_page import LiveClusters
 from hvd_elastic.views.comparison import COLORS
 from hvd_elastic.views.live_run import LiveComparison, LiveRun
-from hvd_elastic.views.page import cell, escape, read_asset, table
+from hvd_elastic.views.page import cell, escape, progress_bar, read_asset, table
 from hvd_elastic.views.report import status_tone
-from hvd_elastic.views.run_words import has_ended, progress_bar
 
 _ROWS = 100
 """Most runs on the first page, besides those that go on."""
+_READABLE_S = 600.0
+"""Time for which the figures of a run that has ended can be read [s]: so that a scraper that comes
+once in a few minutes sees how it ended."""
 _FRESH_S = 0.4
 """Age of the first page up to which all viewers are shown the same [s]."""
 _CONTROLS = """<section class="controls" data-control="/runs/{run_id}/control">
-<form data-op="scale"><label>processes <input name="np" type="number" min="1" required></label>
+<form data-op="scale"><label>workers <input name="np" type="number" min="1" required></label>
 <button>scale</button></form>
 <form data-op="drain"><label>host <input name="host" required></label><button>drain</button></form>
 <form data-op="stop"><button>stop the run</button></form>
@@ -76,9 +79,14 @@ class LiveRuns:
                 del self._compared[next(iter(self._compared))]
             return self._compared.setdefault(chosen, LiveComparison(runs))
 
-    def alive(self) -> list[LiveRun]:
-        """Return the runs whose leader lives."""
-        return [self.get(each.run_id) for each in list_runs() if each.leader_alive()]
+    def recent(self) -> list[LiveRun]:
+        """Return the runs whose leader lives, and those that have ended a short while ago."""
+        since = time.time() - _READABLE_S
+        return [
+            self.get(each.run_id)
+            for each in list_runs()
+            if each.leader_alive() or _changed_at(each.events) > since
+        ]
 
     def render(self) -> dict[str, Any]:
         """Return the parts of the first page, and a line on how the runs stand."""
@@ -109,10 +117,16 @@ class _Rows:
         for folder in folders:
             version = _version_of(folder.events)
             known = before.get(folder.run_id)
-            if known is None or known[0] != version or not has_ended(known[1]["status"]):
+            if known is None or known[0] != version or known[1]["status"] not in ENDED:
                 known = version, run_row(folder)
             self._known[folder.run_id] = known
         return [row for _, row in self._known.values()]
+
+
+def _changed_at(path: Path) -> float:
+    """Return when a file was written to last [Unix s]; 0: there is none."""
+    version = _version_of(path)
+    return 0.0 if version is None else version[0] / 1e9
 
 
 def _version_of(path: Path) -> tuple[int, int] | None:
@@ -170,14 +184,14 @@ def _run_table(rows: list[dict[str, Any]], of: int) -> str:
             "<code>hvd-elastic run --hostfile HOSTS -- python train.py</code></p>"
         )
     heads = [("run", ""), ("status", ""), ("started", ""), ("done", "")]
-    heads += [("steps", "n"), ("processes", "n"), ("examples/s", "n")]
+    heads += [("steps", "n"), ("workers", "n"), ("examples/s", "n")]
     cells = [
         [
             f'<td class="h"><a href="/runs/{(name := escape(row["run_id"]))}">{name}</a></td>',
             f'<td><span class="pill {status_tone(row["status"])}">{row["status"]}</span></td>',
             cell(time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"])), "h"),
             _done_cell(row["done"]),
-            cell(number_words(row["steps"]), "n"),
+            cell("command" if row["plain"] else number_words(row["steps"]), "n"),
             cell(str(row["size"] or ""), "n"),
             cell("" if row["throughput"] is None else number_words(round(row["throughput"])), "n"),
         ]

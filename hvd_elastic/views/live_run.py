@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import RunError
-from hvd_elastic.formatting import bytes_words, count
+from hvd_elastic.formatting import bytes_words, clock_words, count
 from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import EventFollower, LineFollower, decode_lines, iter_events
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.records.run_state import run_state
 from hvd_elastic.records.summary import MetricSeries, RunSummary, take_events
+from hvd_elastic.records.wording import ENDED, GOES_ON, READING, run_sentences, run_state
+from hvd_elastic.views.allocation import slow_hosts
 from hvd_elastic.views.comparison import comparison_charts, comparison_parts, sampled_lines
+from hvd_elastic.views.costs import forecast_words
+from hvd_elastic.views.forecast import predict_end
+from hvd_elastic.views.page import escape, progress_bar
 from hvd_elastic.views.points import MAX_POINTS, thin_out
 from hvd_elastic.views.report import (
     Charts,
@@ -28,7 +32,6 @@ from hvd_elastic.views.report import (
     report_parts,
     zoomed_points,
 )
-from hvd_elastic.views.run_words import READING, clock_words, has_ended, run_words
 
 _FRESH_S = 0.4
 """Age of what was read up to which it is not read again [s]."""
@@ -125,9 +128,9 @@ class LiveRun:
             finally:
                 summary.status = status
             data["duration_s"] = self._charts_at_s
-            if not has_ended(state):
+            if state not in ENDED:
                 parts["audit"] = ""  # it is checked once the run has ended
-            parts = {"header": "", "words": run_words(summary, state), **parts}
+            parts = {"header": "", "words": _words_section(summary, state), **parts}
             told = f"{state}, as of its last event at {clock_words(summary.ended)}"
             if self._unread:
                 told = f"reading its events, {bytes_words(self._unread)} to go"
@@ -187,7 +190,7 @@ class LiveRun:
 
     def _audit_of(self, state: str) -> AuditResult:
         """Return the audit, which is checked once the run has ended."""
-        if not has_ended(state):
+        if state not in ENDED:
             self._audit = None
             return check_audit(())
         if self._audit is None:
@@ -237,7 +240,7 @@ class LiveComparison:
             if charts_key != self._charts_key:
                 self._charts, self._charts_key = comparison_charts(shown), charts_key
             parts, data = comparison_parts(shown, self._charts)
-            alive = sum(not has_ended(state) for state in states)
+            alive = sum(state not in ENDED for state in states)
             found = {"html": parts, "data": data, "live": f"{count(alive, 'run')} going on"}
             self._rendered = key, found
             return found
@@ -258,3 +261,14 @@ class LiveComparison:
 def _pixel_s(whole_s: float) -> float:
     """Return the time of a pixel, to the next power of two [s]."""
     return float(2.0 ** math.ceil(math.log2(max(whole_s, 1.0) / MAX_POINTS)))
+
+
+def _words_section(summary: RunSummary, state: str) -> str:
+    """Return what matters now as HTML, in words, with a bar of the part that is done."""
+    done = summary.last.get("done") if state in GOES_ON else None
+    forecast = bar = ""
+    if isinstance(done, float):
+        forecast, bar = forecast_words(summary, done, predict_end(summary)), progress_bar(done)
+    told = run_sentences(summary, state, forecast, slow_hosts(summary))
+    lines = "".join(f"<p>{escape(text)}</p>" for text in told)
+    return f'<section class="words">{lines}{bar}</section>' if told else ""

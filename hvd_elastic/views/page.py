@@ -6,6 +6,7 @@ import html
 import json
 import os
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -13,6 +14,7 @@ from string import Template
 from typing import Any
 
 from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import date_words
 
 MAX_ROWS = 200
 """Most rows of a table; for more, read the events."""
@@ -86,19 +88,20 @@ def chart_boxes(charts: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="charts">{"".join(boxes)}</div>'
 
 
-def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table of the last :data:`MAX_ROWS` rows.
+def table(
+    heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], most: int = MAX_ROWS
+) -> str:
+    """Return an HTML table of the last rows.
 
     Args:
         heads: text and CSS class of each column.
         rows: cells of each row, from :func:`cell`.
+        most: most rows, above 0 if there are rows.
     """
     head = "".join(f'<th class="{kind}">{escape(name)}</th>' for name, kind in heads)
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows[-MAX_ROWS:])
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows[-most:])
     cut = (
-        f'<p class="hint">The last {MAX_ROWS} of {len(rows)} are shown.</p>'
-        if len(rows) > MAX_ROWS
-        else ""
+        f'<p class="hint">The last {most} of {len(rows)} are shown.</p>' if len(rows) > most else ""
     )
     return (
         f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
@@ -120,3 +123,16 @@ def read_asset(name: str) -> str:
     """Return the text of a file of ``assets``."""
     place = resources.files("hvd_elastic.views") / "assets" / name
     return place.read_text(encoding="utf-8")
+
+
+def written(source: str) -> str:
+    """Return the foot of a page as HTML: when it was written, and from what."""
+    return f"<footer>Written {date_words(time.time())} by hvd_elastic from {source}.</footer>"
+
+
+def progress_bar(done: float) -> str:
+    """Return a bar of the part that is done as HTML."""
+    return (
+        f'<svg class="done" viewBox="0 0 100 1" preserveAspectRatio="none" role="img" '
+        f'aria-label="{done:.0%} done"><rect width="{100 * done:.2f}" height="1"></rect></svg>'
+    )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_elastic.formatting import count, duration_words, number_words
 from hvd_elastic.policy.forecast import Forecast
-from hvd_elastic.views.page import cell, chart_boxes, escape, render_page, table
+from hvd_elastic.views.page import cell, chart_boxes, escape, render_page, table, written
 
 
 def render_plan(run_id: str, forecasts: Sequence[Forecast], notes: Sequence[str]) -> str:
@@ -23,7 +22,6 @@ def render_plan(run_id: str, forecasts: Sequence[Forecast], notes: Sequence[str]
     charts = _charts(known) if known else []
     heads, rows = plan_cells(forecasts)
     cells = [[cell(text, "n") for text in row] for row in rows]
-    date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
     hint = (
         "The shaded range holds 80 % by the model. Drag to zoom, double-click to see everything "
         "again."
@@ -34,7 +32,7 @@ def render_plan(run_id: str, forecasts: Sequence[Forecast], notes: Sequence[str]
         f"<section><h2>Hosts</h2>{table([(head, 'n') for head in heads], cells)}"
         + "".join(f'<p class="hint">{escape(note)}</p>' for note in notes)
         + "</section>",
-        f"<footer>Written {date} by hvd_elastic from the run's events.</footer>",
+        written("the run's events"),
     ]
     data = {"charts": charts, "marks": [], "x_name": _size_name(forecasts)}
     return render_page(f"{run_id}: plan", "\n".join(body), data)

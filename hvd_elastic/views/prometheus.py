@@ -13,10 +13,10 @@ FIGURES = {
     "slots": ("gauge", "Processes that train now."),
     "steps_total": ("counter", "Steps of training."),
     "examples_total": ("counter", "Examples that training has used."),
-    "rescales_total": ("counter", "Changes of the set of processes since the start."),
+    "rescales_total": ("counter", "Changes of the set of workers since the start."),
     "rescale_pause_seconds_total": ("counter", "Time that training paused for them."),
     "warnings_total": ("counter", "Warnings."),
-    "throughput_examples_per_second": ("gauge", "Examples per second over all processes."),
+    "throughput_examples_per_second": ("gauge", "Examples per second over all workers."),
     "goodput_examples_per_second": ("gauge", "Throughput times statistical efficiency."),
     "efficiency_ratio": ("gauge", "Statistical efficiency of the batch."),
     "noise_scale_examples": ("gauge", "Gradient noise scale."),
@@ -36,7 +36,7 @@ HOST_FIGURES = {
     "host_received_bytes_per_second": ("received", "Received over the interface of the ring."),
     "host_read_bytes_per_second": ("read", "Read from disks."),
     "host_written_bytes_per_second": ("written", "Written to disks."),
-    "host_step_seconds": ("step_s", "Compute time of a step, mean of the processes of a host."),
+    "host_step_seconds": ("step_s", "Compute time of a step, mean of the workers of a host."),
 }
 """Field of ``host_sample`` events, and description, of each gauge of a host."""
 GPU_FIGURES = {
@@ -107,8 +107,12 @@ def _quoted(text: str) -> str:
 
 
 def _figures(summary: RunSummary) -> dict[str, float]:
-    found: dict[str, float] = {
-        "slots": summary.size,
+    found: dict[str, float] = {"slots": summary.size}
+    if summary.ended is not None:
+        found["last_event_timestamp_seconds"] = summary.ended
+    if summary.plain:
+        return found
+    found |= {
         "steps_total": summary.steps,
         "examples_total": summary.examples,
         "rescales_total": len(summary.live_rescales),
@@ -119,6 +123,4 @@ def _figures(summary: RunSummary) -> dict[str, float]:
         value = summary.last.get(metric)
         if isinstance(value, (int, float)) and math.isfinite(value):
             found[name] = value
-    if summary.ended is not None:
-        found["last_event_timestamp_seconds"] = summary.ended
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,11 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import RunError
-from hvd_elastic.formatting import bytes_words, duration_words, number_words, worker_name
+from hvd_elastic.formatting import (
+    bytes_words,
+    date_words,
+    duration_words,
+    number_words,
+    worker_name,
+)
 from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import iter_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import MetricSeries, Rescale, RunSummary
+from hvd_elastic.records.wording import departure_words
 from hvd_elastic.views.allocation import hosts_section
 from hvd_elastic.views.costs import time_section
 from hvd_elastic.views.page import (
@@ -26,6 +32,7 @@ from hvd_elastic.views.page import (
     render_page,
     table,
     write_page,
+    written,
 )
 from hvd_elastic.views.points import downsample, summarize_for_plots
 
@@ -103,8 +110,7 @@ def render_report(
         asked: contents of run.json, for the command of the run.
     """
     parts, data = report_parts(summary, audit, asked=asked)
-    written = f"<footer>Written {_date(time.time())} by hvd_elastic from the run's events.</footer>"
-    body = [*(part for part in parts.values() if part), written]
+    body = [*(part for part in parts.values() if part), written("the run's events")]
     return render_page(f"{summary.run_id}: {summary.status}", "\n".join(body), data)
 
 
@@ -123,6 +129,13 @@ def report_parts(
         asked: contents of run.json, for the command of the run.
         charts: the charts, as :func:`make_charts` has made them; None: make them.
     """
+    if summary.plain:
+        parts = {
+            "header": _header(summary, asked or {}),
+            "failure": _failure(summary),
+            "warnings": _warning_table(summary),
+        }
+        return parts, {"duration_s": summary.duration_s, "charts": [], "marks": []}
     own, of_the_batch = make_charts(summary) if charts is None else charts
     marks = _marks(summary)
     parts = {
@@ -197,7 +210,7 @@ def _points(series: MetricSeries) -> tuple[list[float], list[float | None]]:
 def chart_title(name: str) -> tuple[str, str]:
     """Return the title and the unit of a chart."""
     if name == "size":
-        return "World size", "processes"
+        return "Workers", ""
     title, unit, _ = _TITLES.get(name, (_title(name), "", ""))
     return title, unit
 
@@ -209,8 +222,8 @@ def _size_chart(summary: RunSummary) -> dict[str, Any]:
     x, y = downsample(x, y)
     return {
         "name": "size",
-        "title": "World size",
-        "unit": "processes",
+        "title": "Workers",
+        "unit": "",
         "color": "size",
         "x": _rounded(x),
         "y": y,
@@ -268,7 +281,9 @@ def status_tone(status: str) -> str:
 
 def _header(summary: RunSummary, asked: Mapping[str, Any]) -> str:
     tone = status_tone(summary.status)
-    words = [_date(summary.started or 0.0)]
+    words = [date_words(summary.started or 0.0)]
+    if summary.plain:
+        words.append(duration_words(summary.duration_s))
     if summary.hosts:
         words.append("hosts " + " ".join(f"{name}:{slots}" for name, slots in summary.hosts))
     if summary.attempts > 1:
@@ -332,8 +347,11 @@ def _tiles(summary: RunSummary, audit: AuditResult) -> str:
 def _failure(summary: RunSummary) -> str:
     if not summary.failure:
         return ""
+    who = f"The script failed in worker {summary.failed_worker}"
+    if summary.plain:
+        who = "The command failed; the end of what it printed"
     return (
-        f'<section class="failure"><h2>The script failed in worker {escape(summary.failed_worker)}'
+        f'<section class="failure"><h2>{escape(who)}'
         f"</h2><pre>{escape(summary.failure.rstrip())}</pre></section>"
     )
 
@@ -377,7 +395,7 @@ def _mark(at_s: float, label: str, way: str, what: str, text: str) -> dict[str, 
 def _rescale_words(rescale: Rescale) -> str:
     pause = duration_words(rescale.pause_s)
     done = f"pause {pause}" if rescale.finished else "not finished"
-    return f"{rescale.from_size} → {rescale.to_size} processes, {done}: {rescale.reason}"
+    return f"{rescale.from_size} → {rescale.to_size} slots, {done}: {rescale.reason}"
 
 
 def _plots(charts: list[dict[str, Any]]) -> str:
@@ -414,7 +432,7 @@ def _rescale_table(summary: RunSummary) -> str:
                 cell(rescale.reason, "w"),
             ]
         )
-    heads = [("#", ""), ("at", "n"), ("processes", "n"), ("pause", "n"), ("reason", "")]
+    heads = [("#", ""), ("at", "n"), ("slots", "n"), ("pause", "n"), ("reason", "")]
     if not rows:
         return '<section><h2>Rescales</h2><p class="hint">None.</p></section>'
     return f"<section><h2>Rescales</h2>{table(heads, rows)}</section>"
@@ -478,11 +496,12 @@ def _worker_table(summary: RunSummary) -> str:
         (join.at_s, worker_name(join.host, join.local_rank), "joined", f"rank {join.rank}")
         for join in summary.joined
     ]
+    begun = [(each.at_s, each.reason) for each in summary.live_rescales]
     for gone in summary.left:
         name = gone.host if gone.local_rank is None else worker_name(gone.host, gone.local_rank)
-        changes.append(
-            (gone.at_s, name, "left" if gone.local_rank is not None else "lost", gone.cause)
-        )
+        reason = next((why for at_s, why in reversed(begun) if at_s <= gone.at_s), "")
+        cause = departure_words(gone.cause, reason)
+        changes.append((gone.at_s, name, "left" if gone.local_rank is not None else "lost", cause))
     rows = [
         [
             cell(_clock(at_s), "n"),
@@ -503,7 +522,7 @@ def _checkpoint_table(summary: RunSummary) -> str:
             cell(number_words(checkpoint.step), "n"),
             cell(bytes_words(checkpoint.size_bytes), "n"),
             cell(duration_words(checkpoint.seconds), "n"),
-            cell(_blocked_words(checkpoint.blocked_s), "n"),
+            cell(duration_words(checkpoint.blocked_s), "n"),
             cell(checkpoint.path, "w"),
         ]
         for checkpoint in summary.checkpoints
@@ -511,12 +530,6 @@ def _checkpoint_table(summary: RunSummary) -> str:
     heads = [("at", "n"), ("step", "n"), ("size", "n"), ("took", "n")]
     heads += [("training waited", "n"), ("file", "")]
     return _optional("Checkpoints", heads, rows)
-
-
-def _blocked_words(seconds: float | None) -> str:
-    if seconds is not None and seconds < 1:
-        return f"{1000 * seconds:.1f} ms"
-    return duration_words(seconds)
 
 
 def _warning_table(summary: RunSummary) -> str:
@@ -534,10 +547,6 @@ def _clock(at_s: float) -> str:
     minutes, seconds = divmod(at_s, 60)
     hours, minutes = divmod(int(minutes), 60)
     return f"{hours}:{minutes:02d}:{seconds:04.1f}" if hours else f"{minutes}:{seconds:04.1f}"
-
-
-def _date(t: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))
 
 
 def _times(count: int) -> str:

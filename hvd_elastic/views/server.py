@@ -24,6 +24,7 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlencode, urlsplit
 
 from hvd_elastic.errors import HvdElasticError, RunError
 from hvd_elastic.hosts.peers import loopback_peer_uid
+from hvd_elastic.json_text import parse_json
 from hvd_elastic.own_files import user_words
 from hvd_elastic.views.live import LiveRuns, comparison_page, first_page, run_page
 from hvd_elastic.views.live_run import LiveComparison, LiveRun
@@ -219,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
             case ["compare", "charts", name]:
                 self._send_points(runs.compare(self._query("run")), name)
             case ["metrics"]:
-                told = [(run.read(), run.state()) for run in runs.alive()]
+                told = [(run.read(), run.state()) for run in runs.recent()]
                 self._send(prometheus_text(told), CONTENT_TYPE)
             case ["runs", run_id]:
                 self._send(run_page(runs.get(run_id), control=self.server.control), _HTML)
@@ -275,7 +276,7 @@ class _Handler(BaseHTTPRequestHandler):
         found: Any = None
         if length.isdigit() and int(length) <= _MOST_BYTES:
             with contextlib.suppress(ValueError):
-                found = json.loads(self.rfile.read(int(length)))
+                found = parse_json(self.rfile.read(int(length)))
         match found:
             case {"op": "scale", "np": int(np)} if np > 0 and not isinstance(np, bool):
                 return "scale", {"np": np}

@@ -14,11 +14,12 @@ import select
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hvd_elastic.formatting import count, duration_words, printable, unfiltered
+from hvd_elastic.formatting import count, duration_words, printable, unfiltered, worker_name
 from hvd_elastic.records.wording import Line, Narrator, progress_words
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 PLAIN_INTERVAL_S = 5.0
 REDRAW_INTERVAL_S = 0.1
+_REMEMBERED = 100
+"""Lines of output that are remembered, so that a failure is not told twice."""
 _MOST_WAITING, _PATIENCE_S = 10_000, 1.0
 """Most lines of output that wait for a terminal, and how long another one waits for room [s]."""
 
@@ -67,8 +70,10 @@ class RunView(AbstractContextManager["RunView"]):
         self._size = 0
         self._started: float | None = None
         self._state = ""
+        self._plain = False
         self._rescaling_to: int | None = None
         self._rescaling_generation: object = None
+        self._outputs: deque[tuple[str, str]] = deque(maxlen=_REMEMBERED)
         self._shown_at = float("-inf")
         self._unshown = False
         self._console: Console | None = None
@@ -79,6 +84,7 @@ class RunView(AbstractContextManager["RunView"]):
     def show(self, event: Mapping[str, Any]) -> None:
         """Show one event, if it is important, and the progress."""
         with self._lock:
+            event = self._without_repetition(event)
             before = self._state
             ended = event.get("kind") == "run_finished"
             lines = self._narrator.tell(event)
@@ -97,6 +103,11 @@ class RunView(AbstractContextManager["RunView"]):
         with self._lock:
             self._print(Line(text), None)
 
+    def output(self, host: str, local_rank: object, line: str) -> None:
+        """Print a line that a worker has printed."""
+        self._outputs.append((worker_name(host, local_rank), line.strip()))
+        self.print(f"[{host}:{local_rank}] {line}")
+
     def __exit__(self, *error: object) -> None:
         self.close()
 
@@ -110,6 +121,14 @@ class RunView(AbstractContextManager["RunView"]):
                 self._print_progress(self._metrics.get("t"))
 
     # ------------------------------------------------------------------------------------------
+
+    def _without_repetition(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a failure with its last line alone if the worker itself has printed them all."""
+        last = str(event.get("traceback") or "").rstrip().rpartition("\n")[2]
+        worker = worker_name(event.get("host"), event.get("local_rank"))
+        if event.get("kind") == "script_failed" and (worker, last.strip()) in self._outputs:
+            return {**event, "traceback": last}
+        return event
 
     def _start_live(self, *, force: bool) -> None:
         from rich.console import Console
@@ -127,6 +146,9 @@ class RunView(AbstractContextManager["RunView"]):
         if kind == "run_started":
             self._started = event.get("t")
             self._state = "starting"
+            self._plain = event.get("plain") is True
+        elif kind == "worker_started" and self._plain:
+            self._state = ""
         elif kind == "metrics":
             # Metrics of an evaluation lack values that those of a step have: keep the newest.
             self._metrics.update(event)

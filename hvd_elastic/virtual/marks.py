@@ -38,7 +38,8 @@ def marks(folder: Path, host: str) -> dict[str, str]:
 def marked_processes(folder: Path, host: str | None = None) -> dict[Process, str]:
     """Return the processes of the cluster in ``folder``, or of one of its hosts, with their host.
 
-    The caller and its ancestors are left out, since a command inside a host must not end itself.
+    The caller and its ancestors are left out, since a command inside a host must not end itself,
+    and so are the processes of containers: the same path is another folder there.
     """
     spared = own_ancestors()
     found = {}
@@ -46,15 +47,28 @@ def marked_processes(folder: Path, host: str | None = None) -> dict[Process, str
         variables = environment(process.pid)
         owner = variables.get(HOST_MARK, "")
         if variables.get(CLUSTER_MARK) == str(folder) and host in (None, owner):
-            if process.pid not in spared:
+            if process.pid not in spared and not _is_elsewhere(process.pid, str(folder)):
                 found[process] = owner
     return found
 
 
 def marked_clusters() -> set[str]:
     """Return the folders of all clusters that have a process."""
-    found = {environment(pid).get(CLUSTER_MARK) for pid in all_processes()}
-    return {folder for folder in found if folder is not None}
+    found = {pid: environment(pid).get(CLUSTER_MARK) for pid in all_processes()}
+    return {
+        folder
+        for pid, folder in found.items()
+        if folder is not None and not _is_elsewhere(pid, folder)
+    }
+
+
+def _is_elsewhere(pid: int, folder: str) -> bool:
+    """Return whether the path of a cluster's folder is another folder for this process."""
+    theirs = Path(f"/proc/{pid}/root{folder}")
+    try:
+        return not theirs.samefile(folder)
+    except OSError:
+        return theirs.exists()
 
 
 def processes_in_namespace(inode: int) -> list[Process]:

@@ -115,6 +115,10 @@ def client_config(cluster: ClusterState, folder: Path) -> str:
             "    StrictHostKeyChecking yes",
             # The post-quantum key exchange would take longer than the rest of a login.
             "    KexAlgorithms curve25519-sha256",
+            # A host that is cut or whose sshd hangs is an error, not an endless wait.
+            "    ConnectTimeout 10",
+            "    ServerAliveInterval 5",
+            "    ServerAliveCountMax 2",
         ]
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)

@@ -17,7 +17,7 @@ from hvd_elastic.control.events import FoundWorker, WorkerExited
 from hvd_elastic.control.progress import Activity, Position
 from hvd_elastic.wire.framing import MessageDecoder, compress, decompress, encode
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of the protocol, increased with every incompatible change."""
 
 
@@ -128,11 +128,18 @@ class LeaderIdentity(_Plain):
 
 
 class HeldRun(_Plain):
-    """The workers of a run that an agent holds, as known to the agent's last leader."""
+    """The workers of a run that an agent holds, as known to the agent's last leader.
+
+    Attributes:
+        generation, members: the generation that was announced last.
+        workers: the workers.
+        untold: number of messages that follow at once, which that leader may not have acted upon.
+    """
 
     generation: int
     members: tuple[Member, ...]
     workers: tuple[FoundWorker, ...]
+    untold: int = 0
 
 
 class Announcement(_Plain):

@@ -25,7 +25,7 @@ from tests.paths import LITTLE_WORK, WORKER_PYTHONPATH
 
 MARK = "HVD_ELASTIC_TEST_JOB"
 START_S = 120.0
-CLEAN_S = 15.0
+CLEAN_S = 60.0
 
 TINY = '''\
 """A small model on made-up data; goes wrong, waits or tells what it sees, as asked."""

@@ -40,7 +40,7 @@ PROBES = {
 """The probe script by the style of its training."""
 DEADLINE_S = 120.0
 """For what takes a few seconds on an idle machine; busy ones take many times that."""
-CLEAN_S = 15.0
+CLEAN_S = 60.0
 """Nothing of ours is left on any host this long after a run's end, however it ended."""
 POLL_S = 0.02
 _AGENT = "hvd_elastic.agent.agent"

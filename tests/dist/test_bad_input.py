@@ -220,7 +220,7 @@ def test_hostfile_without_a_name_that_is_known_ends_the_run(home: Path, script: 
     hostfile = hostfile_of(home / "hosts", ["no-such-host.invalid", "nor-this.invalid"])
     with Job("-H", hostfile, "--min-np", 2, "--", sys.executable, script, home=home) as job:
         assert job.wait() == 1
-    assert "waiting for 2 processes: hosts no-such-host.invalid, nor-this.invalid" in job.text
+    assert "waiting for 2 workers: hosts no-such-host.invalid, nor-this.invalid" in job.text
     (finished,) = job.events("run_finished")
     assert finished["message"].startswith(
         "the names of hosts no-such-host.invalid, nor-this.invalid cannot be looked up (4 tries)"

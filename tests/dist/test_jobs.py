@@ -189,7 +189,7 @@ def _refuses_mistakes(local: Cluster) -> None:
     until(lambda: "slots is a whole number, not 'two'" in log.read_text(), "the mistake is named")
     hostfile_of(local.hostfile, ["localhost"], slots=3)
     until(lambda: '"slots": 3' in local.call("hosts", "--json").stdout, "a slot more")
-    assert "localhost  up         3" in local.call("hosts").stdout
+    assert "localhost  up           3" in local.call("hosts").stdout
 
 
 def test_jobs_outlive_a_daemon_that_is_killed_again_and_again(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hvd_elastic.checkpoint.manifests import find_checkpoints
 from tests.dist.jobs import Job, environment, write_script
 from tests.paths import COSTLY
 
@@ -96,3 +97,30 @@ def test_steps_that_are_not_finite_are_left_out_as_on_one_rank(
     expected = flat(json.loads((alone / "end.json").read_text()))
     found = flat(json.loads((folder / "end.json").read_text()))
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+@COSTLY
+@pytest.mark.parametrize("kind", ["data", "layer", "scale", "rank"])
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_each_of_thirty_bad_steps_is_left_out_and_each_checkpoint_is_healthy(
+    tmp_path: Path, framework: str, kind: str
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=3\n", encoding="utf-8")
+    script = Path(__file__).parent / "scripts" / "bad_steps.py"
+    options = ["--hostfile", hosts, "--checkpoint-every", 0.05, "--keep-checkpoints", 1000]
+    train = [sys.executable, script, framework, kind, tmp_path]
+    with Job(*options, "--", *train, home=tmp_path) as job:
+        assert job.wait(240) == 0, job.text
+        found = find_checkpoints(job.folder / "checkpoints")
+    assert not any(each.not_finite for each in found)
+    for rank in range(3):
+        told = json.loads((tmp_path / f"{framework}-{kind}-{rank}.json").read_text())
+        changed, bad = told["changed"], told["bad"]
+        assert [step for step, taken in enumerate(changed) if not taken] == bad
+        assert len(bad) == 30
+        assert told["finite"]
+    steps = sorted(each.step for each in found)
+    after = {next((step for step in steps if step > each), None) for each in bad[:-2]}
+    assert None not in after
+    assert len(after) > 10, "a checkpoint is written after most of them, before the next"

@@ -106,7 +106,7 @@ def test_who_asks_for_a_size_gets_it(start: Any) -> None:
     job.wait_for(lambda: job.size() == 1, "training")
     told = json.loads(job.command("scale", job.run_id, "2", "--json"))
     assert told["ok"]
-    assert wait_decision(job, "pause")["reason"] == "2 processes wanted by hvd-elastic scale"
+    assert wait_decision(job, "pause")["reason"] == "2 workers wanted by hvd-elastic scale"
     job.wait_size(2)
     mark = job.mark()
     job.wait_steps(60)

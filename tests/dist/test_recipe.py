@@ -177,8 +177,8 @@ def test_the_recipe_of_keras_trains_and_evaluates(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("train_imagenet.sh",), "N, the number of processes, comes first"),
-        (("train_imagenet.sh", "two"), "N, the number of processes, comes first"),
+        (("train_imagenet.sh",), "N, the number of workers, comes first"),
+        (("train_imagenet.sh", "two"), "N, the number of workers, comes first"),
         (("train_imagenet.sh", "2", "--framework", "jax"), "it is torch or tensorflow"),
         (("train_imagenet.sh", "2", "--", "--data", "none"), "there is no folder train in it"),
         (("eval_imagenet.sh",), "the run, or a file of weights, comes first"),

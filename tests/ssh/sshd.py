@@ -62,7 +62,7 @@ class Sshd:
     def _start(self) -> subprocess.Popen[bytes]:
         with (self.folder / "sshd.log").open("ab") as log:
             process = subprocess.Popen([SSHD, "-D", "-e", "-f", str(self.config)], stderr=log)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
             try:
                 socket.create_connection((self.address, self.port), 1).close()
@@ -76,7 +76,7 @@ class Sshd:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def known_hosts_line(self) -> str:
         key = " ".join((self.host_key.with_suffix(".pub")).read_text().split()[:2])

@@ -52,7 +52,7 @@ def test_everything_arrives_as_it_was(bed: Bed, source: Path) -> None:
     assert "pipe: neither file, folder nor link" in result.errors
     (source / "pipe").unlink()
     os.utime(source, (1, 1))
-    assert bed(str(source), "/data/").status == 0
+    assert bed(f"{source}/", "/data/set/").status == 0
     wanted = describe(source)
     for number in range(HOSTS):
         assert describe(bed.data(number) / "set") == wanted

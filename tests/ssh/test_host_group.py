@@ -83,13 +83,16 @@ def test_an_unknown_host_key_is_refused(tools: Tools, monkeypatch: pytest.Monkey
         member.run("true")
 
 
-def test_files_go_and_come(group: HostGroup, tmp_path: Path) -> None:
+def test_files_go_and_come(
+    group: HostGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     source = tmp_path / "a set"
     source.mkdir()
     (source / "x").write_bytes(os.urandom(1 << 16))
     # The hosts are one machine: one destination at a time.
     one = HostGroup("node2", options=group.options)
-    one.put(source, f"{tmp_path}/there/")
+    one.put("a set/", f"{tmp_path}/there/a set/")
     assert (tmp_path / "there/a set/x").read_bytes() == (source / "x").read_bytes()
     one.put(io.BytesIO(b"text"), f"{tmp_path}/there/file")
     done = group.get(f"{tmp_path}/there/file", f"{tmp_path}/{{host}}/")

@@ -318,7 +318,7 @@ def test_check_says_what_python_there_lacks(tools: Tools) -> None:
     assert not any(json.loads(line)["kind"] == "link" for line in result.stdout.splitlines())
     result = tools("checkclust", *arguments, "--python", "/no/python")
     assert result.returncode == 1
-    assert "NOT fit: host node1: no /no/python there" in result.stdout
+    assert "NOT ready: host node1: no /no/python there" in result.stdout
     assert tools("checkclust", *arguments, "--code", "/none").returncode == 2
 
 

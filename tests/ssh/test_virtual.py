@@ -17,7 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvd_elastic.cluster.run import commands
 from hvd_elastic.errors import UsageError, VirtualClusterError
+from hvd_elastic.hosts import ssh
+from hvd_elastic.hosts.fanout import Outcome
+from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.programs.processes import read_process
 from hvd_elastic.virtual import VirtualCluster, netns, tools
 from hvd_elastic.virtual.cpushare import CpuGroups
@@ -82,7 +86,7 @@ def answer(cluster: VirtualCluster, host: str, command: str) -> str:
     return done.stdout.strip()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"
@@ -91,7 +95,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 def connect(cluster: VirtualCluster, host: str) -> socket.socket:
     entry = cluster.state.host(host)
-    connection = socket.create_connection((entry.address, entry.port), timeout=5)
+    connection = socket.create_connection((entry.address, entry.port), timeout=60)
     assert connection.recv(4) == b"SSH-"
     while b"\n" not in connection.recv(100):
         pass
@@ -168,7 +172,7 @@ def test_a_crash_ends_everything_and_a_boot_brings_the_host_back(both: VirtualCl
         both.crash("vc1-2")
         assert closes(connection), "a crash closes connections at once"
         assert not closes(other), "only the host that crashed"
-    assert session.wait(timeout=10) == 255
+    assert session.wait(timeout=60) == 255
     session.stdout.close()
     assert not any(map(read_process, sleepers))
     assert both.pids("vc1-2", system=True) == set()
@@ -214,7 +218,7 @@ def test_processes_of_a_host_are_found_and_killed_by_the_id_they_know(
     assert both.pids("vc1-1")
     assert both.pids("vc1-2") == set()
     both.kill("vc1-1", own_id)
-    assert sleeper.wait(timeout=10) in (255, 137)
+    assert sleeper.wait(timeout=60) in (255, 137)
     sleeper.stdout.close()
     until(lambda: both.pids("vc1-1") == set())
     with pytest.raises(VirtualClusterError, match="no process 999999"):
@@ -301,7 +305,7 @@ def test_a_virtclust_ended_half_way_leaves_nothing_at_the_latest_after_down(
     assert process.stdout is not None
     assert process.stdout.readline() == "half way\n"
     process.send_signal(number)
-    _, words = process.communicate(timeout=20)
+    _, words = process.communicate(timeout=120)
     if number == signal.SIGKILL:
         assert len(marked_processes(VirtualCluster("vc1").folder)) >= 2
         for left in VirtualCluster.every():
@@ -484,12 +488,34 @@ def test_a_cut_cable_is_silent_and_heals(spaces: VirtualCluster) -> None:
             socket.create_connection((entry.address, 22), timeout=0.3)
         spaces.heal(host)
         # What was sent while the cable was out arrives after all.
-        connection.settimeout(15)
+        connection.settimeout(60)
         assert connection.recv(1)
     assert answer(spaces, host, "echo healed") == "healed"
     spaces.crash(host)
     with pytest.raises(VirtualClusterError, match=f"virtclust boot {host}"):
         spaces.cut(host)
+
+
+@pytest.mark.root
+def test_a_command_is_lost_with_the_cable_of_its_host(
+    spaces: VirtualCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh, "UNACKNOWLEDGED_S", 0.5)
+    monkeypatch.setattr(commands, "ASK_AFTER_S", 0.2)
+    host = spaces.hosts[0]
+    options = ssh.SshOptions(config_path=spaces.ssh_config)
+    quiet = "echo begun; sleep 1; echo ended"
+    # A host that answers may say nothing for as long as it likes.
+    (calm,) = commands.run_on_hosts([Host(host)], quiet, options)
+    assert calm.answer.stdout == b"begun\nended\n"
+    cut = lambda *_: spaces.cut(host)  # noqa: E731
+    endless = "echo begun; exec sleep 100"
+    (lost,) = commands.run_on_hosts([Host(host)], endless, options, on_lines=cut)
+    assert lost.outcome is Outcome.UNREACHABLE
+    assert lost.error.startswith("the connection is lost: the host or its network is down")
+    assert lost.answer.stdout == b"begun\n"
+    spaces.heal(host)
+    until(lambda: not spaces.pids(host))
 
 
 @pytest.mark.root
@@ -502,7 +528,7 @@ def test_a_silent_crash_tells_nobody(spaces: VirtualCluster) -> None:
         # The booted host knows nothing of the connection and says so.
         spaces.boot(host)
         connection.sendall(b"x")
-        connection.settimeout(15)
+        connection.settimeout(60)
         with pytest.raises(ConnectionResetError):
             connection.recv(1)
 

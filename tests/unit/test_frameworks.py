@@ -44,7 +44,8 @@ def test_versions_that_do_not_fit_are_refused_with_what_fits(
     if told is None:
         frameworks.check_tensorflow()
         return
-    fits = r".*; run: .*pip install 'tensorflow-cpu>=2.21,<2.22' 'keras>=3.12.3,!=3.13.*,<4'"
+    keras_that_fits = "'keras>=3.12.3,!=3.13.*,!=3.14.*,<4'"
+    fits = f".*; run: .*pip install 'tensorflow-cpu>=2.21,<2.22' {keras_that_fits}"
     if environment:
         fits = ".*; unset the variable$"
     with pytest.raises(ScriptError, match=told + fits):

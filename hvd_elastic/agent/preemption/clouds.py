@@ -6,7 +6,6 @@ import asyncio
 import email.utils
 import http.client
 import io
-import json
 import time
 from collections.abc import Callable, Mapping
 from datetime import timezone
@@ -14,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
 
 from hvd_elastic.agent.preemption.notice import NOTICE_S, seconds_left
+from hvd_elastic.json_text import parse_json
 
 _POLL_S = 1.0
 """Time between two looks, as Azure recommends: its shortest notice is 30 s, and so is Google's."""
@@ -333,7 +333,7 @@ class CloudWatch:
 
 def _parse(service: Service, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         found = None
     if not isinstance(found, dict):

@@ -10,6 +10,7 @@ from hvd_elastic.cli.cluster.host_report import Printer
 from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cluster.check.health import HostHealth, Level
 from hvd_elastic.cluster.check.network import Link
+from hvd_elastic.formatting import duration_words
 from hvd_elastic.hosts.fanout import HostResult
 
 
@@ -26,10 +27,10 @@ def describe_health(result: HostResult[HostHealth]) -> dict[str, Any]:
 def show_health(result: HostResult[HostHealth], printer: Printer, verbose: bool) -> None:
     """Print a line for the host, and one for each problem on it."""
     if result.value is None:
-        printer.lines(result.host, "stdout", f"NOT fit: {result.error}")
+        printer.lines(result.host, "stdout", f"NOT ready: {result.error}")
         return
     health = result.value
-    words = {Level.OK: "fit", Level.WARNING: "fit, with warnings", Level.FAILED: "NOT fit"}
+    words = {Level.OK: "ready", Level.WARNING: "ready, with warnings", Level.FAILED: "NOT ready"}
     printer.lines(result.host, "stdout", words[health.level])
     for item in health.checks:
         if verbose or item.level is not Level.OK:
@@ -55,9 +56,9 @@ def show_links(links: Sequence[Link], printer: Printer, as_json: bool) -> None:
     good = [link for link in links if not link.refused]
     if good:
         rates = sorted(link.bytes_per_s * 8 / 1e6 for link in good)
-        latencies = sorted(link.latency_s * 1e3 for link in good)
+        latencies = sorted(link.latency_s for link in good)
         printer.note(
             f"network: {len(good)} directions, {rates[0]:.0f} to {rates[-1]:.0f} Mbit/s (median "
-            f"{statistics.median(rates):.0f}), there and back in {latencies[0]:.2f} to "
-            f"{latencies[-1]:.2f} ms"
+            f"{statistics.median(rates):.0f}), there and back in "
+            f"{duration_words(latencies[0])} to {duration_words(latencies[-1])}"
         )

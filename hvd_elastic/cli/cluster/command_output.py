@@ -9,7 +9,7 @@ from typing import Any
 from hvd_elastic.cli.cluster.host_options import Chosen
 from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cluster.run.commands import CommandResult, HowToRun
-from hvd_elastic.formatting import unfiltered
+from hvd_elastic.formatting import bytes_words, unfiltered
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
 from hvd_elastic.hosts.ssh import is_local
@@ -82,9 +82,9 @@ def show_gathered(hosts: Sequence[Host], results: Sequence[HostResult[CommandRes
             print(f"{_fold(some)}: {line}", file=unfiltered(sys.stderr))
     cut = [result for result in by_name.values() if result.answer.left_out_bytes]
     if cut:
-        most = max(result.answer.left_out_bytes for result in cut) / 1e6
+        most = bytes_words(max(result.answer.left_out_bytes for result in cut))
         print(
-            f"{_fold(cut)}: up to {most:.1f} MB more left out; without --gather all is shown",
+            f"{_fold(cut)}: up to {most} more left out; without --gather all is shown",
             file=sys.stderr,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,8 +30,8 @@ def copy(
         list[str],
         typer.Argument(
             metavar="[SRC] DST",
-            help="SRC: a file or folder here, or on --from HOST; none with --pull. DST: its place "
-            "on every host, absolute or ~/…; inside it if it ends in /.",
+            help="SRC: a file or folder here, or on --from HOST; SRC/: what is in the folder; none "
+            "with --pull. DST: its place on every host, absolute or ~/…; DST/: inside it.",
         ),
     ],
     delete: Annotated[
@@ -95,7 +96,7 @@ def copy(
 
       copyclust hosts /data/digits /data/digits --delete --exclude '*.tmp'
 
-      copyclust hosts /data/digits /data/digits --from gpu07 --bwlimit 50
+      copyclust hosts digits/ /data/digits/ --from gpu07 --bwlimit 50
 
       copyclust hosts --pull 'aws s3 sync s3://bucket/set {dst}' /data/set
 
@@ -129,7 +130,7 @@ def copy(
     start, pulled = None, None
     if pull is not None:
         pulled, target = _read_pull(pull, places, listed, jobs, settings, source_host)
-        source: Path | Pulled = pulled
+        source: str | Pulled = pulled
     else:
         start = _find_host(chosen.hosts, source_host) if source_host else None
         source, target = _read_places(places, listed, start)
@@ -158,7 +159,7 @@ def copy(
 
 def _read_places(
     places: Sequence[str], listed: str | None, source_host: Host | None
-) -> tuple[Path, str]:
+) -> tuple[str, str]:
     """Return the source and the destination."""
     from hvd_elastic.cluster.copy.copying import check_destination, check_source
 
@@ -166,10 +167,9 @@ def _read_places(
         raise UsageError("--list says what --pull fetches; give --pull COMMAND")
     if len(places) != 2:
         raise UsageError("give SRC and DST, or --pull COMMAND and DST; see copyclust --help")
-    source = Path(places[0])
+    source = places[0] if source_host else os.path.expanduser(places[0])  # noqa: PTH111
     target = check_destination(source, places[1])
     if source_host is None:
-        source = source.expanduser().absolute()
         check_source(source)
     return source, target
 

@@ -7,7 +7,7 @@ from typing import Any
 from hvd_elastic.cli.cluster.host_options import Chosen
 from hvd_elastic.cli.cluster.host_report import Printer
 from hvd_elastic.cluster.copy.job import Copied, Pulled
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult
 
 
@@ -40,21 +40,24 @@ def copied_in_words(
     value, name = result.answer, result.host.name
     if chosen.dry_run and pulled is not None and pulled.files is None:
         return "would run the command" if value.fetched else "would take it from the others"
-    size = value.size_bytes / 1e6
-    rate = f" ({size / max(result.seconds, 1e-3):.1f} MB/s)"
-    done = " to copy" if chosen.dry_run else f" copied{rate}"
-    parts = [f"{count(value.files, 'file')}, {size:.1f} MB{done}"]
+    parts = []
     if pulled is not None:
-        fetched = f", {value.fetched_bytes / 1e6:.1f} MB" if value.fetched_bytes else ""
+        fetched = f", {bytes_words(value.fetched_bytes)}" if value.fetched_bytes else ""
         done = "to fetch" if chosen.dry_run else "fetched"
-        parts.insert(0, f"{count(value.fetched, 'file')}{fetched} {done}")
+        parts.append(f"{count(value.fetched, 'file')}{fetched} {done}")
+    if value.files:
+        rate = bytes_words(value.size_bytes / max(result.seconds, 1e-3))
+        done = "to copy" if chosen.dry_run else f"copied ({rate}/s)"
+        parts.append(f"{count(value.files, 'file')}, {bytes_words(value.size_bytes)} {done}")
     if value.failure:
         printer.note(
             f"host {name}: the command failed there, others fetched its share: {value.failure}"
         )
-    parts.append(f"{value.skipped} there already")
+    if value.skipped or not (parts or value.touched):
+        parts.append(f"{count(value.skipped, 'file')} up to date")
     if value.touched:
-        parts.append(f"{value.touched} of other time or mode only")
+        done = "to get" if chosen.dry_run else "got"
+        parts.append(f"{count(value.touched, 'file')} {done} another time or mode only")
     if value.unreached:
         printer.note(
             f"host {name}: {', '.join(value.unreached)} could not connect to it, so others fed it. "

@@ -55,7 +55,7 @@ class Printer:
         Args:
             host: the host.
             stream: ``stdout`` or ``stderr``.
-            text: the lines.
+            text: the lines; bytes that are no UTF-8 as surrogates, which are written as they came.
             raw: whether control characters have their effect.
         """
         text = text if raw else printable(text)
@@ -121,8 +121,10 @@ class Printer:
                 return
             self._clear()
             try:
-                to = sys.stdout if stream == "stdout" else sys.stderr
-                print(text, file=unfiltered(to), flush=True)
+                to = unfiltered(sys.stdout if stream == "stdout" else sys.stderr)
+                to.flush()
+                to.buffer.write(f"{text}\n".encode("utf-8", "surrogateescape"))
+                to.buffer.flush()
             except BrokenPipeError:
                 # An exception in the thread of a host would get lost.
                 self.gone = True

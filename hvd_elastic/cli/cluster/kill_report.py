@@ -6,7 +6,7 @@ from typing import Any
 
 from hvd_elastic.cli.cluster.host_report import Printer
 from hvd_elastic.cluster.kill import Ended
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult
 
 
@@ -28,12 +28,12 @@ def show_ended(result: HostResult[Ended], printer: Printer, dry_run: bool) -> st
         printer.lines(result.host, "stdout", f"{done} {process.pid}  {process.command}")
     for file in ended.files:
         done = "found" if dry_run else "removed"
-        size = f"{file.bytes / 1e6:.1f} MB"
-        printer.lines(result.host, "stdout", f"{done} {file.kind} {file.path}  {size}")
+        text = f"{done} {file.kind} {file.path}  {bytes_words(file.bytes)}"
+        printer.lines(result.host, "stdout", text)
     for line in ended.gpus:
         printer.lines(result.host, "stdout", f"memory still held: {line}")
     text = f"{count(len(ended.processes), 'process')} {'found' if dry_run else 'ended'}"
     if ended.files:
-        size = f"{sum(file.bytes for file in ended.files) / 1e6:.1f} MB"
+        size = bytes_words(sum(file.bytes for file in ended.files))
         text += f", {len(ended.files)} left behind {'found' if dry_run else 'removed'} ({size})"
     return text

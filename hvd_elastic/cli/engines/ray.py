@@ -19,7 +19,7 @@ from hvd_elastic.cli.cluster.host_report import Printer, finish
 from hvd_elastic.cli.cluster.run import HostfileFirst
 from hvd_elastic.cli.numbers import number_option, port_option
 from hvd_elastic.errors import UsageError
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import parse_hostfile
 
@@ -121,7 +121,7 @@ def status(chosen: Chosen) -> None:
     def word(result: HostResult[Looked]) -> str:
         value = result.answer
         head = f"head at {cluster.address}, " if result.host.name == cluster.head.name else ""
-        return f"{head}{count(value.processes, 'process')}, {value.bytes / 1e6:.0f} MB"
+        return f"{head}{count(value.processes, 'process')}, {bytes_words(value.bytes)}"
 
     looked = look_at(cluster, chosen.hosts, chosen.ssh, chosen.fanout)
     finish(chosen, map(assess, looked), printer, describe, word)

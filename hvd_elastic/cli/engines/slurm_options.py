@@ -45,7 +45,7 @@ class SubmitOptions(RunOptions):
         typer.Option("--nodes", "-N", help="fewest and most nodes, such as 2-8", metavar="N[-M]"),
     ] = None
     slots_per_node: Annotated[
-        int, whole_number_option("--slots-per-node", help="processes on each node")
+        int, whole_number_option("--slots-per-node", help="workers on each node")
     ] = 1
     time: Annotated[
         str | None,

@@ -8,9 +8,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -232,9 +232,21 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
         print_json(rows)
         return
     width = max([4, *(len(row["host"]) for row in rows)])
-    print(f"{'HOST':<{width}}  STATE  SLOTS  FREE  JOBS")
+    print(f"{'HOST':<{width}}  STATE    SLOTS  FREE  JOBS")
     for row in rows:
-        free = 0 if row["cause"] else row["slots"] - sum(row["jobs"].values())
-        jobs = ", ".join(f"{run_id}: {slots}" for run_id, slots in row["jobs"].items())
-        what = row["cause"] or jobs
-        print(f"{row['host']:<{width}}  {row['state']:<5}  {row['slots']:>5}  {free:>4}  {what}")
+        print(
+            f"{row['host']:<{width}}  {row['state']:<7}  {row['slots']:>5}  {row['free']:>4}  "
+            f"{_jobs_on(row)}"
+        )
+
+
+def _jobs_on(row: Mapping[str, Any]) -> str:
+    """Return who holds slots of a host, who still occupies some, and what is the matter with it."""
+    told = []
+    for run_id in {**row["jobs"], **row["occupied"]}:
+        held = row["jobs"].get(run_id, 0)
+        more = row["occupied"].get(run_id, 0) - held
+        slots = [str(held)] if held else []
+        slots += [f"{more} leaving"] if more > 0 else []
+        told.append(f"{run_id}: {' and '.join(slots)}")
+    return "; ".join(part for part in (", ".join(told), row["cause"]) if part)

@@ -6,9 +6,10 @@ import getpass
 import json
 import os
 import shlex
+import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -19,17 +20,20 @@ from hvd_elastic.cli.numbers import parse_duration, parse_number
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import count, duration_words
+from hvd_elastic.formatting import bounds_words, count, duration_words
 from hvd_elastic.jobs.job import After, Job, JobStatus
 from hvd_elastic.jobs.messages import Cancel, Requeue, SetPriority
 from hvd_elastic.jobs.place import ClusterFolder, open_cluster
 from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.records.wording import attempts_words
 
 JobsArgument = Annotated[
     list[str],
     typer.Argument(metavar="JOB...", help="numbers as in 3 or 5-9, run ids, or names of jobs"),
 ]
 _POLL_S = 0.1
+_COMMAND_COLUMNS = 32
+"""Columns of a terminal that the command of a job may take in the queue."""
 _SHOWN, _SHOWN_WAITING = 10, 50
 """Jobs that have ended, and that wait, which the queue shows by default."""
 
@@ -71,27 +75,52 @@ def queue(
     if not active and not ended:
         print(f"no job was submitted to cluster {place.name} yet")
         return
-    width = max(len(job.run_id) for job in [*active, *ended])
-    print(f"{'JOB':>6}  {'RUN':<{width}}  {'STATUS':<9}  SLOTS  {'AGE':<9}  {'ETA':<9}  REASON")
-    for job in [*active, *ended]:
-        print(_row(job, width))
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in queue_lines([*active, *ended], time.time(), columns):
+        print(line)
     left = sum(store.counts().values()) - len(active) - len(ended)
     if left > 0 and not all_:
         print(f"and {count(left, 'other job')}: hvd-elastic queue --all")
 
 
-def _row(job: Job, width: int) -> str:
-    now = time.time()
-    age = duration_words(max(0.0, now - job.submitted_at))
-    eta = "" if job.eta is None else duration_words(max(0.0, job.eta - now))
-    slots = str(job.slots) if job.slots else ""
-    reason = job.message or job.reason
-    if job.stop is not None:
-        reason = f"ends: {reason}"
-    return (
-        f"{job.number:>6}  {job.run_id:<{width}}  {job.status.value:<9}  {slots:>5}  {age:<9}  "
-        f"{eta:<9}  {reason}"
+def queue_lines(jobs: Sequence[Job], now: float, columns: int | None) -> Iterator[str]:
+    """Yield the lines of the queue: two for each job.
+
+    Args:
+        jobs: the jobs.
+        now: present time [Unix s].
+        columns: width of the terminal, to which lines are cut; None: they are not.
+    """
+    width = max(len(job.run_id) for job in jobs)
+    heads = (
+        f"{'JOB':>5}  {'RUN':<{width}}  {'STATUS':<9}  SLOTS  PRIO  {'AGE':<8}  {'ETA':<8}  HOSTS"
     )
+    yield _cut(heads, columns)
+    for job in jobs:
+        until = now if job.ended_at is None else job.ended_at
+        age = duration_words(max(0.0, until - job.submitted_at))
+        eta = "" if job.eta is None else duration_words(max(0.0, job.eta - now))
+        hosts = ", ".join(f"{host}: {slots}" for host, slots in job.held.items())
+        line = (
+            f"{job.number:>5}  {job.run_id:<{width}}  {job.status.value:<9}  {job.slots or '':>5}  "
+            f"{job.request.priority:>4g}  {age:<8}  {eta:<8}  {hosts}"
+        )
+        yield _cut(line.rstrip(), columns)
+        reason = job.message or job.reason
+        if job.stop is not None:
+            reason = f"ends: {reason}"
+        command = _cut(" ".join(job.request.words), columns and _COMMAND_COLUMNS)
+        yield _cut(f"{'':5}  {command}" + (f" · {reason}" if reason else ""), columns)
+
+
+def _cut(text: str, columns: int | None) -> str:
+    r"""Return text as one line of at most so many columns.
+
+    >>> _cut("python train.py", 9), _cut("a\nb", None)
+    ('python t…', 'a b')
+    """
+    line = " ".join(text.splitlines()) if "\n" in text else text
+    return line if columns is None or len(line) <= columns else f"{line[: columns - 1]}…"
 
 
 def job_fields(job: Job) -> dict[str, Any]:
@@ -175,8 +204,8 @@ def _why_rows(job: Job, awaits: bool) -> list[tuple[str, str]]:
     elif job.status.value == "queued":
         which = "that it waits for" if awaits else "before it"
         rows.append(("expected", f"start not known: no job {which} says when it ends"))
-    most = request.max_np or "all"
-    limits = f"{request.min_np} to {most} slots, priority {request.priority:g}"
+    limits = bounds_words(request.min_np, request.max_np, "slot")
+    limits += f", priority {request.priority:g}"
     if request.deadline is not None:
         left_s = request.deadline - now
         left = f"in {duration_words(left_s)}" if left_s > 0 else "over"
@@ -185,8 +214,7 @@ def _why_rows(job: Job, awaits: bool) -> list[tuple[str, str]]:
     if request.after:
         rows.append(("after", ", ".join(f"{each.outcome}:{each.job}" for each in request.after)))
     if job.attempts > 1:
-        failed = f"failed {count(job.failures, 'time')}, of {request.retries + 1} at most"
-        rows.append(("attempts", f"{job.attempts}; {failed}"))
+        rows.append(("attempts", attempts_words(job.attempts, job.failures, request.retries)))
     if job.attempts:
         rows.append(("more", f"hvd-elastic status {job.run_id}, logs, attach, report"))
     return rows

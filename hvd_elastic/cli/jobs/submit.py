@@ -31,8 +31,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,49}")
 _NUMBERS = re.compile(r"\d+(-\d+)?")
 _UNSUITABLE = re.compile(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+")
 _MOST_JOBS = 100_000
-_SHOWN = 10
-"""Run ids that are printed, of an array."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,7 @@ def submit(_context: typer.Context, options: SubmitOptions) -> None:
     if options.as_json:
         print(json.dumps({"jobs": answer.jobs, "run_ids": answer.data, "cluster": place.name}))
         return
-    for run_id in answer.data[:_SHOWN]:
+    for run_id in answer.data:
         print(run_id)
     first = answer.jobs[0]
     print(f"{answer.message}: hvd-elastic queue, hvd-elastic why {first}", file=sys.stderr)

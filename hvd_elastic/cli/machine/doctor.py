@@ -26,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 from hvd_elastic import __version__
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.config import home
-from hvd_elastic.formatting import count, unfiltered
+from hvd_elastic.formatting import bytes_words, count, unfiltered
 from hvd_elastic.frameworks import (
     TENSORFLOW_REQUIREMENTS,
     TITLES,
@@ -319,7 +319,7 @@ def _wheels() -> Finding:
         return Finding("kept wheels", Health.OPTIONAL, f"none in {cache}")
     size = sum(wheel.stat().st_size for wheel in wheels)
     return Finding(
-        "kept wheels", Health.GOOD, f"{count(len(wheels), 'wheel')}, {size / 1e6:.0f} MB in {cache}"
+        "kept wheels", Health.GOOD, f"{count(len(wheels), 'wheel')}, {bytes_words(size)} in {cache}"
     )
 
 
@@ -328,7 +328,7 @@ def _home(folder: Path) -> Finding:
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
-    found = f"{folder}, {free / 1e9:.0f} GB free"
+    found = f"{folder}, {bytes_words(free)} free"
     if not os.access(there, os.W_OK):
         mend = "name another folder in HVD_ELASTIC_HOME"
         return Finding("home", Health.MISSING, f"{folder} is not writable", mend)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +29,7 @@ from hvd_elastic.cli.planning.scaling_tables import (
 from hvd_elastic.cli.shared_options import AsJson, SshConfigOption
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words, number_words, plural
+from hvd_elastic.json_text import parse_json
 
 _IMAGENET = 1_281_167
 """Number of training pictures of ImageNet (ILSVRC 2012)."""
@@ -303,7 +303,7 @@ def compare(
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{path} cannot be read as a result of bench synthetic: "

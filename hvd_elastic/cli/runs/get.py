@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -19,7 +18,7 @@ from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.shared_options import AsJson, RequiredRun
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import bytes_words
+from hvd_elastic.formatting import bytes_words, date_words
 from hvd_elastic.hosts.programs.file_hash import hash_of
 from hvd_elastic.records.run_folder import RunFolder
 
@@ -122,7 +121,7 @@ def _list(folder: RunFolder, as_json: bool) -> None:
     width = max(4, *(len(row["name"]) for row in rows))
     print(f"{'NAME':<{width}} {'SIZE':>9} {'STEP':>9}  SAVED")
     for row in rows:
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"]))
+        at = date_words(row["time"])
         step = "" if row["step"] is None else row["step"]
         print(f"{row['name']:<{width}} {bytes_words(row['bytes']):>9} {step:>9}  {at}")
 

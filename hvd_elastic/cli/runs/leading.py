@@ -68,7 +68,7 @@ def lead(
 
         def show_output(host: str, slot: int, line: str) -> None:
             if not as_json:
-                view.print(f"[{host}:{slot}] {line}")
+                view.output(host, slot, line)
 
         finish, gave_way = leader.lead(
             spec, folder, environment, show_event, show_output, resumed=resumed, engine=engine

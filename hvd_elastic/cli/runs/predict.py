@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import sys
@@ -26,6 +25,7 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.data.files import sha256_of
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
+from hvd_elastic.json_text import parse_json
 from hvd_elastic.records.outputs import INDEX_FILE, TOTAL_FILE, joined, output_name, output_ranges
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.training.model_source import find_source
@@ -56,7 +56,7 @@ def predict(
     ] = None,
     np: Annotated[
         int | None,
-        whole_number_option("--np", "-n", help="wanted number of processes (default: all slots)"),
+        whole_number_option("--np", "-n", help="wanted number of workers (default: all slots)"),
     ] = None,
     run_id: Annotated[str | None, typer.Option(help="name of the run (default: date and time)")] = (
         None
@@ -165,7 +165,15 @@ class _Outputs:
                 f"--out {folder} is a folder with other files: give an empty or a new one, or that "
                 "of a prediction that was interrupted"
             )
-        asked = json.loads(record.read_text(encoding="utf-8")) if record.exists() else None
+        asked = None
+        if record.exists():
+            try:
+                asked = parse_json(record.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise UsageError(
+                    f"{record} cannot be read, so what the interrupted prediction was asked is not "
+                    f"known ({error}): give a new --out"
+                ) from error
         if asked is not None and _has_begun(asked):
             for name, value in (("checkpoint", checkpoint), ("data", data)):
                 if asked[name] != value:
@@ -203,7 +211,7 @@ class _Outputs:
             saved = RunFolder(runs_folder() / run_id).saved
             total = saved / TOTAL_FILE
             if total.is_file():
-                examples = json.loads(total.read_text(encoding="utf-8"))["examples"]
+                examples = parse_json(total.read_text(encoding="utf-8"))["examples"]
                 if self.examples not in (None, examples):
                     raise RunError(
                         f"{self._folder} has outputs of a data set of {self.examples} examples, "

@@ -85,20 +85,18 @@ class RunOptions:
     np: Annotated[
         int | None,
         whole_number_option(
-            "--np", "-n", "-np", help="wanted number of processes (default: all slots)"
+            "--np", "-n", "-np", help="wanted number of workers (default: all slots)"
         ),
     ] = None
-    min_np: Annotated[
-        int, whole_number_option("--min-np", help="fewest processes to train with")
-    ] = 1
+    min_np: Annotated[int, whole_number_option("--min-np", help="fewest workers to train with")] = 1
     max_np: Annotated[
-        int | None, whole_number_option("--max-np", help="most processes (default: all slots)")
+        int | None, whole_number_option("--max-np", help="most workers (default: all slots)")
     ] = None
     run_id: Annotated[str | None, typer.Option(help="name of the run (default: date and time)")] = (
         None
     )
     policy: Annotated[
-        str, typer.Option(help="who decides the number of processes: fixed (you) or goodput")
+        str, typer.Option(help="who decides the number of workers: fixed (you) or goodput")
     ] = "fixed"
     objective: Annotated[
         str | None,
@@ -150,7 +148,7 @@ class RunOptions:
     ] = None
     resume: Annotated[
         str | None,
-        typer.Option(help="lead a run on: its live processes, or else its newest checkpoint"),
+        typer.Option(help="lead a run on: its live workers, or else its newest checkpoint"),
     ] = None
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="run in the background; see attach and logs")
@@ -196,7 +194,7 @@ class RunOptions:
     spares: Annotated[
         int,
         whole_number_option(
-            "--spares", least=0, help="warm standbys that take a lost process's place at once"
+            "--spares", least=0, help="warm standbys that take a lost worker's place at once"
         ),
     ] = 0
     leader_grace_s: Annotated[
@@ -480,7 +478,7 @@ def check_slots(hosts: Hostfile | None, np: int | None, min_np: int, spares: int
     wanted = max(min_np, np or 0)
     if wanted <= slots < wanted + spares:
         raise UsageError(
-            f"--spares {spares} beside {count(wanted, 'process')} needs "
+            f"--spares {spares} beside {count(wanted, 'worker')} needs "
             f"{count(wanted + spares, 'slot')}, and {hosts.source} has {slots}. Lower one of "
             "them, or add hosts or slots."
         )

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,18 +20,16 @@ from hvd_elastic.cli.shared_options import AsJson, OptionalRun
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import (
-    bytes_words,
+    clock_words,
     count,
-    duration_words,
-    number_words,
     shown_line,
     worker_name,
 )
 from hvd_elastic.records.json_lines import EventFollower, LineFollower, Record, iter_events
 from hvd_elastic.records.run_folder import RunFolder, list_runs
-from hvd_elastic.records.run_state import run_row, run_state
-from hvd_elastic.records.summary import Draining, RunSummary, summarize
-from hvd_elastic.records.wording import Line, Narrator, left_out_words, progress_words
+from hvd_elastic.records.run_state import run_row
+from hvd_elastic.records.summary import summarize
+from hvd_elastic.records.wording import Line, Narrator, run_state, status_rows
 
 _POLL_S = 0.1  # between two readings of files that are followed
 _TAIL_BYTES = 256 * 1024  # holds most tails of logs
@@ -66,11 +64,11 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
             }
         )
         return
-    print_rows(status_rows(folder, summary, state, until))
+    print_rows(status_rows(summary, state, until, str(folder.path), time.time()))
     if latest:
         print("\nlatest")
     for event, line in latest:
-        stamp = time.strftime("%H:%M:%S", time.localtime(event.get("t")))
+        stamp = clock_words(event.get("t"))
         print(f"  {stamp}  {line.text.splitlines()[0] if line.text else ''}")
 
 
@@ -96,15 +94,19 @@ def list_(
         print(f"no runs in {runs_folder()}")
         return
     width = max(len(row["run_id"]) for row in rows)
-    print(f"{'RUN':<{width}}  {'STATUS':<10} {'STARTED':<16} {'STEPS':>9}  SIZE")
+    print(f"{'RUN':<{width}}  {'STATUS':<10} {'STARTED':<16} {'STEPS':>9}  WORKERS")
     for row in rows:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
         print(
-            f"{row['run_id']:<{width}}  {row['status']:<10} {started} {row['steps']:>9}  "
+            f"{row['run_id']:<{width}}  {row['status']:<10} {started} {_steps_of(row):>9}  "
             f"{row['size'] or ''}"
         )
     if len(rows) < len(runs):
         print(f"and {count(len(runs) - len(rows), 'older run')}: hvd-elastic list -n 0")
+
+
+def _steps_of(row: Mapping[str, Any]) -> str:
+    return "command" if row["plain"] else str(row["steps"])
 
 
 def logs(
@@ -178,7 +180,7 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
                     if as_json:
                         print(json.dumps(event), flush=True)
                     elif event["kind"] == "output":
-                        view.print(f"[{event['host']}:{event['local_rank']}] {event['line']}")
+                        view.output(event["host"], event["local_rank"], event["line"])
                     else:
                         view.show(event)
                     if event["kind"] in {"run_finished", "run_started"}:
@@ -238,107 +240,6 @@ def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
     for name, slots in hosts:
         if slots > 0:
             print(f"{name}:{slots}")
-
-
-def status_rows(
-    folder: RunFolder, summary: RunSummary, state: str, until: float | None
-) -> list[tuple[str, str]]:
-    """Return what there is to say of a run: label and text of each row."""
-    words = {
-        "leaderless": (
-            "the leader is gone, and the hosts train on without one until about "
-            f"{time.strftime('%H:%M:%S', time.localtime(until))}; take them over with: "
-            f"hvd-elastic run --resume {folder.run_id}"
-        ),
-        "died": f"died: no live leader; go on with: hvd-elastic run --resume {folder.run_id}",
-        "waiting": summary.waiting,
-        "failed": f"failed: {summary.message}" if summary.message else "failed",
-        "succeeded": f"succeeded: {summary.message}" if summary.stopped_for else "succeeded",
-    }
-    began = failure = checkpoint = ""
-    if summary.started is not None:
-        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary.started))
-        began += f", {duration_words(summary.duration_s)} until its last event"
-    if summary.checkpoints:
-        checkpoint = f"step {summary.checkpoints[-1].step}, {summary.checkpoints[-1].path}"
-    if summary.failure:
-        last_line = summary.failure.rstrip().rpartition("\n")[2]
-        failure = f"worker {summary.failed_worker}: {last_line}"
-    # The last metrics may belong to an earlier epoch than the last step.
-    epoch = summary.last.get("epoch") if summary.ended_in is None else summary.ended_in
-    reached = {**summary.last, "step": summary.steps, "epoch": epoch}
-    own = {name: value for name, value in summary.final_metrics().items() if name != "loss"}
-    hosts = [f"{name}:{slots}" for name, slots in summary.hosts]
-    reading = [f"{name} ({count(n, 'process')})" for name, n in summary.input_hosts.items()]
-    draining = [
-        f"{name}: {'drained' if found.empty else _time_left_words(summary, found)} ({found.cause})"
-        for name, found in summary.draining.items()
-    ]
-    decided = [said.text for said in summary.decisions if said.kind == "decision"]
-    rows = [
-        ("run", folder.run_id),
-        ("status", words.get(state, state)),
-        ("started", began),
-        ("progress", progress_words(reached, summary.size)),
-        ("metrics", metric_words(own)),
-        ("left out", left_out_words(summary.last)),
-        ("batch", _batch_words(summary) if summary.batch_plan else ""),
-        ("hosts", " ".join(hosts)),
-        ("input hosts", " ".join(reading)),
-        ("data", summary.input),
-        ("shares", summary.shares),
-        ("pinned", " ".join(summary.pinned)),
-        *(("draining", text) for text in draining),
-        ("rescales", rescale_words(summary)),
-        ("decision", decided[-1] if decided else ""),
-        ("missed", summary.missed),
-        ("checkpoint", checkpoint),
-        ("saved", saved_words(summary)),
-        ("folder", str(folder.path)),
-        ("failure", failure),
-    ]
-    return [(label, text) for label, text in rows if text]
-
-
-def _time_left_words(summary: RunSummary, found: Draining) -> str:
-    """Return a text that says how much time is left to drain a host."""
-    if found.leave_in_s is None or summary.started is None:
-        return "being left"
-    left_s = summary.started + found.at_s + found.leave_in_s - time.time()
-    return f"being left, {duration_words(left_s)} remain" if left_s > 0 else "being left, overdue"
-
-
-def _batch_words(summary: RunSummary) -> str:
-    plan = summary.batch_plan
-    text = f"{number_words(plan.get('global_batch_size'))} examples"
-    limits = plan.get("limits")
-    if isinstance(limits, dict):
-        initial, most = (limits.get(f"{name}_batch_size") for name in ("initial", "max"))
-        text += f" ({number_words(initial)} at first, at most {number_words(most)})"
-    for name, unit in (("noise_scale", " examples"), ("efficiency", "")):
-        if name in summary.last:
-            text += f", {name.replace('_', ' ')} {number_words(summary.last[name])}{unit}"
-    return text
-
-
-def metric_words(metrics: dict[str, Any]) -> str:
-    """Return names and values of metrics, as one line."""
-    return ", ".join(f"{name} {number_words(value)}" for name, value in metrics.items())
-
-
-def saved_words(summary: RunSummary) -> str:
-    """Return the files that the script has saved: name, step and size of each."""
-    return ", ".join(
-        f"{name} (step {saved.step}, {bytes_words(saved.size_bytes)})"
-        for name, saved in summary.saved.items()
-    )
-
-
-def rescale_words(summary: RunSummary) -> str:
-    """Return how many rescales a run had, and the longest pause of one."""
-    pause_s = summary.longest_pause_s
-    longest = f", longest pause {duration_words(pause_s)}" if pause_s is not None else ""
-    return f"{len(summary.live_rescales)}{longest}"
 
 
 def _told(events: Iterable[Record], latest: deque[tuple[Record, Line]]) -> Iterator[Record]:

@@ -11,7 +11,7 @@ import typer
 
 from hvd_elastic.cli.numbers import number_option, port_option
 from hvd_elastic.cli.shared_options import OptionalRun
-from hvd_elastic.formatting import printable, unfiltered
+from hvd_elastic.formatting import clock_words, count, printable, unfiltered
 
 _PIECE_BYTES = 1 << 21
 """Bytes of events that are read together."""
@@ -72,16 +72,13 @@ def top(
     from rich.text import Text
 
     from hvd_elastic.cli.jobs.naming import open_run
-    from hvd_elastic.cli.runs.show import status_rows
     from hvd_elastic.records.json_lines import EventFollower
-    from hvd_elastic.records.run_state import run_state
     from hvd_elastic.records.summary import RunSummary, take_events
-    from hvd_elastic.records.wording import Narrator
+    from hvd_elastic.records.wording import Narrator, run_state, status_rows
     from hvd_elastic.views.allocation import host_rows
     from hvd_elastic.views.costs import forecast_words
     from hvd_elastic.views.forecast import predict_end
     from hvd_elastic.views.points import thin_out
-    from hvd_elastic.views.run_words import clock_words
 
     folder = open_run(run)
     follower, narrator, summary = EventFollower(folder.events), Narrator(), RunSummary()
@@ -104,10 +101,10 @@ def top(
         state = run_state(summary.status, alive=alive, waiting=waiting, until=until)
         shown = Table.grid(padding=(0, 2))
         rate = summary.last.get("throughput")
-        for name, text in status_rows(folder, summary, state, until):
+        for name, text in status_rows(summary, state, until, str(folder.path), time.time()):
             shown.add_row(name, plain(text))
             if name == "progress" and rate and summary.size:
-                shown.add_row("speed", f"{rate:,.0f} examples/s on {summary.size} processes")
+                shown.add_row("speed", f"{rate:,.0f} examples/s on {count(summary.size, 'worker')}")
             done = summary.last.get("done")
             if name == "progress" and summary.size and isinstance(done, float):
                 shown.add_row("to go", forecast_words(summary, done, predict_end(summary)))

@@ -12,15 +12,20 @@ import typer
 
 from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.output import print_json, print_rows
-from hvd_elastic.cli.runs.show import metric_words, rescale_words, saved_words
 from hvd_elastic.cli.shared_options import AsJson, OptionalRun
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.records.audit import AuditResult
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.records.run_state import run_state
 from hvd_elastic.records.summary import RunSummary
-from hvd_elastic.records.wording import left_out_words, outcome_words
+from hvd_elastic.records.wording import (
+    left_out_words,
+    metric_words,
+    outcome_words,
+    rescale_words,
+    run_state,
+    saved_words,
+)
 
 
 def report(
@@ -126,7 +131,7 @@ def _compare(folders: list[RunFolder], path: Path, as_json: bool) -> None:
 
 
 def _outcome(summary: RunSummary, state: str) -> str:
-    steps, examples = summary.steps, summary.examples
+    steps, examples = None if summary.plain else summary.steps, summary.examples
     return outcome_words(state, steps, examples, summary.message, exact=summary.exact)
 
 
@@ -148,7 +153,8 @@ def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[t
     left_out = left_out_words(summary.last)
     if left_out:
         rows.append(("left out", left_out))
-    rows.append(("rescales", rescale_words(summary)))
+    if not summary.plain:
+        rows.append(("rescales", rescale_words(summary)))
     if summary.input:
         rows.append(("data", summary.input))
     if summary.saved:

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from hvd_elastic.cluster.check.network import Link, slow_links
-from hvd_elastic.formatting import count, hosts_named
+from hvd_elastic.formatting import bytes_words, count, duration_words, hosts_named
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.programs.kill_run import OURS
 from hvd_elastic.hosts.programs.look_at_host import HOROVOD_BUILD
@@ -339,9 +339,9 @@ def _by_host(links: Sequence[Link], names: Sequence[str]) -> Iterable[tuple[str,
 
 def _speed(links: Sequence[Link]) -> str:
     rate = statistics.median([link.bytes_per_s for link in links]) * 8 / 1e6
-    latency = statistics.median([link.latency_s for link in links]) * 1e3
+    latency_s = statistics.median([link.latency_s for link in links])
     speed = f"{rate:.0f} Mbit/s" if rate < 9950 else f"{rate / 1e3:.0f} Gbit/s"
-    return f"{speed} at {latency:.1f} ms"
+    return f"{speed}, {duration_words(latency_s)} there and back"
 
 
 def _commonest(values: Iterable[Hashable | None]) -> Any:
@@ -452,7 +452,7 @@ def _compare_code(
 def _check_folder(folder: str, found: Mapping[str, Any]) -> Check:
     name = f"folder {folder}"
     free = found["free"]
-    text = "free space unknown" if free is None else f"{free / 1e9:.1f} GB free"
+    text = "free space unknown" if free is None else f"{bytes_words(free)} free"
     if free is not None and free < NO_DISK_BYTES:
         return Check(name, Level.FAILED, f"{text}. Make room")
     if found["refused"]:
@@ -465,7 +465,7 @@ def _check_folder(folder: str, found: Mapping[str, Any]) -> Check:
 
 
 def _check_memory(memory: Mapping[str, int]) -> Check:
-    text = f"{memory['available'] / 1e9:.1f} of {memory['total'] / 1e9:.1f} GB can be had"
+    text = f"{bytes_words(memory['available'])} of {bytes_words(memory['total'])} can be had"
     if memory["available"] < LITTLE_MEMORY_BYTES:
         return Check("memory", Level.WARNING, f"{text}. End what uses it")
     return Check("memory", Level.OK, text)

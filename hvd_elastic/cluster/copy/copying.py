@@ -30,16 +30,19 @@ __all__ = [
 ]
 
 
-def check_source(path: Path) -> None:
+def check_source(source: str | Path) -> None:
     """Check that a path is a readable file or folder of this machine.
 
     Raises:
         UsageError: it is not.
     """
+    path = Path(source)
     try:
         if path.is_dir():
             next(path.iterdir(), None)
         elif path.is_file():
+            if str(source).endswith("/"):
+                raise UsageError(f"source {source} is a file; leave out the slash at its end")
             path.open("rb").close()
         else:
             kind = "is neither a file nor a folder" if path.exists() else "does not exist"
@@ -48,16 +51,20 @@ def check_source(path: Path) -> None:
         raise UsageError(f"source {error.filename or path}: {error.strerror}") from error
 
 
-def check_destination(source: Path, destination: str) -> str:
+def check_destination(source: str | Path, destination: str) -> str:
     """Return the full path of the copy on the hosts.
 
     A destination that ends with a slash is the folder to copy into; any other is the copy itself.
+    A source that ends with a slash stands for what is in the folder, as with rsync: the destination
+    is then the copy itself, with a slash or without. So does ``.`` or ``..``.
 
     Raises:
         UsageError: the destination is neither absolute nor under ``~/``, or cannot be copied to.
 
-    >>> check_destination(Path("/home/a/set.npz"), "/data/")
-    '/data/set.npz'
+    >>> check_destination("/home/a/set.npz", "/data/"), check_destination("set", "/data/")
+    ('/data/set.npz', '/data/set')
+    >>> check_destination("set/", "/data/set/"), check_destination("set/", "/data/set")
+    ('/data/set', '/data/set')
     """
     parts = PurePosixPath(destination).parts
     if not destination.startswith(("/", "~/")) or ".." in parts or "\0" in destination:
@@ -66,9 +73,10 @@ def check_destination(source: Path, destination: str) -> str:
             "it is a place on every host"
         )
     full = PurePosixPath(destination)
-    if destination.endswith("/"):
-        full /= source.resolve().name
-    if len(full.parts) < 2:
+    name = str(source).rpartition("/")[2]
+    if destination.endswith("/") and name not in ("", ".", ".."):
+        full /= name
+    if full == PurePosixPath("/") or str(full) == "//":
         raise UsageError(f"destination '{destination}': the root folder itself is no destination")
     return str(full)
 
@@ -107,8 +115,12 @@ def copy_to_hosts(
         UsageError: the source does not exist or cannot be read.
         SshError: ``source_host`` cannot be used.
     """
+    if not isinstance(source, Pulled) and source_host is None:
+        source = Path(source).absolute()  # what sends it works in the home folder
     place = source if isinstance(source, Pulled) else decode(os.fsencode(source))
     settings = settings or CopySettings()
+    if settings.delete and destination == "~":
+        raise UsageError("destination ~/: --delete would remove all else in the home folder")
     job = CopyJob(hosts, place, destination, options, settings, source_host, on_progress, newcomers)
     session = PullSession(job, source) if isinstance(source, Pulled) else CopySession(job)
     with session:

@@ -59,7 +59,8 @@ class LineSplitter:
     A line of more than 64 KiB is emitted in parts.
 
     Args:
-        emit: called with the whole lines that arrived together, without the last line break.
+        emit: called with the whole lines that arrived together, without the last line break; bytes
+            that are no UTF-8 are surrogates.
     """
 
     def __init__(self, emit: Callable[[str], None]) -> None:
@@ -77,14 +78,14 @@ class LineSplitter:
                 rest = rest[end_of_part:]
             self._rest = rest
         for text in texts:
-            self._emit(text.decode("utf-8", errors="replace"))
+            self._emit(text.decode("utf-8", errors="surrogateescape"))
 
     def finish(self) -> None:
         """Emit what came after the last line break."""
         with self._lock:
             rest, self._rest = self._rest, b""
         if rest:
-            self._emit(rest.decode("utf-8", errors="replace"))
+            self._emit(rest.decode("utf-8", errors="surrogateescape"))
 
 
 def whole_characters(data: bytes | bytearray) -> int:

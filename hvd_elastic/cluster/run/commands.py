@@ -32,6 +32,8 @@ __all__ = [
 
 # Added to the fan-out's limit, so that it only ends hosts that hang where no other limit applies.
 BACKSTOP_S = 20.0
+# Time without output after which a host is asked whether it still answers.
+ASK_AFTER_S = 3.0
 # Pause before the second attempt to connect; it doubles with each further one.
 FIRST_PAUSE_S = 0.5
 # Exit statuses that a shell defines; SIGNALLED + N is that of signal N.
@@ -152,7 +154,8 @@ def run_on_hosts(
         stdin: binary file that the command on every host reads from the beginning; None for no
             input.
         on_lines: called with (host, "stdout" or "stderr", text) in the thread of that host; the
-            text is all whole lines that arrived together, without the last line break.
+            text is all whole lines that arrived together, without the last line break; bytes that
+            are no UTF-8 are surrogates (``surrogateescape``).
         on_wait: see :func:`hvd_elastic.hosts.fanout.fan_out`.
 
     Yields:
@@ -236,14 +239,17 @@ class _Task:
                     out.take,
                     err.take,
                 )
-                try:
-                    status, stopped = self._wait(host, running, stopper, (out, err))
-                except NotHeldError:
-                    if not self._settings.how.is_plain:
-                        raise
-                    process = connection.start(self._command, err.take, out.take)
-                    running = _PlainCommand(process)
-                    status, stopped = self._wait(host, running, stopper, (out, err))
+                with _watched(connection, (out, err)):
+                    try:
+                        status, stopped = self._wait(host, running, stopper, (out, err))
+                    except NotHeldError:
+                        if not self._settings.how.is_plain:
+                            raise
+                        process = connection.start(self._command, err.take, out.take)
+                        running = _PlainCommand(process)
+                        status, stopped = self._wait(host, running, stopper, (out, err))
+                if status is not None and status < 0:
+                    stopped = connection.answers()
             finally:
                 out.finish()
                 err.finish()
@@ -330,6 +336,25 @@ class _Task:
         return left_s if limit_s is None else min(limit_s, left_s)
 
 
+@contextlib.contextmanager
+def _watched(connection: Connection, captures: Sequence[Capture]) -> Iterator[None]:
+    """Close the connection, which ends all waits for it, once the host does not answer any more."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        seen = 0
+        while not ended.wait(ASK_AFTER_S):
+            before, seen = seen, sum(capture.size_bytes for capture in captures)
+            if seen == before and not connection.answers():
+                return
+
+    threading.Thread(target=watch, name=f"watch {connection.host.name}", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
 def _feed(
     running: HeldCommand | _PlainCommand, spool: Spool, failures: list[HvdElasticError]
 ) -> None:
@@ -357,8 +382,13 @@ def _assess(result: CommandResult, settings: CommandSettings) -> tuple[Outcome, 
     if result.ok:
         return Outcome.OK, ""
     status = result.exit_status
+    if not result.stopped:
+        return Outcome.UNREACHABLE, (
+            "the connection is lost: the host or its network is down. "
+            "The command may still run there"
+        )
     if status < 0:
-        return Outcome.FAILED, "the connection was lost, or the command was killed"
+        return Outcome.FAILED, "the command was killed by a signal"
     meaning = {CANNOT_EXECUTE: " (cannot be executed)", NOT_FOUND: " (command not found)"}
     by_signal = SIGNALLED < status <= SIGNALLED + LAST_SIGNAL
     words = meaning.get(status, f" (signal {status - SIGNALLED})" if by_signal else "")

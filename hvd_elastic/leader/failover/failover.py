@@ -109,6 +109,8 @@ class Failover:
                     takeover.postpone(host, time.monotonic())
                     return
                 takeover.failed(host)
+            case _:
+                takeover.told(host)
         takeover.postponed.append((agent, message))
         self._lead_if_complete()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from hvd_elastic.checkpoint.lease import PATIENCE_S, Lease, LeaseHolder
 from hvd_elastic.checkpoint.url import CheckpointUrl
+from hvd_elastic.formatting import date_words
 from hvd_elastic.wire.messages import LeaderIdentity
 
 _BACKLOG_S = 2.0
@@ -62,7 +63,7 @@ class OtherLeader:
 
     @property
     def _since(self) -> str:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.who.led_since))
+        return date_words(self.who.led_since)
 
     def explain(self, why: str) -> str:
         """Return the message of a leader that ends in favour of this other.

@@ -61,6 +61,7 @@ class Takeover:
         self._open = set(self.asked)
         self._ready: list[str] = []
         self._held: dict[str, HeldRun] = {}
+        self._untold: dict[str, int] = {}
         self._retry_at: dict[str, float] = {}
 
     def postpone(self, host: str, now: float) -> None:
@@ -85,6 +86,11 @@ class Takeover:
         self._ready.append(host)
         if held is not None:
             self._held[host] = held
+            self._untold[host] = held.untold
+
+    def told(self, host: str) -> None:
+        """Note that ``host`` sent a message after its answer."""
+        self._untold[host] = self._untold.get(host, 0) - 1
 
     def failed(self, host: str) -> None:
         """Note that ``host`` has no agent, and therefore no worker either."""
@@ -92,16 +98,19 @@ class Takeover:
         if host in self._ready:
             self._ready.remove(host)
         self._held.pop(host, None)
+        self._untold.pop(host, None)
 
     @property
     def complete(self) -> bool:
         """Return whether enough hosts have answered to lead the run.
 
         Enough are all hosts; or all hosts of the last generation if they hold workers of the run,
-        because then no other leader can lead it.
+        because then no other leader can lead it. What they had not told the earlier leader for
+        certain has to be here too: it may say that the last generation has formed.
         """
         asked_all = not self._open and not self.lease_open
-        return asked_all or self._held.keys() >= set(self._awaited)
+        told = all(number <= 0 for number in self._untold.values())
+        return told and (asked_all or self._held.keys() >= set(self._awaited))
 
     @property
     def workers(self) -> dict[str, tuple[str, int]]:

@@ -18,6 +18,9 @@ _LATE = 4.0
 """Weight of finishing by the deadline, relative to the speedup that it takes."""
 _LEAST_HORIZON_S = 300.0
 """Least time over which a rescale has to pay off [s]."""
+_CERTAIN = 3.0
+"""A change has to gain more than so many times the error of a figure: it compares two of them, each
+of which is within twice its error as a rule."""
 _MARGIN = 1.1
 """A deadline counts as kept if the job would be done even if it took this much longer."""
 
@@ -70,7 +73,12 @@ def decide(
     )
     wishes = {
         job.name: Wish(
-            int(each.sizes[index]), job.held, each.worth_of_slot(index), each.lost, job.movable
+            int(each.sizes[index]),
+            job.held,
+            each.worth_of_slot(index),
+            each.lost,
+            job.movable,
+            job.occupied,
         )
         for job, each, index in zip(order, scored, chosen, strict=True)
     }
@@ -151,7 +159,7 @@ def _score(job: Job, cluster: _Cluster, now: float, weights: Weights) -> _Scored
         horizon = np.minimum(horizon, alone_s / np.maximum(speedup, 1e-9))
     lost = np.minimum(1.0, job.rescale_s / np.maximum(horizon, 1.0))
     keeps = (sizes == job.slots) & (job.held.keys() <= cluster.names)
-    gains = weight * speedup * np.where(keeps, 1.0, 1 - lost)
+    gains = weight * speedup * np.where(keeps, 1.0 + _CERTAIN * job.noise, 1 - lost)
     gains += weight * _worth_of_deadline(job, alone_s, speedup, lost * ~keeps, now)
     values = gains + weight * _WAITING_LOSS * (sizes > 0)
     values = np.where(sizes == 0, 0.0, np.maximum(values, 1e-9))
@@ -242,6 +250,8 @@ def _reason(job: Job, placed: Allocation, cluster: _Cluster, holders: Sequence[i
     if not job.slots:
         verb = "starts"
     reason = f"{verb} from {job.slots} to {now_has}: {speed}{left}"
-    if slots == job.max_slots:
-        reason += f"; at most {job.max_slots} for now"
+    if slots == job.max_slots and job.is_held_back:
+        reason += f"; more once it has trained on {slots}"
+    elif slots == job.max_slots < cluster.capacity:
+        reason += "; it takes no more"
     return reason

@@ -38,16 +38,20 @@ class Job:
         remaining: goodput seconds that are left, in the unit of ``goodput``: useful examples, if
             goodput is in useful examples per second. None: the job has not said how long it trains.
         held: its present slots on each host.
+        occupied: slots of each host in which its processes live or start, those included that it
+            is leaving.
         attained_slot_s: slots times seconds that it has had.
         rescale_s: training time lost by a change of its slots [s].
-        min_slots, max_slots: fewest and most slots. ``max_slots`` also holds back a job whose
-            model is not known for more slots yet.
+        min_slots, max_slots: fewest and most slots.
+        is_held_back: whether ``max_slots`` is less than the job takes, until it has trained on that
+            many, since its model is not known for more yet.
         priority: weight of the job relative to others, above 0.
         deadline_s: when it has to be finished [s]; None: no deadline.
         preemptible: whether all its slots may be taken away.
         fixed: whether it keeps its number of slots as long as it runs.
         movable: whether it can go on on other hosts while it runs.
         rescales: number of changes of its slots so far; None: not known.
+        noise: relative standard error of ``goodput``; a change has to gain more than by chance.
     """
 
     name: str
@@ -65,6 +69,9 @@ class Job:
     fixed: bool = False
     movable: bool = True
     rescales: int | None = None
+    occupied: Allocation = field(default_factory=dict)
+    noise: float = 0.0
+    is_held_back: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_slots <= self.max_slots:

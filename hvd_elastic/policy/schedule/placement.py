@@ -1,9 +1,12 @@
-"""Place jobs on hosts: few hosts for a job, one ring across a host, fast hosts, few moves."""
+"""Place jobs on hosts: few hosts for a job, one ring across a host, fast hosts, few moves.
+
+Slots that no other job has to leave first come before others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hvd_elastic.policy.schedule.jobs import Allocation, HostSlots
 
@@ -24,6 +27,7 @@ class Wish:
             speed need it.
         lost: part of its training that a move costs, over the time in which it has to pay off.
         movable: whether it can go on on other hosts; if not, it keeps its own while they are there.
+        occupied: slots on each host in which its processes live: others have to wait for them.
     """
 
     slots: int
@@ -31,6 +35,7 @@ class Wish:
     worth: float = 1.0
     lost: float = 0.0
     movable: bool = True
+    occupied: Allocation = field(default_factory=dict)
 
 
 def place_jobs(wishes: Mapping[str, Wish], hosts: Sequence[HostSlots]) -> dict[str, Allocation]:
@@ -71,6 +76,10 @@ class _Placement:
         self._free = dict(self._size)
         self._slowness = {host.name: host.slowness for host in hosts}
         self._placed: dict[str, Allocation] = {}
+        self._left = dict.fromkeys(self._size, 0)
+        """Slots of each host in which processes of jobs live that are not placed there."""
+        for wish in wishes.values():
+            self._leave(wish.occupied, {}, 1)
         self._rings = dict.fromkeys(self._size, 0)
         """Number of jobs across hosts on each host."""
         self._unequal = len(set(self._slowness.values())) > 1
@@ -104,14 +113,23 @@ class _Placement:
     def _by_size(self, jobs: Iterable[str]) -> list[str]:
         return sorted(jobs, key=lambda job: (-self._wishes[job].slots, job))
 
+    def _leave(self, occupied: Allocation, placed: Allocation, sign: int) -> None:
+        """Count the slots that a job occupies beyond those where it is placed."""
+        for host in occupied.keys() & self._left.keys():
+            self._left[host] += sign * max(0, occupied[host] - placed.get(host, 0))
+
     def _take(self, job: str, allocation: Allocation) -> None:
         self._placed[job] = allocation
+        self._leave(self._wishes[job].occupied, {}, -1)
+        self._leave(self._wishes[job].occupied, allocation, 1)
         for host, count in allocation.items():
             self._free[host] -= count
             self._rings[host] += len(allocation) > 1
 
     def _give_back(self, job: str) -> None:
         allocation = self._placed.pop(job)
+        self._leave(self._wishes[job].occupied, allocation, -1)
+        self._leave(self._wishes[job].occupied, {}, 1)
         for host, count in allocation.items():
             self._free[host] += count
             self._rings[host] -= len(allocation) > 1
@@ -154,10 +172,15 @@ class _Placement:
     def _fill(self, job: str) -> dict[str, int]:
         """Return slots: the tightest single host, else whole hosts first, its own first.
 
-        The hosts of its preferred speed come first, then those of similar speed.
+        The hosts of its preferred speed come first, then those of similar speed, then those that no
+        process of another job has to leave first.
         """
         count, own = self._wishes[job].slots, self._wishes[job].held
-        free, size = self._free, self._size
+        free, size, occupied = self._free, self._size, self._wishes[job].occupied
+        empty = {
+            host: room - max(0, self._left[host] - occupied.get(host, 0))
+            for host, room in free.items()
+        }
 
         def distance(host: str) -> float:
             return abs(self._slowness[host] - self._preferred[job])
@@ -167,6 +190,7 @@ class _Placement:
             if self._unequal:
                 nearest = min(map(distance, fits))
                 fits = [host for host in fits if distance(host) == nearest]
+            fits = [host for host in fits if empty[host] >= count] or fits
             least = min(free[host] for host in fits)
             tightest = [host for host in fits if free[host] == least]
             return {max(tightest, key=lambda each: own.get(each, 0)): count}
@@ -175,6 +199,7 @@ class _Placement:
             key=lambda each: (
                 distance(each),
                 self._rings[each],
+                -empty[each],
                 -free[each],
                 free[each] < size[each],
                 -own.get(each, 0),
@@ -185,7 +210,15 @@ class _Placement:
             # The last part goes to the host that it fills best.
             tight = [host for host in order if free[host] >= count and host not in found]
             host = (
-                min(tight, key=lambda each: (self._rings[each], distance(each), free[each]))
+                min(
+                    tight,
+                    key=lambda each: (
+                        self._rings[each],
+                        distance(each),
+                        empty[each] < count,
+                        free[each],
+                    ),
+                )
                 if tight
                 else next(each for each in order if each not in found)
             )

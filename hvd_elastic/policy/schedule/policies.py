@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hvd_elastic.policy.schedule.decide import decide
-from hvd_elastic.policy.schedule.jobs import Allocation, Assignment, HostSlots, Job
+from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
 from hvd_elastic.policy.schedule.placement import Wish, place_jobs
 
 Policy = Callable[[Sequence[Job], Sequence[HostSlots], float], Mapping[str, Assignment]]
@@ -27,7 +27,7 @@ def first_come_first_served(
             break
         wanted[job.name] = job.min_slots
         left -= job.min_slots
-    return _place(jobs, hosts, wanted, "first come, first served")
+    return place(jobs, hosts, wanted, "first come, first served")
 
 
 def equal_shares(
@@ -50,35 +50,25 @@ def equal_shares(
             wanted[order[number].name] = slots + 1
             left -= 1
             heapq.heappush(shares, (slots + 1, number))
-    return _place(jobs, hosts, wanted, "equal shares")
-
-
-def _place(
-    jobs: Sequence[Job], hosts: Sequence[HostSlots], wanted: Mapping[str, int], reason: str
-) -> Mapping[str, Assignment]:
-    unmovable = {job.name for job in jobs if not job.movable}
-    return place({job.name: job.held for job in jobs}, hosts, wanted, reason, unmovable)
+    return place(jobs, hosts, wanted, "equal shares")
 
 
 def place(
-    held: Mapping[str, Allocation],
-    hosts: Sequence[HostSlots],
-    wanted: Mapping[str, int],
-    reason: str,
-    unmovable: Collection[str] = (),
+    jobs: Sequence[Job], hosts: Sequence[HostSlots], wanted: Mapping[str, int], reason: str
 ) -> Mapping[str, Assignment]:
     """Return the hosts of the wanted number of slots of each job; without a number it waits.
 
     Args:
-        held: present slots of every job.
+        jobs: the jobs.
         hosts: hosts that may be used.
         wanted: number of slots of some jobs.
         reason: why, for all jobs.
-        unmovable: jobs that cannot go on on other hosts.
     """
     wishes = {
-        name: Wish(wanted.get(name, 0), slots, movable=name not in unmovable)
-        for name, slots in held.items()
+        job.name: Wish(
+            wanted.get(job.name, 0), job.held, movable=job.movable, occupied=job.occupied
+        )
+        for job in jobs
     }
     placed = place_jobs(wishes, hosts)
     return {

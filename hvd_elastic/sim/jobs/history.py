@@ -145,6 +145,8 @@ def simulate_history(
         lambda active, now: policy(as_jobs(active, pause_s, tells_length=True), hosts, now),
         interval_s,
         pause_s,
+        {host.name: host.slots for host in hosts},
+        leave_s=pause_s,  # the processes that are left go on until the rescale is done
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
@@ -29,6 +30,9 @@ class JobInTime(ABC):
 
     Attributes:
         held: its slots on each host.
+        left: slots that it does not hold any more, as (host, slots, time until which its processes
+            live there [s]).
+        noise: relative error of the goodput that a policy reads.
         finished_s: when it finished [s]; None: it has not.
         attained_slot_s: slots times seconds that it has had.
         rescales: number of changes of its slots after the first.
@@ -39,6 +43,9 @@ class JobInTime(ABC):
     def __init__(self, name: str, submitted_s: float) -> None:
         self.name, self.submitted_s = name, submitted_s
         self.held: dict[str, int] = {}
+        self.left: list[tuple[str, int, float]] = []
+        self.noise = 0.0
+        self._rng = np.random.default_rng(zlib.crc32(name.encode()))
         self.finished_s: float | None = None
         self.attained_slot_s = 0.0
         self.rescales = -1
@@ -59,6 +66,31 @@ class JobInTime(ABC):
     @abstractmethod
     def goodput(self) -> np.ndarray | None:
         """Return the predicted useful examples per second by number of slots; None: unknown."""
+
+    def measured_goodput(self) -> np.ndarray | None:
+        """Return :meth:`goodput` with the error of a measurement."""
+        found = self.goodput()
+        if found is None or not self.noise:
+            return found
+        return found * np.exp(self.noise * self._rng.standard_normal(found.shape))
+
+    @property
+    def occupied(self) -> dict[str, int]:
+        """Slots of each host that it holds, or in which its processes still live."""
+        found = dict(self.held)
+        for host, slots, _ in self.left:
+            found[host] = found.get(host, 0) + slots
+        return found
+
+    def leave(self, hosts: Mapping[str, int], now: float, leave_s: float) -> None:
+        """Note the slots that it gives up for others; its processes take some time [s] to go."""
+        self.left = [each for each in self.left if each[2] > now]
+        if leave_s > 0:
+            self.left += [
+                (host, slots - hosts.get(host, 0), now + leave_s)
+                for host, slots in self.held.items()
+                if slots > hosts.get(host, 0)
+            ]
 
     @property
     def competitors(self) -> float | None:

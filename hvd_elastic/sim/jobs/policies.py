@@ -45,7 +45,7 @@ def as_jobs(jobs: Sequence[JobInTime], rescale_s: float, *, tells_length: bool) 
         Job(
             job.name,
             job.submitted_s,
-            job.goodput(),
+            job.measured_goodput(),
             job.remaining_examples if tells_length else None,
             job.held,
             job.attained_slot_s,
@@ -54,6 +54,8 @@ def as_jobs(jobs: Sequence[JobInTime], rescale_s: float, *, tells_length: bool) 
             job.max_slots,
             job.priority,
             rescales=max(job.rescales, 0),
+            occupied=job.occupied,
+            noise=job.noise,
         )
         for job in jobs
     ]
@@ -89,7 +91,7 @@ def _tiresias(
         if asked <= left:
             wanted[job.name] = asked
             left -= asked
-    return place({job.name: job.held for job in jobs}, hosts, wanted, "least attained service")
+    return _place(jobs, hosts, wanted, "least attained service")
 
 
 _TIRESIAS_S = 3600.0 * 16
@@ -105,7 +107,23 @@ def _equal(
 
 def _sized(job: SimulatedJob, least: int, most: int) -> Job:
     """Return what a policy sees that only looks at sizes."""
-    return Job(job.name, job.submitted_s, held=job.held, min_slots=least, max_slots=most)
+    return Job(
+        job.name,
+        job.submitted_s,
+        held=job.held,
+        min_slots=least,
+        max_slots=most,
+        occupied=job.occupied,
+    )
+
+
+def _place(
+    jobs: Sequence[SimulatedJob],
+    hosts: Sequence[HostSlots],
+    wanted: Mapping[str, int],
+    reason: str,
+) -> Mapping[str, Assignment]:
+    return place([_sized(job, 1, 1) for job in jobs], hosts, wanted, reason)
 
 
 _SIA_POWER, _SIA_WAITING = -0.5, 1.1
@@ -172,7 +190,7 @@ def _most_valuable(
         job.name: int(options[index])
         for job, options, index in zip(jobs, sizes, chosen, strict=True)
     }
-    return place({job.name: job.held for job in jobs}, hosts, wanted, reason)
+    return _place(jobs, hosts, wanted, reason)
 
 
 def _optimus(
@@ -203,7 +221,7 @@ def _optimus(
         wanted[order[number].name] += 1
         left -= 1
         heapq.heappush(gains, (-gain(order[number]), number))
-    return place({job.name: job.held for job in jobs}, hosts, wanted, "largest marginal gain")
+    return _place(jobs, hosts, wanted, "largest marginal gain")
 
 
 POLICIES: dict[str, PolicyEntry] = {

@@ -55,6 +55,7 @@ class Outcome:
         decision_s: processor time of each decision [s].
         rescales: number of changes of running jobs.
         slot_s: slots times seconds in use.
+        waited_s: time for which jobs waited for processes of others to leave their slots [s].
         span_s: time from the first submission to the last end [s].
     """
 
@@ -65,6 +66,7 @@ class Outcome:
     decision_s: list[float] = field(default_factory=list)
     rescales: int = 0
     slot_s: float = 0.0
+    waited_s: float = 0.0
     span_s: float = 0.0
 
     @property
@@ -97,6 +99,8 @@ def simulate_jobs(
     policy: PolicyEntry,
     interval_s: float = 60.0,
     rescale_s: float = 30.0,
+    noise: float = 0.0,
+    leave_s: float = 0.0,
 ) -> Outcome:
     """Return what happens to a published workload under a policy.
 
@@ -106,17 +110,23 @@ def simulate_jobs(
         policy: the policy.
         interval_s: time between decisions [s].
         rescale_s: pause of a job when its slots change [s].
+        noise: relative error of the goodput that the policy reads.
+        leave_s: time until the processes of a job have left the slots that it gives up [s].
 
     Raises:
         ValueError: some job never gets slots.
     """
     shares = EqualShares(sum(host.slots for host in hosts), hosts[0].slots, rescale_s)
     jobs = [SimulatedJob(each, policy.adapts, hosts[0].slots) for each in workload]
+    for job in jobs:
+        job.noise = noise
     outcome = run_jobs(
         jobs,
         lambda active, now: policy.run(active, hosts, now, rescale_s),
         interval_s,
         rescale_s,
+        {host.name: host.slots for host in hosts},
+        leave_s,
     )
     for job in jobs:
         fair_s = shares.completion_s(job.application, job.competitors or 1.0)
@@ -129,6 +139,8 @@ def run_jobs(
     decide: Callable[[Sequence[J], float], Mapping[str, Assignment]],
     interval_s: float,
     rescale_s: float,
+    sizes: Mapping[str, int],
+    leave_s: float = 0.0,
 ) -> Outcome:
     """Return what happens to jobs, without their finish-time fairness.
 
@@ -137,6 +149,8 @@ def run_jobs(
         decide: slots of the jobs that are submitted and not finished, at a time [s].
         interval_s: time between decisions [s].
         rescale_s: pause of a job when its slots change [s].
+        sizes: slots of each host.
+        leave_s: time until the processes of a job have left the slots that it gives up [s].
 
     Raises:
         ValueError: some job never gets slots.
@@ -164,11 +178,15 @@ def run_jobs(
         decided = decide(active, now)
         outcome.decision_s.append(time.process_time() - began)
         for job in active:
+            job.leave(decided[job.name].hosts, now, leave_s)
+        for job in active:
             assignment = decided[job.name]
             if dict(assignment.hosts) != job.held:
                 held = dict(assignment.hosts)
                 outcome.changes.append(Change(now, job.name, held, assignment.reason))
-            job.hold(assignment.hosts, rescale_s)
+            wait_s = _wait_s(job, assignment.hosts, active, decided, sizes, now)
+            outcome.waited_s += wait_s
+            job.hold(assignment.hosts, rescale_s + wait_s)
         if now - outcome.submitted_s[active[0].name] > _LONGEST_S:
             names = ", ".join(job.name for job in active if not job.held)
             raise ValueError(f"after a month of virtual time these jobs still wait: {names}")
@@ -176,6 +194,30 @@ def run_jobs(
     outcome.slot_s = sum(job.attained_slot_s for job in jobs)
     outcome.span_s = now - min(outcome.submitted_s.values())
     return outcome
+
+
+def _wait_s(
+    job: JobInTime,
+    hosts: Mapping[str, int],
+    active: Sequence[JobInTime],
+    decided: Mapping[str, Assignment],
+    sizes: Mapping[str, int],
+    now: float,
+) -> float:
+    """Return how long a job has to wait until others have left its further slots [s]."""
+    longest = 0.0
+    for host, slots in hosts.items():
+        if slots <= job.held.get(host, 0):
+            continue
+        free = sizes[host] - sum(each.hosts.get(host, 0) for each in decided.values())
+        others = [left for other in active if other is not job for left in other.left]
+        for _, leaving, until in sorted(
+            (each for each in others if each[0] == host), key=lambda each: -each[2]
+        ):
+            free -= leaving
+            if free < 0:
+                longest = max(longest, until - now)
+    return longest
 
 
 def queue_events(outcome: Outcome, hosts: Sequence[HostSlots]) -> Iterator[dict[str, Any]]:

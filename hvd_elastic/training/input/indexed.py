@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.sharding import attribute_of
 from hvd_elastic.training.input.link import Buffers
 from hvd_elastic.training.input.server import Source, seed_example, undisturbed
 
@@ -37,7 +38,7 @@ class IndexedSource(Source):
         self._dataset = dataset
         self._collate = collate
         self._seed = seed
-        self._at_once = getattr(dataset, "__getitems__", None)
+        self._at_once = attribute_of(dataset, "__getitems__")
 
     def make(self, epoch: int, indices: Sequence[int]) -> Any:
         if self._at_once is not None:

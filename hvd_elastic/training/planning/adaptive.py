@@ -155,7 +155,7 @@ class AdaptivePlanner(ReviewedPlanner):
     def advance(self, gain: float, step_examples: int) -> None:
         self.progress += gain * min(1.0, step_examples / self.batch_size)
 
-    def _rate_advice(self) -> str:
+    def rate_advice(self) -> str:
         initial, size = self.limits.initial_batch_size, self.plan.global_batch_size
         scale = max(adjustment.factor for adjustment in self.adjustments())
         if scale <= 1:
@@ -208,7 +208,7 @@ class AdaptivePlanner(ReviewedPlanner):
             told, self._at_odds = self._at_odds, bounds_at_odds(self.limits, self._ranks)
             if self._at_odds not in ("", told):
                 worker.warn_once(self._at_odds)
-        self.skipped.refuse_many(worker.progress.step, self._rate_advice)
+        self.skipped.refuse_many(worker.progress.step, self.rate_advice)
 
     @property
     def _planned(self) -> tuple[Any, tuple[int, ...]]:

@@ -86,16 +86,7 @@ class Planner:
     def advance(self, gain: float, step_examples: int) -> None:
         """Count a step that was taken; ``gain``: progress of a step with a whole batch."""
 
-    def skip(self, step: int) -> None:
-        """Count a step that is not taken because its gradients are not finite.
-
-        Raises:
-            ScriptError: too many consecutive steps were not finite.
-        """
-        self.skipped.add()
-        self.skipped.refuse_many(step, self._rate_advice)
-
-    def _rate_advice(self) -> str:
+    def rate_advice(self) -> str:
         """Return advice for an error message if this class has raised the learning rate, or ""."""
         return ""
 

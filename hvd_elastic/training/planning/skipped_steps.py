@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.training.progress import Progress
 
 _BAD_STEPS = 10
 """Number of consecutive steps without finite gradients after which the job ends."""
@@ -16,14 +17,14 @@ _BAD_STEPS_SCALED = 50
 class SkippedSteps:
     """Counts steps that were not taken because their gradients were not finite.
 
+    How many there are is part of the progress of training, which newcomers receive.
+
     Attributes:
-        count: number of steps that were not taken.
         consecutive: number of latest steps without finite gradients, taken or not.
         overflows: whether a gradient scaler causes some of them.
     """
 
     def __init__(self) -> None:
-        self.count = 0
         self.consecutive = 0
         self.overflows = False
 
@@ -40,10 +41,19 @@ class SkippedSteps:
         """Number of consecutive such steps that ends the job."""
         return _BAD_STEPS_SCALED if self.overflows else _BAD_STEPS
 
-    def add(self) -> None:
-        """Count a step that is not taken."""
-        self.count += 1
-        self.consecutive += 1
+    def add(self, progress: Progress) -> bool:
+        """Count the step that begins at ``progress`` as left out.
+
+        Returns:
+            False: another optimizer of the loop body has done so.
+        """
+        step, last = progress.step, progress.skipped_at
+        if step == last:
+            return False
+        progress.skipped_running = progress.skipped_running + 1 if step == last + 1 else 1
+        progress.skipped, progress.skipped_at = progress.skipped + 1, step
+        self.consecutive = progress.skipped_running
+        return True
 
     def refuse_many(self, step: int, advice: Callable[[], str]) -> None:
         """Raise ScriptError if too many consecutive steps up to ``step`` were not finite."""
@@ -57,8 +67,49 @@ class SkippedSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as plain numbers, for a broadcast or a checkpoint."""
-        return {"skipped_steps": self.count, "bad_running": self.consecutive}
+        return {"bad_running": self.consecutive}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self.count, self.consecutive = state["skipped_steps"], state["bad_running"]
+        self.consecutive = state["bad_running"]
+
+
+def whose_words(names: Sequence[str], parameters: int) -> str:
+    """Return in words whose gradients on this rank are not finite; empty: nobody's.
+
+    Args:
+        names: the parameters that they are of, of the last layer first.
+        parameters: number of all parameters.
+
+    >>> whose_words(["head.bias", "head.weight"], 6)
+    "from 'head.bias' backward, but not those of all parameters"
+    """
+    if not len(names):
+        return ""
+    if len(names) == parameters:
+        return "those of all parameters, as where outputs or the loss are not finite"
+    return f"from {names[0]!r} backward, but not those of all parameters"
+
+
+ALL_FINITE = (
+    "the outputs of all layers are finite, so they become so in the loss or backward from it"
+)
+"""Where gradients become not finite if a forward pass is finite."""
+
+
+def layer_words(layer: str, inputs: bool, weights: bool) -> str:
+    """Return in words what is known of the first layer whose outputs are not finite.
+
+    Args:
+        layer: its name and kind.
+        inputs: whether its inputs are finite.
+        weights: whether its parameters are.
+
+    >>> layer_words("'head' (Linear)", True, True)
+    "the first outputs that are not finite are those of 'head' (Linear)"
+    """
+    if not inputs:
+        return f"the inputs of {layer} are not finite already"
+    if not weights:
+        return f"{layer} has parameters or buffers that are not finite"
+    return f"the first outputs that are not finite are those of {layer}"

@@ -16,7 +16,7 @@ import pytest
 from hvd_elastic.agent.rendezvous import GenerationStore, without_leftovers
 from hvd_elastic.hosts.peers import loopback_peer_uid
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 Forwarded = list[tuple[str, str, bytes]]
 Dialogue = Callable[[GenerationStore, Forwarded], Awaitable[None]]

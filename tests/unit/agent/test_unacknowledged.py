@@ -31,7 +31,7 @@ def said(ledger: UnacknowledgedLog, message: Any, worker: str = "w") -> int:
 
 
 def facts(ledger: UnacknowledgedLog) -> FoundWorker:
-    (found,) = ledger.snapshot().workers
+    (found,) = ledger.snapshot(0).workers
     return found
 
 
@@ -117,7 +117,7 @@ def test_a_worker_is_known_until_its_end_is_acknowledged() -> None:
     end = ledger.number(msg.WorkerEnded("w", code=0, signal=None))
     assert facts(ledger).worker == "w"
     ledger.acknowledged(end.seq)
-    assert ledger.snapshot().workers == ()
+    assert ledger.snapshot(0).workers == ()
 
 
 def test_of_too_much_output_the_newest_is_lost_and_nothing_else() -> None:

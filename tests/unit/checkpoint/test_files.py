@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -518,6 +519,23 @@ def test_what_is_no_whole_is_not_completed(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="shards are not in order"):
         complete_checkpoint(folder, [shards[1], shards[0], shards[2]], keep=1)
     assert find_checkpoints(folder) == []
+
+
+def test_a_checkpoint_that_cannot_be_completed_again_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the next leader, while the disk is full."""
+    info = put(folder, 5)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hvd_elastic.checkpoint.manifests.write_json", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        complete_checkpoint(folder, info.shards, keep=1)
+    found = newest_valid(folder)
+    assert found is not None
+    assert found.path == info.path
 
 
 def test_the_module_needs_neither_torch_nor_horovod() -> None:

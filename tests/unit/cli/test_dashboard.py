@@ -25,7 +25,7 @@ def test_top_shows_hosts_progress_and_what_happened(
     run.close()
     top("a", interval=1.0)
     shown = capsys.readouterr().out
-    assert "examples/s on 6 processes" in shown
+    assert "examples/s on 6 workers" in shown
     assert "to go (" in shown
     lines = [line.split() for line in shown.splitlines()]
     (row,) = [line for line in lines if line[:2] == ["node3", "2"]]

@@ -138,7 +138,7 @@ def test_options_that_resume_would_ignore_are_refused(capsys: pytest.CaptureFixt
         (["--max-np", "1"], "--min-np 2 is above --max-np 1"),
         (["--np", "1"], "--min-np 2 is above --np 1"),
         (["--np", "9"], "--np 9 is above the 3 slots of"),
-        (["--np", "3"], "--spares 1 beside 3 processes needs 4 slots, and"),
+        (["--np", "3"], "--spares 1 beside 3 workers needs 4 slots, and"),
     ],
 )
 def test_sizes_that_a_resumed_run_cannot_have(

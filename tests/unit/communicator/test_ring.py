@@ -28,7 +28,7 @@ from hvd_elastic.communicator.ring import (
 from hvd_elastic.errors import ScriptError
 
 exceptions = pytest.importorskip("horovod.common.exceptions", reason="Horovod is not built")
-TIMEOUT_S = 30
+TIMEOUT_S = 90
 
 
 class Tensor(NamedTuple):
@@ -262,6 +262,17 @@ def test_a_wait_can_be_seen_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == [("allgather 'mine'", False)]
     assert communicator.waiting_since is None
     assert communicator.waited_s >= communicator.longest_wait_s > 0.0
+
+
+def test_a_failed_wait_of_a_graph_does_not_count_and_its_error_says_whether_all_is_broken() -> None:
+    communicator, _ = alone()
+    communicator.graph_waits(["gradient.a"])
+    communicator.graph_ends(failed=True)
+    assert (communicator.waiting_since, communicator.waited_s) == (None, 0.0)
+    assert isinstance(communicator.translated("Mismatched shapes."), ScriptError)
+    assert not communicator.broken
+    assert isinstance(communicator.translated("Connection closed"), GenerationBrokenError)
+    assert communicator.broken
 
 
 def test_a_mismatch_is_the_scripts_error_and_breaks_nothing() -> None:

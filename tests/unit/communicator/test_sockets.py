@@ -7,7 +7,7 @@ import pytest
 
 from hvd_elastic.communicator.sockets import RingSockets
 
-TIMEOUT_S = 30
+TIMEOUT_S = 90
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -90,9 +90,9 @@ def test_slow_start_says_who_is_waited_for():
     play.ready("c:0.1", after=1)
     assert waited_for(play) == [
         "starting workers on a, b, c",
-        "1 of 4 processes is warm, waiting for hosts b, c",
-        "2 of 4 processes are warm, waiting for hosts b, c",
-        "3 of 4 processes are warm, waiting for host b",
+        "1 of 4 workers is warm, waiting for hosts b, c",
+        "2 of 4 workers are warm, waiting for hosts b, c",
+        "3 of 4 workers are warm, waiting for host b",
     ]
     assert play.kinds("waiting")[-1]["have"] == 3
 
@@ -101,7 +101,7 @@ def test_slow_start_with_enough_processes_says_who_is_still_waited_for():
     play = Play("a", "b")
     play.tell(ev.AgentReady("a"), ev.AgentReady("b"))
     play.ready("a:0.1", after=7)
-    assert waited_for(play)[-1] == "1 of 2 processes is warm, waiting for host b"
+    assert waited_for(play)[-1] == "1 of 2 workers is warm, waiting for host b"
     assert members(play.tell(ev.Tick(), after=5)) == ["a:0.1"]
 
 
@@ -177,7 +177,7 @@ def test_waiting_names_hosts_in_brief_and_says_the_cause_once():
     play.ready("a:0.1")
     try_again(play, 1, "b")
     assert waited_for(play)[-1] == (
-        "waiting for 1 more of 2 processes: host b cannot be looked up (trying again in 2 s); "
+        "waiting for 1 more of 2 workers: host b cannot be looked up (trying again in 2 s); "
         "host c cannot be used (not tried again before the hostfile is saved)"
     )
     assert [line["message"] for line in play.kinds("warning")] == [
@@ -359,7 +359,7 @@ def test_too_few_survivors_hold_their_state_until_hosts_come():
     # Horovod #3494: a graceful removal that leaves fewer than min_np never ends there.
     play = start("a", "b", "c", min_np=2)
     assert play.hosts("a") == [Hold("a:0.1"), Leave("b:0.1"), Leave("c:0.1")]
-    short = "waiting for 1 more of 2 processes: the hostfile has 1 slot, at least 2 are needed"
+    short = "waiting for 1 more of 2 workers: the hostfile has 1 slot, at least 2 are needed"
     assert play.kinds("waiting")[-1] == {"reason": short, "have": 1, "need": 2}
     assert play.ended("b:0.1") == [StopAgent("b")]
     assert play.tell(ev.WorkerHeld("a:0.1", 1, 17)) == []

@@ -139,7 +139,7 @@ def test_next_leader_knows_what_was_drained():
 def test_plain_command_stays_on_its_host_and_never_runs_twice():
     play = Play("a", plain=True)
     assert StartWorker("a:0.1", "a", 0) in play.tell(ev.AgentReady("a"))
-    assert play.kinds("waiting")[-1]["reason"] == "starting workers on a"
+    assert play.kinds("waiting")[-1]["reason"] == "starting the command on a"
     assert play.hosts("b") == [], "it cannot go on there"
     assert drain(play, "a", 60.0) == []
     assert play.tell(ev.Tick(), after=3600.0) == []

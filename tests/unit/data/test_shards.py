@@ -317,7 +317,7 @@ def test_every_decoder_and_resizer_gives_the_same_pixels(monkeypatch: pytest.Mon
 
 
 def test_odd_pictures_are_cropped_too() -> None:
-    """In every kind of file; damaged ones are refused as Pillow refuses them."""
+    """In every kind of file; damaged ones are refused in words that say how."""
     red = Image.new("RGB", (40, 30), RED)
     for name, data, colour in (
         ("CMYK", encoded(red.convert("CMYK")), RED),
@@ -335,7 +335,7 @@ def test_odd_pictures_are_cropped_too() -> None:
             if colour is not None:
                 assert np.abs(found.astype(int) - colour).max() < 25, (name, found[0, 0])
     for broken in (b"", b"no picture", encoded(red)[:200], encoded(red)[:-2]):
-        with pytest.raises((OSError, ValueError)):
+        with pytest.raises(DataError, match=r"(?i)empty|no picture|truncated"):
             RandomCrop(16)(broken)
 
 
@@ -520,7 +520,7 @@ def test_an_example_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
         writer.add("odd", (b"no picture",))
         writer.finish()
     build_index(tmp_path)
-    with pytest.raises(DataError, match=r"a\.tar: example 'odd' cannot be decoded: cannot ident"):
+    with pytest.raises(DataError, match=r"a\.tar: example 'odd' cannot be decoded: no pict"):
         ShardDataset(tmp_path)[0]
 
 

@@ -28,7 +28,7 @@ pytest.importorskip("google_crc32c", reason="pip install google-crc32c")
 from PIL import Image
 
 from benchmarks.testbed.file_server import CUT, FileServer
-from datasets_prep import archives, cifar10, image_folder, imagenet, index_shards, pictures, text
+from datasets_prep import archives, cifar10, image_folder, imagenet, index_shards, pictures
 from hvd_elastic.data import ShardDataset, load_index, remote, verify
 from hvd_elastic.errors import DataError
 from tests.small_disk import mounted
@@ -236,6 +236,12 @@ def add(file: tarfile.TarFile, name: str, data: bytes) -> None:
     file.addfile(info, io.BytesIO(data))
 
 
+def add_link(file: tarfile.TarFile, name: str, target: str, kind: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    file.addfile(info)
+
+
 def write_ilsvrc(folder: Path) -> Path:
     """Two classes of three pictures; in the devkit their numbers are the other way round."""
     scipy = pytest.importorskip("scipy.io", reason="pip install scipy")
@@ -247,7 +253,12 @@ def write_ilsvrc(folder: Path) -> Path:
             with tarfile.open(fileobj=inner, mode="w") as file:
                 for number in range(3):
                     data = encoded(Image.new("RGB", (50, 40), colour))
-                    add(file, f"{wnid}_{number}.JPEG", data)
+                    name = f"{wnid}_{number}.JPEG"
+                    if number == 2:  # as tar stores a file that it has stored before
+                        add_link(file, name, f"{wnid}_1.JPEG", tarfile.LNKTYPE)
+                        add_link(file, "link.JPEG", name, tarfile.SYMTYPE)
+                    else:
+                        add(file, name, data)
             add(outer, f"{wnid}.tar", inner.getvalue())
     with tarfile.open(folder / imagenet.VAL, "w") as file:
         for number, colour in enumerate((BLUE, RED, BLUE, BLUE), 1):
@@ -278,7 +289,8 @@ def test_imagenet_is_read_straight_from_its_archives(
         assert sorted(label for _, label in dataset) == labels
         assert all(near(picture, (9, 9), (RED, BLUE)[label]) for picture, label in dataset)
         assert dataset[0][0].size == (25, 20)
-    capsys.readouterr()
+    said = capsys.readouterr().err
+    assert "train.tar/n01440764.tar: 1 symbolic links are left out: link.JPEG" in said
     words = ["--source", tmp_path, "--out", tmp_path / "x"]
     assert call(monkeypatch, imagenet, *words) == 1
     assert "holds neither ILSVRC2012_img_train.tar, " in capsys.readouterr().err
@@ -345,47 +357,6 @@ def test_cifar10_is_read_from_its_archive(
     assert "is not CIFAR-10's binary archive" in capsys.readouterr().err
     assert call(monkeypatch, cifar10, "--archive", archive, "--out", out, "--checksum") == 1
     assert f"the published file {md5}" in capsys.readouterr().err
-
-
-def test_text_becomes_sequences_of_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(text, "PIECE_BYTES", 64)
-    source, out = tmp_path / "books", tmp_path / "out"
-    source.mkdir()
-    lines = [f"line {number} of a büchlein\n" for number in range(20)]
-    (source / "a.txt").write_text("".join(lines))
-    (source / "b.txt").write_bytes(b"\xff" * 40)
-    words = ["--source", source, "--length", 8, "--per-shard", 3]
-    assert call(monkeypatch, text, *words, "--out", out) == 0
-    assert "skipped b.txt:0: it is no UTF-8 text" in capsys.readouterr().out
-    dataset = ShardDataset(out)
-    assert {(array.dtype, array.shape) for array in dataset} == {(np.dtype(np.uint16), (8,))}
-    pieces = {bytes(array.astype(np.uint8)) for array in dataset}
-    whole = "".join(lines).encode()
-    assert all(piece in whole for piece in pieces)
-    assert len(dataset) * 8 > 0.8 * len(whole)
-    cuts = [piece for path in text.list_texts(source) for piece in text.cut(path)]
-    assert b"".join(piece.read() for piece in cuts) == whole + b"\xff" * 40
-    words = ["--source", source, "--out", tmp_path / "x", "--tokenizer", tmp_path / "no.json"]
-    assert call(monkeypatch, text, *words) == 1
-    assert "tokenizer" in capsys.readouterr().err
-
-
-def test_a_tokenizer_is_trained_on_the_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("tokenizers", reason="pip install tokenizers")
-    source, out = tmp_path / "a.txt", tmp_path / "out"
-    source.write_text("the cat and the hat and the bat\n" * 50)
-    words = ["--source", source, "--out", out, "--length", 4, "--vocabulary", 280]
-    assert call(monkeypatch, text, *words) == 0
-    from tokenizers import Tokenizer
-
-    made = Tokenizer.from_file(str(tmp_path / "out.tokenizer.json"))
-    found = "".join(made.decode(array.tolist()) for array in ShardDataset(out))
-    assert found in source.read_text()
-    assert len(ShardDataset(out)) * 4 < len(source.read_text()) / 2
 
 
 # -- calls that are interrupted, and folders that hold something else
@@ -492,18 +463,37 @@ def test_other_folders_settings_and_sources_are_refused(
     shard.rename(tmp_path / "away")
     assert "a shard of the index, cannot be read: No such file" in refused(*same)
     (tmp_path / "away").rename(shard)
+    changed, was = birds / "tit" / "tit0.jpg", (birds / "tit" / "tit0.jpg").read_bytes()
+    changed.write_bytes(was + b"more")
+    assert "made from files that have changed since" in refused(*same)
+    changed.write_bytes(was)
+    os.utime(changed, (2**32, 2**32))
+    assert call(monkeypatch, image_folder, *same) == 0
+    assert "were written after it was made; if they have changed" in capsys.readouterr().err
+    os.utime(changed)
     (birds / "owl" / "owl0.jpg").rename(birds / "owl" / "other.jpg")
     assert "made from files that have changed since" in refused(*same)
+    assert call(monkeypatch, image_folder, *same, "--resize", 20, "--again") == 0
+    assert ShardDataset(out)[0][0].size != (40, 30)
+    capsys.readouterr()
     index = out / "index.json"
     whole = json.loads(index.read_text())
     index.write_text(json.dumps({**whole, "version": 9}))
     assert "has version 9 of the index" in refused(*same)
+    index.write_text('{"shards": [], "version": 2}')
+    assert "is not an index of hvd_elastic" in refused(*same, "--again")
+    assert index.read_text() == '{"shards": [], "version": 2}'
     half = tmp_path / "half"
     half.mkdir()
     (half / ".prepared.jsonl").write_text('{"version": 0}\n')
     assert "half was made from" in refused("--source", birds, "--out", half)
     (half / ".prepared.jsonl").write_text("[1]\n")
     assert "is damaged; remove" in refused("--source", birds, "--out", half)
+    (half / "diary").touch()
+    (half / "half-000000.tar").touch()
+    assert call(monkeypatch, image_folder, "--source", birds, "--out", half, "--again") == 1
+    (half / "diary").unlink()
+    assert call(monkeypatch, image_folder, "--source", birds, "--out", half) == 0
 
 
 def test_sources_and_classes_that_cannot_be_used_are_explained(
@@ -537,6 +527,86 @@ def test_sources_and_classes_that_cannot_be_used_are_explained(
         capsys.readouterr().err
     )
     assert load_index(tmp_path / "out").classes == ("tit", "owl")
+
+
+def test_splits_suffixes_and_folders_are_taken_or_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_birds(source / "Train", 2)
+    write_birds(source / "valid", 1)
+    (source / "valid" / "tit" / "tit0.jpg").unlink()
+    (source / "valid" / "tit").rmdir()
+    (source / "testing").mkdir()
+    (source / "extra" / "x").mkdir(parents=True)
+    owls = source / "Train" / "owl"
+    red = Image.new("RGB", (8, 8), RED)
+    for place in (
+        *("testing/1.jpg", "extra/x/1.jpg", "stray.jpg", "Train/owl/.ipynb_checkpoints/1.jpg"),
+        *("Train/__pycache__/1.jpg", "Train/owl/._1.jpg", "Train/owl/photo.heic"),
+    ):
+        path = source / place
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encoded(red))
+    (source / "Train" / "notes").mkdir()
+    (source / "Train" / "notes" / "a.txt").touch()
+    (owls / "away").symlink_to(source / "extra")
+    kinds = {"avif": "AVIF", "jfif": "JPEG", "jpe": "JPEG", "ppm": "PPM", "tif": "TIFF"}
+    for ending, kind in kinds.items():
+        (owls / f"k.{ending}").write_bytes(encoded(red, kind))
+    words = ["--source", source, "--out", out]
+    assert call(monkeypatch, image_folder, *words, "--strict") == 0
+    said = capsys.readouterr().err
+    for line in (
+        "source: left out, since they are no splits (train, val, test): extra",
+        "source: 1 pictures are left out, since they lie in no split: stray.jpg",
+        "Train: without pictures: notes",
+        "(2), .heic (1), links to folders (1)",
+        "valid: 1 classes have no folder: tit",
+        "testing: has no folders of classes, so no labels",
+    ):
+        assert line in said
+    assert {path.name for path in out.iterdir()} == {"Train", "valid", "testing"}
+    assert load_index(out / "Train").classes == ("owl", "tit")
+    assert [len(ShardDataset(out / name)) for name in ("Train", "valid", "testing")] == [9, 1, 1]
+    assert ShardDataset(out / "valid")[0][1] == 0
+    # A class may have the name of a split.
+    vehicles = write_birds(tmp_path / "vehicles", 1)
+    (vehicles / "tit").rename(vehicles / "train")
+    words = ["--source", vehicles, "--out", tmp_path / "trains"]
+    assert call(monkeypatch, image_folder, *words) == 1
+    assert "holds train/, which may be a split or a class, beside owl/" in capsys.readouterr().err
+    (tmp_path / "names").write_text("train\nowl\n")
+    assert call(monkeypatch, image_folder, *words, "--classes", tmp_path / "names") == 0
+    assert load_index(tmp_path / "trains").classes == ("train", "owl")
+
+
+def test_names_of_files_need_not_be_utf8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    birds = write_birds(tmp_path / "birds", 1)
+    (birds / "owl").rename(birds / os.fsdecode(b"ca\xe9"))
+    (birds / "tit" / "tit0.jpg").rename(birds / "tit" / os.fsdecode(b"\xe4.jpg"))
+    (birds / "tit" / os.fsdecode(b"\xf6.jpg")).write_bytes(b"")
+    out = tmp_path / "out"
+    words = ["--source", birds, "--out", out]
+    assert call(monkeypatch, image_folder, *words) == 0
+    assert r"skipped tit/\udcf6.jpg: it is empty" in capsys.readouterr().out
+    assert call(monkeypatch, image_folder, *words, "--json") == 0
+    assert (out / "skipped.txt").read_bytes() == b"tit/\xf6.jpg: it is empty (0 bytes)\n"
+    assert load_index(out).classes == (r"ca\xe9", "tit")
+    assert sorted(label for _, label in ShardDataset(out)) == [0, 1]
+    assert call(monkeypatch, image_folder, *words, "--strict", "--again") == 1
+    assert "error: tit/" in capsys.readouterr().err
+
+
+def test_names_of_classes_may_be_several_words(birds: Path, tmp_path: Path) -> None:
+    names = tmp_path / "names.txt"
+    names.write_bytes(b"\xef\xbb\xbfpolar bear\r\nn01440764 tench, Tinca\n\nsea lion x\n")
+    assert pictures.read_classes(names) == ["polar bear", "n01440764", "sea lion x"]
+    assert pictures.read_classes(names, ["sea", "polar bear"])[2] == "sea"
+    names.write_text("polar bear\npolar fox\n")
+    assert pictures.read_classes(names) == ["polar bear", "polar fox"]
 
 
 def test_shards_are_indexed_and_verified_by_command(
@@ -583,6 +653,7 @@ def test_a_source_that_could_not_be_read_for_a_while_is_not_lost(
     assert "has other files on this host than where the call was made" in capsys.readouterr().err
     (birds / "owl" / "more.jpg").unlink()
     owl.write_bytes(b"")
+    (out / ".prepared.jsonl").unlink()
     assert call(monkeypatch, image_folder, *on_host(birds, out, digest)) == 0
     assert (out / "skipped.txt").read_text() == "owl/owl0.jpg: it is empty (0 bytes)\n"
 

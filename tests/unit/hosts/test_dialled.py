@@ -26,7 +26,7 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.programs.secure_stream import Kind, SecureStream, dial
 from hvd_elastic.hosts.transfer import receive_file, send_file
 
-LONG_S = 30.0
+LONG_S = 60.0
 
 
 def eventually(what: Callable[[], bool]) -> None:

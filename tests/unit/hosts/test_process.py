@@ -37,10 +37,10 @@ def test_a_full_buffer_holds_the_writer_until_it_is_read() -> None:
     writer.start()
     assert not written.wait(0.05)
     # A line longer than the buffer comes in pieces.
-    assert stream.readline(timeout=5) == b"0123456789"
-    assert written.wait(5)
-    assert stream.readline(timeout=5) == b"more\n"
-    writer.join(5)
+    assert stream.readline(timeout=60) == b"0123456789"
+    assert written.wait(60)
+    assert stream.readline(timeout=60) == b"more\n"
+    writer.join(60)
 
 
 def test_the_end_sets_a_held_writer_free() -> None:
@@ -49,6 +49,6 @@ def test_the_end_sets_a_held_writer_free() -> None:
     writer = threading.Thread(target=stream.put, args=(b"y",))
     writer.start()
     stream.end()
-    writer.join(5)
+    writer.join(60)
     assert not writer.is_alive()
     assert stream.read() == b"x"

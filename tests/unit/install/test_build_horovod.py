@@ -202,6 +202,13 @@ def test_packages_become_a_toolkit(tmp_path, monkeypatch):
 # --- the environment of the build -----------------------------------------------------------------
 
 
+def test_the_build_finds_what_the_check_before_it_has_found():
+    """The PATH of a user who is not root often lacks folders of the system."""
+    folders = variables(INPUTS, {"PATH": "/opt/own"})["PATH"].split(":")
+    assert folders[:2] == [str(Path(sys.executable).parent), "/opt/own"]
+    assert {"/usr/bin", "/usr/local/bin", "/usr/sbin"} < set(folders)
+
+
 def test_what_is_there_is_demanded_and_what_is_not_is_switched_off():
     found = variables(INPUTS)
     assert found["HOROVOD_WITH_PYTORCH"] == found["HOROVOD_WITH_GLOO"] == "1"

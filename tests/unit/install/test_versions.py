@@ -56,7 +56,8 @@ def test_no_version_with_a_known_hole_is_admitted():
 
 
 @pytest.mark.parametrize(
-    "text", ["torch>=2.2,<2.15", "torch>=2.6", "keras>=3.12.3,<4", "pip==25.1", "ray>=2.52"]
+    "text",
+    ["torch>=2.2,<2.15", "torch>=2.6", "keras>=3.12.3,!=3.13.*,<4", "pip==26.1", "ray>=2.52"],
 )
 def test_a_version_with_a_known_hole_is_found(text):
     assert known_hole(Requirement(text))

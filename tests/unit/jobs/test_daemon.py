@@ -267,3 +267,31 @@ def test_leader_that_dies_is_started_again(place: ClusterFolder) -> None:
     daemon.until(lambda: started() == [False, True])
     assert daemon.job(number).status is JobStatus.RUNNING
     daemon.down(leave_jobs=False)
+
+
+def test_a_plain_command_keeps_a_host_that_was_taken_out_until_it_ends(
+    place: ClusterFolder,
+) -> None:
+    hosts(place).write_text("a slots=1\nb slots=1\n")
+    daemon = Running(place, hosts(place))
+    request = JobRequest("sleep", SPEC, kind=JobKind.PLAIN, max_np=1)
+    (number,) = ask_daemon(place, Submit([request], {"TRAINS": "1"})).jobs
+    daemon.until(lambda: leads(daemon, number))
+    (host,) = daemon.job(number).held
+    other = "b" if host == "a" else "a"
+    hosts(place).write_text(f"{other} slots=1\n")
+
+    def rows() -> dict[str, dict[str, Any]]:
+        return {row["host"]: row for row in ask_daemon(place, Hosts()).data}
+
+    daemon.until(lambda: rows()[host]["state"] == "leaving")
+    daemon.kill()
+    daemon = Running(place, hosts(place))  # which finds the host in the hostfile of the job
+    daemon.until(lambda: rows()[host]["state"] == "leaving")
+    waits = submit(place)
+    daemon.until(lambda: leads(daemon, waits))
+    assert (daemon.job(number).held, daemon.job(waits).held) == ({host: 1}, {other: 1})
+    assert "empty as soon as sleep-1" in rows()[host]["cause"]
+    ask_daemon(place, Cancel([number], "me"))
+    daemon.until(lambda: host not in rows())
+    daemon.down(leave_jobs=False)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from hvd_elastic.cli.jobs.queue import queue_lines
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.jobs.job import After, JobKind, JobRequest, JobStatus, StopReason
-from hvd_elastic.jobs.queue import JobQueue, ending_words
+from hvd_elastic.jobs.job import After, Job, JobKind, JobRequest, JobStatus, StopReason
+from hvd_elastic.jobs.queue import JobQueue, ending_words, over_words
 from hvd_elastic.jobs.store import JobStore
 
 SPEC = {"command": ["python", "train.py"], "cwd": "/"}
@@ -114,7 +115,7 @@ def test_jobs_that_have_ended_do_not_wait_for_each_other_when_they_come_back(
 def test_cancel_ends_what_waits_and_asks_what_runs(made: Recorded) -> None:
     waiting, running = made.add(), made.add()
     job = made.queue.started(made.queue.active[running], {"a": 1})
-    ended, stopping = made.queue.cancel([waiting, running, waiting], "me")
+    ended, stopping, _ = made.queue.cancel([waiting, running, waiting], "me")
     assert [each.number for each in ended] == [waiting]
     assert stopping[0].stop is StopReason.CANCEL
     assert stopping[0].held == job.held, "its slots are in use until its run has ended"
@@ -122,6 +123,10 @@ def test_cancel_ends_what_waits_and_asks_what_runs(made: Recorded) -> None:
         made.queue.cancel([waiting], "me")
     with pytest.raises(RunError, match="there is no job 7"):
         made.queue.cancel([7], "me")
+    later = made.add()
+    ended, _, over = made.queue.cancel([waiting, later], "me")
+    assert [each.number for each in (*ended, *over)] == [later, waiting], "it had ended before"
+    assert over_words(over).endswith("was cancelled already")
 
 
 def test_plain_command_that_is_ended_writes_no_checkpoint(made: Recorded) -> None:
@@ -129,7 +134,7 @@ def test_plain_command_that_is_ended_writes_no_checkpoint(made: Recorded) -> Non
     (plain,) = made.queue.add([JobRequest("sleep", SPEC, kind=JobKind.PLAIN, max_np=1)], {})
     for number in (trains, plain.number):
         made.queue.started(made.queue.active[number], {"a": 1})
-    _, stopping = made.queue.cancel([trains, plain.number], "me")
+    _, stopping, _ = made.queue.cancel([trains, plain.number], "me")
     assert [job.reason for job in stopping] == [
         "cancelled by me: ends after a checkpoint",
         "cancelled by me",
@@ -212,3 +217,34 @@ def test_another_daemon_finds_everything(made: Recorded, tmp_path: Path) -> None
     assert (job.held, job.attempts) == ({"a": 2}, 1)
     assert job.request.priority == 3.0
     assert later.store.environment(job) == {}
+
+
+def test_jobs_that_wait_when_the_cluster_is_taken_down_say_so(made: Recorded) -> None:
+    first = made.add()
+    after = made.add(After("ok", first))
+    running = made.queue.started(made.queue.active[first], {"a": 1})
+    made.ready()
+    assert made.queue.active[after].reason.endswith("it is running")
+    made.queue.put_back(running, "the cluster was taken down")
+    made.queue.rest("the cluster was taken down")
+    assert made.queue.active[first].reason == "the cluster was taken down"
+    assert made.queue.active[after].reason.endswith("it is queued")
+
+
+def test_queue_tells_command_priority_and_hosts_in_eighty_columns() -> None:
+    words: dict[str, Any] = {
+        "command": ["python", "train.py", *(f"--option-{n}" for n in range(9))]
+    }
+    request = JobRequest("resnet", words, priority=2.0)
+    times: Any = {"submitted_at": 100.0, "started_at": 110.0}
+    runs = Job(1, request, "resnet-1-3f2a", JobStatus.RUNNING, "r" * 99, held={"n1": 2}, **times)
+    over = Job(2, request, "resnet-2-91c0", JobStatus.FAILED, "", "broken", ended_at=160.0, **times)
+    lines = [*queue_lines([runs, over], 7300.0, 80)]
+    assert max(map(len, lines)) == 80
+    assert lines[1].split() == [
+        *["1", "resnet-1-3f2a", "running", "2", "2", "2", "h", "00", "m", "n1:", "2"]
+    ]
+    assert lines[2].split()[:2] == ["python", "train.py"]
+    assert "1 m 00 s" in lines[3], "the age of a job that has ended does not grow"
+    assert lines[4].endswith("· broken")
+    assert " ".join(words["command"]) in [*queue_lines([runs], 7300.0, None)][2]

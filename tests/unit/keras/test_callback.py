@@ -8,6 +8,7 @@ skip_module_without_tensorflow()
 
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import tensorflow as tf
 
 import hvd_elastic.keras as hvd
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.keras.first_layer import first_layer
 from hvd_elastic.keras.monitors import Monitors
 from hvd_elastic.model.lr_rules import Adjustment
 from hvd_elastic.training.context import Context
@@ -511,3 +513,47 @@ def test_fit_warns_if_its_passes_are_worth_less(
     ]
     with pytest.raises(ScriptError, match=r"epochs=0"):
         hvd.ElasticCallback(epochs=0)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "weight", "said"),
+    [
+        (math.nan, 1.0, "the inputs of 'first' (Dense) are not finite already"),
+        (3e38, 1.0, "the first outputs that are not finite are those of 'first' (Dense)"),
+        (1.0, math.inf, "'second' (Dense) has parameters or buffers that are not finite"),
+        (1.0, 1.0, "the outputs of all layers are finite"),
+    ],
+)
+def test_the_first_layer_is_found_whose_outputs_are_not_finite(
+    inputs: float, weight: float, said: str
+) -> None:
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((2,)),
+            layers.Dense(3, kernel_initializer="ones", name="first"),
+            layers.Dense(1, kernel_initializer=keras.initializers.Constant(weight), name="second"),
+        ]
+    )
+    call = keras.Layer.__call__
+    assert first_layer(model, (np.full((4, 2), inputs, np.float32), np.ones(4))).startswith(said)
+    assert keras.Layer.__call__ is call
+
+
+def test_a_step_that_is_left_out_changes_nothing_and_no_metric(
+    alone: Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither does the forward pass that finds the layer, nor the statistics of batches."""
+    layers = keras.layers
+    parts = [layers.BatchNormalization(name="norm"), layers.Dropout(0.5), layers.Dense(1)]
+    model = keras.Sequential([keras.Input((2,)), *parts])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", metrics=["mae"])
+    inputs = np.random.default_rng(0).normal(size=(40, 2)).astype(np.float32)
+    inputs[3] = np.nan
+    dataset = hvd.dataset((inputs, inputs[:, :1]), 8, shuffle=True)
+    history = model.fit(dataset, epochs=2, verbose=0, callbacks=[hvd.ElasticCallback()])
+    assert alone.worker.progress.skipped == 2
+    assert np.isfinite([*history.history["loss"], *history.history["mae"]]).all()
+    assert all(np.isfinite(each).all() for each in model.get_weights())
+    assert "those of all parameters" in caplog.text
+    assert "the inputs of 'norm' (BatchNormalization) are not finite already" in caplog.text

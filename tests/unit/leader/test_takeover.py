@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
+
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.leader.failover.takeover import Takeover
 from hvd_elastic.leader.leader import Leader
@@ -26,6 +28,18 @@ def test_who_gave_notice_and_holds_nothing_has_been_away_and_is_back() -> None:
     assert takeover.came_back == ("b",)
     event = takeover.event(tuple(HostSlots(host, 1) for host in "abc"))
     assert event.draining == ("a", "c"), "c was drained by the user, who has not given it back"
+
+
+def test_what_the_earlier_leader_may_not_know_is_heard_before_the_run_is_led() -> None:
+    """Without the message that its worker has joined, a host would seem stuck in forming."""
+    takeover = Takeover(["a", "b"], RunSummary(), None, deadline=math.inf)
+    takeover.answered("a", HELD)
+    takeover.answered("b", msgspec.structs.replace(HELD, untold=2))
+    takeover.told("b")
+    takeover.told("a")  # a sample of its use, say
+    assert not takeover.complete
+    takeover.told("b")
+    assert takeover.complete
 
 
 def test_generations_are_numbered_on_though_nothing_is_left_of_the_last_one() -> None:

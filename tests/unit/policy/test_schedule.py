@@ -309,3 +309,21 @@ def test_what_cannot_be_moved_stays_while_its_host_is_there(choose: Policy) -> N
     decided = choose([command, ring, dataclasses.replace(ring, name="other")], hosts, 2.0)
     assert decided["command"].hosts == {"slow": 1}
     assert choose([command], hosts[:1], 2.0)["command"].hosts == {"fast": 1}
+
+
+def test_a_job_goes_where_no_process_has_to_leave_first() -> None:
+    hosts = [HostSlots("a", 2), HostSlots("b", 2), HostSlots("c", 2)]
+    leaves = Wish(2, {"b": 2}, occupied={"a": 2, "b": 2})
+    assert place_jobs({"leaves": leaves, "new": Wish(2, {})}, hosts)["new"] == {"c": 2}
+    assert place_jobs({"leaves": leaves, "new": Wish(4, {})}, hosts)["new"] == {"c": 2, "a": 2}
+    stays = Wish(2, {"a": 1}, occupied={"a": 2})
+    assert place_jobs({"stays": stays}, hosts)["stays"] == {"a": 2}, "it waits for no other"
+
+
+@pytest.mark.parametrize(("gain", "slots"), [(1.03, 1), (1.2, 2)])
+def test_slots_change_for_more_than_the_noise_of_the_figures(gain: float, slots: int) -> None:
+    measured = np.array([0.0, 10.0, 10.0 * gain])
+    job = Job("a", 0.0, measured, 1e6, {"h0": 1}, max_slots=2, noise=0.02)
+    assert slots_of(decide([job], HOSTS, 0.0)) == {"a": slots}
+    exact = dataclasses.replace(job, noise=0.0)
+    assert slots_of(decide([exact], HOSTS, 0.0)) == {"a": 2}

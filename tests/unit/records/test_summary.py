@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_elastic.records.summary import RunSummary, summarize, take_event, take_events
-from hvd_elastic.records.wording import Narrator
-from hvd_elastic.views.run_words import run_words
+from hvd_elastic.records.wording import Narrator, run_sentences
 from tests.unit.records.sample_run import EXAMPLES, START, sample_events
 
 
@@ -196,7 +195,7 @@ def test_an_event_that_is_not_of_its_kind_is_left_out_and_counted(misfit: dict[s
     events.append({"t": 2.0, "kind": "metrics", "step": 7, "throughput": 1.0})
     run = summarize(events)
     assert (run.misfits, run.steps) == (1, 7)
-    assert "1 event with unexpected fields left out." in run_words(run, "running")
+    assert "1 event with unexpected fields left out." in run_sentences(run, "running")
     assert [line for event in events for line in narrator.tell(event)]
 
 
@@ -240,7 +239,7 @@ def test_an_outage_of_the_only_host_is_a_failure_since_training_was_last_heard_o
 def test_the_time_before_a_resume_without_processes_is_not_training() -> None:
     ended = [event(101.0, "run_finished", status="failed"), event(111.0, "run_started")]
     run = summarize([*TRAINED, *ended, *began(118.0, 1, 0, 2), *trains(121, 200)])
-    assert seconds(run) == {"start-up": 10.0 + 19.0}
+    assert seconds(run) == {"start-up": 19.0, "interruption": 10.0}
     throughput = run.series["throughput"]
     gap = [
         at for at, value in zip(throughput.at_s, throughput.values, strict=True) if value != value
@@ -259,3 +258,13 @@ def test_metrics_that_arrive_late_belong_to_the_time_when_they_were_measured() -
     assert "late_s" not in run.series
     assert run.user_metrics == []
     assert run.spending.by_cause["input"].seconds == 0
+
+
+def test_a_plain_command_runs_as_soon_as_its_process_does() -> None:
+    told = [
+        {"t": 0.0, "kind": "run_started", "run_id": "sleep-1", "hosts": [["n1", 1]], "plain": True},
+        {"t": 1.0, "kind": "waiting", "reason": "starting the command on n1"},
+        {"t": 2.0, "kind": "worker_started", "host": "n1", "local_rank": 0},
+    ]
+    summary = summarize(told)
+    assert (summary.plain, summary.waiting, summary.size) == (True, "", 1)

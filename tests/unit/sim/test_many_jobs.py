@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hvd_elastic.errors import UsageError
-from hvd_elastic.policy.schedule.jobs import HostSlots
+from hvd_elastic.policy.schedule.decide import decide
+from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots
 from hvd_elastic.records.cluster import summarize_cluster
 from hvd_elastic.sim.jobs.fairness import EqualShares
-from hvd_elastic.sim.jobs.policies import POLICIES
+from hvd_elastic.sim.jobs.job import JobInTime
+from hvd_elastic.sim.jobs.policies import POLICIES, as_jobs
 from hvd_elastic.sim.jobs.profiles import SubmittedJob, read_applications, read_workload
-from hvd_elastic.sim.jobs.run import queue_events, simulate_jobs
+from hvd_elastic.sim.jobs.run import queue_events, run_jobs, simulate_jobs
 
 HOSTS = [HostSlots("a", 2), HostSlots("b", 2)]
 STEP_S, EPOCHS, STEPS = 0.5, 4, 1000
@@ -112,3 +117,45 @@ def test_a_workload_names_the_line_of_a_mistake(profiles: Path, tmp_path: Path) 
         read_workload(path, read_applications(profiles))
     with pytest.raises(UsageError, match="is not a folder of profiles"):
         read_applications(tmp_path / "profiles")
+
+
+class Flat(JobInTime):
+    """A job that is as fast on any number of slots; what differs is the noise of its figures."""
+
+    max_slots = 4
+    remaining_examples = math.inf
+
+    def goodput(self) -> np.ndarray:
+        return np.array([0.0, 10.0, 10.0, 10.0, 10.0])
+
+    def _train(self, now: float, seconds: float) -> None:
+        self.finished_s = now + seconds if now >= 2000 else None
+
+
+def test_a_job_of_constant_speed_keeps_its_slots_whatever_the_noise() -> None:
+    def rescales(known: float) -> int:
+        job = Flat("flat", 0.0)
+        job.noise = 0.03
+
+        def choose(active: Sequence[Flat], now: float) -> Mapping[str, Assignment]:
+            (seen,) = as_jobs(active, 1.0, tells_length=False)
+            return decide([dataclasses.replace(seen, noise=known)], HOSTS, now)
+
+        sizes = {host.name: host.slots for host in HOSTS}
+        return run_jobs([job], choose, 10.0, 1.0, sizes).rescales
+
+    assert rescales(known=0.0) > 20, "200 decisions on noise"
+    assert rescales(known=0.03) <= 5
+
+
+def test_jobs_wait_for_slots_until_the_processes_of_others_have_left(profiles: Path) -> None:
+    submitted = [
+        dataclasses.replace(job, submitted_s=400.0 * number)
+        for number, job in enumerate(jobs(profiles, 3))
+    ]
+    outcomes = [
+        simulate_jobs(submitted, HOSTS, POLICIES["goodput"], 10.0, 1.0, leave_s=leave_s)
+        for leave_s in (0.0, 60.0)
+    ]
+    assert outcomes[0].waited_s == 0 < outcomes[1].waited_s
+    assert outcomes[0].mean_completion_s < outcomes[1].mean_completion_s

@@ -215,7 +215,7 @@ def test_a_step_whose_gradients_are_not_finite_is_left_out(unreviewed: Context) 
         training.train()
     assert not training.weights().any()
     assert int(training.optimizer.iterations) == 0
-    assert training.planner.skipped.count == 10
+    assert training.planner.skipped.consecutive == 10
 
 
 def test_the_passes_of_a_step_that_fails_are_dropped(unreviewed: Context) -> None:

@@ -115,6 +115,17 @@ def test_no_variable_changes_if_one_reduction_fails(
         np.testing.assert_allclose(variable.numpy(), value.numpy(), rtol=1e-6)
 
 
+def test_helpers_of_the_state_are_compared_before_variables_change(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "reduce_in_graph", lambda tensor, name, average: tensor)
+    training, seen = Training(monkeypatch, in_ring=True), []
+    monkeypatch.setattr(alone.rollback, "step_begins", lambda: seen.append(training.values))
+    training.step(tf.constant(1.0))
+    assert seen == [[[1.0, 2.0], [3.0, 4.0]]]
+    assert training.values == [[0.0, 1.0], [2.0, 3.0]]
+
+
 def test_a_body_with_several_optimizers_is_undone_as_a_whole(
     alone: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,13 +322,3 @@ def test_the_bucket_of_the_first_variable_is_known_as_the_last_to_be_computed(
     contents = [sorted(flat.numpy()) for flat in packed.flats]
     assert contents == [[0, 2], [1, 1]]  # the large gradient has a bucket of its own, at the end
     assert packed.last == 0
-
-
-@pytest.mark.parametrize("choice", ["skip", "stop"])
-def test_it_is_said_that_a_fixed_batch_does_not_stop(
-    alone: Context, caplog: pytest.LogCaptureFixture, choice: str
-) -> None:
-    alone.worker.on_not_finite = choice
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    choose_optimizers(hvd.State(optimizer=optimizer))
-    assert ("stop has no effect" in caplog.text) == (choice == "stop")

@@ -18,6 +18,7 @@ from hvd_elastic.tensorflow.controls import Control
 from hvd_elastic.tensorflow.losses import losses_watched
 from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.pass_counts import PassCounts
 
 VALUES = tf.constant([1.0, 2.0, 3.0])
 KINDS = {kind: keras.losses.MeanSquaredError(reduction=kind) for kind in ("sum", None)}
@@ -69,6 +70,33 @@ def test_the_average_over_the_ranks_is_the_gradient_of_the_whole_sum(
 
 def test_a_gradient_penalty_is_left_alone(told: list[str]) -> None:
     assert gradient(lambda values: values, of_input=True) == 3
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_a_sum_is_warned_of_unless_it_is_divided(told: list[str], eagerly: bool) -> None:
+    """As a batch's sum over the number of its examples, or one of all ranks."""
+    own = keras.losses.MeanSquaredError(reduction="sum")
+    tf.config.run_functions_eagerly(eagerly)
+    try:
+        gradient(lambda values: own(tf.zeros((3, 1)), values[:, None]) / 3)
+        gradient(lambda values: own(tf.zeros((3, 1)), values[:, None]) * (1 / 3))
+        gradient(lambda values: own(tf.zeros((3, 1)), values) / tf.cast(tf.size(values), "float32"))
+        assert told == []
+        gradient(lambda values: own(tf.zeros((3, 1)), values[:, None]))
+        if not eagerly:  # only graphs know what a loss adds
+            gradient(lambda values: values[0] + own(tf.zeros((3, 1)), values[:, None]))
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert ["reduction='sum' in a step" in each for each in told] == [True] * (1 + (not eagerly))
+
+
+def test_a_mean_over_a_mask_is_not_warned_of_where_the_script_counts(
+    told: list[str], alone: Context
+) -> None:
+    alone.step.counts = PassCounts(alone.worker.communicator)
+    weighted = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    gradient(lambda values: weighted(tf.zeros((3, 1)), values[:, None], VALUES))
+    assert told == []
 
 
 def test_what_cannot_be_made_right_is_warned_of(told: list[str]) -> None:

@@ -6,10 +6,12 @@ from tests.paths import ROOT, skip_module_without_tensorflow
 
 skip_module_without_tensorflow()
 
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -24,6 +26,7 @@ from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.tensorflow.content import load_checkpoint
 from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.helper_copies import HelperCopies
 
 
 def model_of(width: int) -> keras.Model:
@@ -113,6 +116,56 @@ def test_rates_and_variables_that_a_script_sets_are_rolled_back(alone: Context) 
     state.roll_back()
     assert float(optimizer.learning_rate) == 0.5
     assert int(state.count) == 1
+
+
+class Buffer:
+    """A helper object of more than 1 MiB."""
+
+    def __init__(self) -> None:
+        self.values = np.zeros(200_000)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        self.values = state["values"]
+
+
+def test_large_helpers_are_copied_as_long_as_that_takes_little_time(alone: Context) -> None:
+    """As with PyTorch: then a change before the step is refused, and one after it is none."""
+    buffer, now = Buffer(), itertools.count()
+    state = hvd.State(buffer=buffer)
+    state._helpers = HelperCopies(clock=lambda: next(now) * 1e-3)
+    buffer.values[0] = 1.0
+    state.roll_back()
+    assert buffer.values[0] == 0.0
+    for step in range(100):
+        state.step_begins()
+        buffer.values[step] = 1.0  # after the step
+        state.save_values()
+    assert "buffer" not in state._saved.dumped
+    now = itertools.count(10_000)  # it is compared again
+    state.save_values()
+    buffer.values[0] = 2.0
+    with pytest.raises(
+        ScriptError, match=r"State\(buffer=...\): this Buffer changes in the loop body"
+    ):
+        state.step_begins()
+
+
+@pytest.mark.parametrize("kind", [tf.constant, tf.Variable, keras.Variable, np.float32, float])
+def test_sums_over_ranks_are_of_numbers_and_tensors(alone: Context, kind: Any) -> None:
+    alone.worker.in_train = False
+    totals = hvd.Accumulator()
+    alone.worker.in_train = True
+    totals.add(4, loss=kind(2.0))
+    totals.add(4, loss=kind(4.0))
+    totals.synchronize()
+    assert (totals["loss"], totals.mean("loss")) == (6.0, 0.75)
+    with pytest.raises(ScriptError, match=r"shape \(2,\) and type <dtype: 'float32'> is no number"):
+        totals.add(loss=tf.zeros(2))
+    with pytest.raises(ScriptError, match=r"is called in a tf\.function"):
+        tf.function(lambda: totals.add(loss=tf.zeros(())))()
 
 
 def test_tensorflow_scripts_import_no_pytorch_and_run_no_operation() -> None:

@@ -792,6 +792,15 @@ def test_all_passes_of_a_step_come_from_one_reader() -> None:
     loader.close()
 
 
+def test_the_passes_of_a_step_read_its_whole_share_where_it_cannot_be_divided() -> None:
+    loader: Any = DataLoader(Numbers(16), 11, context=fake())
+    loader.planner.passes = lambda *_: 3
+    place = Place(0, (0, 0, 1), (loader.planner.cut, 0))
+    passes = list(loader._order.indices(place, Progress()))
+    assert [len(indices) for indices in passes] == [3, 4, 4, 1, 2, 2]
+    assert [*chain(*passes)] == list(range(16))
+
+
 def test_loader_is_registered_once_for_each_context() -> None:
     context = fake()
     loader: Any = DataLoader(Numbers(6), 3, context=context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from torch import nn
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.torch import gradient_buckets
+from hvd_elastic.torch.forward_watch import ForwardWatch
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.sink import FileSink
 from hvd_elastic.training.step import Pass
 
 
@@ -119,7 +123,9 @@ def test_large_numbers_are_finite(alone: Context, ranks: Ranks) -> None:
     assert alone.worker.progress.skipped == 0
 
 
-def test_ten_in_a_row_end_the_run(alone: Context, ranks: Ranks) -> None:
+def test_ten_in_a_row_end_the_run(alone: Context, ranks: Ranks, tmp_path: Path) -> None:
+    """All of them are told before."""
+    alone.worker.sink = FileSink(tmp_path)
     model, optimizer = made()
     for factor in [math.nan] * 9 + [1.0] + [math.nan] * 9:
         take_step(alone, model, optimizer, factor)
@@ -127,6 +133,8 @@ def test_ten_in_a_row_end_the_run(alone: Context, ranks: Ranks) -> None:
         ScriptError, match=r"in 10 steps running, up to step 20: .* data and the loss, .* scale"
     ):
         take_step(alone, model, optimizer, math.nan)
+    (*_, told) = read_events(tmp_path / "events.jsonl")
+    assert told["skipped_steps"] == 19
 
 
 def test_such_a_step_ends_the_run_where_the_user_says_so(alone: Context, ranks: Ranks) -> None:
@@ -217,3 +225,97 @@ def test_a_rank_whose_own_gradients_are_finite_is_not_named(
     take_step(alone, model, optimizer)
     assert "step 1, of epoch 0 at example 0, is left out" in caplog.text
     assert "gradients of rank" not in caplog.text
+
+
+def test_a_step_that_is_left_out_leaves_buffers_as_they_were(alone: Context, ranks: Ranks) -> None:
+    """Such as the statistics of batches, which would stay NaN for ever."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    alone.worker.state = hvd.State(model=model, optimizer=optimizer)
+
+    def step(inputs: torch.Tensor) -> list[torch.Tensor]:
+        alone.hand_out(Pass(step_examples=8, weight=1.0))
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        return [each.clone() for each in model.buffers()]
+
+    first = step(torch.randn(4, 6))
+    torch.testing.assert_close(step(torch.full((4, 6), math.nan)), first, rtol=0, atol=0)
+    pairs = zip(step(torch.randn(4, 6)), first, strict=True)
+    assert not any(each.equal(before) for each, before in pairs)
+
+
+class Layers(nn.Module):
+    """Two layers, and a factor between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.factor = nn.Linear(6, 4), nn.Linear(4, 1), 1.0
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.passes += self.factor
+        return self.second(torch.relu(self.first(inputs)) * self.factor)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "factor", "scale", "said"),
+    [
+        (math.nan, 1.0, 1.0, "the inputs of 'model.first' (Linear) are not finite already"),
+        (1.0, math.inf, 1.0, "the inputs of 'model.second' (Linear) are not finite already"),
+        (
+            3e38,
+            1.0,
+            1.0,
+            "the first outputs that are not finite are those of 'model.first' (Linear)",
+        ),
+        (1.0, 1.0, math.inf, "become so in the loss or backward from it"),
+    ],
+)
+def test_the_first_layer_is_found_that_is_not_finite(
+    inputs: float, factor: float, scale: float, said: str
+) -> None:
+    model = Layers()
+    watch = ForwardWatch({"model": model})
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(1.0)
+    model.factor = factor
+    outputs = model(torch.full((2, 6), inputs)).sum() * scale
+    model(torch.ones(2, 6))
+    assert not outputs.isfinite()
+    assert said in watch.end()
+    assert not model.first._forward_hooks
+
+
+def test_a_step_is_repeated_once_to_find_the_layer(
+    alone: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where training is elastic, and then left out; a body that is finite then is taken."""
+    model = Layers()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    state = hvd.State(model=model, optimizer=optimizer)
+    loader: Any = hvd.DataLoader(torch.utils.data.TensorDataset(torch.randn(40, 6)), 8)
+    monkeypatch.setattr(type(alone.worker), "elastic", True)
+    bodies = []
+
+    @hvd.run
+    def train(_: hvd.State) -> None:
+        for _epoch in hvd.epochs(1):
+            for (inputs,) in loader:
+                step = alone.worker.progress.step
+                bodies.append(step)
+                model.factor = math.nan if step == 1 or bodies.count(3) == 1 else 1.0
+                optimizer.zero_grad()
+                model(inputs).sum().backward()
+                optimizer.step()
+
+    alone.worker.in_train = False
+    train(state)
+    assert bodies == [0, 1, 1, 2, 3, 3, 4]
+    assert model.passes == 4, "of steps that were taken"
+    assert "not those of all parameters; the inputs of 'model.second'" in caplog.text
+    assert alone.worker.progress.skipped == 1
+    assert all(each.isfinite().all() for each in model.parameters())

@@ -103,6 +103,34 @@ def test_padding_counts_nothing(alone: Context) -> None:
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_step_of_which_nothing_counts_is_left_out(alone: Context, optimizers: int) -> None:
+    """Neither momentum nor weight decay moves parameters; the examples are used."""
+    models = [nn.Linear(2, 1) for _ in range(optimizers)]
+    wrapped = [
+        hvd.DistributedOptimizer(
+            torch.optim.AdamW(each.parameters(), lr=1.0, weight_decay=0.5), each
+        )
+        for each in models
+    ]
+    for count in (1, 0):
+        before = [p.clone() for model in models for p in model.parameters()]
+        hand_out(alone)
+        hvd.step_weight(count)
+        for model, optimizer in zip(models, wrapped, strict=True):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 2)).sum() * (1.0 if count else float("nan"))).backward()
+            optimizer.step()
+        alone.mark_consumed()
+        same = [torch.equal(p, q) for p, q in zip(before, parameters(models), strict=True)]
+        assert all(same) == (count == 0)
+    assert [int(state["step"]) for state in wrapped[0].state.values()] == [1, 1]
+
+
+def parameters(models: list[nn.Linear]) -> list[torch.Tensor]:
+    return [p for model in models for p in model.parameters()]
+
+
 def test_several_optimizers_have_the_weight_of_the_body(
     alone: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,30 +14,39 @@ from hvd_elastic.torch.summed_losses import (
     _MEAN,
     _OTHER,
     _SUM,
-    _UNSEEN,
     _VALID,
+    Counts,
     kinds_of,
     summed_losses_are_added,
 )
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.step import Pass
 
-EXAMPLES = 6
-weights = torch.ones(EXAMPLES, 4, requires_grad=True)
+EXAMPLES, STEP = 6, 12
+COUNTS = Counts(EXAMPLES, STEP, share=EXAMPLES)
+weights = torch.nn.Parameter(torch.ones(4))
 data = torch.arange(EXAMPLES * 4.0).reshape(EXAMPLES, 4)
 other = torch.ones(EXAMPLES, 4)
 classes = torch.arange(EXAMPLES) % 4
 MASK = torch.tensor([True, False, True, True, False, True])
 CLASS_WEIGHTS = torch.arange(1.0, 5.0)
-parameter = torch.ones(3, requires_grad=True)
+parameter = torch.nn.Parameter(torch.ones(3))
 
 
-def outputs() -> torch.Tensor:
-    return data * weights
+def outputs(examples: int = EXAMPLES) -> torch.Tensor:
+    return data[:examples] * weights
 
 
 def penalised() -> torch.Tensor:
     return torch.cat([weights.view(-1), parameter])
+
+
+def inputs_of_gradients() -> torch.Tensor:
+    return data.clone().requires_grad_()
+
+
+def smoothed(**options: Any) -> torch.Tensor:
+    return F.cross_entropy(outputs(), classes, label_smoothing=0.1, **options)
 
 
 def kl() -> torch.Tensor:
@@ -50,7 +59,9 @@ def kl() -> torch.Tensor:
         (lambda: F.mse_loss(outputs(), other), {_MEAN}),
         (lambda: F.mse_loss(outputs(), other, reduction="sum"), {_SUM}),
         (lambda: F.cross_entropy(outputs(), classes, reduction="sum"), {_SUM}),
-        (lambda: F.cross_entropy(outputs(), classes, label_smoothing=0.1), {_OTHER}),
+        (lambda: F.cross_entropy(outputs(), classes, label_smoothing=0.1), {_MEAN}),
+        (lambda: smoothed(ignore_index=0), {_VALID, _DIVIDED}),
+        (lambda: smoothed(reduction="sum"), {_SUM}),
         (lambda: F.cross_entropy(outputs(), classes, ignore_index=0), {_VALID}),
         (lambda: F.cross_entropy(outputs(), classes, ignore_index=7), {_MEAN}),
         (lambda: F.cross_entropy(outputs(), classes, weight=CLASS_WEIGHTS), {_MEAN}),
@@ -64,7 +75,25 @@ def kl() -> torch.Tensor:
         (lambda: F.cross_entropy(outputs(), classes, reduction="sum") / MASK.sum(), {_DIVIDED}),
         (lambda: outputs().sum() * (1 / MASK.sum()), {_DIVIDED}),
         (lambda: outputs().sum() * torch.tensor(1024.0), {_SUM}),  # a gradient scaler
-        (outputs()[MASK].sum, {_UNSEEN}),
+        (outputs()[MASK].sum, {_SUM}),
+        (lambda: outputs().masked_select(MASK[:, None]).mean(), {_VALID}),
+        (outputs()[MASK].mean, {_VALID}),
+        (outputs()[torch.arange(EXAMPLES), classes].mean, {_MEAN}),
+        (lambda: outputs()[MASK].sum() / EXAMPLES, {_MEAN}),
+        (lambda: outputs().square().sum() / (3 * EXAMPLES), {_MEAN}),
+        (lambda: outputs().square().sum() / STEP, {_DIVIDED}),
+        ((outputs() / EXAMPLES).sum, {_MEAN}),
+        ((outputs() / MASK.sum()).sum, {_DIVIDED}),
+        (lambda: outputs().view(-1).sum(), {_SUM}),
+        (outputs().T.sum, {_SUM}),
+        (lambda: outputs().sum(0).mean(), {_SUM}),
+        (lambda: outputs().sum(-2).mean(), {_SUM}),
+        (lambda: torch.stack([outputs().mean(1)] * 3).sum(0).mean(), {_MEAN}),  # of 3 time steps
+        (lambda: torch.stack([outputs().mean(1)] * EXAMPLES).sum(0).mean(), {_MEAN}),
+        (lambda: ((outputs() - other) / 2).pow(2).sum(), {_SUM}),
+        (lambda: outputs().mean((0, 1)), {_MEAN}),
+        (lambda: inputs_of_gradients().sum(), {_SUM}),
+        (lambda: F.linear(inputs_of_gradients(), torch.ones(2, 4)).sum(), {_SUM}),
         (lambda: outputs().mean(0).sum(), {_MEAN}),
         (lambda: outputs().mean(1).sum(), {_SUM}),
         (kl, {_MEAN}),
@@ -75,18 +104,159 @@ def kl() -> torch.Tensor:
         (lambda: outputs().mean() + 1e-4 * parameter.square().sum(), {_MEAN, _OTHER}),
         (lambda: outputs().mean() + weights.square().sum(), {_MEAN, _OTHER}),
         (lambda: outputs().mean() + penalised().abs().sum(), {_MEAN, _OTHER}),
-        (lambda: torch.cat([outputs().view(-1), parameter]).abs().sum(), {_UNSEEN}),
         (lambda: outputs().sum() * parameter[0], set()),
     ],
 )
 def test_what_a_loss_is_over_the_batch(loss: Callable[[], Any], kinds: set[str]) -> None:
-    assert kinds_of(loss(), EXAMPLES, (EXAMPLES, EXAMPLES + 1)) == kinds
+    assert kinds_of(loss(), COUNTS) == kinds
+
+
+# -- losses of well-known projects, with as many features as examples, and with another number ---
+
+layer = torch.nn.Linear(4, 6)
+wide = torch.nn.Linear(4, 7)
+
+
+def vae() -> torch.Tensor:
+    """pytorch/examples; divided by the batch in many others."""
+    decoded, mu, logvar = outputs().sigmoid(), layer(data), layer(data)
+    bce = F.binary_cross_entropy(decoded, other, reduction="sum")
+    return bce - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
+
+
+def beta_vae() -> torch.Tensor:
+    """PyTorch-VAE."""
+    mu, logvar = layer(data), layer(data)
+    kld = torch.mean(-0.5 * torch.sum(1 + logvar - mu**2 - logvar.exp(), dim=1), dim=0)
+    return F.mse_loss(outputs(), other) + 0.00025 * kld
+
+
+def barlow_twins(net: torch.nn.Module) -> torch.Tensor:
+    """facebookresearch/barlowtwins."""
+    c = (net(data).T @ net(other)).div_(EXAMPLES)
+    size = len(c)
+    off = c.flatten()[:-1].view(size - 1, size + 1)[:, 1:].flatten()
+    return torch.diagonal(c).add_(-1).pow_(2).sum() + 0.0051 * off.pow_(2).sum()
+
+
+def vicreg(net: torch.nn.Module) -> torch.Tensor:
+    """facebookresearch/vicreg."""
+    x, y = net(data), net(other)
+    repr_loss = F.mse_loss(x, y)
+    x = x - x.mean(dim=0)
+    std_loss = torch.mean(F.relu(1 - torch.sqrt(x.var(dim=0) + 0.0001)))
+    cov = (x.T @ x) / (EXAMPLES - 1)
+    size = len(cov)
+    off = cov.flatten()[:-1].view(size - 1, size + 1)[:, 1:].flatten()
+    return 25 * repr_loss + 25 * std_loss + off.pow_(2).sum().div(size)
+
+
+def feature_matching(net: torch.nn.Module) -> torch.Tensor:
+    return (net(data).mean(0) - net(other).mean(0)).pow(2).sum()
+
+
+def nt_xent() -> torch.Tensor:
+    """Spijkervet/SimCLR: a sum divided by the 2 N rows."""
+    z = torch.cat([layer(data), layer(other)])
+    similar = F.cosine_similarity(z[:, None], z[None], dim=2) / 0.5
+    rows = torch.arange(2 * EXAMPLES)
+    return F.cross_entropy(similar, rows, reduction="sum") / (2 * EXAMPLES)
+
+
+def clip() -> torch.Tensor:
+    """openai/CLIP."""
+    logits = 14.3 * layer(data) @ layer(other).T
+    labels = torch.arange(EXAMPLES)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def orthogonality(net: torch.nn.Linear) -> torch.Tensor:
+    w = net.weight
+    return (w @ w.T - torch.eye(len(w))).pow(2).sum()
+
+
+def gradients() -> tuple[torch.Tensor, ...]:
+    loss = F.mse_loss(wide(layer(data)[:, :4]), torch.zeros(EXAMPLES, 7))
+    return torch.autograd.grad(loss, [*wide.parameters(), *layer.parameters()], create_graph=True)
+
+
+def wgan_gp() -> torch.Tensor:
+    inputs = data.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(layer(inputs).sum(), inputs, create_graph=True)
+    gp = ((slope.norm(2, dim=1) - 1) ** 2).mean()
+    return layer(other).mean() - layer(data).mean() + 10 * gp
+
+
+def gpt(**options: Any) -> torch.Tensor:
+    """karpathy/nanoGPT, with logits of 3 tokens for each of two texts."""
+    return F.cross_entropy(layer(data).view(2, 3, 6).view(-1, 6), classes, **options)
+
+
+def focal(divisor: Any) -> torch.Tensor:
+    """torchvision's RetinaNet: a sum that is divided by the number of foreground anchors."""
+    p, ce = outputs().sigmoid(), F.binary_cross_entropy_with_logits(outputs(), other)
+    return (ce * ((1 - p) ** 2)).sum() / divisor
+
+
+def masked_tokens() -> torch.Tensor:
+    """Means over tokens as Hugging Face's losses are."""
+    logits = layer(data).view(2, 3, 6)
+    losses = F.cross_entropy(logits.view(-1, 6), classes, reduction="none").view(2, 3)
+    mask = MASK.view(2, 3).float()
+    return (losses * mask).sum() / mask.sum()
+
+
+def elastic_weights() -> torch.Tensor:
+    """EWC: the Fisher information times squares of the distance to earlier weights."""
+    return (torch.rand(6, 4) * (layer.weight - torch.rand(6, 4)) ** 2).sum()
+
+
+MEANS = F.mse_loss(layer(data), torch.ones(6, 6))
+
+
+@pytest.mark.parametrize(
+    ("loss", "kinds"),
+    [
+        (vae, {_SUM}),
+        (lambda: vae() / EXAMPLES, {_MEAN}),
+        (beta_vae, {_MEAN}),
+        (lambda: barlow_twins(layer), {_OTHER}),
+        (lambda: barlow_twins(wide), {_OTHER}),
+        (lambda: vicreg(layer), {_MEAN, _OTHER}),
+        (lambda: vicreg(wide), {_MEAN, _OTHER}),
+        (lambda: feature_matching(layer), {_OTHER}),
+        (lambda: feature_matching(wide), {_OTHER}),
+        (nt_xent, {_MEAN}),
+        (clip, {_MEAN}),
+        (lambda: MEANS + 1e-3 * orthogonality(layer), {_MEAN, _OTHER}),
+        (lambda: MEANS + 1e-3 * orthogonality(wide), {_MEAN, _OTHER}),
+        (lambda: MEANS + 0.1 * sum(g.pow(2).sum() for g in gradients()), {_MEAN, _OTHER}),
+        (lambda: MEANS + 0.1 * sum(g.norm() for g in gradients()), {_MEAN, _OTHER}),
+        (wgan_gp, {_MEAN}),
+        (lambda: MEANS + sum(p.pow(2).sum() for p in layer.parameters()), {_MEAN, _OTHER}),
+        (lambda: MEANS + sum(p.abs().sum() for p in wide.parameters()), {_MEAN, _OTHER}),
+        (lambda: MEANS + elastic_weights(), {_MEAN, _OTHER}),
+        (gpt, {_MEAN}),
+        (lambda: gpt(ignore_index=0), {_VALID}),
+        (lambda: gpt(reduction="sum"), {_SUM}),
+        (lambda: gpt(reduction="sum") / EXAMPLES, {_MEAN}),
+        (lambda: focal(5), {_DIVIDED}),
+        (lambda: focal(max(torch.tensor(4), 1)), {_DIVIDED}),
+    ],
+)
+def test_losses_of_well_known_projects(loss: Callable[[], Any], kinds: set[str]) -> None:
+    """No penalty, correlation or statistic of a batch passes for a sum over it."""
+    assert kinds_of(loss(), COUNTS) == kinds
+
+
+def test_a_mean_over_the_tokens_of_texts_is_a_sum_that_is_divided() -> None:
+    assert kinds_of(masked_tokens(), Counts(examples=2, step_examples=4, share=2)) == {_DIVIDED}
 
 
 @pytest.mark.parametrize("examples", [1, EXAMPLES])
 def test_a_loss_of_each_example_is_a_sum(examples: int) -> None:
-    loss = outputs()[:examples].mean(1)
-    assert kinds_of(loss, examples, (examples,), is_vector=True) == {_SUM}
+    loss = outputs(examples).mean(1)
+    assert kinds_of(loss, Counts(examples, 2 * examples, examples), is_vector=True) == {_SUM}
 
 
 def weight_after(alone: Context, loss: torch.Tensor, ranks: int = 2) -> float:

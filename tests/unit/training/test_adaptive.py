@@ -28,6 +28,7 @@ from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 from hvd_elastic.training.planning.compute_times import SamplingCost
 from hvd_elastic.training.planning.planner import Report
+from hvd_elastic.training.progress import Progress
 
 Loader = hvd.DataLoader[list[torch.Tensor]]
 
@@ -251,7 +252,6 @@ def test_a_step_with_nan_is_left_out_and_a_run_of_them_ends_the_job(alone: Conte
 
     train(hvd.State(model=model, optimizer=optimizer))
     assert isinstance(loader.planner, AdaptivePlanner)
-    assert loader.planner.skipped.count == 2
     assert alone.worker.progress.skipped == 2
     assert torch.isfinite(model.weight).all()
     assert alone.worker.progress.examples == 400
@@ -267,10 +267,10 @@ def test_a_loss_that_bursts_with_a_rate_that_was_scaled_is_told_with_the_scale()
     adaptation = AdaptivePlanner(BatchLimits(64, 1024), examples=8192)
     adaptation.choice.plan = BatchPlan(512)
     adaptation.adjustments = lambda: [Adjustment(factor=4.39, gain=1.0)]  # type: ignore[method-assign]
-    for step in range(9):
-        adaptation.skip(step)
+    for step in range(10):
+        adaptation.skipped.add(Progress(step=step, skipped_at=step - 1, skipped_running=step))
     with pytest.raises(ScriptError, match="not finite in 10 steps") as error:
-        adaptation.skip(9)
+        adaptation.skipped.refuse_many(9, adaptation.rate_advice)
     assert "8 times the initial 64, hvd_elastic has multiplied the learning rate by 4.39" in str(
         error.value
     )
@@ -311,7 +311,7 @@ def test_gradients_that_are_bad_in_a_part_of_the_model_are_seen(alone: Context) 
 
     train(hvd.State(model=model, optimizer=optimizer))
     assert isinstance(loader.planner, AdaptivePlanner)
-    assert loader.planner.skipped.count == 2
+    assert alone.worker.progress.skipped == 2
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
@@ -650,7 +650,7 @@ def test_reviews_schedule_the_sampling_of_gradients() -> None:
     other = AdaptivePlanner(BatchLimits(32, 32), examples=6400)
     other.load_state_dict(json.loads(json.dumps(adaptation.state_dict())))
     assert other.sampling.state_dict() == adaptation.sampling.state_dict()
-    assert other.skipped.state_dict() == {"skipped_steps": 0, "bad_running": 1}
+    assert other.skipped.state_dict() == {"bad_running": 1}
 
 
 def test_epochs_are_counted_to_the_nearest_pass() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
+from hvd_elastic.model.sharding import attribute_of
 from hvd_elastic.torch.input_source import LoaderSource
 from hvd_elastic.training import data_digest
 from hvd_elastic.training.data_digest import DataDigest, difference
@@ -156,6 +157,29 @@ def test_a_data_set_whose_examples_cannot_be_read_is_compared_by_the_rest() -> N
     one, other = (examples_of(Folder("/a", order)) for order in (ORDER, MIXED))
     assert difference(one, other) == "samples"
     assert one["examples"] == []
+
+
+class Boxed(Folder):
+    """Looks attributes up in a dict, as many wrappers do."""
+
+    def __getattr__(self, name: str) -> Any:
+        return dict[str, Any]()[name]
+
+
+def test_a_data_set_may_raise_what_it_likes_for_unknown_attributes() -> None:
+    data = Boxed("root", ORDER)
+    assert attribute_of(data, "blocks") is None
+    assert {"samples", "targets"} <= set(DataDigest(data, EXAMPLES).described())
+
+
+def test_an_attribute_that_is_there_and_fails_is_no_missing_one() -> None:
+    class Broken(Folder):
+        @property
+        def blocks(self) -> Any:
+            raise KeyError("sizes")
+
+    with pytest.raises(KeyError, match="sizes"):
+        attribute_of(Broken("root", ORDER), "blocks")
 
 
 class Shards(Folder):

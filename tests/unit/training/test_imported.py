@@ -26,6 +26,7 @@ def test_only_installed_modules_are_told_to_the_agent(
     assert {"json", "msgspec", "hvd_elastic.wire.messages"} <= {*names}
     assert not {"beside_the_script", "__main__", "sys", __name__} & {*names}
     assert names.index("json") < names.index("hvd_elastic.training.imported")
+    del sys.modules["beside_the_script"]
 
 
 def test_the_script_and_what_lies_beside_it_have_a_digest(tmp_path: Path) -> None:

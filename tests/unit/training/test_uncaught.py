@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ from tests.paths import WORKER_PYTHONPATH
 
 
 @pytest.fixture
-def hook(monkeypatch: pytest.MonkeyPatch) -> None:
+def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.delenv("HVD_ELASTIC_TRACEBACK", raising=False)
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

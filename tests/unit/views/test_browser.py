@@ -153,7 +153,7 @@ def test_what_happens_to_a_run_appears_and_can_be_opened(open_page: Any, site: S
     words = "killed by signal 9 (SIGKILL): 7 → 6 slots"
     happen_and_open(page, site, lambda: site.run.kill("node4"), "6", words)
     site.run.train(3)
-    page.wait_for_function("document.querySelector('.words').innerText.includes('6 processes')")
+    page.wait_for_function("document.querySelector('.words').innerText.includes('6 slots')")
     assert words in page.locator(".reason").inner_text(), "it stays open"
     page.locator(".marks button", has_text="6").click()
     assert page.locator(".reason").is_hidden()

@@ -122,3 +122,25 @@ def test_the_first_live_page_shows_the_cluster_and_follows_it(
 def test_a_cluster_without_events_is_not_shown(cluster: Path) -> None:
     (cluster / "events.jsonl").unlink()
     assert LiveClusters().render() == ""
+
+
+def test_a_job_that_runs_is_shown_whatever_came_later_and_the_newest_decision_first() -> None:
+    told = [{"t": 0.0, "kind": "cluster_hosts", "hosts": {"a": 2}}]
+    for number in range(300):
+        fields = {"job": number, "name": f"j{number}", "command": ["true"], "min_np": 1}
+        told.append({"t": number, "kind": "job_submitted", **fields})
+    held = {"0": {"a": 1}}
+    told.append({"t": 300.0, "kind": "job_started", "job": 0, "run_id": "j0-0"})
+    for number in (1, 2):
+        reasons = {"0": f"decision {number}"}
+        held = {"0": {"a": number}}
+        decided = {"kind": "jobs_decided", "allocations": held, "reasons": reasons}
+        told.append({"t": 300.0 + number, **decided})
+    ended = {"t": 400.0, "kind": "job_finished", "status": "failed"}
+    told += [{**ended, "job": number} for number in range(1, 300)]
+    page = render_cluster(summarize_cluster(told, "gpus"))
+    rows = re.findall(r'<td class="n">(\d+)</td><td class="job">', page)
+    assert (rows[0], len(rows)) == ("0", 200)
+    assert page.count('<span class="pill bad">failed') == 199, "as in the table of runs"
+    decisions = page.partition("<h2>Decisions")[2]
+    assert decisions.index("decision 2") < decisions.index("decision 1")

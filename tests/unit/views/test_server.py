@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import shutil
 import socket
@@ -116,7 +117,7 @@ def test_news_reach_a_page_that_is_open(viewer: Viewer, folder: Path) -> None:
         log.append("rescale_started", {**fields, "slots": [1, 3], "reason": reason})
     _, after = next(news)
     assert "host node9 joined" in after["html"]["rescales"]
-    assert "node9: 3 processes" in after["html"]["hosts"]
+    assert "node9: 3 workers" in after["html"]["hosts"]
     assert [chart["name"] for chart in after["data"]["charts"]] == [
         chart["name"] for chart in before["data"]["charts"]
     ]
@@ -409,6 +410,9 @@ def test_figures_for_prometheus(viewer: Viewer, folder: Path) -> None:
     assert 'hvd_elastic_run_info{run="digits-3",state="succeeded"} 1' in text
     assert "# TYPE hvd_elastic_steps_total counter" in text
     assert 'hvd_elastic_rescales_total{run="digits-3"} 4' in text
+    assert viewer.get("/metrics")[1] == text, "it has just ended, and can be read for a while"
+    os.utime(folder / "events.jsonl", (0, 0))
+    assert 'run="digits-3"' not in viewer.get("/metrics")[1]
     promtool = shutil.which("promtool")
     if promtool is not None:
         checked = subprocess.run(

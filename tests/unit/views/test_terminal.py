@@ -289,3 +289,54 @@ def test_of_what_nobody_reads_lines_are_left_out_and_counted(
         view.print("9")
     note = "… 5 lines left out here, where nobody read; hvd-elastic logs has them"
     assert stream.getvalue().splitlines() == ["0", "1", "2", "3", note, "an event", "9"]
+
+
+def test_a_traceback_that_the_worker_has_printed_is_not_shown_again() -> None:
+    stream = io.StringIO()
+    traceback = "Traceback (most recent call last):\n  File 'a.py'\nValueError: broken"
+    failed = {"kind": "script_failed", "host": "n1", "local_rank": 0, "traceback": traceback}
+    with RunView(stream, clock=FakeClock()) as view:
+        for line in traceback.splitlines():
+            view.output("n1", 0, line)
+        view.show(failed)
+        view.show({**failed, "host": "n2"})
+    told = stream.getvalue()
+    assert told.count("Traceback") == 2, "that of n2 was not printed"
+    assert told.index("the script failed in worker n1:0:\nValueError: broken") > 0
+
+
+def test_a_plain_command_has_words_of_its_own() -> None:
+    command = {"host": "n1", "local_rank": 0}
+    lines = shown(
+        [
+            {
+                "t": 1.0,
+                "kind": "run_started",
+                "run_id": "sleep-1",
+                "hosts": [["n1", 1]],
+                "plain": True,
+            },
+            {"t": 2.0, "kind": "waiting", "reason": "starting the command on n1"},
+            {"t": 3.0, "kind": "worker_started", **command},
+            {"t": 4.0, "kind": "script_failed", **command, "traceback": "no such data"},
+            {
+                "t": 5.0,
+                "kind": "worker_left",
+                **command,
+                "cause": "worker n1:0 ended",
+                "how": "died",
+            },
+            {
+                "t": 9.0,
+                "kind": "run_finished",
+                "status": "failed",
+                "steps": 0,
+                "examples": 0,
+                "message": "the command ended with exit status 3 on host n1: no such data",
+            },
+        ]
+    )
+    assert lines[:2] == ["run sleep-1: 1 host, 1 slot", "starting the command on n1"]
+    assert lines[-1] == "run failed: the command ended with exit status 3 on host n1"
+    told = " ".join(lines)
+    assert not re.search("step|worker|script", told), told

@@ -90,6 +90,8 @@ def test_the_client_configuration_pins_keys_and_identity() -> None:
     for block in (first, second):
         assert "StrictHostKeyChecking yes" in block
         assert "IdentitiesOnly yes" in block
+        assert "ConnectTimeout 10\n" in block
+        assert "ServerAliveInterval 5\n" in block
         assert 'IdentityFile "/state/vc 1/id_ed25519"' in block
         assert 'UserKnownHostsFile "/state/vc 1/known_hosts"' in block
 

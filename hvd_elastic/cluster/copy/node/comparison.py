@@ -46,14 +46,18 @@ def check_free(place: bytes, size: int, files: int) -> None:
     # Where a file system reports no blocks at all (such as /proc), only writing shows the error.
     if disk.f_blocks and size > 0 and size + HEADROOM_BYTES > free:
         raise StoreError(
-            f"{where} needs {size / 1e6:.0f} MB and {HEADROOM_BYTES / 1e6:.0f} MB to spare, "
-            f"{free / 1e6:.0f} MB are free there. Make room, or choose another destination"
+            f"{where} needs {_size(size)} and {_size(HEADROOM_BYTES)} to spare, {_size(free)} are "
+            "free there. Make room, or choose another destination"
         )
     if disk.f_files and files > disk.f_favail:
         raise StoreError(
             f"{where} needs {files} new files, the file system there has room for "
             f"{disk.f_favail}. Remove some, or choose another destination"
         )
+
+
+def _size(size):  # type: (float) -> str
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def part_name(file: File) -> bytes:

@@ -332,13 +332,13 @@ def test_a_link_slower_than_reading_here_is_told_and_not_used(
 
 def test_a_host_as_slow_as_the_rank_alone_is_used(start: Any, warnings: list[str]) -> None:
     far, own = Source(), Source()
-    far.before = own.before = lambda: time.sleep(0.01)
+    far.before = own.before = lambda: time.sleep(0.04)
     host = Host(far)
     reader = start(own)
     reader.use([host.server])
     wait_until(lambda: reader.helpers().number == 1)
-    reader.begin(0, passes(200))
-    assert take(reader, 200) == expected(0, 200)
+    reader.begin(0, passes(75))
+    assert take(reader, 75) == expected(0, 75)
     assert warnings == []
     assert len(own.read) <= 2  # to see how long it takes
     host.close()
@@ -554,7 +554,7 @@ def test_what_a_process_does_between_two_batches_is_told_apart() -> None:
     turn.acquire()
     waited = ask(3)
     assert waited.busy_s >= 0.2 + 0.1  # 0.3 s of the other's turn, at the least 0.2, and its own
-    assert waited.cpu_s + waited.delay_s < 0.5 * waited.busy_s  # as its own, which sleeps
+    assert waited.cpu_s + waited.delay_s < 0.9 * waited.busy_s  # as its own, which sleeps
     link.cut()
     thread.join()
     own.close()

@@ -1,0 +1,119 @@
+"""Know the hosts of a cluster: their slots, who holds or occupies them, and which are left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.jobs.grants import Slots
+from hvd_elastic.jobs.job import Job, JobKind, JobStatus
+from hvd_elastic.leader.hostfile_watch import HostfileWatch
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.wording import removed_host_words
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a job uses of the hosts.
+
+    Attributes:
+        job: the job.
+        occupied: slots of each host in which processes of its run live or start.
+    """
+
+    job: Job
+    occupied: Slots
+
+    def taken(self, host: str) -> int:
+        """Return the slots of a host that nobody else may have."""
+        return max(self.job.held.get(host, 0), self.occupied.get(host, 0))
+
+
+class ClusterHosts:
+    """The hosts of a cluster, also those that were taken out of its hostfile and are still used.
+
+    Args:
+        hostfile: the hostfile; it is read again whenever it is saved.
+        warn: called with the reason when it cannot be used.
+
+    Raises:
+        HostfileError: the hostfile cannot be used.
+    """
+
+    def __init__(self, hostfile: Path, warn: Callable[[str], None]) -> None:
+        self._watch = HostfileWatch(RunSpec(("true",), "/", hostfile=str(hostfile)), warn)
+        self._watch.read()
+        self._removed: dict[str, Host] = {}
+
+    @property
+    def listed(self) -> Mapping[str, Host]:
+        """Hosts of the hostfile that have slots, by name."""
+        return self._watch.hosts
+
+    @property
+    def known(self) -> Mapping[str, Host]:
+        """The same, and hosts that were taken out of the hostfile."""
+        return {**self._removed, **self.listed}
+
+    def changed(self) -> bool:
+        """Read the hostfile if it was saved; return whether that succeeded."""
+        before = self.known
+        found = self._watch.changed()
+        self.remember(before.values())
+        return found
+
+    def remember(self, hosts: Iterable[Host]) -> None:
+        """Note hosts that a job may still use, although the hostfile has them no more."""
+        self._removed |= {host.name: host for host in hosts}
+
+    def slots(self, jobs: Iterable[Job]) -> dict[str, int]:
+        """Return the slots of each host that may be held.
+
+        A plain command cannot move, so it keeps its slot until it ends, whatever the hostfile says.
+        """
+        kept: Counter[str] = Counter()
+        for job in jobs:
+            if job.request.kind is JobKind.PLAIN and job.status is JobStatus.RUNNING:
+                kept.update(job.held)
+        found = {host.name: host.slots for host in self.listed.values()}
+        return {host: max(found.get(host, 0), kept[host]) for host in {**found, **kept}}
+
+    def rows(self, uses: Iterable[Use], lost: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return what there is to say of each host that has slots or is used.
+
+        Args:
+            uses: what each job uses.
+            lost: hosts that cannot be used, with the cause.
+        """
+        uses = [*uses]
+        names = dict.fromkeys(self.listed)
+        names |= dict.fromkeys(h for use in uses for h in [*use.job.held, *use.occupied])
+        return [self._row(name, uses, lost.get(name)) for name in names]
+
+    def _row(self, name: str, uses: Iterable[Use], lost: str | None) -> dict[str, Any]:
+        here = [use for use in uses if use.taken(name)]
+        host = self.listed.get(name)
+        slots = 0 if host is None else host.slots
+        free = max(0, slots - sum(use.taken(name) for use in here))
+        state, cause = ("up", None) if lost is None else ("lost", lost)
+        if lost is not None:
+            free = 0
+        elif host is None:
+            ends = [use.job.run_id for use in here if use.job.request.kind is JobKind.PLAIN]
+            leaves = [use.job.run_id for use in here if use.job.request.kind is not JobKind.PLAIN]
+            state, cause = "leaving", removed_host_words(ends, leaves)
+        return {
+            "host": name,
+            "slots": slots,
+            "state": state,
+            "free": free,
+            "jobs": {use.job.run_id: use.job.held[name] for use in here if use.job.held.get(name)},
+            "occupied": {
+                use.job.run_id: use.occupied[name] for use in here if use.occupied.get(name)
+            },
+            "cause": cause,
+        }

@@ -1,0 +1,49 @@
+"""What is said of the hosts of a cluster: nothing is free where a process lives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.jobs.hosts import ClusterHosts, Use
+from hvd_elastic.jobs.job import Job, JobKind, JobRequest, JobStatus
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    path = tmp_path / "hosts"
+    path.write_text("a slots=2\nb slots=2\n")
+    return path
+
+
+def running(number: int, held: dict[str, int], kind: JobKind = JobKind.ELASTIC) -> Job:
+    request = JobRequest("job", {"command": ["true"]}, kind)
+    return Job(number, request, f"job-{number}", JobStatus.RUNNING, held=held)
+
+
+def test_a_slot_is_free_when_nobody_holds_it_and_no_process_lives_in_it(hostfile: Path) -> None:
+    hosts = ClusterHosts(hostfile, print)
+    leaving = Use(running(1, {"a": 1}), {"a": 1, "b": 1})
+    rows = {row["host"]: row for row in hosts.rows([leaving], {})}
+    assert [rows[host]["free"] for host in "ab"] == [1, 1]
+    assert (rows["b"]["jobs"], rows["b"]["occupied"]) == ({}, {"job-1": 1})
+    rows = {row["host"]: row for row in hosts.rows([leaving], {"a": "no answer"})}
+    assert (rows["a"]["state"], rows["a"]["free"], rows["a"]["cause"]) == ("lost", 0, "no answer")
+
+
+def test_a_host_that_leaves_the_hostfile_is_shown_until_it_is_empty(hostfile: Path) -> None:
+    hosts = ClusterHosts(hostfile, print)
+    command = running(1, {"b": 1}, JobKind.PLAIN)
+    trains = running(2, {"b": 1})
+    assert hosts.slots([command, trains]) == {"a": 2, "b": 2}
+    hostfile.write_text("a slots=2\n")
+    assert hosts.changed()
+    assert hosts.slots([command, trains]) == {"a": 2, "b": 1}, "the command keeps its slot"
+    assert hosts.known["b"].slots == 2, "it can still be named in the hostfile of the command"
+    uses = [Use(command, {"b": 1}), Use(trains, {"b": 2})]
+    rows = {row["host"]: row for row in hosts.rows(uses, {})}
+    assert (rows["b"]["state"], rows["b"]["slots"], rows["b"]["free"]) == ("leaving", 0, 0)
+    told = "taken out of the hostfile; empty as soon as job-1 has ended and job-2 has left it"
+    assert rows["b"]["cause"] == told
+    assert [row["host"] for row in hosts.rows([], {})] == ["a"]
