@@ -306,6 +306,7 @@ HUGGING_FACE = """
 import datasets, torch
 import hvd_elastic.torch as hvd
 
+hvd.init()
 data = datasets.Dataset.from_dict(
     {"x": [[n, 2 * n] for n in range(10)], "text": list("abcdefghij")}
 )
