@@ -188,7 +188,10 @@ def parse_index(text: bytes, folder: object) -> Index:
     try:
         head = msgspec.json.decode(text)
         if not isinstance(head, dict) or head.get("format") != _FORMAT:
-            raise DataError(f"{path} is not an index of hvd_elastic; {_again(folder)}")
+            raise DataError(
+                f"{path} is not an index of hvd_elastic, but of another program; index the shards "
+                f"in another folder: python datasets_prep/index_shards.py {folder} --index OTHER"
+            )
         if head.get("version") != VERSION:
             raise DataError(
                 f"{path} has version {head.get('version')} of the index, and this release reads "

@@ -84,11 +84,13 @@ class OpenShard:
         return [
             None
             if place < 0 or sizes[place] == -1
-            else self._value(place, record, offsets[place], sizes[place])
+            else self._value(place, record, offsets[place], sizes[place], start)
             for place in places
         ]
 
-    def _value(self, place: int, record: bytes, offset: int, size: int) -> Any:
+    def _value(self, place: int, record: bytes, offset: int, size: int, start: int) -> Any:
+        if offset < 0:  # of a hard link in a tar file, to an example before this one
+            return os.pread(self._file, size, start + offset)
         kind = self._kinds.get(self._fields[place])
         if kind is None:
             return record[offset : offset + size]

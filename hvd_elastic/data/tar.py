@@ -136,23 +136,34 @@ def _key(member: tarfile.TarInfo) -> str:
 def _files(
     file: tarfile.TarFile, path: Path, size: int, left_out: Counter[str]
 ) -> Iterator[tarfile.TarInfo]:
+    before: dict[str, tarfile.TarInfo] = {}
     for member in file:
-        if member.islnk() or member.issym():
-            left_out["(links)"] += 1
-        elif member.isfile():
-            name = member.name.rpartition("/")[2]
-            if name.startswith(".") or "." not in name:
-                # Those of macOS, one for each member, count together.
-                left_out["._*" if name.startswith("._") else name] += 1
-                continue
-            if member.sparse is not None:
-                raise DataError(f"{path}: {member.name} is a sparse file; make the shard again")
-            if member.offset_data + member.size > size:
+        if member.issym():
+            left_out[f"{member.name} (symbolic link)"] += 1
+        if not member.isfile() and not member.islnk():
+            continue
+        name = member.name.rpartition("/")[2]
+        if name.startswith(".") or "." not in name:
+            # Those of macOS, one for each member, count together.
+            left_out["._*" if name.startswith("._") else name] += 1
+            continue
+        if member.islnk():
+            target = before.get(member.linkname)
+            if target is None:
                 raise DataError(
-                    f"{path} is cut off in {member.name}: it has {size} bytes and needs "
-                    f"{member.offset_data + member.size}; copy it again"
+                    f"{path}: {member.name} is a hard link to {member.linkname}, which is no file "
+                    "before it; make the shard again"
                 )
-            yield member
+            member.offset_data, member.size = target.offset_data, target.size
+        if member.sparse is not None:
+            raise DataError(f"{path}: {member.name} is a sparse file; make the shard again")
+        if member.offset_data + member.size > size:
+            raise DataError(
+                f"{path} is cut off in {member.name}: it has {size} bytes and needs "
+                f"{member.offset_data + member.size}; copy it again"
+            )
+        before[member.name] = member
+        yield member
 
 
 def _require_end(path: Path, offset: int) -> None:
@@ -172,7 +183,9 @@ def _example(raw: BinaryIO, path: Path, key: str, members: Sequence[tarfile.TarI
             f"{path}: the members of {key!r} are {', '.join(m.name for m in members)}; each needs "
             "an ending of its own, such as .jpg and .cls"
         )
-    start, last = members[0].offset, members[-1]
+    start = members[0].offset
+    # A hard link has no bytes of its own; those that it leads to may lie in another example.
+    end = max(m.offset + _BLOCK if m.islnk() else m.offset_data + m.size for m in members)
     label = -1
     if "cls" in fields:
         stored = members[fields.index("cls")]
@@ -187,7 +200,7 @@ def _example(raw: BinaryIO, path: Path, key: str, members: Sequence[tarfile.TarI
     return Example(
         key,
         start,
-        last.offset_data + last.size - start,
+        end - start,
         fields,
         tuple(member.offset_data - start for member in members),
         tuple(member.size for member in members),

@@ -107,6 +107,8 @@ class Daemon:
         self._unwritten: set[int] = set()
         """Jobs whose hostfiles are older than their slots."""
         self._decided: dict[str, Any] = {}
+        self._is_told = False
+        """Whether the last decision, and what was done about it, is recorded."""
         self._losses: dict[int, _Losses] = {}
         self._decide_at = 0.0
         self._down: Down | None = None
@@ -250,6 +252,7 @@ class Daemon:
 
     def _run_ended(self, job: Job, status: str, message: str) -> None:
         retries, failures = job.request.retries, job.failures
+        self._decided = {}  # its end has changed who holds what
         self._wanted.pop(job.number, None)
         if status == "succeeded":
             for host in job.held:
@@ -345,6 +348,7 @@ class Daemon:
             if (stop, reason) != (job.stop, job.reason) or eta_moved(eta, job.eta):
                 changed.append(replace(job, stop=stop, reason=reason, eta=eta))
         self._queue.update(changed)
+        self._is_told = False
         if any(job.stop for job in changed):
             self._queue.changed = True
 
@@ -395,14 +399,17 @@ class Daemon:
                     self._unwritten.add(job.number)
             elif sum(held.values()) >= job.request.min_np and self._down is None:
                 self._start(told, held)
+                self._is_told = False
                 continue
             if told != job:
                 changed.append(told)
         self._queue.update(changed)
-        self._tell_decided()
+        if changed or not self._is_told:
+            self._tell_decided()
 
     def _tell_decided(self) -> None:
         """Record who holds which slots, and why, if that has changed."""
+        self._is_told = True
         held = {job.number: dict(job.held) for job in self._queue.active.values() if job.held}
         waiting = [number for number in self._queue.active if number not in held]
         told = {"allocations": held, "queued": waiting}

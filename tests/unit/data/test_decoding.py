@@ -133,7 +133,7 @@ def test_masks_keep_their_values(tmp_path: Path) -> None:
         ShardDataset(folder, decode={"jpeg": len})
     # A single PNG is a picture, and so is one beside others.
     for fields in (("png",), ("left.png", "right.png")):
-        assert decoders_of(fields, None) == [decode] * len(fields)
+        assert decoders_of(fields, {}) == [decode] * len(fields)
 
 
 def test_the_order_says_how_examples_are_decoded(

@@ -515,6 +515,27 @@ def test_folders_and_members_that_cannot_be_indexed(tmp_path: Path) -> None:
         build_index(tmp_path, ["x", "y"])
 
 
+def test_hard_links_are_followed_and_symbolic_ones_named(tmp_path: Path) -> None:
+    """As tar stores a file that it has stored before; the first link leads to another example."""
+    inside = tmp_path / "in"
+    inside.mkdir()
+    for number in range(3):
+        (inside / f"{number}.cls").write_text(str(number))
+        (inside / f"{number}.txt").write_text(f"text {number}")
+    for number in (1, 2):
+        (inside / f"{number}.txt").unlink()
+        (inside / f"{number}.txt").hardlink_to(inside / "0.txt")
+    (inside / "2.cls").unlink()
+    (inside / "2.cls").hardlink_to(inside / "1.cls")
+    (inside / "1.jpg").symlink_to("0.txt")
+    words = ["tar", "--sort=name", "-cf", str(tmp_path / "a.tar"), "-C", str(inside), "."]
+    subprocess.run(words, check=True)
+    index = build_index(tmp_path)
+    verify(tmp_path)
+    assert index.shards[0].left_out == {"./1.jpg (symbolic link)": 1}
+    assert list(ShardDataset(tmp_path)) == [("text 0", 0), ("text 0", 1), ("text 0", 1)]
+
+
 def test_an_example_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "a.tar", "tar", ("jpg",)) as writer:
         writer.add("odd", (b"no picture",))
