@@ -93,6 +93,7 @@ def train_ours(name: str, *, adaptive: bool, in_turn: bool, settle: int) -> None
     import hvd_elastic.tensorflow as hvd
 
     hvd.init()
+    plain = keras.optimizers.Optimizer.apply  # in training the library refuses other optimizers
     model, batch = build(name), SHARE * RANKS
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1e-4))
     largest = batch if adaptive else None
@@ -102,7 +103,7 @@ def train_ours(name: str, *, adaptive: bool, in_turn: bool, settle: int) -> None
 
     @hvd.run
     def train(state: Any) -> None:
-        others = horovod_steps(name, hvd.rank()) if in_turn else iter(())
+        others = horovod_steps(name, hvd.rank(), plain) if in_turn else iter(())
         for _ in hvd.epochs(10**9):
             for inputs in dataset:
                 state.commit(loss=step(inputs))
@@ -132,8 +133,8 @@ def train_horovod(name: str) -> None:
         mark_step(hvd.size())
 
 
-def horovod_steps(name: str, rank: int) -> Iterator[None]:
-    """Take a step with stock Horovod for each item."""
+def horovod_steps(name: str, rank: int, plain: Any = None) -> Iterator[None]:
+    """Take a step with stock Horovod for each item; ``plain``: Keras' own ``Optimizer.apply``."""
     import horovod.tensorflow as hvd
     import keras
 
@@ -142,7 +143,7 @@ def horovod_steps(name: str, rank: int) -> Iterator[None]:
     def apply(tape: Any, loss: Any, variables: Any) -> None:
         values = [each.value for each in variables]
         averaged = hvd.DistributedGradientTape(tape).gradient(loss, values)
-        optimizer.apply(averaged, variables)
+        (plain or type(optimizer).apply)(optimizer, averaged, variables)
 
     step = step_of(model, apply)
     for inputs in shuffled(name, rank).prefetch(1):

@@ -147,13 +147,15 @@ def number_words(value: Any) -> str:
 def duration_words(seconds: float | None) -> str:
     """Return a length of time.
 
-    >>> [duration_words(s) for s in (0.123, 7.5, 75, 3725, 200000, None)]
-    ['0.12 s', '7.5 s', '1 m 15 s', '1 h 02 m', '2 d 07 h', '–']
+    >>> [duration_words(s) for s in (0.123, 7.5, 75, 3725, 200000, math.inf, None)]
+    ['0.12 s', '7.5 s', '1 m 15 s', '1 h 02 m', '2 d 07 h', '∞ s', '–']
     >>> [duration_words(s) for s in (0, 0.0000071, 0.0004, 0.0099)]
     ['0.00 s', '7.1 µs', '400 µs', '9.9 ms']
     """
-    if seconds is None:
+    if seconds is None or math.isnan(seconds):
         return "–"
+    if math.isinf(seconds):
+        return "∞ s"
     if 0 < seconds < 0.01:
         size, unit = (1e6, "µs") if seconds < 0.001 else (1e3, "ms")
         return f"{float(f'{size * seconds:.2g}'):g} {unit}"

@@ -5,13 +5,15 @@ import os
 import signal
 import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests import side_by_side
 from tests.left_behind import LeftBehind
-from tests.paths import ALL
+from tests.paths import ALL, OF_ONE_FRAMEWORK, ROOT
 from tests.quick_torch import sitecustomize as sitecustomize
 
 # What workers of tests run when they start, not to be imported for its doctests.
@@ -36,9 +38,21 @@ with contextlib.suppress(ImportError):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+class FrameworksThatAreThere:
+    """Leaves out the doctests of modules that import a framework which is not installed."""
+
+    def __init__(self) -> None:
+        absent = [name for name in OF_ONE_FRAMEWORK if find_spec(name) is None]
+        self._left_out = {ROOT / path for name in absent for path in OF_ONE_FRAMEWORK[name]}
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        return True if collection_path in self._left_out else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     side_by_side.register(config)
     config.pluginmanager.register(LeftBehind())
+    config.pluginmanager.register(FrameworksThatAreThere())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

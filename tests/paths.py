@@ -14,12 +14,25 @@ __all__ = [
     "HAS_TENSORFLOW",
     "LITTLE_WORK",
     "NEEDS_TENSORFLOW",
+    "OF_ONE_FRAMEWORK",
     "ROOT",
     "WORKER_PYTHONPATH",
     "skip_module_without_tensorflow",
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
+OF_ONE_FRAMEWORK = {
+    "torch": (
+        *("hvd_elastic/torch", "hvd_elastic/models"),
+        *("hvd_elastic/bench/allreduce_torch.py", "hvd_elastic/bench/digits.py"),
+        "hvd_elastic/bench/synthetic_torch.py",
+    ),
+    "tensorflow": (
+        *("hvd_elastic/tensorflow", "hvd_elastic/keras"),
+        "hvd_elastic/bench/synthetic_tensorflow.py",
+    ),
+}
+"""What cannot be imported without a framework."""
 WORKER_PYTHONPATH = f"{ROOT / 'tests/quick_torch'}{os.pathsep}{ROOT}"
 """For programs that train: they start without PyTorch's compiler."""
 LITTLE_WORK = {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "5"}

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvd_elastic.control.events import GenerationStuck, WorkerSilent
-from hvd_elastic.formatting import count, plural
+from hvd_elastic.formatting import count, duration_words, plural
 from hvd_elastic.policy.input import Reading
 
 _STUCK_FACTOR = 5.0
@@ -127,7 +127,7 @@ class ProgressWatch:
     def silent(self) -> list[WorkerSilent]:
         """Return an event for each worker whose heartbeats have stopped."""
         return [
-            WorkerSilent(worker, f"gave no sign of life for {activity.silent_s:.1f} s")
+            WorkerSilent(worker, f"gave no sign of life for {duration_words(activity.silent_s)}")
             for worker, activity in self._activities.items()
             if activity.silent_s >= self._silence_limit(worker)
         ]
@@ -156,12 +156,14 @@ class ProgressWatch:
         waits = [activity.waiting_s for activity in seen.values()]
         limit = self._wait_limit(seen.values())
         if min(waits) >= limit:
-            text = f"all {len(seen)} workers have waited for each other for {min(waits):.1f} s"
+            waited = duration_words(min(waits))
+            text = f"all {len(seen)} workers have waited for each other for {waited}"
             return GenerationStuck(generation, f"{text}: data between some hosts does not arrive")
         hopeless = self._limit(seen.values(), _HOPELESS_FACTOR, _HOPELESS_AT_LEAST_S)
         return [
             WorkerSilent(
-                worker, f"made no progress for {activity.step_s:.0f} s while the others waited"
+                worker,
+                f"made no progress for {duration_words(activity.step_s)} while the others waited",
             )
             for worker, activity in seen.items()
             if activity.waiting_s == 0 and activity.step_s >= hopeless and max(waits) > 0

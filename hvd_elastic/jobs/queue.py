@@ -97,7 +97,7 @@ class JobQueue:
             replace(
                 job,
                 stop=StopReason.CANCEL,
-                reason=message
+                reason=f"{message}: is being ended"
                 if job.request.kind is JobKind.PLAIN
                 else f"{message}: ends after a checkpoint",
             )

@@ -16,6 +16,7 @@ from typing import Any
 from hvd_elastic.control.backoff import backoff
 from hvd_elastic.control.endings import how_it_ended
 from hvd_elastic.control.events import AgentFailed
+from hvd_elastic.formatting import duration_words
 from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.hosts.engine import Engine
 from hvd_elastic.hosts.hostfile import Host
@@ -145,7 +146,7 @@ class InputHosts:
         for name, silent_s in (self._agents.silence(now) or {}).items():
             if silent_s > self._failure_timeout_s:
                 self._agents.by_host.pop(name).drop()
-                self._failed(name, f"no sign of life for {silent_s:.1f} s")
+                self._failed(name, f"no sign of life for {duration_words(silent_s)}")
 
     def watch_ranks(self, members: Sequence[tuple[str, str]]) -> None:
         """Record how long the ranks wait for their data, if that has changed.

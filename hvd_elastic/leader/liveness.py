@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.machine import Phase
 from hvd_elastic.control.progress import ProgressWatch
+from hvd_elastic.formatting import duration_words
 from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.led_run import LedRun
 
@@ -49,7 +50,7 @@ class Liveness:
         for name, silent_s in silence.items():
             if silent_s > timeout_s:
                 self._run.agents.by_host.pop(name).drop()
-                cause = f"no sign of life for {silent_s:.1f} s"
+                cause = f"no sign of life for {duration_words(silent_s)}"
                 self._executor.agent_lost(name, cause, silent_s)
         self._look_at_progress()
         return None
@@ -92,5 +93,7 @@ class Liveness:
         for worker, step_s, line in self._watch.busy(generation, members):
             place = f", which is at {line}" if line else ""
             name = self._run.workers.name(worker)
-            message = f"the others wait for worker {name}{place}, {step_s:.0f} s into its step"
+            message = (
+                f"the others wait for worker {name}{place}, {duration_words(step_s)} into its step"
+            )
             self._run.journal.emit("log_note", {"message": message})

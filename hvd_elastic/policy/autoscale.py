@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvd_elastic.formatting import count, hosts_named
+from hvd_elastic.formatting import count, duration_words, hosts_named
 from hvd_elastic.model.goodput import statistical_efficiency
 from hvd_elastic.model.step_time import Observation
 from hvd_elastic.policy.objective import Objective, Parameters
@@ -113,8 +113,8 @@ def out_of_reach(snapshot: Snapshot, now: float, objective: Objective) -> str:
         return ""
     return (
         f"the deadline cannot be met, by what this run has measured: {todo:.0f} useful examples "
-        f"take {needed_s:.0f} s and {left_s:.0f} s are left, on the fastest choice, "
-        f"{_describe(options[best], scores, best)}"
+        f"take {duration_words(needed_s)} and {duration_words(left_s)} are left, on the fastest "
+        f"choice, {_describe(options[best], scores, best)}"
     )
 
 
@@ -214,7 +214,8 @@ def _why_undecided(snapshot: Snapshot, goal: Objective, how: Parameters) -> str:
         have = "none" if not snapshot.measured else str(snapshot.measured)
         return f"{have} of {count(how.evidence, 'measurement')} on {snapshot.current} so far"
     if snapshot.silent_s > how.silence_s:
-        return f"no measurement for {snapshot.silent_s:.0f} s: what was known may be out of date"
+        silent = duration_words(snapshot.silent_s)
+        return f"no measurement for {silent}: what was known may be out of date"
     if math.isnan(snapshot.noise_scale):
         return "the gradient noise scale is not known yet"
     if not snapshot.hosts:
@@ -363,9 +364,10 @@ def _limits(
         # The present allocation is given up only when it would miss the deadline itself.
         allowed[0] = needs[0] - snapshot.pause_s <= left_s * (1 - how.deadline_margin / 2)
         fits &= allowed
+        left = duration_words(max(left_s, 0.0))
         if not allowed[0]:
-            broken.append(f"{needs[0]:.0f} s are needed and {max(left_s, 0):.0f} s are left")
-        said.append(f"{max(left_s, 0):.0f} s left for {todo:.0f} useful examples")
+            broken.append(f"{duration_words(needs[0])} are needed and {left} are left")
+        said.append(f"{left} left for {todo:.0f} useful examples")
     return fits, " and ".join(broken), ", ".join(said)
 
 
@@ -469,7 +471,10 @@ def _held_back(
     cool_s *= 2 ** max(0, memory.changes - _QUICK_CHANGES)
     cool_s = min(cool_s, how.max_cooldown_s)
     if now < memory.changed_at + cool_s:
-        return f"waiting: the last change was {now - memory.changed_at:.0f} of {cool_s:.0f} s ago"
+        since = duration_words(now - memory.changed_at)
+        return (
+            f"waiting: the last change was {since} ago, and {duration_words(cool_s)} have to pass"
+        )
     same = memory.wish is not None and _action(snapshot.current, memory.wish) == _action(
         snapshot.current, target
     )

@@ -381,8 +381,10 @@ def _state_sentence(summary: RunSummary, state: str) -> str:
         return f"Trains on {count(summary.size, 'slot')}{fast}."
     if state == "waiting":
         return f"Waits: {summary.waiting}."
+    if state == "leaderless":
+        return "The leader is gone, and the hosts train on without one."
     if state not in ENDED:
-        return ""
+        return ""  # it has not begun
     steps, examples = None if summary.plain else summary.steps, summary.examples
     words = outcome_words(state, steps, examples, "", exact=summary.exact)
     return f"{words[:1].upper()}{words[1:]}, in {duration_words(summary.duration_s)}."
@@ -411,6 +413,7 @@ def status_rows(
         now: present time [Unix s].
     """
     failure = checkpoint = ""
+    trains = summary.started is not None and not summary.plain
     if summary.checkpoints:
         checkpoint = f"step {summary.checkpoints[-1].step}, {summary.checkpoints[-1].path}"
     if summary.failure and not summary.plain:  # of a plain command the status says it
@@ -432,7 +435,7 @@ def status_rows(
         ("run", summary.run_id),
         ("status", state_words(summary, state, until)),
         ("started", time_words(summary, state, now)),
-        ("progress", "" if summary.plain else progress_words(reached, summary.size)),
+        ("progress", progress_words(reached, summary.size) if trains else ""),
         ("metrics", metric_words(own)),
         ("left out", left_out_words(summary.last)),
         ("batch", _batch_size_words(summary) if summary.batch_plan else ""),
@@ -442,7 +445,7 @@ def status_rows(
         ("shares", summary.shares),
         ("pinned", " ".join(summary.pinned)),
         *(("draining", text) for text in draining),
-        ("rescales", "" if summary.plain else rescale_words(summary)),
+        ("rescales", rescale_words(summary) if trains else ""),
         ("decision", decided[-1] if decided else ""),
         ("missed", summary.missed),
         ("checkpoint", checkpoint),

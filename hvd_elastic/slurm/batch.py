@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import duration_words
 
 _TIME = re.compile(r"((?P<days>\d+)-)?(?P<rest>\d+(:\d+){0,2})")
 
@@ -94,7 +95,7 @@ class Submission:
         """
         if left_s <= self.leave_before_s:
             raise RunError(
-                f"this job ends in {left_s:.0f} s, and the run leaves its nodes "
+                f"this job ends in {duration_words(left_s)}, and the run leaves its nodes "
                 f"{self.leave_before_s:g} s before that. Give more time, or a smaller "
                 f"--leave-before: hvd-elastic slurm submit --resume {self.run_id} --time TIME"
             )

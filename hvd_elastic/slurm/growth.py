@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hvd_elastic.errors import RunError
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import EventFollower
@@ -139,7 +139,7 @@ class Growth:
             if job.runs and job.job_id not in self._joined and job.job_id not in self._leaving:
                 self._join(job)
             elif job.job_id in self._joined and job.left_s <= self._submission.leave_before_s:
-                self._leave(job.job_id, f"its time limit is {job.left_s:.0f} s away")
+                self._leave(job.job_id, f"its time limit is {duration_words(job.left_s)} away")
         self._note_use(now)
         for job_id in self._unwanted(now):
             self._leave(job_id, "it is given back")

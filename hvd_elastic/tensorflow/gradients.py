@@ -2,8 +2,8 @@
 
 The reductions are nodes of the script's graph. Nothing in it depends on the number of ranks or on
 this rank's share when it is traced: both are in variables, which are set before each step. So a
-change of the world traces nothing anew. The optimizer's step is a branch of the graph, which begins
-after all reductions and only if the averages are finite. So if one fails nothing has changed.
+change of the world traces nothing anew. Whatever the optimizer's step changes waits for all
+reductions, and keeps its value unless the averages are finite. So if one fails nothing has changed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
 from hvd_elastic.communicator.buckets import divide
 from hvd_elastic.communicator.interface import FLAGS_NAME, gradient_prefix
@@ -126,7 +127,11 @@ class GradientAverager(Averager):
         if not adaptation.active or not packed.flats:
             sums, told = self._exchanged(packed, control)
             taken = self._ended(packed, sums, told, control)
-            _if(taken, lambda: take_step(packed.unpacked(sums)))
+            if tf.executing_eagerly() or not type(self.optimizer).__module__.startswith("keras."):
+                _if(taken, lambda: take_step(packed.unpacked(sums)))
+                return
+            with _changes_if(taken):
+                take_step(packed.unpacked(sums))
             return
         own = adaptation.statistics.measure(control.sampled, packed.dense, variables)
 
@@ -470,6 +475,47 @@ class GradientAverager(Averager):
         self._waits = False
         self.forget()
         self.prepare()
+
+
+@contextlib.contextmanager
+def _changes_if(taken: tf.Tensor) -> Iterator[None]:
+    """Have the variables that the block assigns keep their values if a step is not taken.
+
+    What they are set to may be computed before that is known: while gradients are being reduced.
+    """
+    plain = {
+        (kind, name): getattr(kind, name)
+        for kind in (ResourceVariable, BaseResourceVariable)
+        for name in ("assign", "assign_add", "assign_sub")
+    }
+
+    def conditional(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def change(self: Any, value: Any, *args: Any, **options: Any) -> Any:
+            new = tf.convert_to_tensor(value, self.dtype)
+            old = self.read_value() if name == "assign" else tf.zeros_like(new)
+            return method(self, _either(taken, new, old), *args, **options)
+
+        return change
+
+    for (kind, name), method in plain.items():
+        setattr(kind, name, conditional(name, method))
+    try:
+        yield
+    finally:
+        for (kind, name), method in plain.items():
+            setattr(kind, name, method)
+
+
+def _either(chosen: tf.Tensor, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    """Return one of two tensors of a graph, without a copy.
+
+    That is ``tf.cond`` without its two functions, of which each would take milliseconds to trace.
+    """
+    taken = tf.raw_ops.Switch(data=one, pred=chosen).output_true
+    left = tf.raw_ops.Switch(data=other, pred=chosen).output_false
+    found = tf.raw_ops.Merge(inputs=[left, taken]).output
+    found.set_shape(one.shape)
+    return found
 
 
 def _if(taken: tf.Tensor, take_step: Callable[[], object]) -> tf.Tensor:

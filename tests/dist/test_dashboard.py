@@ -58,7 +58,7 @@ def test_a_join_and_a_kill_appear_on_the_page_of_a_real_run(tmp_path: Path) -> N
             page.on("pageerror", lambda error: complaints.append(str(error)))
             page.goto(url)
             page.wait_for_selector("html[data-plots]")
-            assert "Trains on 1 process" in page.locator(".words").inner_text()
+            assert "Trains on 1 slot" in page.locator(".words").inner_text()
 
             hostfile_of(hostfile, ["localhost"], slots=2)
             job.until(lambda: _told(job, 2), "a second process joins")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import OF_ONE_FRAMEWORK
+
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "tensorflow", "horovod", "fabric", "paramiko", "ray", "pyspark", "mpi4py")
 LIMIT_S = 0.6
@@ -268,6 +270,19 @@ def test_no_folder_of_tests_is_passed_over(pytestconfig):
     for folder in sorted((ROOT / "tests").iterdir()):
         if folder.is_dir() and not folder.name.startswith("__"):
             assert not any(folder.match(pattern) for pattern in passed_over), folder
+
+
+@pytest.mark.parametrize(("framework", "folders"), OF_ONE_FRAMEWORK.items())
+def test_the_doctests_of_all_that_imports_a_framework_are_left_out_without_it(framework, folders):
+    module = {"torch": "torch", "tensorflow": "(tensorflow|keras)"}[framework]
+    imports = re.compile(rf"^(import|from) (horovod\.)?{module}\b", re.MULTILINE)
+    found = [
+        path.relative_to(ROOT)
+        for path in (ROOT / "hvd_elastic").rglob("*.py")
+        if imports.search(path.read_text(encoding="utf-8"))
+    ]
+    assert found
+    assert [path for path in found if not any(path.is_relative_to(part) for part in folders)] == []
 
 
 def test_only_the_tests_of_engines_are_left_out():

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
 
 from hvd_elastic.agent.preemption.notice import NOTICE_S, seconds_left
+from hvd_elastic.formatting import duration_words
 from hvd_elastic.json_text import parse_json
 
 _POLL_S = 1.0
@@ -316,8 +317,8 @@ class CloudWatch:
                 if silent_s > self._cloud.patience_s and not is_told:
                     is_told = True
                     self._on_trouble(
-                        f"--preemption {self._name} would see no notice, for {silent_s:.0f} s now: "
-                        f"{error}"
+                        f"--preemption {self._name} would see no notice, for "
+                        f"{duration_words(silent_s)} now: {error}"
                     )
             else:
                 answered, is_told = time.monotonic(), False

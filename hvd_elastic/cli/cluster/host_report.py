@@ -16,7 +16,7 @@ import typer
 from hvd_elastic.cli.cluster.host_options import Chosen
 from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cli.start import INTERRUPTED
-from hvd_elastic.formatting import count, printable, unfiltered
+from hvd_elastic.formatting import count, duration_words, printable, unfiltered
 from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
 
@@ -223,7 +223,7 @@ def reasons_in_words(results: Sequence[HostResult[Any]]) -> list[str]:
     >>> reasons_in_words(
     ...     [HostResult(Host(f"n{i}"), Outcome.FAILED, i, error="exit status 3") for i in (1, 2)]
     ... )
-    ['failed: n[1-2]: exit status 3 (1.0 to 2.0 s)']
+    ['failed: n[1-2]: exit status 3 (1.0 s to 2.0 s)']
     """
     groups: dict[tuple[str, str], list[HostResult[Any]]] = {}
     for result in results:
@@ -234,9 +234,9 @@ def reasons_in_words(results: Sequence[HostResult[Any]]) -> list[str]:
     lines = []
     for (outcome, reason), some in groups.items():
         times = sorted(result.seconds for result in some)
-        took = f"{times[0]:.1f} to " if f"{times[0]:.1f}" != f"{times[-1]:.1f}" else ""
+        took = " to ".join(dict.fromkeys(map(duration_words, (times[0], times[-1]))))
         names = fold_hosts([result.host.name for result in some])
-        lines.append(f"{outcome}: {names}: {reason} ({took}{times[-1]:.1f} s)")
+        lines.append(f"{outcome}: {names}: {reason} ({took})")
     return lines
 
 
@@ -271,7 +271,7 @@ def conclude(
             for state, some in names.items()
         ]
         hosts = count(len(chosen.hosts), "host")
-        printer.note(f"{hosts} in {seconds:.1f} s: {', '.join(parts)}")
+        printer.note(f"{hosts} in {duration_words(seconds)}: {', '.join(parts)}")
     if interrupted:
         raise typer.Exit(INTERRUPTED)
     if any(result.outcome is not Outcome.OK for result in results):

@@ -70,11 +70,12 @@ def up(
     parse_hostfile(hostfile)  # an error is told before anything is made
     place = ClusterFolder.create(name or name_of_hostfile(hostfile))
     config = ssh_config_for(hostfile, ssh_config)
-    serve = functools.partial(_serve, place, hostfile.absolute(), config, POLICIES[policy])
+    serve = functools.partial(_serve, place, hostfile, config, POLICIES[policy])
+    on_up = functools.partial(_tell_up, place, hostfile, as_json)
     if detach:
-        _serve_in_background(place, serve, as_json)
+        _serve_in_background(place, serve, on_up)
     else:
-        serve(lambda: _tell_up(place, as_json))
+        serve(on_up)
 
 
 def _serve(
@@ -90,6 +91,7 @@ def _serve(
 
     with place.lock():
         _refuse_shared_hosts(place, hostfile)
+        hostfile = hostfile.absolute()
         daemon = Daemon(place, hostfile, config, begin_leader, policy)
         place.describe_daemon(hostfile)
         on_up()
@@ -117,12 +119,12 @@ def _refuse_shared_hosts(place: ClusterFolder, hostfile: Path) -> None:
                 )
 
 
-def _tell_up(place: ClusterFolder, as_json: bool) -> None:
-    told = place.daemon()
+def _tell_up(place: ClusterFolder, hostfile: Path, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"cluster": place.name, **told, "folder": str(place.path)}), flush=True)
+        told = {"cluster": place.name, **place.daemon(), "folder": str(place.path)}
+        print(json.dumps(told), flush=True)
         return
-    print(f"cluster {place.name} is up, with the hosts of {told.get('hostfile')}", flush=True)
+    print(f"cluster {place.name} is up, with the hosts of hostfile {hostfile}", flush=True)
     print(
         "submit jobs with: hvd-elastic submit -- python train.py   see them with: hvd-elastic "
         "queue",
@@ -132,7 +134,9 @@ def _tell_up(place: ClusterFolder, as_json: bool) -> None:
 
 
 def _serve_in_background(
-    place: ClusterFolder, serve: Callable[[Callable[[], None]], None], as_json: bool
+    place: ClusterFolder,
+    serve: Callable[[Callable[[], None]], None],
+    on_up: Callable[[], None],
 ) -> None:
     """Fork the daemon and wait until it serves, or print why it does not."""
     answer, to_terminal = os.pipe()
@@ -142,7 +146,7 @@ def _serve_in_background(
         with open(answer, "rb") as told:  # noqa: PTH123
             said = told.read().decode(errors="replace")
         if said == "up":
-            _tell_up(place, as_json)
+            on_up()
             return
         raise RunError(said or f"the daemon ended before it served; see {place.log}")
     os.close(answer)

@@ -21,7 +21,7 @@ from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bounds_words, count, duration_words
-from hvd_elastic.jobs.job import After, Job, JobStatus
+from hvd_elastic.jobs.job import After, Job, JobStatus, StopReason
 from hvd_elastic.jobs.messages import Cancel, Requeue, SetPriority
 from hvd_elastic.jobs.place import ClusterFolder, open_cluster
 from hvd_elastic.jobs.store import JobStore
@@ -106,11 +106,16 @@ def queue_lines(jobs: Sequence[Job], now: float, columns: int | None) -> Iterato
             f"{job.request.priority:>4g}  {age:<8}  {eta:<8}  {hosts}"
         )
         yield _cut(line.rstrip(), columns)
-        reason = job.message or job.reason
-        if job.stop is not None:
-            reason = f"ends: {reason}"
+        reason = job.message or _reason(job)
         command = _cut(" ".join(job.request.words), columns and _COMMAND_COLUMNS)
         yield _cut(f"{'':5}  {command}" + (f" · {reason}" if reason else ""), columns)
+
+
+def _reason(job: Job) -> str:
+    """Return why a job that has not ended waits, has its slots, or is being ended."""
+    if job.stop is StopReason.REQUEUE:
+        return f"goes back into the queue: {job.reason}"
+    return job.reason
 
 
 def _cut(text: str, columns: int | None) -> str:
@@ -174,19 +179,25 @@ def why(
         print_json(job_fields(found))
         return
     awaited = store.statuses([each.job for each in found.request.after]).values()
-    for label, value in _why_rows(found, any(status.active for status in awaited)):
+    for label, value in why_rows(found, any(status.active for status in awaited), time.time()):
         print(f"{label:<10} {value}")
     if not place.daemon_alive():
         print(f"{'daemon':<10} none: nothing is decided until hvd-elastic up")
 
 
-def _why_rows(job: Job, awaits: bool) -> list[tuple[str, str]]:
-    """Return what is known of a job; ``awaits``: a job that it is to start after goes on."""
-    request, now = job.request, time.time()
+def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
+    """Return what is known of a job: label and text of each row.
+
+    Args:
+        job: the job.
+        awaits: whether a job that it is to start after goes on.
+        now: present time [Unix s].
+    """
+    request = job.request
     rows = [("job", f"{job.number} ({job.run_id}), {job.status.value}")]
     rows.append(("command", shlex.join(request.words)))
     if job.reason:
-        rows.append(("reason", job.reason))
+        rows.append(("reason", _reason(job)))
     if job.message:
         rows.append(("ended", job.message))
     if job.held:
@@ -195,6 +206,8 @@ def _why_rows(job: Job, awaits: bool) -> list[tuple[str, str]]:
     if job.eta is not None:
         what = "ends" if job.status.value == "running" else "starts"
         rows.append(("expected", f"{what} in about {duration_words(max(0.0, job.eta - now))}"))
+    elif job.stop is not None:
+        pass  # the reason says it
     elif job.status.value == "running" and request.kind.value == "plain":
         rows.append(("expected", "end not known: nobody can say how long a plain command takes"))
     elif job.status.value == "running":

@@ -19,7 +19,7 @@ from hvd_elastic.cli.entry import enter
 from hvd_elastic.cli.numbers import number_option, parse_whole_number
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import HvdElasticError, UsageError
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.virtual.plan import parse_shape
 from hvd_elastic.virtual.tools import find_tool
@@ -153,7 +153,7 @@ def up(
     _say(
         as_json,
         record,
-        f"cluster {cluster.name}: {_kind(record)}, up in {seconds:.1f} s",
+        f"cluster {cluster.name}: {_kind(record)}, up in {duration_words(seconds)}",
         *notes,
         *_host_lines(record),
         f"hostfile    {record['hostfile']}",

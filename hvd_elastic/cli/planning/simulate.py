@@ -168,7 +168,7 @@ def simulate(
         print_json(summary)
         return
     _show(summary)
-    print(f"simulated in {took_s:.1f} s", file=sys.stderr)
+    print(f"simulated in {duration_words(took_s)}", file=sys.stderr)
 
 
 def _show(summary: dict[str, Any]) -> None:

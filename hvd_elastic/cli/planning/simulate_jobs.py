@@ -89,7 +89,7 @@ def simulate_many(
         rows["picture"] = str(out)
     for name, value in rows.items():
         print(f"{name:<12} {value}")
-    print(f"simulated in {took_s:.1f} s", file=sys.stderr)
+    print(f"simulated in {duration_words(took_s)}", file=sys.stderr)
 
 
 def simulate_past(

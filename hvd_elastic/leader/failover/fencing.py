@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hvd_elastic.checkpoint.lease import PATIENCE_S, Lease, LeaseHolder
 from hvd_elastic.checkpoint.url import CheckpointUrl
-from hvd_elastic.formatting import date_words
+from hvd_elastic.formatting import date_words, duration_words
 from hvd_elastic.wire.messages import LeaderIdentity
 
 _BACKLOG_S = 2.0
@@ -73,7 +73,9 @@ class OtherLeader:
         """
         end = f"which {why}, ends" if why else "ends, and has started nothing"
         run, said = self.who.run_id, f"{self.what} {self.who.led_by} since {self._since}"
-        heard = f"{self.who.heard_s:.1f} s ago" if self.who.heard_s >= 0.05 else "just now"
+        heard = (
+            f"{duration_words(self.who.heard_s)} ago" if self.who.heard_s >= 0.05 else "just now"
+        )
         return (
             f"run {run} has a leader: {said}, which was heard from {heard}. Two "
             f"would undo each other's work, so this one {end}. Look at the run there (hvd-elastic "

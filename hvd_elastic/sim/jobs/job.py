@@ -44,6 +44,7 @@ class JobInTime(ABC):
         self.name, self.submitted_s = name, submitted_s
         self.held: dict[str, int] = {}
         self.left: list[tuple[str, int, float]] = []
+        self._takes_time = False
         self.noise = 0.0
         self._rng = np.random.default_rng(zlib.crc32(name.encode()))
         self.finished_s: float | None = None
@@ -57,6 +58,11 @@ class JobInTime(ABC):
     @abstractmethod
     def max_slots(self) -> int:
         """Most slots of the job for now: twice as many as were measured (Pollux, section 4.1)."""
+
+    @property
+    def most_slots(self) -> int:
+        """Most slots that it takes once it has been measured."""
+        return self.max_slots
 
     @property
     @abstractmethod
@@ -76,7 +82,9 @@ class JobInTime(ABC):
 
     @property
     def occupied(self) -> dict[str, int]:
-        """Slots of each host that it holds, or in which its processes still live."""
+        """Slots of each host in which its processes live; empty if they leave slots at once."""
+        if not self._takes_time:
+            return {}
         found = dict(self.held)
         for host, slots, _ in self.left:
             found[host] = found.get(host, 0) + slots
@@ -85,7 +93,8 @@ class JobInTime(ABC):
     def leave(self, hosts: Mapping[str, int], now: float, leave_s: float) -> None:
         """Note the slots that it gives up for others; its processes take some time [s] to go."""
         self.left = [each for each in self.left if each[2] > now]
-        if leave_s > 0:
+        self._takes_time = leave_s > 0
+        if self._takes_time:
             self.left += [
                 (host, slots - hosts.get(host, 0), now + leave_s)
                 for host, slots in self.held.items()
@@ -157,7 +166,12 @@ class SimulatedJob(JobInTime):
     @property
     def max_slots(self) -> int:
         """Most slots of the job for now; see :class:`JobInTime`."""
-        return min(max(2 * self.profiled_slots, 1), self.application.most_slots)
+        return min(max(2 * self.profiled_slots, 1), self.most_slots)
+
+    @property
+    def most_slots(self) -> int:
+        """Most slots that it takes; see :class:`JobInTime`."""
+        return self.application.most_slots
 
     @property
     def profiled_slots(self) -> int:

@@ -71,6 +71,7 @@ found = {
     "priority": os.getpriority(os.PRIO_PROCESS, 0),
     "group": os.path.exists("/proc/self/autogroup") and repr(read("autogroup").split()[1:]),
     "fault": faulthandler.is_enabled(),
+    "order of a set": "".join(set("the letters of a text")),
     "depth of modules": __name__, "defined": sorted(n for n in vars(main) if n[0] != "_"),
     "frames": sys._getframe().f_code.co_filename,
 }
@@ -168,13 +169,15 @@ def folder(tmp_path: Path) -> Path:
 def test_a_fork_sees_what_a_worker_sees_that_is_started_directly(
     folder: Path, words: list[str]
 ) -> None:
-    further = {"HVD": "1"} if "-E" not in words else {"PYTHONSAFEPATH": ""}
+    further = {"PYTHONHASHSEED": "7"} if "-E" not in words else {"PYTHONSAFEPATH": ""}
     direct, forked = both_ways([sys.executable, *words], folder, ["json", "decimal"], **further)
     assert direct[1] == 0, direct[0]
     assert forked[1] == 0, forked[0]
     expected: dict[str, Any] = json.loads(direct[0])
     found: dict[str, Any] = json.loads(forked[0])
+    orders = expected.pop("order of a set"), found.pop("order of a set")
     assert found == expected
+    assert orders[0] == orders[1] or "-E" in words, "-E ignores the PYTHONHASHSEED of the run"
 
 
 @pytest.mark.parametrize(

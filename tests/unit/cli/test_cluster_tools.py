@@ -7,9 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hvd_elastic.cli.cluster.copy_report import copied_in_words
+from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.host_report import Printer
 from hvd_elastic.cli.cluster.run import _is_nothing
 from hvd_elastic.cli.cluster.tools import (
     checkclust_main,
@@ -17,6 +21,10 @@ from hvd_elastic.cli.cluster.tools import (
     killclust_main,
     runclust_main,
 )
+from hvd_elastic.cluster.copy.job import Copied
+from hvd_elastic.hosts.fanout import HostResult, Outcome
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.ssh import SshOptions
 from hvd_elastic.records.run_folder import RunFolder
 
 
@@ -158,3 +166,31 @@ def test_a_closed_stream_is_no_hindrance(tmp_path: Path, close: str, out: str) -
     )
     assert (done.returncode, done.stdout) == (0, out)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("copied", "dry", "words"),
+    [
+        (Copied(0, 0, 50_000, 0, ()), False, "50000 files up to date"),
+        (Copied(1, 2_000_000_000, 0, 0, ()), False, "1 file, 2.0 GB copied (1.0 GB/s)"),
+        (
+            Copied(1, 12, 3, 0, ("a",)),
+            True,
+            "1 file, 12 B to copy, 3 files up to date, 1 to remove",
+        ),
+        (Copied(0, 0, 0, 2, ()), False, "2 files got another time or mode only"),
+        (Copied(0, 0, 0, 0, ()), False, "0 files up to date"),
+    ],
+)
+def test_what_a_copy_says(copied: Copied, dry: bool, words: str) -> None:
+    hosts = [Host("n1")]
+    how = {"dry_run": dry, "as_json": False, "verbose": False}
+    chosen = Chosen(Path("hosts"), lambda: hosts, hosts, SshOptions(), 1, **how)
+    result = HostResult(hosts[0], Outcome.OK, 2.0, copied)
+    assert copied_in_words(result, chosen, Printer(hosts), None) == words
+
+
+def test_bytes_of_a_host_are_printed_as_they_came(capfdbinary: Any) -> None:
+    host = Host("n1")
+    Printer([host]).lines(host, "stdout", b"a\xff\xc3\xbc".decode("utf-8", "surrogateescape"))
+    assert capfdbinary.readouterr().out == b"n1: a\xff\xc3\xbc\n"

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hvd_elastic.cluster.trust import _assess
+from hvd_elastic.hosts.fanout import HostResult, Outcome
+from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.known_hosts import (
     HostKey,
     KeyState,
@@ -152,3 +155,15 @@ def test_as_ssh_keygen_writes_and_prints(tmp_path: Path) -> None:
     assert known.check("[gpu1]:2222", key)[0] is KeyState.KNOWN
     assert known.check("gpu2", key)[0] is KeyState.KNOWN
     assert known.check("gpu3", key)[0] is KeyState.UNKNOWN
+
+
+def test_the_removal_of_a_key_names_the_file_that_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "known hosts"
+    path.write_text(line("n1", KEY))
+    state, known = KnownHosts.load([path]).check("n1", OTHER)
+    assert (state, known and known.removal("n1")) == (
+        KeyState.CHANGED,
+        f"ssh-keygen -R n1 -f '{path}'",
+    )
+    shown = HostResult(Host("n1"), Outcome.OK, 0.1, ("n1", OTHER, state, known))
+    assert f"remove the old key with: ssh-keygen -R n1 -f '{path}'" in _assess(shown).message

@@ -65,14 +65,14 @@ def make(checkout: Path, *arguments: str, path: str = "") -> subprocess.Complete
 )
 def test_a_python_that_does_not_fit_is_refused_with_one_that_does(checkout, settings, why):
     interpreter(checkout / "bin/python3", settings)
-    interpreter(checkout / "bin/python3.12", "sys.version_info = (3, 12, 1)")
+    interpreter(checkout / "bin/python3.13", "sys.version_info = (3, 13, 1)")
     for target in ("demo", "test", "horovod"):
         done = make(checkout, target, path=f"{checkout}/bin")
         assert done.returncode == 2
         assert (
             f"python3 is {why}, and hvd_elastic needs Python 3.10 to 3.13, 64 bits" in done.stderr
         )
-        assert "; run: make PYTHON=python3.12\n" in done.stderr
+        assert "; run: make PYTHON=python3.13\n" in done.stderr
     assert not (checkout / ".venv/bin").exists()
 
 

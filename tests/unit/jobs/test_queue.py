@@ -137,7 +137,7 @@ def test_plain_command_that_is_ended_writes_no_checkpoint(made: Recorded) -> Non
     _, stopping, _ = made.queue.cancel([trains, plain.number], "me")
     assert [job.reason for job in stopping] == [
         "cancelled by me: ends after a checkpoint",
-        "cancelled by me",
+        "cancelled by me: is being ended",
     ]
     assert ending_words(stopping) == "ending job 1 after a checkpoint; ending job 2"
 

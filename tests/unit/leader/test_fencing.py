@@ -77,7 +77,7 @@ def test_one_that_has_begun_nothing_ends_at_the_first_refusal(tmp_path: Path, si
     assert finish.status == "failed"
     for words in (
         "run met has a leader: host n2 is led by process 7 on alpha since ",
-        "which was heard from 0.5 s ago",
+        "which was heard from 0.50 s ago",
         "ends, and has started nothing",
         "hvd-elastic stop met",
         "after 5 s: try again",

@@ -150,7 +150,7 @@ def test_a_silent_host_is_lost(play: Play) -> None:
     play.serve()
     play.agents.silent = {"cpu1": 99.0}
     play.hosts.look(0.0)
-    assert play.events[-1][1]["cause"] == "no sign of life for 99.0 s"
+    assert play.events[-1][1]["cause"] == "no sign of life for 1 m 39 s"
     assert play.told[-1].servers == []
 
 

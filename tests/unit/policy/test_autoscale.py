@@ -138,7 +138,7 @@ def test_what_was_never_tried_is_tried_while_it_may_pay():
     [
         ({"measured": 1}, "1 of 5 measurements"),
         ({"measured": 0, "model": None}, "none of 5 measurements"),
-        ({"silent_s": 500.0}, "no measurement for 500 s"),
+        ({"silent_s": 500.0}, "no measurement for 8 m 20 s"),
         ({"noise_scale": math.nan}, "noise scale is not known"),
         ({"hosts": ()}, "no slot that can be used"),
     ],

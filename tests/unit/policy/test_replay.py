@@ -71,7 +71,7 @@ def test_a_deadline_out_of_reach_is_known_before_a_resumed_run_trains(
     assert not told[0], "nothing was measured"
     assert bool(told[1]) is late
     if late:
-        assert "600 s are left" in told[1]
+        assert "10 m 00 s are left" in told[1]
         assert "useful examples/s expected" in told[1], "with the best that can be done"
 
 

@@ -327,3 +327,11 @@ def test_slots_change_for_more_than_the_noise_of_the_figures(gain: float, slots:
     assert slots_of(decide([job], HOSTS, 0.0)) == {"a": slots}
     exact = dataclasses.replace(job, noise=0.0)
     assert slots_of(decide([exact], HOSTS, 0.0)) == {"a": 2}
+
+
+def test_reason_says_why_a_job_has_no_more_slots() -> None:
+    job = Job("a", 0.0, LINEAR, 1e5, {"h0": 2}, max_slots=4)
+    taken = decide([job], HOSTS, 0.0)["a"].reason
+    held_back = decide([dataclasses.replace(job, is_held_back=True)], HOSTS, 0.0)["a"].reason
+    assert taken.endswith("; it takes no more")
+    assert held_back.endswith("; more once it has trained on 4")

@@ -226,6 +226,15 @@ def test_the_slow_link_or_the_slow_host_is_named() -> None:
     assert list(network(far)) == ["gpu2"]
 
 
+def test_noise_between_hosts_of_one_machine_is_no_bad_cable() -> None:
+    rates = {("gpu1", "gpu3"): 4e8}
+    local = [Link(x.source, x.target, rates.get((x.source, x.target), 2e9), 3e-5) for x in mesh()]
+    assert network(local) == {}
+    rates = {("gpu1", "gpu3"): 1e7}
+    local = [Link(x.source, x.target, rates.get((x.source, x.target), 2e9), 3e-5) for x in mesh()]
+    assert list(network(local)) == ["gpu1"], "a limited rate is seen all the same"
+
+
 def test_who_cannot_be_reached_is_named() -> None:
     shut = [Link("gpu1", "gpu3", refused="10.0.0.3: timed out")]
     (found,) = network([*mesh(), *shut]).items()
