@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -197,8 +197,7 @@ def _arrays(data: bytes) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-def as_stored(value: Any) -> Any:
-    """Return a value that is no bytes, such as an integer of a TFRecord."""
+def _as_stored(value: Any) -> Any:
     return value
 
 
@@ -211,10 +210,14 @@ DECODERS: dict[str, Decoder] = {
     "json": parse_json,
 }
 """How the fields with these endings are decoded; others stay bytes. See :func:`decoders_of`."""
+_PICKLES = {"pth", "pt", "pkl", "pickle", "pyd"}
+"""Endings of pickles, which can run any code when they are loaded."""
 
 
 def decoders_of(
-    fields: Sequence[str], given: Mapping[str, Decoder], plain: Collection[str] = ()
+    fields: Sequence[str],
+    given: Decoder | Mapping[str, Decoder] | None,
+    kinds: Mapping[str, str] | None = None,
 ) -> list[Decoder]:
     """Return the decoder of each field.
 
@@ -223,19 +226,33 @@ def decoders_of(
 
     Args:
         fields: their names, such as ``("jpg", "mask.png")``.
-        given: decoders by field, in place of the usual ones.
-        plain: names of fields whose values are no bytes, and stay as they are.
+        given: decoder of the first field, or decoders by field, in place of the usual ones.
+        kinds: kinds of values that are no bytes, by field, which stay as they are.
 
     Raises:
-        DataError: a decoder is given for a field that is not among them.
+        DataError: a decoder is given for a field that is not among them, or none for pickles.
     """
+    if given is None:
+        given = {}
+    elif not isinstance(given, Mapping):
+        given = dict.fromkeys(fields[:1], given)
     if unknown := sorted(set(given) - set(fields)):
         raise DataError(
             f"decode names {', '.join(map(repr, unknown))}, and the fields are {', '.join(fields)}"
         )
+    for field in fields:
+        if _ending(field) in _PICKLES and field not in given:
+            raise DataError(
+                f"the field {field} holds pickles, which can run any code when they are loaded, so "
+                "they are not; leave it out by fields=, or decode it yourself, such as "
+                f"decode={{{field!r}: bytes}}"
+            )
     lossy = any(_ending(field) in _LOSSY for field in fields)
-    usual = {f: as_stored if f in plain else _usual(f, beside_jpeg=lossy) for f in fields}
-    return [{**usual, **given}[field] for field in fields]
+    return [
+        given.get(field)
+        or (_as_stored if field in (kinds or {}) else _usual(field, beside_jpeg=lossy))
+        for field in fields
+    ]
 
 
 def _usual(field: str, *, beside_jpeg: bool) -> Decoder:
@@ -256,7 +273,7 @@ def order_key(fields: Sequence[str], decoders: Sequence[Decoder]) -> str | None:
         (field, _described(decoder))
         for field, decoder in zip(fields, decoders, strict=True)
         if decoder in (decode, decode_mask)
-        or decoder not in (as_stored, DECODERS.get(_ending(field), bytes))
+        or decoder not in (_as_stored, DECODERS.get(_ending(field), bytes))
     )
     return repr((PIXELS, key)) if key else None
 
