@@ -86,6 +86,8 @@ def _changed_modules(before: dict[str, ModuleType]) -> list[str]:
     changed += [
         name
         for name, module in now.items()
-        if name not in before and str(getattr(module, "__file__", "")).startswith(temporary)
+        if name not in before
+        and str(getattr(module, "__file__", "")).startswith(temporary)
+        and not name.startswith("__autograph_generated_file")  # TensorFlow's, of a traced function
     ]
     return [f"sys.modules[{name!r}]" for name in changed]

@@ -171,6 +171,7 @@ class Daemon:
         """Do what is due; return how long to wait until the next look [s]."""
         if self._hosts.changed():
             self._tell_hosts()
+            self._health.forget_others(self._hosts.listed)
             self._queue.changed = True
         self._health.look(time.monotonic(), self._host_changed)
         now = time.time()
@@ -217,7 +218,7 @@ class Daemon:
     def _note_lost(self, job: Job, progress: RunProgress) -> None:
         """Take out the hosts that a run has lost; where the job may be at fault, after a try."""
         for host, cause in progress.hosts.take_lost().items():
-            if host in self._hosts.known and host not in self._health.lost:
+            if host in self._hosts.listed and host not in self._health.lost:
                 suspicion = host in progress.hosts.unfit and progress.trained_at is None
                 now = time.monotonic()
                 self._health.host_lost(host, cause, now, _python(job), is_suspicion=suspicion)
@@ -242,7 +243,7 @@ class Daemon:
             silent_since = progress.cut_off_at
             if heard and silent_since is not None and now - silent_since >= _CUT_OFF_S:
                 progress.cut_off_at = None  # once is enough
-                for host in progress.hosts.used & self._hosts.known.keys() - heard:
+                for host in progress.hosts.used & self._hosts.listed.keys() - heard:
                     cause = f"no answer since {time.strftime('%X', time.localtime(silent_since))}"
                     at = time.monotonic()
                     self._health.host_lost(host, cause, at, _python(job), is_suspicion=True)
@@ -254,6 +255,7 @@ class Daemon:
         retries, failures = job.request.retries, job.failures
         self._decided = {}  # its end has changed who holds what
         self._wanted.pop(job.number, None)
+        self._reasons.pop(job.number, None)
         if status == "succeeded":
             for host in job.held:
                 self._health.host_works(host, _python(job))
@@ -364,26 +366,28 @@ class Daemon:
     def _uses(self) -> list[Use]:
         """Return what the jobs that run use of the hosts."""
         running = self._queue.with_status(JobStatus.RUNNING)
-        return [Use(job, self._runs.progress(job).hosts.occupied) for job in running]
+        hosts = [self._runs.progress(job).hosts for job in running]
+        return [Use(job, of.occupied, of.lost) for job, of in zip(running, hosts, strict=True)]
 
     def _usable_slots(self) -> dict[str, int]:
         """Return the slots of the hosts that no run has lost."""
         lost = self._health.lost
-        slots = self._hosts.slots(self._queue.active.values())
+        slots = self._hosts.slots(self._uses())
         return {host: number for host, number in slots.items() if host not in lost}
 
     def _move_slots(self) -> None:
         """Give the slots that are free to those that are to have them, and start jobs."""
         active = self._queue.active
         claims: dict[str, Claim] = {}
-        for use in self._uses():
+        uses = self._uses()
+        for use in uses:
             job = use.job
             wanted = job.held if job.stop else self._wanted.get(job.number, job.held)
             claims[str(job.number)] = Claim(wanted, job.held, use.occupied, job.request.min_np)
         for job in self._queue.with_status(JobStatus.QUEUED):
             if planned := self._wanted.get(job.number):
                 claims[str(job.number)] = Claim(planned, {}, {}, job.request.min_np)
-        granted = grant_slots(claims, self._hosts.slots(active.values()))
+        granted = grant_slots(claims, self._hosts.slots(uses))
         awaited = awaited_slots(claims, granted)
         changed = []
         for name, held in granted.items():

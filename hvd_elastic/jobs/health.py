@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -88,6 +88,10 @@ class HostHealth:
             return
         returns = 0 if is_suspicion else min(self._returns.get(host, 0), len(_LOST_AGAIN_S) - 1)
         self._lost[host] = _Lost(cause, python, is_suspicion, now + _LOST_AGAIN_S[returns])
+
+    def forget_others(self, hosts: Container[str]) -> None:
+        """Forget hosts that the hostfile has no more: a try of them would fail that of others."""
+        self._lost = {host: lost for host, lost in self._lost.items() if host in hosts}
 
     def is_judged(self, host: str) -> bool:
         """Return whether it is known if a host that was suspected is at fault."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.jobs.grants import Slots
-from hvd_elastic.jobs.job import Job, JobKind, JobStatus
+from hvd_elastic.jobs.job import Job, JobKind
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.wording import removed_host_words
@@ -23,10 +23,12 @@ class Use:
     Attributes:
         job: the job.
         occupied: slots of each host in which processes of its run live or start.
+        lost: hosts that its run has lost.
     """
 
     job: Job
     occupied: Slots
+    lost: Collection[str] = ()
 
     def taken(self, host: str) -> int:
         """Return the slots of a host that nobody else may have."""
@@ -61,24 +63,28 @@ class ClusterHosts:
 
     def changed(self) -> bool:
         """Read the hostfile if it was saved; return whether that succeeded."""
-        before = self.known
-        found = self._watch.changed()
+        before = self.listed
+        if not self._watch.changed():
+            return False
         self.remember(before.values())
-        return found
+        return True
 
     def remember(self, hosts: Iterable[Host]) -> None:
         """Note hosts that a job may still use, although the hostfile has them no more."""
         self._removed |= {host.name: host for host in hosts}
 
-    def slots(self, jobs: Iterable[Job]) -> dict[str, int]:
+    def slots(self, uses: Iterable[Use]) -> dict[str, int]:
         """Return the slots of each host that may be held.
 
         A plain command cannot move, so it keeps its slot until it ends, whatever the hostfile says.
+
+        Args:
+            uses: what each job that runs uses.
         """
         kept: Counter[str] = Counter()
-        for job in jobs:
-            if job.request.kind is JobKind.PLAIN and job.status is JobStatus.RUNNING:
-                kept.update(job.held)
+        for use in uses:
+            if use.job.request.kind is JobKind.PLAIN:
+                kept.update({h: n for h, n in use.job.held.items() if h not in use.lost})
         found = {host.name: host.slots for host in self.listed.values()}
         return {host: max(found.get(host, 0), kept[host]) for host in {**found, **kept}}
 

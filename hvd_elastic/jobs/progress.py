@@ -74,10 +74,12 @@ class RunHosts:
     Attributes:
         unfit: hosts on which its present leader can start no agent as they are, with the cause: the
             fault may be the host's or the job's.
+        lost: hosts that its present leader has lost, and not reached again.
     """
 
     def __init__(self) -> None:
         self.unfit: dict[str, str] = {}
+        self.lost: set[str] = set()
         self._lost: dict[str, str] = {}
         self._processes: dict[tuple[str, int], bool] = {}
         """Host and slot of each live process of the run; whether it has started."""
@@ -107,6 +109,7 @@ class RunHosts:
         if kind == "run_started":
             self._processes.clear()
             self._lost.clear()
+            self.lost.clear()
             self.unfit.clear()
         elif kind == "rescale_started":
             self._occupy(event)
@@ -119,12 +122,14 @@ class RunHosts:
             self._processes.pop(slot, None)
         elif kind == "host_lost":
             self._lost[host] = str(event.get("cause") or "lost")
+            self.lost.add(host)
             for each in [each for each in self._processes if each[0] == host]:
                 del self._processes[each]
         elif kind == "warning" and "unusable_host" in event:
             self._note_unusable(event)
         elif kind == "agent_started":
             self._lost.pop(host, None)
+            self.lost.discard(host)
             self.unfit.pop(host, None)
         elif kind == "run_finished":
             self._processes.clear()

@@ -44,6 +44,7 @@ class JobInTime(ABC):
         self.name, self.submitted_s = name, submitted_s
         self.held: dict[str, int] = {}
         self.left: list[tuple[str, int, float]] = []
+        self._takes_time = False
         self.noise = 0.0
         self._rng = np.random.default_rng(zlib.crc32(name.encode()))
         self.finished_s: float | None = None
@@ -81,7 +82,9 @@ class JobInTime(ABC):
 
     @property
     def occupied(self) -> dict[str, int]:
-        """Slots of each host that it holds, or in which its processes still live."""
+        """Slots of each host in which its processes live; empty if they leave slots at once."""
+        if not self._takes_time:
+            return {}
         found = dict(self.held)
         for host, slots, _ in self.left:
             found[host] = found.get(host, 0) + slots
@@ -90,7 +93,8 @@ class JobInTime(ABC):
     def leave(self, hosts: Mapping[str, int], now: float, leave_s: float) -> None:
         """Note the slots that it gives up for others; its processes take some time [s] to go."""
         self.left = [each for each in self.left if each[2] > now]
-        if leave_s > 0:
+        self._takes_time = leave_s > 0
+        if self._takes_time:
             self.left += [
                 (host, slots - hosts.get(host, 0), now + leave_s)
                 for host, slots in self.held.items()

@@ -95,3 +95,12 @@ def test_suspected_host_on_which_python_cannot_start_is_lost(tried: Tried) -> No
         time.sleep(0.01)
     assert tried.health.lost == {"a": "there is no Python at /wrong"}
     assert tried.changed == ["a"]
+
+
+def test_host_that_is_taken_out_of_the_hostfile_is_tried_no_more(tried: Tried) -> None:
+    tried.lose(0.0)
+    tried.health.forget_others({"b": 1})
+    assert tried.health.lost == {}
+    tried.health.look(1.0, tried.changed.append)
+    tried.health.close()
+    assert tried.tries.stat().st_size == 0

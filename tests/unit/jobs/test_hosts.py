@@ -36,12 +36,13 @@ def test_a_host_that_leaves_the_hostfile_is_shown_until_it_is_empty(hostfile: Pa
     hosts = ClusterHosts(hostfile, print)
     command = running(1, {"b": 1}, JobKind.PLAIN)
     trains = running(2, {"b": 1})
-    assert hosts.slots([command, trains]) == {"a": 2, "b": 2}
+    uses = [Use(command, {"b": 1}), Use(trains, {"b": 2})]
+    assert hosts.slots(uses) == {"a": 2, "b": 2}
     hostfile.write_text("a slots=2\n")
     assert hosts.changed()
-    assert hosts.slots([command, trains]) == {"a": 2, "b": 1}, "the command keeps its slot"
+    assert hosts.slots(uses) == {"a": 2, "b": 1}, "the command keeps its slot"
+    assert hosts.slots([Use(command, {}, {"b"})]) == {"a": 2}, "unless its run has lost the host"
     assert hosts.known["b"].slots == 2, "it can still be named in the hostfile of the command"
-    uses = [Use(command, {"b": 1}), Use(trains, {"b": 2})]
     rows = {row["host"]: row for row in hosts.rows(uses, {})}
     assert (rows["b"]["state"], rows["b"]["slots"], rows["b"]["free"]) == ("leaving", 0, 0)
     told = "taken out of the hostfile; empty as soon as job-1 has ended and job-2 has left it"
