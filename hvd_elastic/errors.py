@@ -14,6 +14,7 @@
     ├── ScriptError            the user's training script is used in a way that cannot work
     ├── CheckpointError        a checkpoint cannot be written or read
     ├── DataError              a data set cannot be prepared, indexed or read
+    │   └── SkippedExampleError    an example cannot be decoded, and is to be left out
     ├── VirtualClusterError    a virtual cluster cannot be made or found
     └── BuildError             Horovod cannot be built or installed
 
@@ -107,6 +108,20 @@ class CheckpointError(HvdElasticError):
 
 class DataError(HvdElasticError):
     """A data set cannot be prepared, indexed or read; the message names file and example."""
+
+
+class SkippedExampleError(DataError):
+    """An example cannot be decoded, and the loader is to leave it out of its batch.
+
+    Attributes:
+        example: which one: its shard and key.
+        reason: why it cannot be decoded.
+    """
+
+    def __init__(self, example: str, reason: str = "") -> None:
+        # PyTorch makes it again, of its text alone, in the process that asked for the example.
+        super().__init__(f"{example} cannot be decoded: {reason}" if reason else example)
+        self.example, self.reason = example, reason
 
 
 class VirtualClusterError(HvdElasticError):

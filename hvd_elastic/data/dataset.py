@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hvd_elastic.data.cache import ShardCache
 from hvd_elastic.data.decoding import Decoder, decoders_of, order_key
@@ -25,7 +25,7 @@ from hvd_elastic.data.index import (
 )
 from hvd_elastic.data.remote import RemoteFolder, is_url, selection
 from hvd_elastic.data.shard import OpenShard
-from hvd_elastic.errors import DataError
+from hvd_elastic.errors import DataError, SkippedExampleError
 from hvd_elastic.model.sharding import Blocks
 
 _OPEN_SHARDS = 128
@@ -58,6 +58,10 @@ class ShardDataset:
         fields: names of the fields to read; None: all but ``cls``, which is the label and comes
             last unless it is named here. ``__key__`` is the key of the example.
         optional: names of fields, also of ``cls``, that examples may lack: None is in their place.
+        on_error: what to do with an example that cannot be decoded: ``"raise"`` the error, or
+            ``"skip"``: the loaders leave it out of its batch. It counts as read, with a gradient
+            of 0, and is named and counted in what is told of the run. Everything else that reads
+            raises :class:`SkippedExampleError`.
         index: folder of the index, if it does not lie beside the shards.
         shuffle_window: shards that an epoch's order mixes at a time, >= 1. It must stay the same
             for a run, as the seed.
@@ -84,6 +88,7 @@ class ShardDataset:
         decode: Decoder | Mapping[str, Decoder] | None = None,
         fields: Sequence[str] | None = None,
         optional: Sequence[str] = (),
+        on_error: Literal["raise", "skip"] = "raise",
         index: str | os.PathLike[str] | None = None,
         shuffle_window: int = _WINDOW,
         cache: str | os.PathLike[str] | None = None,
@@ -91,6 +96,9 @@ class ShardDataset:
     ) -> None:
         if shuffle_window < 1:
             raise DataError(f"shuffle_window is {shuffle_window}, it must be 1 or more")
+        if on_error not in ("raise", "skip"):
+            raise DataError(f'on_error is {on_error!r}, it must be "raise" or "skip"')
+        self._skips = on_error == "skip"
         self.transform = transform
         self._files: _Folder | _Behind
         place, names = selection(folder)
@@ -204,9 +212,10 @@ class ShardDataset:
         try:
             return self._decoders[number](value)
         except (OSError, ValueError, SyntaxError, DataError) as error:
-            raise DataError(
-                f"{shard.path}: example {shard.key(row)!r} cannot be decoded: {error}"
-            ) from error
+            example = f"{shard.path}: example {shard.key(row)!r}"
+            if self._skips:
+                raise SkippedExampleError(example, str(error).rstrip(".")) from error
+            raise DataError(f"{example} cannot be decoded: {error}") from error
 
     def _shard(self, number: int) -> tuple[OpenShard, list[int]]:
         found = self._opened.get(number)

@@ -168,7 +168,7 @@ class Reports:
             case msg.TrainingStopped(reason=reason):
                 progress.stopped = reason
                 self._run.journal.emit(*said.as_event())
-            case msg.BatchPlan() | msg.Shares() | msg.RescaleFinished():
+            case msg.BatchPlan() | msg.Shares() | msg.RescaleFinished() | msg.ExampleSkipped():
                 self._run.journal.emit(*said.as_event())
             case msg.WorkerWarning(message=text):
                 self._run.journal.warn(f"worker {self._run.workers.name(worker)}: {text}")

@@ -119,6 +119,7 @@ class AuditResult:
         conflicts: steps for which workers of one generation reported different indices.
         unrecorded_steps: number of steps without a record, as when the disk was full, or all
             processes that had it were killed.
+        skipped: number of uses, in all epochs, of examples that cannot be decoded.
     """
 
     examples: int
@@ -128,6 +129,7 @@ class AuditResult:
     voided_steps: int = 0
     conflicts: tuple[int, ...] = ()
     unrecorded_steps: int = 0
+    skipped: int = 0
 
     @property
     def recorded(self) -> bool:
@@ -170,6 +172,9 @@ class AuditResult:
         """Return the result in one line."""
         if not self.recorded:
             return "not audited (start the run with --audit)"
+        if self.skipped:
+            several = count(self.skipped, "use")
+            return f"{replace(self, skipped=0).sentence()}; {several} skipped: cannot be decoded"
         if self.faulty:
             problems = self.problems()
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -200,6 +205,7 @@ class _Step:
         epoch, position: where it began; a record need not tell the position.
         indices, padding: indices of the examples, and number of padding examples.
         later: indices of the examples in the following epochs, if the step reaches into them.
+        skipped: number of examples that cannot be decoded.
     """
 
     turn: tuple[int, int]
@@ -208,6 +214,7 @@ class _Step:
     indices: NDArray[int64]
     padding: int
     later: tuple[NDArray[int64], ...] = ()
+    skipped: int = 0
 
     @property
     def by_epoch(self) -> list[_Step]:
@@ -278,6 +285,7 @@ class _Steps:
             np.asarray(record["indices"], dtype=np.int64).reshape(-1),
             len(record.get("padding") or ()),
             tuple(np.asarray(part, dtype=np.int64) for part in record.get("later") or ()),
+            len(record.get("skipped") or ()),
         )
         old = self.by_number.get(number)
         if old is None or old.turn < new.turn:
@@ -389,6 +397,7 @@ def check_audit(
         voided_steps=steps.voided,
         conflicts=tuple(sorted(steps.conflicts)),
         unrecorded_steps=max(steps_made, max(counted, default=0)) - len(counted),
+        skipped=sum(step.skipped for step in counted.values()),
     )
 
 

@@ -370,6 +370,7 @@ _ALL = (
     Metrics,
     _reported(msg.BatchPlan),
     _reported(msg.Shares),
+    _reported(msg.ExampleSkipped),
     Input,
     InputHostJoined,
     InputHostLeft,

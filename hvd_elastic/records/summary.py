@@ -197,6 +197,7 @@ class RunSummary:
         input: whether ranks wait for their data, and what would help, in words.
         input_hosts: hosts that read for the ranks, with the number of their processes.
         missed: how the last change fell short of its prediction; empty: it did not.
+        skipped: examples that were skipped, since they cannot be decoded, and why.
         stopped_for: why the script has ended training early; empty: it has not.
         rank_shares: newest examples of each rank in a full step; empty: equal shares.
         prices: price of hosts per hour, where the hostfile has any.
@@ -249,6 +250,7 @@ class RunSummary:
     input: str = ""
     input_hosts: dict[str, int] = field(default_factory=dict)
     missed: str = ""
+    skipped: dict[str, str] = field(default_factory=dict)
     plain: bool = False
     stopped_for: str = ""
     rank_shares: list[float | None] = field(default_factory=list)
@@ -743,6 +745,11 @@ def _prediction_missed(run: RunSummary, record: Mapping[str, Any], at_s: float) 
     run.missed = _text(record, "reason")
     text = f"prediction missed: {run.missed}"
     run.decisions.append(TimedEvent(at_s, "prediction_missed", text))
+
+
+@_on("example_skipped")
+def _example_skipped(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
+    run.skipped[_text(record, "example")] = _text(record, "reason")
 
 
 @_on("warning")

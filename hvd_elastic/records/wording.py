@@ -350,6 +350,8 @@ def run_sentences(
     left_out = left_out_words(summary.last)
     if left_out:
         told.append(f"Left out: {left_out}.")
+    if summary.skipped:
+        told.append(f"Skipped: {skipped_words(summary.skipped)}.")
     if summary.live_rescales:
         paused_s = sum(each.pause_s or 0.0 for each in summary.live_rescales)
         rescales = count(len(summary.live_rescales), "rescale")
@@ -438,6 +440,7 @@ def status_rows(
         ("progress", progress_words(reached, summary.size) if trains else ""),
         ("metrics", metric_words(own)),
         ("left out", left_out_words(summary.last)),
+        ("skipped", skipped_words(summary.skipped)),
         ("batch", _batch_size_words(summary) if summary.batch_plan else ""),
         ("hosts", " ".join(hosts)),
         ("input hosts", " ".join(reading)),
@@ -562,6 +565,18 @@ def left_out_words(metrics: Mapping[str, Any]) -> str:
     """
     skipped = metrics.get("skipped_steps")
     return f"{count(skipped, 'step')}, whose gradients were not finite" if skipped else ""
+
+
+def skipped_words(skipped: Mapping[str, str]) -> str:
+    """Return how many examples were skipped, and why the last one was; empty: none.
+
+    >>> skipped_words({"/data/a.tar: example 'k'": "no image"})
+    "1 example, which cannot be decoded; the last: /data/a.tar: example 'k': no image"
+    """
+    if not skipped:
+        return ""
+    (example, reason), number = [*skipped.items()][-1], count(len(skipped), "example")
+    return f"{number}, which cannot be decoded; the last: {example}: {reason}"
 
 
 def progress_words(metrics: Mapping[str, Any], size: int) -> str:

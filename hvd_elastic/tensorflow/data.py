@@ -9,7 +9,7 @@ changes, the pipeline is begun again from there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ from hvd_elastic.training.input.forked import WorkerStart
 from hvd_elastic.training.input.indexed import Arrays, IndexedSource, collated
 from hvd_elastic.training.input.loader import OrderedLoader
 from hvd_elastic.training.input.shared import SharedReading
+from hvd_elastic.training.input.skipped import Skipped, shortened, whole
 from hvd_elastic.training.planning.choice import examples_of, order_for
 from hvd_elastic.training.uncaught import show_instead
 from hvd_elastic.training.worker import Worker
@@ -172,13 +173,13 @@ class _Shares(OrderedLoader):
         super().__init__(order, shared)
         self._source = source
         self._is_shared = False
-        first = source.read([0])
+        first, _ = whole(source.read([0]))
         fields = nest.flatten_with_joined_string_paths(first)
         self._fields = [(name, _spec(name, batch, padded=padded)) for name, batch in fields]
         self._signature = tf.nest.pack_sequence_as(first, [spec for _, spec in self._fields])
         self._reading: Iterator[tuple[Any, list[int]]] | None = None
         """Batches of the present pipeline, with their indices."""
-        self._read_indices: list[list[int]] = []
+        self._read_indices: list[tuple[list[int], Sequence[Skipped]]] = []
         self._turn = 1
         """Number of the present pipeline; a thread of an earlier one may still ask for a batch."""
         self._turn_lock = threading.Lock()
@@ -208,7 +209,8 @@ class _Shares(OrderedLoader):
             except ScriptError as error:
                 show_instead(error)
                 raise
-            self._read_indices.append(indices)
+            batch, skipped = whole(batch)
+            self._read_indices.append((indices, skipped))
             flat = tf.nest.flatten(batch)
             self._check_types(flat)
             return [np.int64(self._turn), *flat]
@@ -244,8 +246,8 @@ class _Shares(OrderedLoader):
             assert self._pipeline is not None
             batch = next(self._pipeline)
             self._next_place = following
-            indices = self._read_indices.pop(0)
-            return batch, indices if context.worker.audit else None
+            indices, skipped = self._read_indices.pop(0)
+            return shortened(batch, skipped), indices if context.worker.audit else None
 
         try:
             for batch in self._order.loop(context, read, enough):

@@ -10,13 +10,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_elastic.errors import ScriptError
+from hvd_elastic.errors import ScriptError, SkippedExampleError
 from hvd_elastic.tensorflow.data import DatasetSource
 from hvd_elastic.tensorflow.data import dataset as shares_of
 from hvd_elastic.tensorflow.saving import load_model
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.tensorflow.variables import LiveVariable, keep_values, trainable_of, variables_of
 from hvd_elastic.training.inference import Inference
+from hvd_elastic.training.input.skipped import whole
 
 
 class TensorFlowInference(Inference):
@@ -37,7 +38,13 @@ class TensorFlowInference(Inference):
         self.examples = self.dataset.examples
 
     def batches(self, indices: Sequence[range]) -> Iterator[Any]:
-        return map(self.dataset.read, indices)
+        return map(self._read, indices)
+
+    def _read(self, indices: range) -> Any:
+        batch, skipped = whole(self.dataset.read(indices))
+        if skipped:  # PyTorch's loader raises it too
+            raise SkippedExampleError(skipped[0].example, skipped[0].reason)
+        return batch
 
     def shared(self, dataset: Any, batch_size: int) -> tf.data.Dataset:
         return shares_of(dataset, batch_size)

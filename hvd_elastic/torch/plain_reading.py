@@ -18,6 +18,7 @@ from torch.utils.data._utils import worker as torch_worker
 from hvd_elastic.model.sharding import attribute_of
 from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.training.data_order import Place
+from hvd_elastic.training.input.skipped import Skipped, read_examples, shortened
 from hvd_elastic.training.worker import Worker
 
 
@@ -185,8 +186,11 @@ class _WantedPasses:
         self._tells = tells
         self._reading = 0
 
-    def __getitems__(self, asked: _Pass) -> tuple[list[int] | None, Any] | None:
-        """Return the indices, if they are told, and examples of a pass; None: it is not wanted."""
+    def __getitems__(self, asked: _Pass) -> tuple[list[int] | None, Any, list[Skipped]] | None:
+        """Return the indices of a pass, if they are told, its examples, and those skipped.
+
+        None: it is not wanted.
+        """
         if asked.reading != self._wanted.value:
             return None
         info = get_worker_info()
@@ -197,17 +201,9 @@ class _WantedPasses:
             if not is_of_start:
                 _seed(asked.seed, info.id)
         self._reading = asked.reading
-        read: list[int] = []
         at_once = attribute_of(self.dataset, "__getitems__")
-        if at_once:
-            samples = at_once(asked.indices)
-            read += asked.indices
-        else:
-            samples = []
-            for index in asked.indices:
-                samples.append(self.dataset[index])
-                read.append(index)
-        return read if self._tells else None, samples
+        samples, skipped = read_examples(self.dataset, at_once, asked.indices)
+        return asked.indices if self._tells else None, samples, skipped
 
 
 class _Collate:
@@ -216,11 +212,11 @@ class _Collate:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, read: tuple[list[int] | None, Any] | None) -> Any:
+    def __call__(self, read: tuple[list[int] | None, Any, list[Skipped]] | None) -> Any:
         if read is None:
             return None
-        indices, samples = read
-        return indices, self._collate(samples)
+        indices, samples, skipped = read
+        return indices, shortened(self._collate(samples), skipped)
 
 
 def _start_process(then: Callable[[int], None], number: int) -> None:

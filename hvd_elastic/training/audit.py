@@ -12,6 +12,8 @@ from hvd_elastic.training.step import Pass
 from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
 
+_SKIPPED = 1 << 62
+"""Added to the index of an example that cannot be decoded, where ranks gather indices."""
 _REMEMBERED_STEPS = 4096  # far more steps than a run takes before the leader records the first
 
 
@@ -29,7 +31,8 @@ class Audit:
         own: dict[int, list[int]] = {}
         for each in passes:
             # Padding was read, but has weight 0 in the step: a negative sign marks it.
-            read = [-1 - i if each.padding else i for i in each.indices or []]
+            marks = {index: index + _SKIPPED for index in each.skipped}
+            read = [-1 - i if each.padding else marks.get(i, i) for i in each.indices or []]
             own.setdefault(each.epoch, []).extend(read)
         self._begun = [
             self._worker.communicator.gather_async(
@@ -47,7 +50,7 @@ class Audit:
     def record(self, epoch: int, position: int) -> None:
         """Record the step just counted, which began at ``position`` of ``epoch``."""
         worker = self._worker
-        used, *later = [[i for i in read if i >= 0] for read in self._read] or [[]]
+        used, *later = [[i % _SKIPPED for i in read if i >= 0] for read in self._read] or [[]]
         record = msg.Used(
             generation=worker.generation,
             step=worker.progress.step,
@@ -56,6 +59,7 @@ class Audit:
             indices=used,
             padding=[-1 - i for read in self._read for i in read if i < 0],
             later=later,
+            skipped=[i - _SKIPPED for read in self._read for i in read if i >= _SKIPPED],
         )
         while self._used and worker.link and self._used[0].step <= worker.link.recorded_step:
             self._used.popleft()

@@ -32,6 +32,7 @@ from hvd_elastic.model.sharding import (
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.data_digest import ALIKE, DataDigest, difference
 from hvd_elastic.training.input.rate import InputBench
+from hvd_elastic.training.input.skipped import whole
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.step import Pass, Stage
@@ -66,6 +67,8 @@ class Read(Protocol):
         self, step: Place, following: Place, *, is_first: bool
     ) -> tuple[Any, list[int] | None]:
         """Return a batch, and its indices where the run is audited (else None).
+
+        The batch is a :class:`Shortened` if examples were skipped.
 
         Args:
             step: place of the step that the pass belongs to.
@@ -238,19 +241,25 @@ class DataOrder:
                 following = place._replace(start=share.step_stop)
                 for number, (start, stop) in enumerate(spans, 1):
                     times.read_begins()
-                    batch, indices = read(place, following, is_first=number == 1)
+                    made, indices = read(place, following, is_first=number == 1)
+                    batch, skipped = whole(made)
                     times.read_ends(stop - start)
+                    if skipped:
+                        context.data.tell_skipped(worker, skipped)
+                    left = stop - start - len(skipped)
                     more = number < len(spans)
                     context.hand_out(
                         Pass(
                             step_examples=share.step_examples,
-                            weight=share.weight * (stop - start) / (share.stop - share.start),
+                            weight=share.weight * left / (share.stop - share.start),
                             indices=self._within_epoch(indices),
                             padding=share.padding,
-                            examples=stop - start,
+                            examples=max(left, 1),
                             accumulating=more,
                             epoch=context.reading.epoch,
                             start=start,
+                            skipped=self._within_epoch([each.dataset_index for each in skipped])
+                            or (),
                         )
                     )
                     yield batch

@@ -214,6 +214,11 @@ def _save_batch(
     (part,) = ctx.step.passes
     begin = ctx.worker.progress.position
     whole = {}
+    if part.skipped:
+        raise ScriptError(
+            f"hvd.predict: example {missing.index(part.skipped[0])} of the data set cannot be "
+            'decoded, so it has no output; leave on_error="skip" out, and the error names it'
+        )
     with script_collective("predict", OUTPUTS) as communicator:
         for name, array in outputs.items():
             if array.ndim == 0 or len(array) != part.examples or array.dtype.kind not in _KINDS:

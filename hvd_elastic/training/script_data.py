@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from hvd_elastic.formatting import count
 from hvd_elastic.training.input.server import Source
+from hvd_elastic.training.input.skipped import Skipped
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
+from hvd_elastic.training.worker import Worker
+from hvd_elastic.wire import messages as msg
 
 
 class ScriptData:
@@ -28,10 +34,24 @@ class ScriptData:
         self.has_loader = False
         self.examples = 0
         self.aim: tuple[int, str] = (0, "")
+        self._skipped: set[str] = set()
 
     def register(self, examples: int) -> None:
         """Note a loader whose batches are the steps; ``examples``: those of its data set."""
         self.has_loader, self.examples = True, examples
+
+    def tell_skipped(self, worker: Worker, skipped: Sequence[Skipped]) -> None:
+        """Tell of each skipped example once, and warn at the first, second, fourth, … of them."""
+        for _, example, reason in skipped:
+            if example in self._skipped:
+                continue
+            self._skipped.add(example)
+            worker.sink.send(msg.ExampleSkipped(example=example, reason=reason))
+            if (number := len(self._skipped)).bit_count() == 1:
+                worker.warn(
+                    f"{example} cannot be decoded: {reason}. It is left out of its batch "
+                    f'(on_error="skip"); {count(number, "example")} by this worker so far'
+                )
 
     def part_done(self, progress: Progress, planner: Planner) -> float | None:
         """Return what part of the training is done, from 0 to 1; None: it is not known."""

@@ -26,6 +26,7 @@ _EVENTS = (
     msg.WorkerWarning,
     msg.BatchPlan,
     msg.Shares,
+    msg.ExampleSkipped,
 )
 
 

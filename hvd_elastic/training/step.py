@@ -51,10 +51,12 @@ class Pass:
     Attributes:
         step_examples: examples of the step over all ranks, by which progress advances.
         weight: factor on this rank's mean gradient before a plain average over ranks, so that
-            the average is the mean over the global batch; 0.0 for padding.
+            the average is the mean over the global batch; 0.0 for padding. A skipped example has
+            the gradient 0, so that what a step changes does not depend on the ranks.
         indices: dataset indices that were fetched for it, in order; None unless the run is audited.
         padding: whether this rank has no example of its own in the step and reads one again.
         examples: number of examples of this rank in the pass.
+        skipped: dataset indices of those that were to be in it, and cannot be decoded.
         accumulating: whether the planner lets further passes of the same batch follow.
         epoch: epoch of its examples.
         start: place of its first example in the order of the epoch; None: it is not known.
@@ -68,6 +70,7 @@ class Pass:
     accumulating: bool = False
     epoch: int = 0
     start: int | None = None
+    skipped: Sequence[int] = ()
 
 
 class Stage(Enum):
@@ -172,7 +175,7 @@ class Step:
         if self.counts is not None:
             self.counts.check(len(self.passes))
             return self.counts.weight(is_last=not (self.in_no_sync or self.continues))
-        if self.ranks_added is not None and not self.passes[-1].padding:
+        if self.ranks_added is not None and self.passes[-1].weight:
             return float(self.ranks_added)
         return self.passes[-1].weight if self.passes else 1.0
 

@@ -59,7 +59,7 @@ def step_weight(count: Any) -> None:
         )
     for averager in worker.averagers:
         averager.check_not_begun("hvd.step_weight()")
-    own = 0.0 if step.passes[-1].padding else float(number)
+    own = float(number) if step.passes[-1].weight else 0.0
     if step.counts is None:
         step.counts = PassCounts(worker.communicator)
     step.counts.add(own, len(step.passes), is_last=not step.in_no_sync)

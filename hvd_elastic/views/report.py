@@ -325,6 +325,8 @@ def _tiles(summary: RunSummary, audit: AuditResult) -> str:
     ]
     if summary.last.get("skipped_steps"):
         tiles.append((number_words(summary.last["skipped_steps"]), "steps left out", "bad"))
+    if summary.skipped:
+        tiles.append((number_words(len(summary.skipped)), "examples skipped", "bad"))
     if summary.mean_throughput is not None:
         tiles.append((number_words(summary.mean_throughput), "examples/s overall", ""))
     tiles.append((str(len(summary.live_rescales)), "rescales", ""))

@@ -334,6 +334,13 @@ class WorkerWarning(WorkerReport, tag="warning"):
     message: str
 
 
+class ExampleSkipped(WorkerReport, tag="example_skipped"):
+    """An example of the data set cannot be decoded and is left out; once for each worker."""
+
+    example: str
+    reason: str
+
+
 class Restored(WorkerReport, tag="restored"):
     """The root has loaded a checkpoint."""
 
@@ -355,7 +362,8 @@ class Used(WorkerReport, tag="used"):
     """Indices that all ranks really read for one step, for the audit.
 
     ``later`` holds those of the following epochs, one list each: a step of several batches may
-    reach into the next epochs.
+    reach into the next epochs. Those of ``skipped`` are among them: examples that cannot be
+    decoded.
     """
 
     generation: int
@@ -365,11 +373,13 @@ class Used(WorkerReport, tag="used"):
     indices: list[int]
     padding: list[int]
     later: list[list[int]] = []
+    skipped: list[int] = []
 
     def event_fields(self) -> dict[str, Any]:
         fields = super().event_fields()
-        if not self.later:
-            del fields["later"]
+        for name in ("later", "skipped"):
+            if not fields[name]:
+                del fields[name]
         return fields
 
 
@@ -430,6 +440,7 @@ _Report = (
     | RescaleFinished
     | TrainingStopped
     | WorkerWarning
+    | ExampleSkipped
     | Restored
     | Dataset
     | Used

@@ -25,6 +25,7 @@ from hvd_elastic.records.wording import (
     rescale_words,
     run_state,
     saved_words,
+    skipped_words,
 )
 
 
@@ -81,6 +82,7 @@ def report(
                     "sentence": result.audit.sentence(),
                     "problems": result.audit.problems(),
                     "unrecorded": result.audit.unrecorded,
+                    "skipped": result.audit.skipped,
                 },
                 **result.summary.as_json(),
             }
@@ -153,6 +155,8 @@ def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[t
     left_out = left_out_words(summary.last)
     if left_out:
         rows.append(("left out", left_out))
+    if summary.skipped:
+        rows.append(("skipped", skipped_words(summary.skipped)))
     if not summary.plain:
         rows.append(("rescales", rescale_words(summary)))
     if summary.input:

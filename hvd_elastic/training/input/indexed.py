@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -13,6 +14,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import attribute_of
 from hvd_elastic.training.input.link import Buffers
 from hvd_elastic.training.input.server import Source, seed_example, undisturbed
+from hvd_elastic.training.input.skipped import read_examples, shortened
 
 
 class IndexedSource(Source):
@@ -41,14 +43,7 @@ class IndexedSource(Source):
         self._at_once = attribute_of(dataset, "__getitems__")
 
     def make(self, epoch: int, indices: Sequence[int]) -> Any:
-        if self._at_once is not None:
-            self.seed_for(epoch, indices[0])
-            return self._collate(self._at_once(list(indices)))
-        examples = []
-        for index in indices:
-            self.seed_for(epoch, index)
-            examples.append(self._dataset[index])
-        return self._collate(examples)
+        return self._made(indices, partial(self.seed_for, epoch))
 
     def make_here(self, epoch: int, indices: Sequence[int]) -> Any:
         with undisturbed():
@@ -65,10 +60,12 @@ class IndexedSource(Source):
         return pickle.loads(buffers[0], buffers=buffers[1:])  # noqa: S301
 
     def read(self, indices: Sequence[int]) -> Any:
-        """Return the batch of the examples at some indices, without seeding."""
-        if self._at_once is not None:
-            return self._collate(self._at_once(list(indices)))
-        return self._collate([self._dataset[index] for index in indices])
+        """Return the batch of the examples at some indices, as :meth:`make`, without seeding."""
+        return self._made(indices, lambda _: None)
+
+    def _made(self, indices: Sequence[int], begin: Callable[[int], object]) -> Any:
+        examples, skipped = read_examples(self._dataset, self._at_once, indices, begin)
+        return shortened(self._collate(examples), skipped)
 
     def seed_for(self, epoch: int, index: int) -> int:
         """Seed the random numbers for an example, and return a seed for further ones."""

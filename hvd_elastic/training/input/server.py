@@ -54,7 +54,7 @@ class Source(Protocol):
         """Prepare a process that was forked to read, the ``number``-th of ``count``."""
 
     def make(self, epoch: int, indices: Sequence[int]) -> Any:
-        """Return the batch of the examples with these dataset indices."""
+        """Return the batch of these dataset indices; :class:`Shortened` if it lacks examples."""
 
     def make_here(self, epoch: int, indices: Sequence[int]) -> Any:
         """Return the same batch, and leave the script's own random numbers as they are."""

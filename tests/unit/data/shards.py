@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -30,3 +31,15 @@ def write_numbers(folder: Path, sizes: list[int], layout: str = "tar", width: in
             writer.finish()
     build_index(folder, ["a", "b", "c"])
     return folder
+
+
+def damage(folder: Path, numbers: Sequence[int]) -> None:
+    """Overwrite the first bytes of examples that :func:`write_numbers` wrote; sizes stay."""
+    for path in folder.glob("s-*.tar"):
+        content = path.read_bytes()
+        for number in numbers:
+            at = content.find(b"k%04d.npy" % number)
+            if at >= 0:
+                begin = content.index(b"\x93NUMPY", at)
+                content = content[:begin] + b"broken" + content[begin + 6 :]
+        path.write_bytes(content)

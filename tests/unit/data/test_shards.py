@@ -33,10 +33,10 @@ from hvd_elastic.data import dataset as dataset_module
 from hvd_elastic.data.files import sha256_of
 from hvd_elastic.data.index import table_path
 from hvd_elastic.data.tfrecord import TFRecord
-from hvd_elastic.errors import DataError
+from hvd_elastic.errors import DataError, SkippedExampleError
 from tests import other_user
 from tests.other_user import open_folder as open_folder
-from tests.unit.data.shards import npy, write_numbers
+from tests.unit.data.shards import damage, npy, write_numbers
 
 pytest.importorskip("google_crc32c", reason="TFRecord needs its checksums")
 from PIL import Image
@@ -47,6 +47,23 @@ LAYOUTS = pytest.mark.parametrize("layout", ["tar", "tfrecord"])
 
 def numbers(dataset: ShardDataset) -> list[tuple[float, int]]:
     return [(float(array[0]), label) for array, label in dataset]
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_example_that_cannot_be_decoded_is_an_error_for_who_does_not_leave_it_out(
+    tmp_path: Path, processes: int
+) -> None:
+    torch_data = pytest.importorskip("torch.utils.data")
+    folder = write_numbers(tmp_path / "d", [4])
+    damage(folder, [2])
+    told = r"s-00.tar: example 'k0002' cannot be decoded: "
+    for on_error, kind in (("raise", DataError), ("skip", SkippedExampleError)):
+        dataset: Any = ShardDataset(folder, on_error=on_error)  # type: ignore[arg-type]
+        with pytest.raises(kind, match=told) as error:
+            list(torch_data.DataLoader(dataset, 2, num_workers=processes))
+        assert type(error.value) is kind
+    with pytest.raises(DataError, match='on_error is \'drop\', it must be "raise" or "skip"'):
+        ShardDataset(folder, on_error="drop")  # type: ignore[arg-type]
 
 
 @LAYOUTS

@@ -56,6 +56,15 @@ def test_a_missing_and_a_double_index_are_named() -> None:
     assert result.sentence().startswith("NOT exactly once: epoch 0: 1 missing (3)")
 
 
+def test_examples_that_cannot_be_decoded_count_as_used_and_are_told() -> None:
+    undone = used(2, [2, 3]) | {"skipped": [2, 3]}
+    again = used(2, [2, 3], generation=2) | {"skipped": [3]}
+    result = check_audit([dataset(4), used(1, [0, 1]), undone, again], finished=True)
+    assert result.ok
+    assert result.skipped == 1
+    assert result.sentence().endswith("in its one epoch; 1 use skipped: cannot be decoded")
+
+
 def test_steps_without_a_record_lose_no_example() -> None:
     lines = [dataset(4, 2), used(1, [0, 1]), used(4, [2, 3], epoch=1, position=2)]
     result = check_audit(lines, finished=True)
