@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -158,22 +159,27 @@ def from_litdata(folder: str) -> Iterable[dict[str, Any]]:
     return found
 
 
+def mosaic() -> ModuleType:
+    """Import mosaicml-streaming without its sets of pictures, which need torchvision."""
+    sys.modules["streaming.vision"] = ModuleType("streaming.vision")
+    import streaming
+
+    return streaming
+
+
 def write_streaming(folder: str, given: Iterable[dict[str, Any]] | None = None) -> None:
     """Write a folder of mosaicml-streaming."""
-    from streaming import MDSWriter
-
     columns = {"__key__": "str", "png": "bytes", "cls": "int"}
     columns |= {"json": "json", "npy": "ndarray", "txt": "str"}
-    with MDSWriter(out=folder, columns=columns) as writer:
+    with mosaic().MDSWriter(out=folder, columns=columns) as writer:
         for example in given or examples():
             writer.write(example)
 
 
 def from_streaming(folder: str) -> Iterable[dict[str, Any]]:
     """Return the examples of a folder of mosaicml-streaming."""
-    from streaming import StreamingDataset
-
-    found: Iterable[dict[str, Any]] = StreamingDataset(local=folder, shuffle=False, batch_size=1)
+    found: Iterable[dict[str, Any]]
+    found = mosaic().StreamingDataset(local=folder, shuffle=False, batch_size=1)
     return found
 
 
