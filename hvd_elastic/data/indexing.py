@@ -122,6 +122,9 @@ def build_index(
     changed = [task for task, known in zip(tasks, found, strict=True) if known is None]
     indexed = _index_all(changed, processes)
     whole = [known or next(indexed) for known in found]
+    if labels_from is None and before is not None and any(found):
+        # Shards that are not read again do not tell it by the names of their features.
+        labels_from = 0 if before.labels_from == 0 else None
     index = _merged(source, layout, whole, classes, labels_from)
     index.save(out)
     return index

@@ -93,6 +93,21 @@ def test_archives_of_tar_itself_are_read(tmp_path: Path, options: tuple[str, ...
     assert list(ShardDataset(out.parent)) == ["0", "1", "2"]
 
 
+def test_what_follows_the_end_of_an_archive_is_named(tmp_path: Path) -> None:
+    for number in range(2):
+        tar(tmp_path / f"{number}.tar", texts(2, 2 * number))
+    with (tmp_path / "0.tar").open("ab") as file:
+        file.write((tmp_path / "1.tar").read_bytes())
+    with pytest.raises(DataError, match=r"0\.tar has data after its end, .* joined by cat"):
+        build_index(tmp_path)
+
+
+def test_a_label_of_too_many_digits_is_named(tmp_path: Path) -> None:
+    tar(tmp_path / "a.tar", [("a.cls", b"9" * 25), ("a.txt", b"")])
+    with pytest.raises(DataError, match=r"a\.cls holds b'9+' instead of the number of a class"):
+        build_index(tmp_path)
+
+
 def test_members_of_no_example_are_left_out_and_counted(tmp_path: Path) -> None:
     mac = [pair for name, data in texts(3) for pair in ((f"._{name}", b"mac"), (name, data))]
     tar(tmp_path / "s.tar", [*mac, ("README", b"words"), (".DS_Store", b"")])
@@ -193,6 +208,54 @@ def test_labels_of_records_count_from_0_or_1(
     (tmp_path / "a.tfrecord").write_bytes(b"".join(records))
     build_index(tmp_path, labels_from=option)
     assert [label for _, label in ShardDataset(tmp_path)] == read
+
+
+def features(folder: Path, *records: dict[str, int | bytes]) -> Path:
+    """Write a TFRecord file of ``tf.train.Example``, and return its folder."""
+    from hvd_elastic.data import tfrecord
+
+    with (folder / "a.tfrecord").open("wb") as file:
+        for record in records:
+            body = b""
+            for name, value in record.items():
+                stored = tfrecord._varint(value) if isinstance(value, int) else value
+                body += tfrecord._feature(name, 3 if isinstance(value, int) else 1, stored)
+            data = tfrecord._delimited(1, body)
+            head = len(data).to_bytes(8, "little")
+            parts = (head, tfrecord._masked_crc(head), data, tfrecord._masked_crc(data))
+            file.write(b"".join(parts))
+    return folder
+
+
+@pytest.mark.parametrize("label", [3, b"3"])
+def test_records_with_the_names_of_webdataset_have_their_labels_and_keys(
+    tmp_path: Path, label: int | bytes
+) -> None:
+    build_index(features(tmp_path, {"txt": b"t", "cls": label, "__key__": b"k7"}))
+    assert ShardDataset(tmp_path, fields=("__key__", "txt", "cls"))[0] == ("k7", "t", 3)
+
+
+@pytest.mark.parametrize("record", [{"cls": b"cat"}, {"cls": 1, "label": 2}, {"__key__": 1}])
+def test_features_that_are_no_labels_or_keys_do_not_pass_for_them(
+    tmp_path: Path, record: dict[str, int | bytes]
+) -> None:
+    with pytest.raises(DataError, match=r"a\.tfrecord: record 0: the feature \w+ must be "):
+        build_index(features(tmp_path, record))
+
+
+def test_two_features_do_not_become_one_field(tmp_path: Path) -> None:
+    image = b"\x89PNG..."
+    build_index(features(tmp_path, {"image/encoded": image, "png": b"mine"}))
+    found = ShardDataset(tmp_path, fields=("image/encoded", "png"), decode={"png": bytes})[0]
+    assert found == (image, b"mine")
+
+
+def test_labels_of_shards_that_are_not_read_again_stay(tmp_path: Path) -> None:
+    """The name of the feature, ``label``, says that they count from 0."""
+    features(tmp_path, {"txt": b"a", "label": 1}, {"txt": b"b", "label": 2})
+    for _ in range(2):
+        build_index(tmp_path)
+        assert list(ShardDataset(tmp_path)) == [("a", 1), ("b", 2)]
 
 
 def test_compressed_shards_are_called_so(tmp_path: Path) -> None:
