@@ -19,13 +19,13 @@ import numpy as np
 
 from hvd_elastic.data.example import Example, as_bytes
 from hvd_elastic.data.files import file_size, write_whole
+from hvd_elastic.data.remote import WEB_PAGE
 from hvd_elastic.data.tar import Tar
 from hvd_elastic.data.tfrecord import TFRecord
 from hvd_elastic.errors import DataError
 
 INDEX, VERSION = "index.json", 1
 _FORMAT = "hvd_elastic shards"
-WEB_PAGE = "check the URL, and whether the server wants a login"
 
 
 class Layout(Protocol):

@@ -31,7 +31,7 @@ from hvd_elastic.data.index import (
     save_table,
     table_path,
 )
-from hvd_elastic.data.remote import RemoteFolder, is_url, selection
+from hvd_elastic.data.remote import RemoteFolder, is_url, refuse_web_page, selection
 from hvd_elastic.data.shard import OpenShard
 from hvd_elastic.data.tar import Tar
 from hvd_elastic.data.tfrecord import FROM_0, LIST, place
@@ -40,6 +40,7 @@ from hvd_elastic.errors import DataError
 _RECORDS = re.compile(r"\.tfrec|-\d{5,}-of-\d{5,}$")
 """Names of TFRecord files: ``x.tfrecord``, ``x.tfrecord-00000-of-00128``, and
 ``x-00000-of-00128``, as TensorFlow's script for ImageNet calls them."""
+_BEGIN_BYTES = 64
 _COMPRESSED = re.compile(r"\.(tgz|tar\.(gz|zst|xz|bz2))$")
 
 
@@ -275,7 +276,13 @@ def _index_shard(task: _Task) -> _Found:
                 file.writelines(pieces)
 
         task.source.receive(task.name, write)
-        return _index_file(path, task)
+        where = f"{task.source}/{task.name}"
+        with path.open("rb") as file:
+            refuse_web_page(file.read(_BEGIN_BYTES), where)
+        try:
+            return _index_file(path, task)
+        except DataError as error:
+            raise DataError(str(error).replace(str(path), where)) from None
 
 
 def _index_file(path: Path, task: _Task) -> _Found:

@@ -303,6 +303,10 @@ def test_braces_name_some_of_the_shards(tmp_path: Path) -> None:
         ShardDataset(f"{tmp_path}/s-{{10..13}}.tar")
     with pytest.raises(DataError, match=r"braces stand for numbers, \{000..127\}"):
         ShardDataset(f"{tmp_path}/s-{{x}}.tar")
+    with pytest.raises(DataError, match=r"11..08 counts down; write 08..11"):
+        ShardDataset(f"{tmp_path}/s-{{11..08}}.tar")
+    with pytest.raises(DataError, match=r"names s-01.tar twice"):
+        ShardDataset(f"{tmp_path}/s-{{01,01}}.tar")
     assert len(build_index(f"{tmp_path}/s-{{00..01}}.tar", out=tmp_path / "i").shards) == 2
 
 
@@ -360,6 +364,11 @@ def test_a_url_that_serves_web_pages_is_called_so(tmp_path: Path) -> None:
             dataset[0]
         with pytest.raises(DataError, match=r"index.json is a web page and not an index"):
             ShardDataset(server.url, cache=tmp_path / "cache")
+        with pytest.raises(DataError, match=rf"^{server.url}/s-00.tar is a web page; check"):
+            build_index(f"{server.url}/{{s-00,s-01}}.tar", out=tmp_path / "i")
+        (folder / "s-00.tar").write_bytes(b"1" * 999)
+        with pytest.raises(DataError, match=rf"^{server.url}/s-00.tar is not a whole tar file"):
+            build_index(f"{server.url}/{{s-00,s-01}}.tar", out=tmp_path / "i")
 
 
 # -- other people's data sets, and their programs
