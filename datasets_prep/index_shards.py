@@ -71,6 +71,9 @@ def main() -> int:
     except OSError as error:
         print(f"error: {error.filename or given.folder}: {error.strerror}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; no index was written", file=sys.stderr)
+        return 130
     examples = sum(shard.examples for shard in index.shards)
     left_out = Counter[str]()
     for shard in index.shards:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -256,9 +258,17 @@ def _index_all(tasks: Sequence[_Task], processes: int) -> Iterator[_Found]:
     if min(processes, len(tasks)) < 2:
         yield from map(_index_shard, tasks)
         return
-    with ProcessPoolExecutor(min(processes, len(tasks))) as pool:
+    ignore_interrupts = (signal.SIGINT, signal.SIG_IGN)  # they are for the parent
+    with ProcessPoolExecutor(
+        min(processes, len(tasks)), initializer=signal.signal, initargs=ignore_interrupts
+    ) as pool:
         try:
             yield from pool.map(_index_shard, tasks)
+        except BrokenProcessPool:
+            raise DataError(
+                "a process that indexed shards was killed, such as for want of memory; call again "
+                "with fewer --processes"
+            ) from None
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -19,6 +21,7 @@ import pytest
 
 from benchmarks.testbed.environments import PeerEnvironment, PeerMissingError
 from benchmarks.testbed.file_server import FileServer
+from datasets_prep import index_shards
 from hvd_elastic.data import ShardDataset, build_index, load_index, verify
 from hvd_elastic.errors import DataError
 from tests.paths import COSTLY, ROOT
@@ -274,6 +277,37 @@ def test_compressed_shards_are_called_so(tmp_path: Path) -> None:
 
 
 # -- the index
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_interrupted_call_says_so(tmp_path: Path, processes: int) -> None:
+    for number in range(2):
+        tar(tmp_path / f"{number}.tar", texts(9))
+    os.mkfifo(tmp_path / "reads")
+    code = (
+        "import os, runpy, sys, time; from hvd_elastic.data import indexing\n"
+        f"tell = lambda: os.write(os.open({str(tmp_path / 'reads')!r}, os.O_RDWR), b'x')\n"
+        "indexing.sha256_of = lambda path: (tell(), time.sleep(1))\n"
+        f"sys.argv[1:] = [{str(tmp_path)!r}, '--processes', '{processes}']\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as call:
+        with (tmp_path / "reads").open("rb", buffering=0) as reads:
+            assert reads.read(1) == b"x"
+        os.killpg(call.pid, signal.SIGINT)
+        assert call.communicate(timeout=60)[1] == "interrupted; no index was written\n"
+    assert call.returncode == 130
+
+
+@pytest.mark.parametrize("place", ["https://x/{0..1}.tar", "/d/{0..1}.tar", "https://x"])
+def test_verifying_takes_a_folder(
+    place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["index_shards.py", place, "--verify"])
+    with pytest.raises(SystemExit, match="2"):
+        index_shards.main()
+    assert "--verify takes the folder of the shards" in capsys.readouterr().err
 
 
 def test_an_index_lies_elsewhere_and_has_shards_of_subfolders(tmp_path: Path) -> None:
