@@ -26,6 +26,7 @@ from hvd_elastic.errors import DataError
 
 INDEX, VERSION = "index.json", 1
 _FORMAT = "hvd_elastic shards"
+_OURS = re.compile(rb'\s*(\{\s*"layout"|\Z)')  # how an index begins, or an empty one
 
 
 class Layout(Protocol):
@@ -217,12 +218,15 @@ def parse_index(text: bytes, folder: object) -> Index:
 
 
 def is_other_index(path: Path) -> bool:
-    """Return whether a file is JSON, and no index of ours: other programs use the name too."""
+    """Return whether a file is no index of ours, whole or damaged: others use the name too."""
     try:
         file_size(path)
-        head = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.MsgspecError, RecursionError):
+        text = path.read_bytes()
+        head = msgspec.json.decode(text)
+    except OSError:
         return False
+    except (msgspec.MsgspecError, RecursionError):
+        return not _OURS.match(text)
     return not isinstance(head, dict) or head.get("format") != _FORMAT
 
 

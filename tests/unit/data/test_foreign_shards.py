@@ -364,9 +364,10 @@ def test_only_shards_that_have_changed_are_read_again(tmp_path: Path) -> None:
     assert len(build_index(tmp_path).shards) == 2
 
 
-def test_an_index_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ['{"version": 2, "shards": []}', '{"a": 1}\n{"a": 2}\n', "hello"])
+def test_an_index_of_another_program_is_not_overwritten(tmp_path: Path, text: str) -> None:
     tar(tmp_path / "s.tar", texts(1))
-    (tmp_path / "index.json").write_text('{"version": 2, "shards": []}')
+    (tmp_path / "index.json").write_text(text)
     with pytest.raises(DataError, match=r"not an index of hvd_elastic, and is not overwritten"):
         build_index(tmp_path)
     build_index(tmp_path, out=tmp_path / "i")
