@@ -143,9 +143,11 @@ class Pieces(Sequence[Piece]):
         endings = TEXTS + (LINES if self._field else ())
         for path in sorted(source.rglob("*")):
             inside = path.relative_to(source).parts
-            if path.is_dir() or any(name[0] == "." for name in inside):
+            if path.is_dir():
                 continue
-            if _ending(path) in endings:
+            if any(name[0] == "." for name in inside):
+                self.left_out["hidden"] += 1
+            elif _ending(path) in endings:
                 file_size(path)
                 yield path
             else:

@@ -45,6 +45,8 @@ if ! debootstrap --variant=minbase --include=ca-certificates,git,make,python3 "$
     exit 1
 fi
 cp /etc/resolv.conf "$root/etc/resolv.conf"
+# as Debian's installer writes it
+printf '127.0.0.1 localhost\n127.0.1.1 %s\n' "$(hostname)" >"$root/etc/hosts"
 cp -r /usr/local/share/ca-certificates "$root/usr/local/share/"
 git clone -q --no-hardlinks "$checkout" "$root/root/hvd_elastic"
 

@@ -15,7 +15,17 @@ import pytest
 __all__ = ["LeftBehind"]
 
 # What libraries set when they are imported, and pytest sets for each test.
-_NOT_OURS = ("PYTEST_", "KMP_", "TF2_", "TF_", "TPU_", "TORCH", "KERAS_BACKEND")
+_NOT_OURS = (
+    "PYTEST_",
+    "KMP_",
+    "TF2_",
+    "TF_",
+    "TPU_",
+    "TORCH",
+    "KERAS_BACKEND",
+    "HDF5_",
+    "ENABLE_RUNTIME_",
+)
 
 
 class LeftBehind:
@@ -86,6 +96,8 @@ def _changed_modules(before: dict[str, ModuleType]) -> list[str]:
     changed += [
         name
         for name, module in now.items()
-        if name not in before and str(getattr(module, "__file__", "")).startswith(temporary)
+        if name not in before
+        and str(getattr(module, "__file__", "")).startswith(temporary)
+        and not name.startswith("__autograph_generated_file")  # TensorFlow's, of a traced function
     ]
     return [f"sys.modules[{name!r}]" for name in changed]

@@ -35,7 +35,7 @@ from hvd_elastic.cluster.run.commands import (
     select_hosts,
 )
 from hvd_elastic.errors import SshError, UsageError
-from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.hosts.connection import SshOptions, watched
 from hvd_elastic.hosts.fanout import DEFAULT_FANOUT, HostResult, Stopper, fan_out
 from hvd_elastic.hosts.hostfile import Host, Hostfile, parse_hostfile, parse_hosts
 from hvd_elastic.hosts.ssh import SshConnection, is_local
@@ -297,7 +297,9 @@ class HostGroup(fabric.Group):
             if is_local(host, self.options):
                 return _copy_here(member, remote, local)
             stopper.add(member.close)
-            return member.get(remote, local=local)
+            member.open()
+            with watched(member.ours, lambda: 0):
+                return member.get(remote, local=local)
 
         results = fan_out(self.hosts, fetch, self.fanout, self.timeout_s)
         return self._gather(results, lambda _, found: found.value if found.ok else _error(found))

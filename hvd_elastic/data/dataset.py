@@ -32,10 +32,10 @@ _OPEN_SHARDS = 128
 """Shards that a process keeps open. With their tables they are a quarter of the 1,024 files that a
 process may usually have open."""
 _WINDOW = 16
+
+
 KEY = "__key__"
 """Field that is the key of an example, as WebDataset calls it."""
-_PICKLES = ("pth", "pt", "pkl", "pickle", "pyd")
-"""Endings of pickles, which can run any code when they are loaded."""
 
 
 class ShardDataset:
@@ -114,11 +114,8 @@ class ShardDataset:
         self._labelled = found.labelled and "cls" not in fields
         self._others = KEY in fields or "cls" in fields
         self._stored = [name for name in fields if name not in (KEY, "cls")]
-        if decode is not None and not isinstance(decode, Mapping):
-            decode = dict.fromkeys(self._stored[:1], decode)
-        self._decoders = decoders_of(self._stored, decode or {}, found.kinds)
+        self._decoders = decoders_of(self._stored, decode, found.kinds)
         self.order_key = order_key(self._stored, self._decoders)
-        _require_no_pickles([n for n in self._stored if n not in (decode or {})], self._files)
         self._ends = list(accumulate(shard.examples for shard in found.shards))
         self.blocks = Blocks(tuple(shard.examples for shard in found.shards), shuffle_window)
         self._opened: OrderedDict[int, tuple[OpenShard, list[int]]] = OrderedDict()
@@ -227,16 +224,6 @@ class ShardDataset:
             found = self._opened[number] = opened, opened.places(self._stored)
         self._opened.move_to_end(number)
         return found
-
-
-def _require_no_pickles(fields: Sequence[str], where: object) -> None:
-    for name in fields:
-        if name.rpartition(".")[2] in _PICKLES:
-            raise DataError(
-                f"{where}: the field {name} holds pickles, which can run any code when they are "
-                "loaded, so they are not; leave it out by fields=, or name it first there and "
-                "decode it yourself by decode="
-            )
 
 
 class _Folder:

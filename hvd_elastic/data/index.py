@@ -44,7 +44,7 @@ class Layout(Protocol):
     ) -> tuple[bytes, Example]:
         """Return the record of an example, and where in it each value lies; it starts at 0."""
 
-    def require_key(self, record: bytes, key: str, field: str, offset: int, size: int) -> None:
+    def require_key(self, record: bytes, key: bytes, field: str, offset: int, size: int) -> None:
         """Raise ValueError if a record is not that of the example with this key.
 
         Args:

@@ -331,7 +331,7 @@ def _labels(
         return None
     rows = table[table["size"][:, fields.index("cls")] != -1]
     ends = (rows[rows["label"].argmin()], rows[rows["label"].argmax()])
-    low, high = ((int(row["label"]), row["key"].decode(errors="replace")) for row in ends)
+    low, high = ((int(row["label"]), bytes.decode(row["key"], errors="replace")) for row in ends)
     return low, high
 
 

@@ -69,10 +69,13 @@ class OpenShard:
             record = os.pread(self._file, length, start)
             if len(record) < length:
                 raise ValueError(f"the file ends after {start + len(record)} bytes")
-            if first := min((each for each in offsets if each >= 0), default=0):
-                place = offsets.index(first)
-                name = self._fields[place]
-                self._layout.require_key(record, self.key(row), name, first, sizes[place])
+            first = min(offsets, default=0)
+            if first < 0:  # it lacks a field
+                first = min((each for each in offsets if each >= 0), default=0)
+            if first:
+                place, key = offsets.index(first), columns["key"][row]
+                field = self._fields[place]
+                self._layout.require_key(record, key, field, first, sizes[place])
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{self.path} has changed since it was indexed: example {self.key(row)!r} cannot "

@@ -51,21 +51,15 @@ class Tar:
         place = Example(key, 0, length, tuple(fields), tuple(offsets), sizes, label)
         return b"".join(pieces), place
 
-    def require_key(self, record: bytes, key: str, field: str, offset: int, size: int) -> None:
+    def require_key(self, record: bytes, key: bytes, field: str, offset: int, size: int) -> None:
         """Raise ValueError unless a record has the header of its first member before the data."""
-        header, name = record[offset - _BLOCK : offset], f"{key}.{field}"
-        stored = header[:_NAME_BYTES].partition(b"\0")[0]
-        encoded = as_bytes(name)
-        if stored != encoded:
-            encoded, folder = encoded.lower(), header[_PREFIX].partition(b"\0")[0]  # as fields are
-            names = [stored.lower(), (folder + b"/" + stored).lower()]
-            # A longer name is in a header of its own (PAX, GNU), or its folders are apart.
-            if encoded not in names and (
-                offset == _BLOCK or encoded not in record[:offset].lower()
-            ):
-                raise ValueError(f"there is {stored[:40].decode(errors='replace')!r} in its place")
-        if size < 1 << 33 and int(header[_SIZE].strip(b"\0 ") or b"0", 8) != size:
-            raise ValueError(f"{name} has another size in its place")
+        begin, name = offset - _BLOCK, b"%b.%b" % (key, field.encode(errors="surrogateescape"))
+        if record[begin : begin + len(name) + 1] != name + b"\0":
+            _require_name(record[:offset], name)
+        if record[begin:offset][_SIZE] != b"%011o" % size and size < 1 << 33:
+            if int(record[begin:offset][_SIZE].strip(b"\0 ") or b"0", 8) != size:
+                shown = name.decode(errors="replace")
+                raise ValueError(f"{shown} has another size in its place")
 
     def scan(self, path: Path, left_out: Counter[str] | None = None) -> Iterator[Example]:
         """Yield the examples of a shard.
@@ -103,6 +97,20 @@ class Tar:
             raise DataError(
                 f"{path} is not a whole tar file ({error}); copy or make it again"
             ) from error
+
+
+def _require_name(headers: bytes, name: bytes) -> None:
+    """Raise ValueError unless the headers of a member, the last block being its own, name it.
+
+    Fields are lower case. A long name is in a header of its own before (PAX, GNU), or its folders
+    are apart.
+    """
+    own, name = headers[-_BLOCK:].lower(), name.lower()
+    stored, folder = (part.partition(b"\0")[0] for part in (own[:_NAME_BYTES], own[_PREFIX]))
+    if name in (stored, folder + b"/" + stored):
+        return
+    if len(headers) == _BLOCK or name not in headers.lower():
+        raise ValueError(f"there is {stored[:40].decode(errors='replace')!r} in its place")
 
 
 def _header(name: str, size: int) -> bytes:

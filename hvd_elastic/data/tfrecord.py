@@ -73,7 +73,7 @@ class TFRecord:
         offsets = tuple(before + end - size for end, size in zip(ends, sizes, strict=True))
         return record, Example(key, 0, len(record), tuple(fields), offsets, tuple(sizes), label)
 
-    def require_key(self, record: bytes, key: str, field: str, offset: int, size: int) -> None:
+    def require_key(self, record: bytes, key: bytes, field: str, offset: int, size: int) -> None:
         """Raise ValueError unless the record begins with its length and that one's checksum."""
         head = struct.pack("<Q", len(record) - _HEAD - _TAIL)
         if record[:_HEAD] != head + _masked_crc(head):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +16,9 @@ from hvd_elastic.hosts.process import Command, RemoteProcess, Result, Sink, coll
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+# Time without progress after which a host is asked whether it still answers.
+ASK_AFTER_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -119,3 +124,27 @@ class Connection(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def watched(connection: Connection, progress: Callable[[], int]) -> Iterator[None]:
+    """Close the connection, which ends all waits for it, once the host does not answer any more.
+
+    Args:
+        connection: the connection.
+        progress: returns a number that grows as long as data arrive; the host is not asked then.
+    """
+    ended = threading.Event()
+
+    def watch() -> None:
+        seen = 0
+        while not ended.wait(ASK_AFTER_S):
+            before, seen = seen, progress()
+            if seen == before and not connection.answers():
+                return
+
+    threading.Thread(target=watch, name=f"watch {connection.host.name}", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

@@ -207,9 +207,11 @@ class SshConnection(Connection):
     def _unacknowledged(self) -> int:
         """Return the bytes that the next machine has not acknowledged; 0 where that is unknown."""
         sock = self._route.sock
-        if not isinstance(sock, socket.socket) or sock.fileno() < 0:
-            return 0
-        return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        with contextlib.suppress(OSError, ValueError):  # it is being closed
+            if isinstance(sock, socket.socket):
+                waiting = fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4))
+                return int.from_bytes(waiting, sys.byteorder)
+        return 0
 
     @property
     def client(self) -> paramiko.SSHClient:

@@ -180,7 +180,8 @@ class GradientAverager(Averager):
             ScriptError: it is one too many; see :meth:`Context.step_skipped`.
         """
         self._sampling.statistics.forget_step(self._context.worker.progress.step)
-        self._context.step_skipped(self._origin(), self._watch and self._watch.end)
+        layer = None if self._watch is None else self._watch.end
+        self._context.step_skipped(self._origin(), layer)
         self._after_step(gain=0.0)
 
     def _origin(self) -> str:

@@ -225,11 +225,10 @@ class Counts(NamedTuple):
         Another multiple of this rank's number of examples is as good, unless it may be one of all
         examples of the step.
         """
-        counts = {float(count) for count in accumulate(sizes, mul)}
+        counts = {float(size) for size in accumulate(sizes, mul)}
+        own = max(self.examples, 1)  # 0 where an example is read again, which counts nothing
         return any(
-            each in counts
-            or each == self.examples
-            or (each % self.examples == 0 and each % self.step_examples != 0)
+            each in counts or each == own or (each % own == 0 and each % self.step_examples != 0)
             for each in divisors
         )
 
@@ -282,9 +281,7 @@ class _Elements:
     def _pass(self, node: Any, name: str, of: Counts, *, is_linear: bool) -> bool:
         """Note what an operation does to the elements; return whether it leads to the batch."""
         if name in _MASKS:
-            self.are_masked |= name == "MaskedSelectBackward0" or any(
-                index is not None and index.dtype == torch.bool for index in node._saved_indices
-            )
+            self.are_masked |= name == "MaskedSelectBackward0" or _is_mask(node._saved_indices[0])
         elif name in _SUMS_OVER_ROWS:
             if _is_over_rows(node) and node._saved_self_sym_sizes[0] == of.examples:
                 if not is_linear or _rows(node) == of.examples:
@@ -295,6 +292,10 @@ class _Elements:
             if factor is not None and not getattr(factor, "shape", ()):  # else a weight for each
                 self.divisors += of.divisors(node, name)
         return True
+
+
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype == torch.bool
 
 
 def _shape(node: Any) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from tests.dist.running import Stage, processes_with
 from tests.paths import LITTLE_WORK, WORKER_PYTHONPATH
 
 MARK = "HVD_ELASTIC_TEST_JOB"
-START_S = 120.0
+START_S = 180.0
 CLEAN_S = 60.0
 
 TINY = '''\
@@ -113,7 +113,7 @@ def environment(home: Path, **more: str) -> dict[str, str]:
 
 
 def call(
-    *arguments: object, home: Path, cwd: Path | None = None, timeout_s: float = 60, **more: str
+    *arguments: object, home: Path, cwd: Path | None = None, timeout_s: float = 180, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run one command of ours to its end."""
     return subprocess.run(

@@ -147,7 +147,7 @@ def test_a_worker_that_joins_with_other_data_is_refused_by_the_name_of_the_field
     script = write_script(tmp_path, CHANGED)
     words = ["--np", ranks, "--", sys.executable, script, tmp_path / "died", listing]
     with Job(*words, home=tmp_path) as job:
-        assert job.wait() == 1, job.text
+        assert job.wait(240) == 1, job.text
     assert "'names'" in job.text
     assert "Traceback" not in job.text
 
@@ -260,7 +260,7 @@ def test_sums_and_random_numbers_do_not_depend_on_joins_and_kills(
     script = write_script(tmp_path, ALIKE)
     words = ["--np", ranks, "--", sys.executable, script, tmp_path / "died", dies, ranks, over]
     with Job(*words, home=tmp_path) as job:
-        assert job.wait() == 0, job.text
+        assert job.wait(240) == 0, job.text
         assert f"ends alike {ranks}" in job.text
         assert ("model.rewards has 5 entries and had 0" in job.text) == (dies >= 0)
         sizes = [event["size"] for event in job.events("rescale_finished")]

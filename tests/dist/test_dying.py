@@ -72,6 +72,7 @@ def test_kill_9_of_a_worker_leaves_the_others_of_its_host_alone(
     check_went_on_from_live_state(job, since, before)
 
 
+@pytest.mark.timeout(1200)
 @EVERY_STYLE
 def test_a_killed_worker_is_replaced_by_a_fork_of_the_template(
     stage: Stage, job: RunningJob
@@ -86,7 +87,8 @@ def test_a_killed_worker_is_replaced_by_a_fork_of_the_template(
         """Address of the arguments, which a fork inherits, and each new program has another."""
         return read(pid, "stat").rpartition(b")")[2].split()[45]
 
-    pid = job.wait_for(template, "a template", 200)  # it imports at a low priority
+    # It imports at a low priority: beside busy processes that takes minutes.
+    pid = job.wait_for(template, "a template", 900)
     killed = job.worker(b)
     shown = command_line(killed.pid)
     since, before = job.mark(), job.step

@@ -114,6 +114,7 @@ def test_each_of_thirty_bad_steps_is_left_out_and_each_checkpoint_is_healthy(
         assert job.wait(240) == 0, job.text
         found = find_checkpoints(job.folder / "checkpoints")
     assert not any(each.not_finite for each in found)
+    bad: list[int] = []
     for rank in range(3):
         told = json.loads((tmp_path / f"{framework}-{kind}-{rank}.json").read_text())
         changed, bad = told["changed"], told["bad"]

@@ -19,6 +19,7 @@ import pytest
 
 from hvd_elastic.cluster.run import commands
 from hvd_elastic.errors import UsageError, VirtualClusterError
+from hvd_elastic.hosts import connection as connections
 from hvd_elastic.hosts import ssh
 from hvd_elastic.hosts.fanout import Outcome
 from hvd_elastic.hosts.hostfile import Host
@@ -497,25 +498,45 @@ def test_a_cut_cable_is_silent_and_heals(spaces: VirtualCluster) -> None:
 
 
 @pytest.mark.root
-def test_a_command_is_lost_with_the_cable_of_its_host(
-    spaces: VirtualCluster, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["cut", pytest.param("sshd stops", marks=COSTLY)])
+def test_a_command_is_lost_with_its_host(
+    spaces: VirtualCluster, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(ssh, "UNACKNOWLEDGED_S", 0.5)
-    monkeypatch.setattr(commands, "ASK_AFTER_S", 0.2)
+    monkeypatch.setattr(ssh, "UNANSWERED_S", 3.0 if how == "sshd stops" else 60.0)
+    monkeypatch.setattr(connections, "ASK_AFTER_S", 0.2)
     host = spaces.hosts[0]
     options = ssh.SshOptions(config_path=spaces.ssh_config)
     quiet = "echo begun; sleep 1; echo ended"
     # A host that answers may say nothing for as long as it likes.
     (calm,) = commands.run_on_hosts([Host(host)], quiet, options)
     assert calm.answer.stdout == b"begun\nended\n"
-    cut = lambda *_: spaces.cut(host)  # noqa: E731
+
+    def lose(*_: object) -> None:
+        if how == "cut":
+            spaces.cut(host)
+        else:
+            signal_sshd(spaces, host, signal.SIGSTOP)
+
     endless = "echo begun; exec sleep 100"
-    (lost,) = commands.run_on_hosts([Host(host)], endless, options, on_lines=cut)
+    (lost,) = commands.run_on_hosts([Host(host)], endless, options, on_lines=lose)
     assert lost.outcome is Outcome.UNREACHABLE
     assert lost.error.startswith("the connection is lost: the host or its network is down")
     assert lost.answer.stdout == b"begun\n"
-    spaces.heal(host)
+    if how == "cut":
+        spaces.heal(host)
+    else:
+        stuck = virtclust("run", host, "--", "true")
+        assert stuck.returncode == 255
+        assert "timed out" in stuck.stderr
+        signal_sshd(spaces, host, signal.SIGCONT)
     until(lambda: not spaces.pids(host))
+
+
+def signal_sshd(cluster: VirtualCluster, host: str, number: int) -> None:
+    for pid in cluster.pids(host, system=True):
+        if Path(f"/proc/{pid}/comm").read_text().startswith("sshd"):
+            os.kill(pid, number)
 
 
 @pytest.mark.root

@@ -16,7 +16,7 @@ import pytest
 from tests.paths import ROOT
 from tests.unit.forked import start_program
 
-TIMEOUT_S = 90
+TIMEOUT_S = 200
 Forward = Callable[[Any, str, str, bytes], None]
 
 

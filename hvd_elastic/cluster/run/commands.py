@@ -15,7 +15,7 @@ from hvd_elastic.cluster.run.capture import Capture
 from hvd_elastic.cluster.run.held_command import HeldCommand, HowToRun, NotHeldError
 from hvd_elastic.cluster.run.input_spool import Spool
 from hvd_elastic.errors import HostUnreachableError, HvdElasticError, UsageError
-from hvd_elastic.hosts.connection import Connection
+from hvd_elastic.hosts.connection import Connection, watched
 from hvd_elastic.hosts.fanout import DEFAULT_FANOUT, HostResult, Outcome, Stopper, fan_out
 from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts
 from hvd_elastic.hosts.process import STRAGGLER_S, CommandTimeoutError, RemoteProcess, Result
@@ -32,8 +32,6 @@ __all__ = [
 
 # Added to the fan-out's limit, so that it only ends hosts that hang where no other limit applies.
 BACKSTOP_S = 20.0
-# Time without output after which a host is asked whether it still answers.
-ASK_AFTER_S = 3.0
 # Pause before the second attempt to connect; it doubles with each further one.
 FIRST_PAUSE_S = 0.5
 # Exit statuses that a shell defines; SIGNALLED + N is that of signal N.
@@ -239,7 +237,7 @@ class _Task:
                     out.take,
                     err.take,
                 )
-                with _watched(connection, (out, err)):
+                with watched(connection, lambda: out.size_bytes + err.size_bytes):
                     try:
                         status, stopped = self._wait(host, running, stopper, (out, err))
                     except NotHeldError:
@@ -334,25 +332,6 @@ class _Task:
             return limit_s
         left_s = max(0.0, self._deadline - time.monotonic())
         return left_s if limit_s is None else min(limit_s, left_s)
-
-
-@contextlib.contextmanager
-def _watched(connection: Connection, captures: Sequence[Capture]) -> Iterator[None]:
-    """Close the connection, which ends all waits for it, once the host does not answer any more."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        seen = 0
-        while not ended.wait(ASK_AFTER_S):
-            before, seen = seen, sum(capture.size_bytes for capture in captures)
-            if seen == before and not connection.answers():
-                return
-
-    threading.Thread(target=watch, name=f"watch {connection.host.name}", daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
 
 
 def _feed(

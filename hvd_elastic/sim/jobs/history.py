@@ -174,7 +174,12 @@ class _RepeatedJob(JobInTime):
     @property
     def max_slots(self) -> int:
         """Most slots of the job for now; see :class:`JobInTime`."""
-        return min(max(2 * self._measured_slots, self.min_slots), self._most)
+        return min(max(2 * self._measured_slots, self.min_slots), self.most_slots)
+
+    @property
+    def most_slots(self) -> int:
+        """Most slots that it takes; see :class:`JobInTime`."""
+        return self._most
 
     @property
     def _measured_slots(self) -> int:

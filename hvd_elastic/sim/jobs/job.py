@@ -60,6 +60,11 @@ class JobInTime(ABC):
         """Most slots of the job for now: twice as many as were measured (Pollux, section 4.1)."""
 
     @property
+    def most_slots(self) -> int:
+        """Most slots that it takes once it has been measured."""
+        return self.max_slots
+
+    @property
     @abstractmethod
     def remaining_examples(self) -> float:
         """Useful examples that are left, of the number that the job has declared."""
@@ -161,7 +166,12 @@ class SimulatedJob(JobInTime):
     @property
     def max_slots(self) -> int:
         """Most slots of the job for now; see :class:`JobInTime`."""
-        return min(max(2 * self.profiled_slots, 1), self.application.most_slots)
+        return min(max(2 * self.profiled_slots, 1), self.most_slots)
+
+    @property
+    def most_slots(self) -> int:
+        """Most slots that it takes; see :class:`JobInTime`."""
+        return self.application.most_slots
 
     @property
     def profiled_slots(self) -> int:

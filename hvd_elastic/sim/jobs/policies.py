@@ -56,6 +56,7 @@ def as_jobs(jobs: Sequence[JobInTime], rescale_s: float, *, tells_length: bool) 
             rescales=max(job.rescales, 0),
             occupied=job.occupied,
             noise=job.noise,
+            is_held_back=job.max_slots < job.most_slots,
         )
         for job in jobs
     ]

@@ -37,7 +37,7 @@ def examples() -> Iterator[dict[str, Any]]:
 
 def shown(key: str, png: Any, cls: Any, some: Any, npy: Any, txt: Any) -> list[Any]:
     """Return the values of an example as JSON can show them."""
-    if isinstance(png, bytes):
+    if isinstance(png, (bytes, memoryview)):  # litdata gives a view
         png = Image.open(BytesIO(png))
     if isinstance(npy, bytes):
         npy = np.load(BytesIO(npy))

@@ -306,6 +306,7 @@ HUGGING_FACE = """
 import datasets, torch
 import hvd_elastic.torch as hvd
 
+hvd.init()
 data = datasets.Dataset.from_dict(
     {"x": [[n, 2 * n] for n in range(10)], "text": list("abcdefghij")}
 )
@@ -342,7 +343,7 @@ def test_a_dataset_of_hugging_face_works_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not built; see make horovod")
     (tmp_path / "train.py").write_text(HUGGING_FACE)
     command = [python_with("datasets", "datasets"), str(tmp_path / "train.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     read = [line for line in done.stdout.splitlines() if line.startswith("READ")]
     assert sorted(read) == [f"READ {n} {2 * n} {chr(97 + n)}" for n in range(10)]

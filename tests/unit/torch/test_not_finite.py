@@ -250,6 +250,8 @@ def test_a_step_that_is_left_out_leaves_buffers_as_they_were(alone: Context, ran
 class Layers(nn.Module):
     """Two layers, and a factor between them."""
 
+    passes: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.factor = nn.Linear(6, 4), nn.Linear(4, 1), 1.0

@@ -79,6 +79,7 @@ def kl() -> torch.Tensor:
         (lambda: outputs().masked_select(MASK[:, None]).mean(), {_VALID}),
         (outputs()[MASK].mean, {_VALID}),
         (outputs()[torch.arange(EXAMPLES), classes].mean, {_MEAN}),
+        (outputs()[:, torch.tensor([True, False, True, True])].mean, {_MEAN}),
         (lambda: outputs()[MASK].sum() / EXAMPLES, {_MEAN}),
         (lambda: outputs().square().sum() / (3 * EXAMPLES), {_MEAN}),
         (lambda: outputs().square().sum() / STEP, {_DIVIDED}),
@@ -251,6 +252,11 @@ def test_losses_of_well_known_projects(loss: Callable[[], Any], kinds: set[str])
 
 def test_a_mean_over_the_tokens_of_texts_is_a_sum_that_is_divided() -> None:
     assert kinds_of(masked_tokens(), Counts(examples=2, step_examples=4, share=2)) == {_DIVIDED}
+
+
+def test_a_rank_that_reads_an_example_again_has_no_examples_to_divide_by() -> None:
+    loss = layer(data[:1]).sum() / 5
+    assert kinds_of(loss, Counts(examples=0, step_examples=7, share=3)) == {_MEAN}
 
 
 @pytest.mark.parametrize("examples", [1, EXAMPLES])

@@ -176,6 +176,6 @@ def test_hosts_cost_nothing_between_the_end_of_a_run_and_its_resume(stopped: boo
     spent = summary.spending.by_cause["start-up"]
     assert (spent.seconds, spent.slot_s, spent.money) == pytest.approx((12.0, 24.0, 0.012))
     between = summary.spending.by_cause["interruption"]
-    assert (between.seconds, between.slot_s) == (pytest.approx(100_000.0 - 56.0), 0.0)
+    assert (between.seconds, between.slot_s) == pytest.approx((100_000.0 - 56.0, 0.0))
     # Hosts are paid for from the beginning of a rescale.
     assert cost_so_far(summary) == pytest.approx(2 * 51 * 0.001)
