@@ -222,9 +222,10 @@ def is_other_index(path: Path) -> bool:
     try:
         file_size(path)
         text = path.read_bytes()
-        head = msgspec.json.decode(text)
     except OSError:
         return False
+    try:
+        head = msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError):
         return not _OURS.match(text)
     return not isinstance(head, dict) or head.get("format") != _FORMAT
