@@ -152,7 +152,8 @@ def verify(folder: Path, index_folder: Path | None = None) -> Index:
         path = folder / shard.name
         require_size(path, shard, index_folder)
         if sha256_of(path) != shard.sha256:
-            raise DataError(f"{path} has changed since it was indexed (SHA-256); {restore(folder)}")
+            remedy = restore(folder, index_folder)
+            raise DataError(f"{path} has changed since it was indexed (SHA-256); {remedy}")
         if not shard.examples:
             continue
         fields = index.columns(shard)

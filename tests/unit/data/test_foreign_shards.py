@@ -322,6 +322,10 @@ def test_an_index_lies_elsewhere_and_has_shards_of_subfolders(tmp_path: Path) ->
     assert sorted(shards.rglob("*")) == before
     assert list(ShardDataset(shards, index=index)) == list("012345")
     assert list(ShardDataset(f"{shards}/{{2/s-2,0/s-0}}.tar", index=index)) == list("4501")
+    changed = shards / "2" / "s-2.tar"
+    changed.write_bytes(changed.read_bytes().replace(b"k4", b"K4"))
+    with pytest.raises(DataError, match=rf"SHA-256.*index_shards.py {shards} --index {index}"):
+        verify(shards, index)
     other = write_numbers(tmp_path / "other", [3])
     with pytest.raises(DataError, match=r"shards/s-00.tar, a shard of the index in .*other"):
         ShardDataset(shards, index=other)
