@@ -131,12 +131,14 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
     ]
     rows = [row for row in kept if _setting(row) not in settings]
     with ProcessPoolExecutor(options.processes) as pool:
-        for policy, *costs, noise in settings:
-            tasks = [(options.profiles, file, policy, *costs, noise) for file in files]
+        for policy, interval_s, rescale_s, noise in settings:
+            tasks = [
+                (options.profiles, file, policy, interval_s, rescale_s, noise) for file in files
+            ]
             found = list(pool.map(simulate_one, tasks))
-            row = summarize(policy, *costs, noise, found)
+            row = summarize(policy, interval_s, rescale_s, noise, found)
             rows.append(row)
-            say(f"{policy}, a decision each {costs[0]:g} s: mean {row['mean_of_all_h']} h")
+            say(f"{policy}, a decision each {interval_s:g} s: mean {row['mean_of_all_h']} h")
     decisions = [
         {"slots": 4 * hosts, "jobs": jobs, "longest_s": round(decision_time_s(hosts, jobs), 3)}
         for hosts, jobs in ((16, 160), (256, 1000), (1024, 2560))

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from datasets_prep.pictures import read_classes
 from hvd_elastic.data.indexing import build_index, verify
+from hvd_elastic.data.remote import is_url, selection
 from hvd_elastic.errors import DataError
 
 
@@ -48,6 +49,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.verify and given.classes is not None:
         parser.error("--classes goes with indexing, not with --verify")
+    if given.verify and (is_url(given.folder) or selection(given.folder)[1] is not None):
+        parser.error("--verify takes the folder of the shards, not a URL or names with braces")
     if given.processes < 1:
         parser.error("--processes must be 1 or more")
     try:
@@ -68,6 +71,9 @@ def main() -> int:
     except OSError as error:
         print(f"error: {error.filename or given.folder}: {error.strerror}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; no index was written", file=sys.stderr)
+        return 130
     examples = sum(shard.examples for shard in index.shards)
     left_out = Counter[str]()
     for shard in index.shards:

@@ -25,6 +25,7 @@ SUFFIXES = (
     *(".jp2", ".ppm", ".pgm", ".pbm", ".pnm"),
 )
 _CACHES = ("__pycache__", "__MACOSX", "@eaDir", "$RECYCLE.BIN", "lost+found", "Thumbs.db")
+_LINKS = "links to folders"
 _SHOWN = 5
 _WORDNET = re.compile(r"n\d{8}")
 
@@ -129,6 +130,9 @@ def list_folder(folder: Path, classes: Sequence[str], *, some: bool = False) -> 
         files.add(_pictures(folder, left_out), -1)
         left_out.say(folder)
         return files
+    with os.scandir(folder) as entries:
+        kinds = filter(None, map(_why_left_out, entries))
+        left_out.update(kind for kind in kinds if kind != _LINKS)  # these may be classes
     there, found = folders_in(folder), classes_in(folder)
     if other := sorted(set(found) - set(classes)):
         raise DataError(
@@ -195,24 +199,28 @@ def _pictures(folder: Path, left_out: LeftOut) -> Iterator[tuple[str, os.DirEntr
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            ending = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122  ten times as fast
-            if not _is_shown(entry.name):
-                left_out["hidden, or of a cache"] += 1
-            elif entry.is_dir(follow_symlinks=False) or ending in SUFFIXES:
-                if entry.is_symlink() and entry.is_dir():
-                    left_out["links to folders"] += 1
-                else:
-                    found.append(entry)
-            elif entry.is_dir():
-                left_out["links to folders"] += 1
+            if why := _why_left_out(entry):
+                left_out[why] += 1
             else:
-                left_out[ending or "without ending"] += 1
+                found.append(entry)
     for entry in sorted(found, key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
             inside = _pictures(folder / entry.name, left_out)
             yield from ((f"{entry.name}/{name}", each) for name, each in inside)
         else:
             yield entry.name, entry
+
+
+def _why_left_out(entry: os.DirEntry[str]) -> str:
+    """Return the kind of an entry that is neither a picture nor a folder of them; "": it is."""
+    ending = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122  ten times as fast
+    if not _is_shown(entry.name):
+        return "hidden, or of a cache"
+    if entry.is_symlink() and entry.is_dir():
+        return _LINKS
+    if entry.is_dir(follow_symlinks=False) or ending in SUFFIXES:
+        return ""
+    return ending or "without ending"
 
 
 def _is_shown(name: str) -> bool:

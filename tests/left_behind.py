@@ -15,7 +15,17 @@ import pytest
 __all__ = ["LeftBehind"]
 
 # What libraries set when they are imported, and pytest sets for each test.
-_NOT_OURS = ("PYTEST_", "KMP_", "TF2_", "TF_", "TPU_", "TORCH", "KERAS_BACKEND")
+_NOT_OURS = (
+    "PYTEST_",
+    "KMP_",
+    "TF2_",
+    "TF_",
+    "TPU_",
+    "TORCH",
+    "KERAS_BACKEND",
+    "HDF5_",
+    "ENABLE_RUNTIME_",
+)
 
 
 class LeftBehind:

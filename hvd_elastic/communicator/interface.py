@@ -9,10 +9,12 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 GRADIENTS = "the gradients"
-BARRIER = "the end of training (its training function has returned)"
+BARRIER = "the end of training (its training function has returned, or model.fit)"
 FLAGS = "the flags that the ranks exchange in each step, and where an epoch ends"
 FLAGS_NAME = "hvd_elastic.change"
 """Name of the reduction of these flags."""
+END_NAME = "hvd_elastic.end"
+"""Name of the comparison of parameters at the end of training, which is named as the barrier is."""
 GRADIENT_PREFIX = "gradient"
 """Prefix of the names of gradient reductions, which count as one collective together."""
 IN_FLIGHT = 3

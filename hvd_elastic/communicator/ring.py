@@ -16,6 +16,7 @@ import numpy as np
 from hvd_elastic.communicator.buckets import cut_into_buckets, scatter, share_of
 from hvd_elastic.communicator.interface import (
     BARRIER,
+    END_NAME,
     FLAGS,
     FLAGS_NAME,
     GRADIENT_PREFIX,
@@ -260,7 +261,8 @@ class HorovodCommunicator:
             begun = self._begin(gradients_of(name), collective, array, name, *args)
             self._gradients[name] = self._gradients.get(name, 0) + 1
             return begun
-        shown = self._count(FLAGS if name == FLAGS_NAME else f"{kind} {_user_name(name)}")
+        words = {FLAGS_NAME: FLAGS, END_NAME: BARRIER}.get(name, f"{kind} {_user_name(name)}")
+        shown = self._count(words)
         return self._begin(shown, collective, array, sent_as or name, *args)
 
     def broadcast(self, arrays: Sequence[Array], root_rank: int) -> None:

@@ -283,6 +283,7 @@ class RunMachine:
                 generation=event.generation,
                 size=len(live),
                 workers=len(workers),
+                processes=sorted(worker.slot for worker in workers.values()),
             )
         if any(found.finished for found in event.workers):
             self._finishing_since = now

@@ -239,6 +239,6 @@ def _who_waits_where(seen: Mapping[str, Activity]) -> str:
     ]
     return (
         f"the ranks wait for each other in different collectives, so none can go on: "
-        f"{'; '.join(where)}. All ranks have to call the same collectives in the same order and "
-        "make the same steps"
+        f"{'; '.join(where)}. All ranks have to call the same collectives in the same order, "
+        "make the same steps and end training after the same one, which hvd.stop() sees to"
     )

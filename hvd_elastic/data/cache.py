@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hvd_elastic.data.files import open_part, write_whole
-from hvd_elastic.data.index import WEB_PAGE, Index, Shard, load_table, table_path
-from hvd_elastic.data.remote import RemoteFolder
+from hvd_elastic.data.index import Index, Shard, load_table, table_path
+from hvd_elastic.data.remote import RemoteFolder, refuse_web_page
 from hvd_elastic.errors import DataError
 
 _CONNECTIONS = 4
@@ -202,8 +202,8 @@ class ShardCache:
         digest, size = hashlib.sha256(), 0
         file.seek(0)
         for piece in pieces:
-            if not size and piece.lstrip()[:5].lower() in (b"<html", b"<!doc"):
-                raise DataError(f"{self._source}/{shard.name} is a web page; {WEB_PAGE}")
+            if not size:
+                refuse_web_page(piece, f"{self._source}/{shard.name}")
             digest.update(piece)
             with self._explained():
                 file.write(piece)

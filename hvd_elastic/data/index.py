@@ -19,13 +19,14 @@ import numpy as np
 
 from hvd_elastic.data.example import Example, as_bytes
 from hvd_elastic.data.files import file_size, write_whole
+from hvd_elastic.data.remote import WEB_PAGE
 from hvd_elastic.data.tar import Tar
 from hvd_elastic.data.tfrecord import TFRecord
 from hvd_elastic.errors import DataError
 
 INDEX, VERSION = "index.json", 1
 _FORMAT = "hvd_elastic shards"
-WEB_PAGE = "check the URL, and whether the server wants a login"
+_OURS = re.compile(rb'\s*(\{\s*"layout"|\Z)')  # how an index begins, or an empty one
 
 
 class Layout(Protocol):
@@ -217,12 +218,16 @@ def parse_index(text: bytes, folder: object) -> Index:
 
 
 def is_other_index(path: Path) -> bool:
-    """Return whether a file is JSON, and no index of ours: other programs use the name too."""
+    """Return whether a file is no index of ours, whole or damaged: others use the name too."""
     try:
         file_size(path)
-        head = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.MsgspecError, RecursionError):
+        text = path.read_bytes()
+    except OSError:
         return False
+    try:
+        head = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError):
+        return not _OURS.match(text)
     return not isinstance(head, dict) or head.get("format") != _FORMAT
 
 

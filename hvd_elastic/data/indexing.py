@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +33,7 @@ from hvd_elastic.data.index import (
     save_table,
     table_path,
 )
-from hvd_elastic.data.remote import RemoteFolder, is_url, selection
+from hvd_elastic.data.remote import RemoteFolder, is_url, refuse_web_page, selection
 from hvd_elastic.data.shard import OpenShard
 from hvd_elastic.data.tar import Tar
 from hvd_elastic.data.tfrecord import FROM_0, LIST, place
@@ -40,6 +42,7 @@ from hvd_elastic.errors import DataError
 _RECORDS = re.compile(r"\.tfrec|-\d{5,}-of-\d{5,}$")
 """Names of TFRecord files: ``x.tfrecord``, ``x.tfrecord-00000-of-00128``, and
 ``x-00000-of-00128``, as TensorFlow's script for ImageNet calls them."""
+_BEGIN_BYTES = 64
 _COMPRESSED = re.compile(r"\.(tgz|tar\.(gz|zst|xz|bz2))$")
 
 
@@ -122,6 +125,9 @@ def build_index(
     changed = [task for task, known in zip(tasks, found, strict=True) if known is None]
     indexed = _index_all(changed, processes)
     whole = [known or next(indexed) for known in found]
+    if labels_from is None and before is not None and any(found):
+        # Shards that are not read again do not tell it by the names of their features.
+        labels_from = 0 if before.labels_from == 0 else None
     index = _merged(source, layout, whole, classes, labels_from)
     index.save(out)
     return index
@@ -146,7 +152,8 @@ def verify(folder: Path, index_folder: Path | None = None) -> Index:
         path = folder / shard.name
         require_size(path, shard, index_folder)
         if sha256_of(path) != shard.sha256:
-            raise DataError(f"{path} has changed since it was indexed (SHA-256); {restore(folder)}")
+            remedy = restore(folder, index_folder)
+            raise DataError(f"{path} has changed since it was indexed (SHA-256); {remedy}")
         if not shard.examples:
             continue
         fields = index.columns(shard)
@@ -252,9 +259,17 @@ def _index_all(tasks: Sequence[_Task], processes: int) -> Iterator[_Found]:
     if min(processes, len(tasks)) < 2:
         yield from map(_index_shard, tasks)
         return
-    with ProcessPoolExecutor(min(processes, len(tasks))) as pool:
+    ignore_interrupts = (signal.SIGINT, signal.SIG_IGN)  # they are for the parent
+    with ProcessPoolExecutor(
+        min(processes, len(tasks)), initializer=signal.signal, initargs=ignore_interrupts
+    ) as pool:
         try:
             yield from pool.map(_index_shard, tasks)
+        except BrokenProcessPool:
+            raise DataError(
+                "a process that indexed shards was killed, such as for want of memory; call again "
+                "with fewer --processes"
+            ) from None
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -272,7 +287,13 @@ def _index_shard(task: _Task) -> _Found:
                 file.writelines(pieces)
 
         task.source.receive(task.name, write)
-        return _index_file(path, task)
+        where = f"{task.source}/{task.name}"
+        with path.open("rb") as file:
+            refuse_web_page(file.read(_BEGIN_BYTES), where)
+        try:
+            return _index_file(path, task)
+        except DataError as error:
+            raise DataError(str(error).replace(str(path), where)) from None
 
 
 def _index_file(path: Path, task: _Task) -> _Found:

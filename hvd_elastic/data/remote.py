@@ -8,6 +8,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from http.client import HTTPException, IncompleteRead
 from pathlib import Path
@@ -24,6 +25,8 @@ _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 cluster do not all come back at the same moment."""
 _TRANSIENT = {408, 425, 429, *range(500, 600)}
 """Status codes of HTTP that another attempt may not get."""
+
+WEB_PAGE = "check the URL, and whether the server wants a login"
 
 Taken = TypeVar("Taken")
 
@@ -50,7 +53,10 @@ def selection(place: object) -> tuple[str, list[str] | None]:
         return str(place), None
     folder, _, begin = folder.rpartition("/")
     pattern, mark, query = (begin + slash + rest).partition("?")
-    return folder + mark + query, list(_expanded(pattern))
+    names = list(_expanded(pattern))
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"{pattern} names {twice[0]} twice; name each shard once")
+    return folder + mark + query, names
 
 
 def _expanded(pattern: str) -> Iterator[str]:
@@ -68,8 +74,16 @@ def _expanded(pattern: str) -> Iterator[str]:
         if names is not None
         else [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
     )
+    if not parts:
+        raise DataError(f"{pattern}: {first}..{last} counts down; write {last}..{first}")
     for part in parts:
         yield from _expanded(pattern[: found.start()] + part + pattern[found.end() :])
+
+
+def refuse_web_page(begin: bytes, where: str) -> None:
+    """Raise DataError if a file, of which these are the first bytes, is HTML; ``where`` it lies."""
+    if begin.lstrip()[:5].lower() in (b"<html", b"<!doc", b"<?xml"):
+        raise DataError(f"{where} is a web page; {WEB_PAGE}")
 
 
 class RemoteFolder:

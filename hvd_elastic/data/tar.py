@@ -9,11 +9,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from hvd_elastic.data.example import Example, as_bytes
 from hvd_elastic.data.files import compression, file_size
 from hvd_elastic.errors import DataError
 
 _BLOCK = tarfile.BLOCKSIZE
+_REST_BYTES = 1 << 20
 _NAME_BYTES = 100  # of a header's first field; the whole name, where it is this short
 
 
@@ -174,6 +177,12 @@ def _require_end(path: Path, offset: int) -> None:
                 f"{path} is cut off: it does not end with empty blocks, as a tar file does; "
                 "copy it again"
             )
+        while rest := file.read(_REST_BYTES):
+            if rest.count(0) < len(rest):
+                raise DataError(
+                    f"{path} has data after its end, as archives have that were joined by cat; "
+                    "keep each as a shard of its own, or join them by tar --concatenate"
+                )
 
 
 def _example(raw: BinaryIO, path: Path, key: str, members: Sequence[tarfile.TarInfo]) -> Example:
@@ -193,7 +202,8 @@ def _example(raw: BinaryIO, path: Path, key: str, members: Sequence[tarfile.TarI
         text = raw.read(stored.size)
         try:
             label = int(text)
-        except ValueError:
+            np.int64(label)
+        except (ValueError, OverflowError):
             raise DataError(
                 f"{path}: {key}.cls holds {text[:20]!r} instead of the number of a class"
             ) from None

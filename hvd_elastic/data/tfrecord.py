@@ -8,6 +8,7 @@ Datasets, ``image`` and ``label``, which counts from 0. Other features keep thei
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,10 @@ from hvd_elastic.errors import DataError
 
 _KEY, _LABEL, _IMAGE = "image/filename", "image/class/label", "image/encoded"
 _LABEL_FROM_0, _OTHER_IMAGE = "label", "image"
+_CLASS, _OTHER_KEY = "cls", "__key__"  # as WebDataset calls them
 _IMAGE_FIELDS = ("jpg", "png")
 _PICTURES = {b"\xff\xd8": "jpg", b"\x89PNG": "png"}
+_DECIMAL = re.compile(rb"\s*-?\d{1,18}\s*")
 _HEAD, _TAIL = 12, 4  # length and its checksum; checksum of the data
 _BYTES, _FLOATS, _INTEGERS = 1, 2, 3  # fields of tf.train.Feature
 
@@ -110,6 +113,8 @@ class TFRecord:
                     raise DataError(f"{path}: record {number} is damaged (checksum); copy it again")
                 try:
                     yield _example(data, start, number)
+                except DataError as error:
+                    raise DataError(f"{path}: record {number}: {error}") from None
                 except (ValueError, IndexError, KeyError) as error:
                     raise DataError(
                         f"{path}: record {number} is no tf.train.Example ({error}); shards of "
@@ -177,28 +182,36 @@ def _example(data: bytes, start: int, number: int) -> Example:
     found: list[tuple[str, int, int, str]] = []
     features = dict(_features(data))
     image = _IMAGE if _IMAGE in features else _OTHER_IMAGE
+    key_name = _OTHER_KEY if _OTHER_KEY in features else _KEY
+    labels = (each for each in (_LABEL, _LABEL_FROM_0, _CLASS) if each in features)
+    label_name = next(labels, None)
     for name, (kind, begin, end, count) in features.items():
         size = end - begin
         if kind == "bytes" and count == 1:
             (_, begin, end) = next(_messages(data, begin, end))
             size = end - begin
             value = data[begin:end]
-            if name == _KEY:
+            if name == key_name:
                 key = value.decode(errors="surrogateescape")
                 continue
             if name == image:
                 known = (each for magic, each in _PICTURES.items() if value.startswith(magic))
-                name = next(known, "jpg" if name == _IMAGE else name)
+                field = next(known, "jpg" if name == _IMAGE else name)
+                name = field if field not in features else name
+            elif name == label_name == _CLASS and _DECIMAL.fullmatch(value):
+                label, kind = int(value) - 1, FROM_0
         elif kind == "bytes":
             size = SEVERAL - size
-        elif kind == "int64" and count == 1 and name in (_LABEL, _LABEL_FROM_0):
-            if name == _LABEL or _LABEL not in features:
-                label = int(_numbers(kind, data[begin:end])[0]) - 1
-                (_, begin, end) = next(_messages(data, begin, end))
-                size = end - begin
-                name, kind = "cls", kind if name == _LABEL else FROM_0
+        elif kind == "int64" and count == 1 and name == label_name:
+            label = int(_numbers(kind, data[begin:end])[0]) - 1
+            (_, begin, end) = next(_messages(data, begin, end))
+            size = end - begin
+            name, kind = _CLASS, kind if name == _LABEL else FROM_0
         if count != 1 and kind != SEQUENCE:
             kind += LIST
+        if name == _OTHER_KEY or (name == _CLASS and features.get(_CLASS) and kind != FROM_0):
+            what = "a text" if name == _OTHER_KEY else "the only label, one number"
+            raise DataError(f"the feature {name} must be {what}; give it another name")
         found.append((name, _HEAD + begin, size, kind))
     # TensorFlow writes the features of each record in another order.
     found.sort(key=lambda value: place(value[0]))

@@ -83,6 +83,7 @@ class RunHosts:
         self._lost: dict[str, str] = {}
         self._processes: dict[tuple[str, int], bool] = {}
         """Host and slot of each live process of the run; whether it has started."""
+        self._is_cut_off = False
 
     @property
     def occupied(self) -> dict[str, int]:
@@ -111,6 +112,14 @@ class RunHosts:
             self._lost.clear()
             self.lost.clear()
             self.unfit.clear()
+        elif kind == "leader_cut_off":
+            self._is_cut_off = True
+        elif kind == "hosts_changed" and self._is_cut_off:
+            # It leads again; processes of which it does not say so now have ended meanwhile.
+            self._is_cut_off = False
+            self._processes.clear()
+        elif kind == "taken_over":
+            self._processes |= {(str(h), int(r)): True for h, r in event.get("processes") or []}
         elif kind == "rescale_started":
             self._occupy(event)
         elif kind == "worker_started":

@@ -47,11 +47,16 @@ class RunStarted(_Event, tag="run_started"):
 
 
 class TakenOver(_Event, tag="taken_over"):
-    """Another leader has taken over workers that continued without a leader."""
+    """Another leader has taken over workers that continued without a leader.
+
+    Attributes:
+        processes: host and local rank of each of them.
+    """
 
     generation: int
     size: int
     workers: int
+    processes: list[tuple[str, int]] | UnsetType = UNSET
 
 
 class LeaderCutOff(_Event, tag="leader_cut_off"):

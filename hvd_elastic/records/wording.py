@@ -169,8 +169,15 @@ def _run_started(event: Mapping[str, Any]) -> str:
 
 
 def _taken_over(event: Mapping[str, Any]) -> str:
-    size = count(event.get("size"), "worker")
-    return f"took over the run: {size} went on training without a leader"
+    """Return what a new leader has found.
+
+    >>> _taken_over({"size": 0, "workers": 4})
+    'took over the run: 4 workers did not train yet'
+    """
+    size, workers = event.get("size"), event.get("workers")
+    if not size:
+        return f"took over the run: {count(workers, 'worker')} did not train yet"
+    return f"took over the run: {count(size, 'worker')} went on training without a leader"
 
 
 def _leader_cut_off(event: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from hvd_elastic.communicator.interface import END_NAME
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.frontend import State, TrainedSums
 from hvd_elastic.training.worker import Worker
@@ -80,7 +81,7 @@ class ReplicaCheck:
         with np.errstate(all="ignore"):  # what is not finite on a rank is not known to be the same
             alike = signed_squares - np.square(signed) <= _tolerances(own) * squares
         if not alike.all():
-            self._compare_all(state, f"after step {step}")
+            self._compare_all(state, f"after step {step}", "hvd_elastic.replicas_whole")
 
     def training_ends(self) -> None:
         """Compare all numbers of all parameters; all ranks call this before they end.
@@ -89,11 +90,11 @@ class ReplicaCheck:
             ScriptError: parameters differ; names the first of them, and the ranks.
         """
         if self._worker.communicator.size > 1 and self._worker.state is not None:
-            self._compare_all(self._worker.state, "at the end of training")
+            self._compare_all(self._worker.state, "at the end of training", END_NAME)
 
-    def _compare_all(self, state: State, when: str) -> None:
+    def _compare_all(self, state: State, when: str, name: str) -> None:
         own = state.trained_sums(_signs(), None)
-        rows = self._worker.communicator.gather(own.sums[np.newaxis], "hvd_elastic.replicas_whole")
+        rows = self._worker.communicator.gather(own.sums[np.newaxis], name)
         signed, squares = rows[:, :, 0], rows[0, :, 1]
         with np.errstate(all="ignore"):
             alike = np.square(signed - signed[0]) <= _tolerances(own) * squares

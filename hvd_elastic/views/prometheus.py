@@ -57,6 +57,8 @@ _LAST = {
     "loss": "loss",
 }
 """Metric of ``metrics`` events by figure."""
+_RATES = {"throughput", "goodput", "data_wait", "rank_wait"}
+"""Metrics that say how fast a run trains now: there is none while no process trains."""
 
 
 def prometheus_text(runs: Iterable[tuple[RunSummary, str]]) -> str:
@@ -121,6 +123,8 @@ def _figures(summary: RunSummary) -> dict[str, float]:
     }
     for name, metric in _LAST.items():
         value = summary.last.get(metric)
+        if metric in _RATES and not summary.size:
+            continue
         if isinstance(value, (int, float)) and math.isfinite(value):
             found[name] = value
     return found

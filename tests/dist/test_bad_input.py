@@ -209,7 +209,7 @@ def test_host_that_cannot_be_reached_is_named_and_tried_again(home: Path, script
             job.process.send_signal(signal.SIGINT)
             assert job.wait() == 130
         assert job.text.count("no ssh server listens there") == 1, "the cause is said once"
-        assert "waiting for 1 process: host 127.0.0.99 cannot be reached (trying" in job.text
+        assert "waiting for 1 worker: host 127.0.0.99 cannot be reached (trying" in job.text
         assert "port= in the hostfile" in job.text
         assert "Traceback" not in job.text
         assert_nothing_left(mark=job.mark)

@@ -35,7 +35,7 @@ def test_first(tmp_path):
     os.environ["LEFT"] = "1"
 
 def test_second():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     del sys.modules["wave"]
 """
 
@@ -53,5 +53,5 @@ def test_a_file_that_leaves_something_behind_is_an_error(tmp_path: Path) -> None
     )
     assert "3 passed, 1 error" in done.stdout, done.stdout + done.stderr
     told = done.stdout.partition("a test of test_b.py leaves behind")[2].partition("\n")[0]
-    for what in ("SIGHUP was", "os.environ['LEFT']", "modules['wave']", "modules['own_module']"):
+    for what in ("SIGUSR1 was", "os.environ['LEFT']", "modules['wave']", "modules['own_module']"):
         assert what in told

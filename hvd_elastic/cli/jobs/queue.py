@@ -107,7 +107,7 @@ def queue_lines(jobs: Sequence[Job], now: float, columns: int | None) -> Iterato
         )
         yield _cut(line.rstrip(), columns)
         reason = job.message or _reason(job)
-        command = _cut(" ".join(job.request.words), columns and _COMMAND_COLUMNS)
+        command = _cut(shlex.join(job.request.words), columns and _COMMAND_COLUMNS)
         yield _cut(f"{'':5}  {command}" + (f" · {reason}" if reason else ""), columns)
 
 

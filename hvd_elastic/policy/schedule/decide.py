@@ -61,7 +61,7 @@ def decide(
     service); Berg et al., SIGMETRICS 2020 (heSRPT: short jobs first, but not alone).
     """
     cluster = _Cluster(hosts)
-    order = sorted(jobs, key=lambda job: (job.submitted_s, job.name))
+    order = sorted(jobs, key=lambda job: job.submitted_s)
     scored = [_score(job, cluster, now, weights or Weights()) for job in order]
     room = cluster.capacity - sum(job.min_slots for job in order)
     room_of_kept = cluster.capacity - sum(job.min_slots for job in order if not job.preemptible)

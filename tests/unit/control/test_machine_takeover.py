@@ -55,7 +55,14 @@ def test_next_leader_goes_on_with_a_run_that_trains():
     assert answer == []
     assert is_running(play)
     assert play.names == old.names
-    assert play.kinds("taken_over") == [{"generation": 1, "size": 3, "workers": 3}]
+    assert play.kinds("taken_over") == [
+        {
+            "generation": 1,
+            "size": 3,
+            "workers": 3,
+            "processes": [("a", 0), ("b", 0), ("c", 0)],
+        }
+    ]
     # What it does next is numbered on from there, and so are its workers.
     play.killed("b:0.1")
     play.broken("a:0.1", 5)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -19,6 +21,7 @@ import pytest
 
 from benchmarks.testbed.environments import PeerEnvironment, PeerMissingError
 from benchmarks.testbed.file_server import FileServer
+from datasets_prep import index_shards
 from hvd_elastic.data import ShardDataset, build_index, load_index, verify
 from hvd_elastic.errors import DataError
 from tests.paths import COSTLY, ROOT
@@ -91,6 +94,21 @@ def test_archives_of_tar_itself_are_read(tmp_path: Path, options: tuple[str, ...
     build_index(out.parent)
     verify(out.parent)
     assert list(ShardDataset(out.parent)) == ["0", "1", "2"]
+
+
+def test_what_follows_the_end_of_an_archive_is_named(tmp_path: Path) -> None:
+    for number in range(2):
+        tar(tmp_path / f"{number}.tar", texts(2, 2 * number))
+    with (tmp_path / "0.tar").open("ab") as file:
+        file.write((tmp_path / "1.tar").read_bytes())
+    with pytest.raises(DataError, match=r"0\.tar has data after its end, .* joined by cat"):
+        build_index(tmp_path)
+
+
+def test_a_label_of_too_many_digits_is_named(tmp_path: Path) -> None:
+    tar(tmp_path / "a.tar", [("a.cls", b"9" * 25), ("a.txt", b"")])
+    with pytest.raises(DataError, match=r"a\.cls holds b'9+' instead of the number of a class"):
+        build_index(tmp_path)
 
 
 def test_members_of_no_example_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -195,6 +213,54 @@ def test_labels_of_records_count_from_0_or_1(
     assert [label for _, label in ShardDataset(tmp_path)] == read
 
 
+def features(folder: Path, *records: dict[str, int | bytes]) -> Path:
+    """Write a TFRecord file of ``tf.train.Example``, and return its folder."""
+    from hvd_elastic.data import tfrecord
+
+    with (folder / "a.tfrecord").open("wb") as file:
+        for record in records:
+            body = b""
+            for name, value in record.items():
+                stored = tfrecord._varint(value) if isinstance(value, int) else value
+                body += tfrecord._feature(name, 3 if isinstance(value, int) else 1, stored)
+            data = tfrecord._delimited(1, body)
+            head = len(data).to_bytes(8, "little")
+            parts = (head, tfrecord._masked_crc(head), data, tfrecord._masked_crc(data))
+            file.write(b"".join(parts))
+    return folder
+
+
+@pytest.mark.parametrize("label", [3, b"3"])
+def test_records_with_the_names_of_webdataset_have_their_labels_and_keys(
+    tmp_path: Path, label: int | bytes
+) -> None:
+    build_index(features(tmp_path, {"txt": b"t", "cls": label, "__key__": b"k7"}))
+    assert ShardDataset(tmp_path, fields=("__key__", "txt", "cls"))[0] == ("k7", "t", 3)
+
+
+@pytest.mark.parametrize("record", [{"cls": b"cat"}, {"cls": 1, "label": 2}, {"__key__": 1}])
+def test_features_that_are_no_labels_or_keys_do_not_pass_for_them(
+    tmp_path: Path, record: dict[str, int | bytes]
+) -> None:
+    with pytest.raises(DataError, match=r"a\.tfrecord: record 0: the feature \w+ must be "):
+        build_index(features(tmp_path, record))
+
+
+def test_two_features_do_not_become_one_field(tmp_path: Path) -> None:
+    image = b"\x89PNG..."
+    build_index(features(tmp_path, {"image/encoded": image, "png": b"mine"}))
+    found = ShardDataset(tmp_path, fields=("image/encoded", "png"), decode={"png": bytes})[0]
+    assert found == (image, b"mine")
+
+
+def test_labels_of_shards_that_are_not_read_again_stay(tmp_path: Path) -> None:
+    """The name of the feature, ``label``, says that they count from 0."""
+    features(tmp_path, {"txt": b"a", "label": 1}, {"txt": b"b", "label": 2})
+    for _ in range(2):
+        build_index(tmp_path)
+        assert list(ShardDataset(tmp_path)) == [("a", 1), ("b", 2)]
+
+
 def test_compressed_shards_are_called_so(tmp_path: Path) -> None:
     record = (FIXTURES / "sequence/sequence.tfrecord").read_bytes()
     for name, data, how in (
@@ -213,6 +279,37 @@ def test_compressed_shards_are_called_so(tmp_path: Path) -> None:
 # -- the index
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_interrupted_call_says_so(tmp_path: Path, processes: int) -> None:
+    for number in range(2):
+        tar(tmp_path / f"{number}.tar", texts(9))
+    os.mkfifo(tmp_path / "reads")
+    code = (
+        "import os, runpy, sys, time; from hvd_elastic.data import indexing\n"
+        f"tell = lambda: os.write(os.open({str(tmp_path / 'reads')!r}, os.O_RDWR), b'x')\n"
+        "indexing.sha256_of = lambda path: (tell(), time.sleep(1))\n"
+        f"sys.argv[1:] = [{str(tmp_path)!r}, '--processes', '{processes}']\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    )
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as call:
+        with (tmp_path / "reads").open("rb", buffering=0) as reads:
+            assert reads.read(1) == b"x"
+        os.killpg(call.pid, signal.SIGINT)
+        assert call.communicate(timeout=60)[1] == "interrupted; no index was written\n"
+    assert call.returncode == 130
+
+
+@pytest.mark.parametrize("place", ["https://x/{0..1}.tar", "/d/{0..1}.tar", "https://x"])
+def test_verifying_takes_a_folder(
+    place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["index_shards.py", place, "--verify"])
+    with pytest.raises(SystemExit, match="2"):
+        index_shards.main()
+    assert "--verify takes the folder of the shards" in capsys.readouterr().err
+
+
 def test_an_index_lies_elsewhere_and_has_shards_of_subfolders(tmp_path: Path) -> None:
     shards, index = tmp_path / "shards", tmp_path / "index"
     for number in range(3):
@@ -225,6 +322,10 @@ def test_an_index_lies_elsewhere_and_has_shards_of_subfolders(tmp_path: Path) ->
     assert sorted(shards.rglob("*")) == before
     assert list(ShardDataset(shards, index=index)) == list("012345")
     assert list(ShardDataset(f"{shards}/{{2/s-2,0/s-0}}.tar", index=index)) == list("4501")
+    changed = shards / "2" / "s-2.tar"
+    changed.write_bytes(changed.read_bytes().replace(b"k4", b"K4"))
+    with pytest.raises(DataError, match=rf"SHA-256.*index_shards.py {shards} --index {index}"):
+        verify(shards, index)
     other = write_numbers(tmp_path / "other", [3])
     with pytest.raises(DataError, match=r"shards/s-00.tar, a shard of the index in .*other"):
         ShardDataset(shards, index=other)
@@ -240,6 +341,10 @@ def test_braces_name_some_of_the_shards(tmp_path: Path) -> None:
         ShardDataset(f"{tmp_path}/s-{{10..13}}.tar")
     with pytest.raises(DataError, match=r"braces stand for numbers, \{000..127\}"):
         ShardDataset(f"{tmp_path}/s-{{x}}.tar")
+    with pytest.raises(DataError, match=r"11..08 counts down; write 08..11"):
+        ShardDataset(f"{tmp_path}/s-{{11..08}}.tar")
+    with pytest.raises(DataError, match=r"names s-01.tar twice"):
+        ShardDataset(f"{tmp_path}/s-{{01,01}}.tar")
     assert len(build_index(f"{tmp_path}/s-{{00..01}}.tar", out=tmp_path / "i").shards) == 2
 
 
@@ -263,9 +368,10 @@ def test_only_shards_that_have_changed_are_read_again(tmp_path: Path) -> None:
     assert len(build_index(tmp_path).shards) == 2
 
 
-def test_an_index_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ['{"version": 2, "shards": []}', '{"a": 1}\n{"a": 2}\n', "hello"])
+def test_an_index_of_another_program_is_not_overwritten(tmp_path: Path, text: str) -> None:
     tar(tmp_path / "s.tar", texts(1))
-    (tmp_path / "index.json").write_text('{"version": 2, "shards": []}')
+    (tmp_path / "index.json").write_text(text)
     with pytest.raises(DataError, match=r"not an index of hvd_elastic, and is not overwritten"):
         build_index(tmp_path)
     build_index(tmp_path, out=tmp_path / "i")
@@ -297,6 +403,11 @@ def test_a_url_that_serves_web_pages_is_called_so(tmp_path: Path) -> None:
             dataset[0]
         with pytest.raises(DataError, match=r"index.json is a web page and not an index"):
             ShardDataset(server.url, cache=tmp_path / "cache")
+        with pytest.raises(DataError, match=rf"^{server.url}/s-00.tar is a web page; check"):
+            build_index(f"{server.url}/{{s-00,s-01}}.tar", out=tmp_path / "i")
+        (folder / "s-00.tar").write_bytes(b"1" * 999)
+        with pytest.raises(DataError, match=rf"^{server.url}/s-00.tar is not a whole tar file"):
+            build_index(f"{server.url}/{{s-00,s-01}}.tar", out=tmp_path / "i")
 
 
 # -- other people's data sets, and their programs

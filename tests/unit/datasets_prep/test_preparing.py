@@ -543,7 +543,7 @@ def test_splits_suffixes_and_folders_are_taken_or_named(
     red = Image.new("RGB", (8, 8), RED)
     for place in (
         *("testing/1.jpg", "extra/x/1.jpg", "stray.jpg", "Train/owl/.ipynb_checkpoints/1.jpg"),
-        *("Train/__pycache__/1.jpg", "Train/owl/._1.jpg", "Train/owl/photo.heic"),
+        *("Train/__pycache__/1.jpg", "Train/owl/._1.jpg", "Train/owl/photo.heic", "Train/README"),
     ):
         path = source / place
         path.parent.mkdir(exist_ok=True)
@@ -561,7 +561,7 @@ def test_splits_suffixes_and_folders_are_taken_or_named(
         "source: left out, since they are no splits (train, val, test): extra",
         "source: 1 pictures are left out, since they lie in no split: stray.jpg",
         "Train: without pictures: notes",
-        "(2), .heic (1), links to folders (1)",
+        *("hidden, or of a cache (3)", "without ending (1)", ".heic (1)", "links to folders (1)"),
         "valid: 1 classes have no folder: tit",
         "testing: has no folders of classes, so no labels",
     ):

