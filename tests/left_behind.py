@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.paths import ROOT
+
 __all__ = ["LeftBehind"]
 
 # What libraries set when they are imported, and pytest sets for each test.
@@ -93,11 +95,13 @@ def _changed_modules(before: dict[str, ModuleType]) -> list[str]:
         if now.get(name) is not module and not name.startswith("torch.")
     ]
     temporary = tempfile.gettempdir() + os.sep
+    installed = (sys.prefix + os.sep, str(ROOT) + os.sep)  # a checkout may lie in that folder
     changed += [
         name
         for name, module in now.items()
         if name not in before
         and str(getattr(module, "__file__", "")).startswith(temporary)
+        and not str(module.__file__).startswith(installed)
         and not name.startswith("__autograph_generated_file")  # TensorFlow's, of a traced function
     ]
     return [f"sys.modules[{name!r}]" for name in changed]

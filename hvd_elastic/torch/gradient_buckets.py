@@ -160,6 +160,14 @@ class Bucket:
             _multiply(gradient, factor, out=self._views[number])
             return
         self._adopt(gradient.detach().resolve_conj())
+        if self._finite and look is None and factor and self._flat.dtype is torch.float32:
+            bad = torch.zeros(())
+            # One pass over the memory; GradScaler unscales by it.
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                [self._flat], bad, torch.tensor(factor)
+            )
+            self._finite = not bad.item()
+            return
         whole = look is None and self._finite is None
         for piece in (self._flat,) if whole else self._flat.split(_IN_CACHE):
             _multiply(piece, factor, out=piece)
