@@ -81,7 +81,6 @@ def _state() -> dict[str, object]:
         name = f"{type(finder).__module__}.{type(finder).__qualname__}"
         if name.startswith("tests.unit."):
             state[f"{name} in sys.meta_path"] = True
-    state["sys.excepthook"] = sys.excepthook
     return state
 
 
