@@ -14,6 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from hvd_elastic.data.files import file_size
 from hvd_elastic.data.remote import RemoteFolder
+from hvd_elastic.data.tar import linked
 from hvd_elastic.errors import DataError
 
 _BLOCK = 1 << 20
@@ -73,13 +74,7 @@ def tar_files(file: tarfile.TarFile, where: str) -> Iterator[Member]:
     for member in file:
         found = Member(member.name, member.offset_data, member.size)
         if member.islnk():
-            target = before.get(member.linkname)
-            if target is None:
-                raise DataError(
-                    f"{where}: {member.name} is a hard link to {member.linkname}, which is no file "
-                    "before it; make the archive again"
-                )
-            found = target._replace(name=member.name)
+            found = linked(member, before, where, "archive")._replace(name=member.name)
         elif member.issym():
             symbolic.append(member.name)
             continue

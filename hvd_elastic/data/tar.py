@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import tarfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,8 @@ _NAME_BYTES = 100  # of a header's first field; the whole name, where it is this
 _TEMPLATE = tarfile.TarInfo().tobuf(tarfile.USTAR_FORMAT)
 _SIZE, _CHECKSUM = slice(124, 135), slice(148, 156)  # of a header
 _PREFIX = slice(345, 500)  # folders of a long name
+
+T = TypeVar("T")
 
 
 class Tar:
@@ -136,6 +138,27 @@ def _key(member: tarfile.TarInfo) -> str:
     return folder + slash + name.partition(".")[0]
 
 
+def linked(member: tarfile.TarInfo, before: Mapping[str, T], where: object, what: str) -> T:
+    """Return the file that a hard link leads to.
+
+    Args:
+        member: the hard link.
+        before: the files before it in the archive, by name.
+        where: path or name of the archive, for messages.
+        what: what the archive is called there.
+
+    Raises:
+        DataError: the link leads nowhere.
+    """
+    target = before.get(member.linkname)
+    if target is None:
+        raise DataError(
+            f"{where}: {member.name} is a hard link to {member.linkname}, which is no file "
+            f"before it; make the {what} again"
+        )
+    return target
+
+
 def _files(
     file: tarfile.TarFile, path: Path, size: int, left_out: Counter[str]
 ) -> Iterator[tarfile.TarInfo]:
@@ -151,12 +174,7 @@ def _files(
             left_out["._*" if name.startswith("._") else name] += 1
             continue
         if member.islnk():
-            target = before.get(member.linkname)
-            if target is None:
-                raise DataError(
-                    f"{path}: {member.name} is a hard link to {member.linkname}, which is no file "
-                    "before it; make the shard again"
-                )
+            target = linked(member, before, path, "shard")
             member.offset_data, member.size = target.offset_data, target.size
         if member.sparse is not None:
             raise DataError(f"{path}: {member.name} is a sparse file; make the shard again")
