@@ -7,6 +7,7 @@ from tests.paths import skip_module_without_tensorflow
 skip_module_without_tensorflow()
 
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -58,6 +59,14 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "BUCKET_BYTES", 12)
 
 
+def watched(training: Training) -> AbstractContextManager[None]:
+    """Give the optimizer and the variables to a State, as at the beginning of training."""
+    named = {f"v{number}": each for number, each in enumerate(training.variables)}
+    state = hvd.State(optimizer=training.optimizer, **named)
+    choose_optimizers(state)
+    return optimizers_watched(state)
+
+
 def same(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -69,10 +78,7 @@ def test_a_step_is_left_out_of_which_one_number_is_not_finite(
 ) -> None:
     """In any bucket; the optimizer's moments and count of steps stay as they are."""
     training = Training(alone, compiled=compiled, tape=tape)
-    named = {f"v{number}": each for number, each in enumerate(training.variables)}
-    state = hvd.State(optimizer=training.optimizer, **named)
-    choose_optimizers(state)
-    with optimizers_watched(state):
+    with watched(training):
         training.take()
         before = training.values()
         for factor in (math.nan, math.inf, -math.inf):
@@ -91,10 +97,7 @@ def test_a_step_is_left_out_of_which_one_number_is_not_finite(
 def test_a_step_of_which_nothing_counts_is_left_out(alone: Context, *, tape: bool) -> None:
     """See hvd.step_weight."""
     training = Training(alone, tape=tape)
-    named = {f"v{number}": each for number, each in enumerate(training.variables)}
-    state = hvd.State(optimizer=training.optimizer, **named)
-    choose_optimizers(state)
-    with optimizers_watched(state):
+    with watched(training):
         training.take()
         before = training.values()
         alone.hand_out(Pass(step_examples=8, weight=1.0, examples=4))
