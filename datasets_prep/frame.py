@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from datasets_prep.common import progress_bar, sole_writer, whole_number
 from datasets_prep.on_hosts import ON_HOST, OnHost, prepare_on_hosts
-from datasets_prep.processes import in_processes, progress_bar, sole_writer, whole_number
 from hvd_elastic.data.files import file_size, sha256_of, write_whole
 from hvd_elastic.data.index import (
     INDEX,
@@ -37,6 +37,7 @@ from hvd_elastic.data.index import (
     save_table,
     table_path,
 )
+from hvd_elastic.data.processes import in_processes
 from hvd_elastic.data.writer import ShardWriter
 from hvd_elastic.errors import DataError, HvdElasticError
 from hvd_elastic.hosts.programs.cores import usable_cores

@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from datasets_prep import frame
+from datasets_prep.common import whole_number
 from datasets_prep.documents import LINES, PACKED, TEXTS, Document, Pieces
 from datasets_prep.frame import Converted
-from datasets_prep.processes import whole_number
 from hvd_elastic.data.files import write_whole
 from hvd_elastic.errors import DataError
 

@@ -23,8 +23,8 @@ import numpy as np
 from PIL import Image
 
 from datasets_prep import frame, pictures
-from datasets_prep.processes import in_processes
 from hvd_elastic.data import RandomCrop, ShardDataset
+from hvd_elastic.data.processes import in_processes
 
 CROP = RandomCrop(224)
 QUALITY = 92

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +30,7 @@ from hvd_elastic.data.index import (
     save_table,
     table_path,
 )
+from hvd_elastic.data.processes import in_processes
 from hvd_elastic.data.remote import RemoteFolder, is_url, refuse_web_page, selection
 from hvd_elastic.data.shard import OpenShard
 from hvd_elastic.data.tar import Tar
@@ -96,7 +94,8 @@ def build_index(
         subfolders: whether to look for shards in folders inside too.
         labels_from: number of the first class in ``image/class/label`` of TFRecord, 0 or 1; None: 1
             unless there is a label 0.
-        processes: number of processes that read.
+        processes: number of processes that read; a script that names more than one needs
+            `if __name__ == "__main__":`.
 
     Raises:
         DataError: there are no shards, one is damaged, or labels are out of range.
@@ -123,8 +122,8 @@ def build_index(
     tasks = [_Task(source, name, layout, out) for name in names]
     found = [_unchanged(task, before) for task in tasks]
     changed = [task for task, known in zip(tasks, found, strict=True) if known is None]
-    indexed = _index_all(changed, processes)
-    whole = [known or next(indexed) for known in found]
+    indexed = {each.shard.name: each for each in in_processes(_index_shard, changed, processes)}
+    whole = [known or indexed[task.name] for task, known in zip(tasks, found, strict=True)]
     if labels_from is None and before is not None and any(found):
         # Shards that are not read again do not tell it by the names of their features.
         labels_from = 0 if before.labels_from == 0 else None
@@ -253,26 +252,6 @@ def _unchanged(task: _Task, before: Index | None) -> _Found | None:
     shard = msgspec.structs.replace(shard, fields=fields)
     kinds = {name: before.kinds[name] for name in fields if name in before.kinds}
     return _Found(shard, kinds, _labels(rows, fields))
-
-
-def _index_all(tasks: Sequence[_Task], processes: int) -> Iterator[_Found]:
-    if min(processes, len(tasks)) < 2:
-        yield from map(_index_shard, tasks)
-        return
-    ignore_interrupts = (signal.SIGINT, signal.SIG_IGN)  # they are for the parent
-    with ProcessPoolExecutor(
-        min(processes, len(tasks)), initializer=signal.signal, initargs=ignore_interrupts
-    ) as pool:
-        try:
-            yield from pool.map(_index_shard, tasks)
-        except BrokenProcessPool:
-            raise DataError(
-                "a process that indexed shards was killed, such as for want of memory; call again "
-                "with fewer --processes"
-            ) from None
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 def _index_shard(task: _Task) -> _Found:

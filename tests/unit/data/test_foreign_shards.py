@@ -280,22 +280,34 @@ def test_compressed_shards_are_called_so(tmp_path: Path) -> None:
 # -- the index
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_an_interrupted_call_says_so(tmp_path: Path, processes: int) -> None:
+@pytest.mark.parametrize(("processes", "moment"), [(1, "reads"), (2, "reads"), (2, "begins")])
+def test_an_interrupted_call_says_so(tmp_path: Path, processes: int, moment: str) -> None:
+    """Also while its processes are loaded: Python would print where each of them was."""
+    shards = tmp_path / "shards"
     for number in range(2):
-        tar(tmp_path / f"{number}.tar", texts(9))
-    os.mkfifo(tmp_path / "reads")
-    code = (
-        "import os, runpy, sys, time; from hvd_elastic.data import indexing\n"
-        f"tell = lambda: os.write(os.open({str(tmp_path / 'reads')!r}, os.O_RDWR), b'x')\n"
-        "indexing.sha256_of = lambda path: (tell(), time.sleep(1))\n"
-        f"sys.argv[1:] = [{str(tmp_path)!r}, '--processes', '{processes}']\n"
-        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+        tar(shards / f"{number}.tar", texts(9))
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "def tell(*_):\n"
+        f"    os.write(os.open({str(tmp_path / 'pipe')!r}, os.O_RDWR), b'x')\n"
+        "    time.sleep(1)\n"
+        f"if {moment!r} == 'reads':\n"
+        "    from hvd_elastic.data import indexing\n"
+        "    indexing.sha256_of = tell\n"
+        "elif '--multiprocessing-fork' in sys.argv:\n"
+        "    tell()\n"
     )
-    words = [sys.executable, "-c", code]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as call:
-        with (tmp_path / "reads").open("rb", buffering=0) as reads:
-            assert reads.read(1) == b"x"
+    words = [sys.executable, SCRIPT, shards, "--processes", str(processes)]
+    with subprocess.Popen(
+        words,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as call:
+        with (tmp_path / "pipe").open("rb", buffering=0) as pipe:
+            assert pipe.read(1) == b"x"
         os.killpg(call.pid, signal.SIGINT)
         assert call.communicate(timeout=60)[1] == "interrupted; no index was written\n"
     assert call.returncode == 130

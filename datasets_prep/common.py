@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: processes, a progress bar, one writer at a time."""
+"""What the scripts of this folder share: a progress bar, one writer at a time, numbers."""
 
 from __future__ import annotations
 
@@ -6,73 +6,12 @@ import argparse
 import contextlib
 import fcntl
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
-from concurrent.futures.process import BrokenProcessPool
-from itertools import chain, islice
-from multiprocessing import get_context, parent_process
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 from hvd_elastic.errors import DataError
-
-Work = TypeVar("Work")
-_PIECES_EACH = 3
-"""Pieces that each process has or waits for: enough that none is idle between two."""
-
-
-def in_processes(
-    work: Callable[[Any], Work], pieces: Iterable[Any], processes: int
-) -> Iterator[Work]:
-    """What the work gives for each piece, as they get done; in this process where one is enough.
-
-    Pieces are taken when they are needed, so that not all of them are in memory.
-
-    Raises:
-        DataError: a process was killed.
-    """
-    pieces = iter(pieces)
-    first = list(islice(pieces, 2))
-    if processes <= 1 or len(first) < 2:
-        yield from map(work, chain(first, pieces))
-        return
-    # Not forked, since the bar has a thread.
-    pool = ProcessPoolExecutor(
-        processes, mp_context=get_context("spawn"), initializer=_end_with_parent
-    )
-    try:
-        jobs: set[Future[Work]] = set()
-        for piece in chain(first, pieces):
-            jobs.add(pool.submit(work, piece))
-            if len(jobs) >= _PIECES_EACH * processes:
-                done, jobs = wait(jobs, return_when=FIRST_COMPLETED)
-                yield from (job.result() for job in done)
-        for job in as_completed(jobs):
-            yield job.result()
-    except BrokenProcessPool:
-        raise DataError(
-            "a process was killed (is there enough memory?); the same call goes on where this "
-            "one stopped, with --processes 1 if need be"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _end_with_parent() -> None:
-    """Leave Ctrl-C to the parent, and do not outlive it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def wait() -> None:
-        parent = parent_process()
-        if parent is not None:
-            parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextlib.contextmanager
