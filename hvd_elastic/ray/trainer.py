@@ -196,7 +196,9 @@ def _connected_ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise RunError("ElasticTrainer needs Ray: pip install 'hvd-elastic[ray]'") from error
+        raise RunError(
+            "ElasticTrainer needs Ray: pip install 'ray[client,data,train]' cloudpickle"
+        ) from error
     if not ray.is_initialized():
         try:
             ray.init()
