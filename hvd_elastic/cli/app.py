@@ -88,6 +88,9 @@ SECTIONS: dict[str, dict[str, LazyCommand]] = {
             "hvd_elastic.cli.runs.control", "policy", "Pause or resume the policy of a run."
         ),
         "drain": LazyCommand("hvd_elastic.cli.runs.control", "drain", "Have a run leave a host."),
+        "debug": LazyCommand(
+            "hvd_elastic.cli.runs.debug", "debug", "Join a worker that stands at breakpoint()."
+        ),
         "discover": LazyCommand(
             "hvd_elastic.cli.runs.show",
             "discover",
