@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -123,12 +123,12 @@ def test_two_leaders_see_each_other_and_who_ends_leaves_the_place_to_the_other(
 def test_who_was_frozen_until_another_had_the_lease_is_told_so(tmp_path: Path) -> None:
     frozen = Leader(tmp_path, 50.0)
     assert frozen.settled.get(timeout=30)
-    for count in itertools.count():
-        text = json.dumps(asdict(replace(OTHER, count=count))).encode()
+    counts = itertools.count()
+    while frozen.others.empty():
+        text = json.dumps(asdict(renewed(OTHER, next(counts)))).encode()
         leases._Folder(tmp_path).write_file("leader.json", text)
-        with suppress(queue.Empty):
-            found, lost = frozen.others.get(timeout=0.1)
-            break
+        time.sleep(0.1)
+    found, lost = frozen.others.get()
     assert (found.leader, lost) == ("other", True)
     frozen.holder.end()
     assert (tmp_path / "leader.json").exists(), "that of the other stays"
