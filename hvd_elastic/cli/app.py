@@ -170,7 +170,12 @@ SECTIONS: dict[str, dict[str, LazyCommand]] = {
         "build-horovod": LazyCommand(
             "hvd_elastic.cli.machine.build_horovod",
             "build_horovod",
-            "Build Horovod for this PyTorch, once.",
+            "Build Horovod for this PyTorch and TensorFlow, once.",
+        ),
+        "report-bug": LazyCommand(
+            "hvd_elastic.cli.machine.report_bug",
+            "report_bug",
+            "Gather what a report of a fault needs, without secrets.",
         ),
         "demo": LazyCommand(
             "hvd_elastic.cli.machine.demo", "demo", "Train on virtual hosts that come, go and die."

@@ -35,11 +35,13 @@ class Candidate:
         job: the job.
         measured: what was measured of its run; None: it never began.
         occupied: slots of each host in which processes of its run live or start.
+        cut_off: that its leader hears from none of its hosts, in words; empty: it does.
     """
 
     job: Job
     measured: Measured | None = None
     occupied: Mapping[str, int] = field(default_factory=dict)
+    cut_off: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ def plan_slots(
             plan.slots[number] = dict(assignment.hosts)
             plan.reasons[number] = assignment.reason
     ends = {
-        each.job.number: _end(jobs[str(each.job.number)], plan.slots[each.job.number], now)
+        each.job.number: None
+        if each.cut_off  # nobody knows whether it trains
+        else _end(jobs[str(each.job.number)], plan.slots[each.job.number], now)
         for each in considered
         if plan.slots[each.job.number]
     }

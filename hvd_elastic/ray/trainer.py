@@ -194,7 +194,9 @@ def _connected_ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise UsageError("ElasticTrainer needs Ray: pip install 'hvd-elastic[ray]'") from error
+        raise UsageError(
+            "ElasticTrainer needs Ray: pip install 'ray[client,data,train]' cloudpickle"
+        ) from error
     if not ray.is_initialized():
         try:
             ray.init()

@@ -212,7 +212,10 @@ def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
         rows.append(("expected", "end not known: nobody can say how long a plain command takes"))
     elif job.status.value == "running":
         rows.append(
-            ("expected", "end not known: nothing measured yet, or no --epochs or --target-examples")
+            (
+                "expected",
+                "end not known: nothing measured now, or no --epochs or --target-examples",
+            )
         )
     elif job.status.value == "queued":
         which = "that it waits for" if awaits else "before it"

@@ -52,11 +52,17 @@ def predict(
     ] = None,
     hostfile: Annotated[
         Path | None,
-        typer.Option("--hostfile", "-H", help="hosts and slots; without it this machine alone"),
+        typer.Option(
+            "--hostfile", "-H", help="hosts and slots; without it the GPUs of this machine"
+        ),
     ] = None,
     np: Annotated[
         int | None,
-        whole_number_option("--np", "-n", help="wanted number of workers (default: all slots)"),
+        whole_number_option(
+            "--np",
+            "-n",
+            help="wanted number of workers (default: all slots)",
+        ),
     ] = None,
     run_id: Annotated[str | None, typer.Option(help="name of the run (default: date and time)")] = (
         None
@@ -115,6 +121,8 @@ def predict(
         asked = Prediction(outputs.weights, place, done)
         os.environ[VARIABLE] = msgspec.json.encode(asked).decode()
         spec = options.spec()
+        if size := options.says_size():
+            print(size, file=sys.stderr)
         folder = RunFolder.create(options.run_id, spec.as_dict())
         outputs.add_run(folder.run_id)
         try:

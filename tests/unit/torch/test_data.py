@@ -494,8 +494,14 @@ def test_padding_is_said_with_its_indices_when_ranks_outnumber_examples() -> Non
 def test_length_is_a_whole_epoch_and_steps_left_is_the_rest() -> None:
     context = fake(progress=Progress(position=64))
     loader: Any = DataLoader(Numbers(100), 32, context=context)
-    assert (len(loader), loader.steps_left()) == (4, 2)
+    assert (len(loader), loader.steps_left(), loader.position) == (4, 2, 64)
     assert len(list(loader)) == 2
+
+
+def test_habits_of_samplers_are_told_what_to_write() -> None:
+    loader: Any = DataLoader(Numbers(100), 32, context=fake())
+    with pytest.raises(AttributeError, match=r"Leave sampler.set_epoch\(\) out"):
+        loader.sampler.set_epoch(1)
 
 
 def test_length_before_the_ranks_are_known_is_that_of_one_rank() -> None:
