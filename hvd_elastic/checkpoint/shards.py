@@ -89,7 +89,7 @@ class ShardInfo:
     end: Count
     total: Count
     bytes: Count = 0
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] = ""
+    sha256: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")] = ""
     created: float = 0.0
     seconds: float = 0.0
     run: str = ""

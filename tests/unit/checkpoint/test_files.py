@@ -204,7 +204,7 @@ def test_a_manifest_with_a_shard_missing_is_no_checkpoint(folder: Path) -> None:
         ({"bytes": -1}, "Expected `int` >= 0 - at `$.bytes`"),
         ({"bytes": True}, "Expected `int`, got `bool` - at `$.bytes`"),
         ({"bytes": 9}, "bytes is 9, header and range say something else"),
-        ({"sha256": "x"}, "matching regex '^[0-9a-f]{64}$' - at `$.sha256`"),
+        ({"sha256": "x"}, "matching regex"),
         ({"file": "../../etc/passwd"}, r"file is '../../etc/passwd', it must be 'step-0000000000"),
         ({"created": None}, "Expected `float`, got `null` - at `$.created`"),
         ({"host": 3}, "Expected `str`, got `int` - at `$.host`"),
