@@ -234,8 +234,7 @@ def _command_done(event: Mapping[str, Any]) -> Line | None:
 
 def _worker_left(event: Mapping[str, Any]) -> Line | None:
     worker, cause = _worker(event), str(event.get("cause") or "no cause given")
-    # Earlier releases recorded no ``how``, but the same words as the cause of an orderly end.
-    match _DEPARTURES.get(str(event.get("how", cause))):
+    match _DEPARTURES.get(str(event.get("how"))):
         case Departure.LEFT:
             return Line(f"worker {worker} left as asked", "note")
         case Departure.FINISHED:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import shutil
@@ -436,13 +435,9 @@ def test_a_place_belongs_to_one_run(tmp_path: Path) -> None:
     assert any("step-000000000020.json was skipped: it is of run r2" in w for w in run.warnings)
 
 
-def test_checkpoints_from_before_they_had_the_id_of_their_run_are_resumed(tmp_path: Path) -> None:
+def test_checkpoints_of_a_training_that_was_no_run_are_resumed(tmp_path: Path) -> None:
     place = tmp_path / "place"
-    shard = spooled(place, 10, 0, 1)
-    info = complete_checkpoint(place, [shard], 9)
-    manifest = info.manifest()
-    del manifest["run"], manifest["shards"][0]["run"]
-    info.path.write_text(json.dumps(manifest))
+    complete_checkpoint(place, [spooled(place, 10, 0, 1, run="")], 9)
     run = Run(tmp_path, str(place), resumed=True)
     assert Path(run.bring().manifest).name == "step-000000000010.json"
     with pytest.raises(CheckpointError, match=r"of another run, step-0+10\.json"):
