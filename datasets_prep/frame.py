@@ -23,16 +23,19 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from datasets_prep.common import progress_bar, sole_writer, whole_number
+from datasets_prep.common import progress_bar, whole_number
 from datasets_prep.on_hosts import ON_HOST, OnHost, prepare_on_hosts
-from hvd_elastic.data.files import file_size, sha256_of, write_whole
+from hvd_elastic.data.example import as_bytes, readable
+from hvd_elastic.data.files import file_size, sha256_of, sole_writer, write_whole
 from hvd_elastic.data.index import (
     INDEX,
     LAYOUTS,
     VERSION,
     Index,
     Shard,
+    fields_of,
     load_index,
+    make_table,
     require_size,
     save_table,
     table_path,
@@ -185,7 +188,7 @@ def prepare(
     if not sources:
         raise DataError(f"there is nothing to prepare for {folder}")
     newest: float = getattr(sources, "newest", 0.0)
-    classes = [_readable(name) for name in classes]
+    classes = [readable(name) for name in classes]
     if twice := [name for name, count in Counter(classes).items() if count > 1]:
         raise DataError(f"two classes have the name {twice[0]!r}; each needs a name of its own")
     count = len(sources)
@@ -273,7 +276,7 @@ def prepare(
             why = f"; the first: {skipped[0]}" if skipped else ": the data are too short for one"
             raise DataError(f"none of {len(sources)} sources gave an example{why}")
         if skipped:
-            write_whole(folder / SKIPPED, _bytes("".join(f"{line}\n" for line in skipped)))
+            write_whole(folder / SKIPPED, as_bytes("".join(f"{line}\n" for line in skipped)))
         if counts:
             made_from[_COUNTS] = dict(counts)
         index = Index(settings.layout, fields, tuple(shards), tuple(classes), made_from)
@@ -287,23 +290,9 @@ def _digests(sources: Sequence[AnySource]) -> dict[str, str]:
     """Return the SHA-256 of the names of sources, and of their files' sizes."""
     names, sizes = hashlib.sha256(), hashlib.sha256()
     for source in sources:
-        names.update(_bytes(source.identity))
+        names.update(as_bytes(source.identity))
         sizes.update(b"%d\n" % source.file_bytes)
     return {"sources_sha256": names.hexdigest(), _SIZES: sizes.hexdigest()}
-
-
-def _bytes(text: str) -> bytes:
-    """Return a text with names of files in bytes, which need not be UTF-8."""
-    return text.encode(errors="surrogateescape")
-
-
-def _readable(name: str) -> str:
-    r"""Return the name of a file as JSON can hold it.
-
-    >>> _readable(os.fsdecode(b"caf\xe9")), _readable("é")
-    ('caf\\xe9', 'é')
-    """
-    return _bytes(name).decode(errors="backslashreplace")
 
 
 def _remove_made(folder: Path) -> None:
@@ -475,7 +464,7 @@ def _read_shard(settings: Settings, task: _Task) -> tuple[int, _Done]:
         raise DataError(f"{task.path} did not arrive; the same call goes on")
     examples = list(LAYOUTS[settings.layout].scan(task.path))
     if examples:
-        save_table(task.path, examples)
+        save_table(task.path, make_table(examples, fields_of(examples)))
     found = {int(example.key[:_PLACE_DIGITS]) for example in examples}
     skipped = []
     for place, source in enumerate(task.sources, task.first):
