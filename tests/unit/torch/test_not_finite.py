@@ -185,7 +185,7 @@ def test_ten_in_a_row_end_the_run(alone: Context, ranks: Ranks, tmp_path: Path) 
     ):
         take_step(alone, model, optimizer, math.nan)
     (*_, told) = read_events(tmp_path / "events.jsonl")
-    assert told["skipped_steps"] == 19
+    assert (told["step"], told["skipped_steps"]) == (20, 19)
 
 
 def test_such_a_step_ends_the_run_where_the_user_says_so(alone: Context, ranks: Ranks) -> None:
