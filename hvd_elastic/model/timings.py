@@ -198,7 +198,7 @@ class StepTimings:
 
     @property
     def error(self) -> float:
-        """Relative standard error of the step time that was measured last."""
+        """Relative standard error of a ratio of two step times."""
         times = [step_s for step_s, _ in [*self._steps.values()][-1].times] if self._steps else []
         scatter = _TYPICAL_SCATTER
         if len(times) >= _LEAST_WINDOWS:
@@ -207,7 +207,8 @@ class StepTimings:
             scatter = 1.48 * median(abs(step_s / middle - 1) for step_s in times)
         # The error of a median is 1.25 times that of a mean.
         error = 1.25 * scatter / math.sqrt(min(max(len(times), 1), _FIT_WEIGHT))
-        return error if self.fitted is None else max(error, self.fitted.noise)
+        fit = 0.0 if self.fitted is None else self.fitted.noise
+        return max(error, fit, *(windows.drift or 0.0 for windows in self._steps.values()))
 
     def observation(self, where: Configuration | None) -> Observation | None:
         """Return the typical step time of a configuration; None: it was not timed."""
@@ -339,7 +340,7 @@ class _Windows:
         """Take the windows to have changed by a factor, with some doubt."""
         scaled = [(step_s * factor, compute_s * factor) for step_s, compute_s in self.times]
         self.times = deque(scaled, maxlen=self.times.maxlen)
-        self.drift = max(self.drift or 0.0, _SCALED_DRIFT)
+        self.drift = math.hypot(self.drift or 0.0, _SCALED_DRIFT)
 
     def observation(self, where: Configuration, drift: float = 0.0) -> Observation:
         computed = [compute_s for _, compute_s in self.times if compute_s > 0]

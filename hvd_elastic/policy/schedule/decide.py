@@ -254,9 +254,10 @@ def _speed_words(job: Job, slots: int, rate: float) -> str:
     """
     base = 1
     if job.timed is not None:
-        base = next((n for n in (1, job.slots) if n in job.timed), min(job.timed, default=1))
-        if slots == base and len(job.timed) < 2:
+        others = {*job.timed} - {slots}
+        if not others:
             return "measured with no other number of slots yet"
+        base = min(others)
     relative = rate / float(speedups(job, np.asarray([base]))[0])
     sure = "" if job.timed is None or slots in job.timed else "expected "
     return f"{sure}{relative:.1f} times the speed of {'one' if base == 1 else base}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +122,7 @@ def test_a_job_of_constant_speed_keeps_its_slots_on_a_busy_machine(seed: int) ->
     """Other work slows its steps for a while again and again, by half on average."""
     rng = np.random.default_rng(seed)
     measured, sizes = Measured(), list[int]()
-    held: Mapping[str, int] = {}
+    held: dict[str, int] = {}
     wanted, step, busy_until, factor = {"a": 1}, 0.0, 0.0, 1.0
     for second in range(900):
         at = {"t": float(second), "mono": float(second)}
