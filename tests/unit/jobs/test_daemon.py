@@ -273,12 +273,11 @@ def test_hostfile_that_could_not_be_written_is_written_later(place: ClusterFolde
     ask_daemon(place, Submit([request], {}))
     daemon.until(lambda: leads(daemon, 1))
     run_id = daemon.job(1).run_id
-    written = place.hostfiles / run_id
-    blocked = place.hostfiles / f".{run_id}.new"
-    blocked.mkdir()
+    written, away = place.hostfiles / run_id, place.path / "away"
+    place.hostfiles.rename(away)
     hosts(place).write_text("b slots=1\n")
     daemon.until(lambda: daemon.job(1).held == {"b": 1})
-    blocked.rmdir()
+    away.rename(place.hostfiles)
     daemon.until(lambda: written.read_text().startswith("b "))
     daemon.down(leave_jobs=False)
 
