@@ -163,7 +163,7 @@ class ElasticTrainer:
             value,
             run_id,
             folder.path,
-            Path(past.checkpoints[-1].path) if past.checkpoints else None,
+            Path(past.kept_checkpoint.path) if past.kept_checkpoint else None,
             {name: value for name, value in metrics.items() if name not in ("t", "mono", "kind")},
         )
 

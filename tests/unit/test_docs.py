@@ -118,6 +118,8 @@ def test_options_named_in_prose_exist(page: Path) -> None:
         *("--check", "--framework"),
         # horovodrun
         *("--host-discovery-script", "--network-interfaces"),
+        # uv, docker
+        *("--seed", "--build-arg", "--network", "--ipc"),
         # sbatch
         *("--cpus-per-task", "--ntasks", "--ntasks-per-node", "--requeue"),
     }
