@@ -60,10 +60,15 @@ class TakenOver(_Event, tag="taken_over"):
 
 
 class LeaderCutOff(_Event, tag="leader_cut_off"):
-    """The leader has lost all hosts at the same time: its own network has failed."""
+    """The leader has lost all hosts at the same time: most likely its own network has failed.
+
+    Attributes:
+        tries_s: how long it tries to reach them before it leads again.
+    """
 
     silent_s: float
     grace_s: float
+    tries_s: float | UnsetType = UNSET
 
 
 class HostsChanged(_Event, tag="hosts_changed"):

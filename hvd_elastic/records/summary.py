@@ -12,7 +12,7 @@ from typing import Any
 
 from hvd_elastic.formatting import worker_name
 from hvd_elastic.records.spending import Spending
-from hvd_elastic.records.wording import MISFIT, batch_words, shares_words
+from hvd_elastic.records.wording import MISFIT, batch_words, cut_off_words, shares_words
 
 METRIC_FIELDS = frozenset(
     {
@@ -228,6 +228,7 @@ class RunSummary:
     hosts: list[tuple[str, int]] = field(default_factory=list)
     draining: dict[str, Draining] = field(default_factory=dict)
     waiting: str = ""
+    cut_off: str = ""
     rescales: list[Rescale] = field(default_factory=list)
     sizes: list[tuple[float, int]] = field(default_factory=list)
     placements: list[tuple[float, list[tuple[str, int]]]] = field(default_factory=list)
@@ -410,6 +411,7 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
     """Update the summary with an event, ``at_s`` seconds after the start of the run."""
     run.run_id = str(record.get("run_id") or run.run_id)
     run.status = "running"
+    run.cut_off = ""
     run.message = run.failure = run.failed_worker = ""
     run.plain = record.get("plain") is True
     run.ended_in = None
@@ -431,8 +433,14 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
     run.input_hosts = {}
 
 
+@_on("leader_cut_off")
+def _leader_cut_off(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
+    run.cut_off = cut_off_words(record)
+
+
 @_on("hosts_changed")
 def _hosts_changed(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
+    run.cut_off = ""  # it leads again
     run.hosts = [
         (str(entry[0]), int(entry[1]))
         for entry in record.get("hosts") or []
@@ -788,7 +796,7 @@ def _run_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> No
     run.exact = record.get("exact") is not False
     run.ended_in = _whole(record.get("epochs"))
     run.epochs = run.ended_in or run.epochs
-    run.waiting = ""
+    run.waiting = run.cut_off = ""
     run.placements.append((at_s, []))
     _set_size(run, at_s, 0)
     run.spending.stopped()

@@ -14,6 +14,7 @@ import numpy as np
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import count
 from hvd_elastic.training.audit import Audit
+from hvd_elastic.training.breakpoints import install_breakpoints
 from hvd_elastic.training.checkpointing import Checkpointing
 from hvd_elastic.training.frontend import Averager, Frontend, State
 from hvd_elastic.training.idle_check import IdleCheck
@@ -62,6 +63,7 @@ class Context:
 
     def __init__(self, mode: Mode, frontend: Frontend) -> None:
         self.worker = Worker(mode, frontend)
+        install_breakpoints(self.worker)
         self.step = Step()
         self.planner = Planner()
         self.rollback = Rollback(self.worker)
