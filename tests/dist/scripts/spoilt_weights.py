@@ -40,7 +40,7 @@ def train_torch() -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
     x = torch.ones(64, 2)
-    loader = hvd.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), 4)
+    loader: Any = hvd.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), 4)
 
     def spoil() -> None:
         with torch.no_grad():
