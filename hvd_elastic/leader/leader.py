@@ -213,7 +213,7 @@ class Leader:
             if not run.fence.gave_way:
                 finish = self._fetching.with_missing(finish)
             self._end_agents()
-        newest, reached = self._fetching.checkpoints.newest_step, run.progress.reached
+        resumes, reached = self._fetching.checkpoints.resume_step, run.progress.reached
         run.journal.emit(
             "run_finished",
             {
@@ -224,7 +224,7 @@ class Leader:
                 "examples": reached.examples,
                 "epochs": reached.epoch,
                 "exact": run.progress.is_exact,
-                "checkpoint_step": newest if newest >= 0 else None,
+                "checkpoint_step": resumes if resumes >= 0 else None,
                 "led_elsewhere": run.fence.led_elsewhere,
             },
         )

@@ -236,15 +236,11 @@ class StepTimings:
         ]
 
     def load_state_dict(self, state: Iterable[Any]) -> None:
-        """Load a :meth:`state_dict` of this or an earlier version."""
+        """Load a :meth:`state_dict`."""
         self._steps = {}
         for where, times in state:
             windows = self._append(self._steps, Configuration(*where), self.rules.configurations)
-            # Early checkpoints have step times only.
-            windows.times.extend(
-                (each[0], each[1]) if isinstance(each, list | tuple) else (each, math.nan)
-                for each in times
-            )
+            windows.times.extend((step_s, compute_s) for step_s, compute_s in times)
 
     # ------------------------------------------------------------------------------------------
 

@@ -69,7 +69,8 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
             if "COMES_BACK" in environment:
                 while not (folder.path / "heals").exists():
                     time.sleep(0.01)
-                log.append("hosts_changed", {"hosts": []})
+                names = parse_hostfile(spec.hostfile or "").names
+                log.append("hosts_changed", {"hosts": [[name, 1] for name in names]})
         while not folder.take_requests():
             time.sleep(0.01)
         log.append("run_finished", {"status": "stopped", "message": "asked to"})
@@ -243,7 +244,7 @@ def test_silent_host_is_lost_if_other_runs_hear_from_theirs(place: ClusterFolder
     assert job.reason.startswith("its leader hears from none of its hosts since ")
     assert (job.held, job.eta) == ({"a": 1}, None)
     submit(place, TRAINS="1")
-    daemon.until(lambda: "being tried" in (rows()[0][2] or ""))
+    daemon.until(lambda: (rows()[0][2] or "").endswith(", being tried"))
     daemon.until(lambda: [state for state, *_ in rows()] == ["lost", "up"])
     daemon.down(leave_jobs=False)
 
@@ -289,12 +290,11 @@ def test_hostfile_that_could_not_be_written_is_written_later(place: ClusterFolde
     ask_daemon(place, Submit([request], {}))
     daemon.until(lambda: leads(daemon, 1))
     run_id = daemon.job(1).run_id
-    written = place.hostfiles / run_id
-    blocked = place.hostfiles / f".{run_id}.new"
-    blocked.mkdir()
+    written, away = place.hostfiles / run_id, place.path / "away"
+    place.hostfiles.rename(away)
     hosts(place).write_text("b slots=1\n")
     daemon.until(lambda: daemon.job(1).held == {"b": 1})
-    blocked.rmdir()
+    away.rename(place.hostfiles)
     daemon.until(lambda: written.read_text().startswith("b "))
     daemon.down(leave_jobs=False)
 
