@@ -290,7 +290,7 @@ class _Program(Launcher):
         if importlib.util.find_spec(self.package) is None:
             extra = self.package.removeprefix("py")
             raise PeerMissingError(
-                f"{self.package} is not installed: pip install 'hvd-elastic[{extra}]'"
+                f"{self.package} is not installed: pip install '.[{extra}]' in the checkout"
             )
         return super().prepare()
 

@@ -11,7 +11,7 @@ __all__ = ["read_scalars"]
 
 def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Tag → (step, value) in the order of the files, without what was purged."""
-    pytest.importorskip("tensorboard", reason="pip install 'hvd-elastic[tensorboard]'")
+    pytest.importorskip("tensorboard", reason="pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(folder)).Reload()

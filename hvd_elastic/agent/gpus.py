@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Mapping
+from itertools import takewhile
 
 from hvd_elastic.wire import messages as msg
 
 _LIBRARY = "libnvidia-ml.so.1"
 _MOST = 16
+_NONE = ("", "-1")
+"""Words of CUDA_VISIBLE_DEVICES that name no GPU; CUDA does not read on behind one."""
 
 
 class _Utilization(ctypes.Structure):
@@ -45,6 +49,9 @@ class Gpus:
             if not self._nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
                 self._handles.append(handle)
 
+    def __len__(self) -> int:
+        return len(self._handles)
+
     def look(self) -> list[msg.GpuSample]:
         """Return the use of each GPU that answers."""
         found = []
@@ -57,3 +64,19 @@ class Gpus:
             used = memory.used / max(1, memory.total)
             found.append(msg.GpuSample(use.gpu / 100, round(used, 3), memory.total))
         return found
+
+
+def usable_gpus(environment: Mapping[str, str], library: str = _LIBRARY) -> int:
+    """Return how many GPUs of this host a program may use: all, or CUDA_VISIBLE_DEVICES' if fewer.
+
+    Parts of a GPU (MIG) count as CUDA_VISIBLE_DEVICES names them, since one process uses one.
+
+    Args:
+        environment: of the program.
+        library: name of NVML's library.
+    """
+    found, named = len(Gpus(library)), environment.get("CUDA_VISIBLE_DEVICES")
+    if named is None or not found:
+        return found
+    words = list(takewhile(lambda word: word not in _NONE, map(str.strip, named.split(","))))
+    return len(words) if any(word.startswith("MIG") for word in words) else min(found, len(words))

@@ -54,7 +54,7 @@ class CheckpointUrl:
         except ImportError as error:
             raise CheckpointError(
                 f"--checkpoint-dir {url} needs the package fsspec, which is not installed: "
-                "pip install 'hvd-elastic[checkpoint]'"
+                "pip install fsspec"
             ) from error
         with self._explained("used"):
             self._files, self._root = fsspec.core.url_to_fs(self.url)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
+
+_POLL_S, _TELL_S = 0.1, 60.0
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
@@ -23,3 +26,18 @@ def print_json(value: Any) -> None:
 def print_json_line(value: dict[str, Any]) -> None:
     """Print one JSON object of several as one line, at once."""
     print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def wait_until(ended: Callable[[], bool], waiting: str) -> None:
+    """Wait until something that takes as long as it takes has ended, and say so every minute.
+
+    Args:
+        ended: whether it has ended.
+        waiting: what is waited for, printed after the time.
+    """
+    began = told = time.monotonic()
+    while not ended():
+        if time.monotonic() > told + _TELL_S:
+            told = time.monotonic()
+            print(f"after {told - began:.0f} s: {waiting}", file=sys.stderr, flush=True)
+        time.sleep(_POLL_S)

@@ -160,8 +160,7 @@ class RemoteFolder:
             import fsspec
         except ModuleNotFoundError:
             raise DataError(
-                f"{self} needs the package fsspec, which is not installed: "
-                "pip install 'hvd-elastic[url]'"
+                f"{self} needs the package fsspec, which is not installed: pip install fsspec"
             ) from None
         files, place = fsspec.core.url_to_fs(urlunsplit(self._url._replace(path=path)))
         return files.open(place, "rb")

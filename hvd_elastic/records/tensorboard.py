@@ -64,7 +64,7 @@ def check_tensorboard(asked_by: str) -> None:
     except ImportError as error:
         raise UsageError(
             f"{asked_by} needs the package tensorboard, which is not installed here: "
-            "pip install 'hvd-elastic[tensorboard]'"
+            "pip install tensorboard"
         ) from error
 
 

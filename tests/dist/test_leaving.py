@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.dist.conftest import EVERY_STYLE, StartJob, styles
 from tests.dist.running import RunningJob, Stage
-from tests.paths import COSTLY
+from tests.paths import COSTLY, ROOT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -242,3 +243,53 @@ def test_ctrl_c_while_hosts_are_still_starting(stage: Stage, start_job: StartJob
     job.process.send_signal(signal.SIGINT)
     assert job.wait(SOON_S) == 130
     job.check_nothing_left()
+
+
+BEFORE_THE_LOGGERS = """
+import functools, os, sys, time, torch
+import hvd_elastic.torch as hvd
+sys.path.insert(0, sys.argv[1])
+import wandb
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1e-3), model)
+data = torch.utils.data.TensorDataset(torch.randn(240, 4), torch.randn(240, 1))
+loader = hvd.DataLoader(data, 12)
+def loss_function(outputs, targets):
+    time.sleep(0.03)
+    return (outputs - targets).square().mean()
+"""
+WANDB = """
+import os
+class init:
+    def __init__(self, id, resume):
+        self.file = open(os.path.join(os.path.dirname(__file__), "log.txt"), "a")
+        self.name = f"{id} {os.environ['HVD_ELASTIC_HOST']}"
+    def log(self, values, step):
+        print(self.name, step, file=self.file, flush=True)
+"""
+
+
+def test_the_documented_logger_moves_with_rank_0(stage: Stage, start_job: StartJob) -> None:
+    """Its host leaves, and the function is not entered again."""
+    page = (ROOT / "docs/example-scripts.md").read_text().partition("### Loggers")[2]
+    recipe = page.partition("```python")[2].partition("```")[0]
+    folder = stage.folder / "loggers"
+    folder.mkdir()
+    (folder / "wandb.py").write_text(WANDB)
+    (folder / "train.py").write_text(BEFORE_THE_LOGGERS + recipe)
+    a, b, *_ = stage.hosts
+    script = [sys.executable, str(folder / "train.py"), str(folder)]
+    job = start_job({a: 1, b: 1}, script=script)
+    job.wait_size(2)
+    job.wait_steps(10)
+    job.use({b: 1})
+    job.wait_size(1)
+    assert job.wait() == 0, job.story()
+    lines = [line.split() for line in (folder / "log.txt").read_text().splitlines()]
+    assert [int(step) for _, _, step in lines] == list(range(1, 101))
+    assert list(dict.fromkeys((run, host) for run, host, _ in lines)) == [
+        (job.run_id, a),
+        (job.run_id, b),
+    ]

@@ -7,14 +7,13 @@ import functools
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.output import print_json
+from hvd_elastic.cli.output import print_json, wait_until
 from hvd_elastic.cli.shared_options import AsJson, SshConfigOption
 from hvd_elastic.errors import HostfileError, HvdElasticError, RunError, UsageError
 
@@ -28,8 +27,6 @@ ClusterOption = Annotated[
         "--cluster", "-c", envvar="HVD_ELASTIC_CLUSTER", help="name of the cluster, if several"
     ),
 ]
-_DOWN_S = 120.0
-_POLL_S = 0.05
 
 
 def up(
@@ -207,14 +204,11 @@ def down(
     answer = ask_daemon(place, Down(leave_jobs))
     if not as_json:
         print(answer.message, flush=True)
-    deadline = time.monotonic() + _DOWN_S
-    while place.daemon_alive():
-        if time.monotonic() > deadline:
-            raise RunError(
-                f"the daemon of cluster {place.name} still waits for jobs to end after "
-                f"{_DOWN_S:g} s; see: hvd-elastic queue --cluster {place.name}"
-            )
-        time.sleep(_POLL_S)
+    wait_until(
+        lambda: not place.daemon_alive(),
+        f"the daemon of cluster {place.name} waits for its jobs, which may have large checkpoints "
+        f"to write. Ctrl-C ends the waiting alone; see: hvd-elastic queue --cluster {place.name}",
+    )
     if as_json:
         print(json.dumps({"ok": True, "message": answer.message, "jobs": answer.jobs}))
 

@@ -15,7 +15,7 @@ import typer
 
 from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.numbers import parse_duration, parse_whole_number
-from hvd_elastic.cli.output import print_json
+from hvd_elastic.cli.output import print_json, wait_until
 from hvd_elastic.cli.shared_options import AsJson, RequiredRun
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
@@ -23,8 +23,6 @@ from hvd_elastic.records.json_lines import EventFollower, Record, read_last_even
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.wording import resume_words
 
-STOP_TIMEOUT_S = 60.0
-"""How long to wait for a run to end [s]; it may have to write a last checkpoint."""
 DRAIN_TIMEOUT_S = 90.0
 """How long to wait for a host to be drained [s]; longer than replacements take to become warm."""
 _POLL_S = 0.1  # between two readings of files that are followed
@@ -162,15 +160,12 @@ def _wait_until_drained(
 
 
 def _wait_for_end(folder: RunFolder) -> Record | None:
-    deadline = time.monotonic() + STOP_TIMEOUT_S
-    while folder.leader_alive():
-        if time.monotonic() > deadline:
-            raise RunError(
-                f"run {folder.run_id} was asked to stop but its leader still lives after "
-                f"{STOP_TIMEOUT_S:g} s ({folder.leader()}). See: hvd-elastic logs {folder.run_id} "
-                "--leader"
-            )
-        time.sleep(_POLL_S)
+    wait_until(
+        lambda: not folder.leader_alive(),
+        f"run {folder.run_id} is stopping, and may have a large checkpoint to write "
+        f"({folder.leader()}). Ctrl-C ends the waiting alone; see: hvd-elastic logs "
+        f"{folder.run_id} --leader",
+    )
     ended = [e for e in read_last_events(folder.events, _TAIL_BYTES) if e["kind"] == "run_finished"]
     return ended[-1] if ended else None
 

@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from hvd_elastic.checkpoint.url import is_url
-from hvd_elastic.checkpoint.whole_files import temporary_in, write_json
+from hvd_elastic.checkpoint.whole_files import write_json
 from hvd_elastic.cli.jobs.naming import source_of
 from hvd_elastic.cli.numbers import whole_number_option
 from hvd_elastic.cli.runs.leading import lead
@@ -28,6 +28,7 @@ from hvd_elastic.formatting import count
 from hvd_elastic.json_text import parse_json
 from hvd_elastic.records.outputs import INDEX_FILE, TOTAL_FILE, joined, output_name, output_ranges
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.replaced_files import replacing
 from hvd_elastic.training.model_source import find_source
 from hvd_elastic.training.prediction import VARIABLE, Prediction
 
@@ -52,11 +53,17 @@ def predict(
     ] = None,
     hostfile: Annotated[
         Path | None,
-        typer.Option("--hostfile", "-H", help="hosts and slots; without it this machine alone"),
+        typer.Option(
+            "--hostfile", "-H", help="hosts and slots; without it the GPUs of this machine"
+        ),
     ] = None,
     np: Annotated[
         int | None,
-        whole_number_option("--np", "-n", help="wanted number of workers (default: all slots)"),
+        whole_number_option(
+            "--np",
+            "-n",
+            help="wanted number of workers (default: all slots)",
+        ),
     ] = None,
     run_id: Annotated[str | None, typer.Option(help="name of the run (default: date and time)")] = (
         None
@@ -115,6 +122,8 @@ def predict(
         asked = Prediction(outputs.weights, place, done)
         os.environ[VARIABLE] = msgspec.json.encode(asked).decode()
         spec = options.spec()
+        if size := options.says_size():
+            print(size, file=sys.stderr)
         folder = RunFolder.create(options.run_id, spec.as_dict())
         outputs.add_run(folder.run_id)
         try:
@@ -260,9 +269,8 @@ def _move(source: Path, target: Path) -> None:
     try:
         source.replace(target)
     except OSError:
-        with temporary_in(target.parent) as temporary:
+        with replacing(target) as temporary:
             shutil.copyfile(source, temporary)
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
-            temporary.replace(target)
         source.unlink()

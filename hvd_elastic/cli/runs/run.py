@@ -41,8 +41,9 @@ _WITH_RESUME = {
 def run(context: typer.Context, options: RunOptions) -> None:
     """Train a script on the hosts of a hostfile, elastically.
 
-    The script imports [bold]hvd_elastic.torch[/bold]. Edit the hostfile during the run to add or
-    remove hosts; a host that fails is left out and used again when it answers.
+    The script imports [bold]hvd_elastic.torch[/bold], or the modules for TensorFlow and Keras.
+    Edit the hostfile during the run to add or remove hosts; a host that fails is left out and used
+    again when it answers.
 
     Examples:
       hvd-elastic run -- python train.py
@@ -69,6 +70,8 @@ def run(context: typer.Context, options: RunOptions) -> None:
 
         options.check()
         spec = options.spec()
+        if size := options.says_size():
+            print(size, file=sys.stderr)
         if options.mpi:
             from hvd_elastic.leader.mpi import run_mpi
 

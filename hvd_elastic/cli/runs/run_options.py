@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from hvd_elastic.agent.gpus import usable_gpus
 from hvd_elastic.checkpoint.url import is_url
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cli.runs.scaling_options import ScalingOptions
@@ -72,7 +73,8 @@ class RunOptions:
         typer.Option(
             "--hostfile",
             "-H",
-            help="hosts and slots; without it the nodes of this Slurm allocation, or this machine",
+            help="hosts and slots; without it the nodes of this Slurm allocation, or the GPUs of "
+            "this machine",
         ),
     ] = None
     slurm: Annotated[
@@ -303,7 +305,7 @@ class RunOptions:
             "cwd": str(Path.cwd()),
             "hostfile": None if self.hostfile is None else str(self.hostfile.absolute()),
             "engine": None if self.allocation is None else "slurm",
-            "slots": (self.np or self.max_np or 1) + self.spares,
+            "slots": (self.np or self.max_np or self._default_np()) + self.spares,
             "python": self.python or sys.executable,
             "ssh_config": ssh_config_for(self.hostfile, self.ssh_config),
             "input_hosts": self._input_hosts(),
@@ -314,6 +316,17 @@ class RunOptions:
         if place is not None and not is_url(place):
             asked["checkpoint_folder"] = str(Path(place).absolute())
         return RunSpec(**asked)
+
+    def says_size(self) -> str:
+        """Return a sentence on the size of a run for which the user has named none; else ""."""
+        if self.hostfile or self.allocation or self.np or self.max_np:
+            return ""
+        gpus, workers = usable_gpus(os.environ), count(self._default_np(), "worker")
+        what = f"its {gpus} GPUs" if gpus > 1 else "its GPU" if gpus else "it has no GPU to use"
+        return f"{workers} on this machine ({what}); --np and --hostfile change that"
+
+    def _default_np(self) -> int:
+        return max(self.min_np, usable_gpus(os.environ))
 
     def _pinned(self) -> list[Host]:
         if self.pin_hosts is None:

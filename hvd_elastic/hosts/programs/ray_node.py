@@ -69,7 +69,7 @@ def why_unusable() -> str:
     if util.find_spec("ray") is None:
         return (
             f"{sys.executable} has no package ray. Install it there (pip install "
-            "'hvd-elastic[ray]'), or name another interpreter with --python"
+            "'ray[client,data,train]' cloudpickle), or name another interpreter with --python"
         )
     version = metadata.version("ray")
     if tuple(int(part) for part in version.split(".")[:2]) < LEAST_RAY:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.agent.gpus import Gpus
+from hvd_elastic.agent.gpus import Gpus, usable_gpus
 from hvd_elastic.agent.host_sampler import HostSampler, MemoryKills
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.policy.input import Reading
@@ -84,16 +84,42 @@ def test_the_compute_time_of_a_step_leaves_waits_out() -> None:
     assert sampler.sample(moved).step_s is None, "one has changed the world, one has stood still"
 
 
-def test_gpus_are_asked_through_nvml(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def nvml(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the path of a library that answers as NVML does on a host with two GPUs."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler for a library that answers as NVML does")
-    source, library = tmp_path / "nvml.c", tmp_path / "libnvidia-ml.so.1"
+    folder = tmp_path_factory.mktemp("nvml")
+    source, library = folder / "nvml.c", folder / "libnvidia-ml.so.1"
     source.write_text(NVML)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    return str(library)
+
+
+def test_gpus_are_asked_through_nvml(nvml: str) -> None:
     expected = msg.GpuSample(busy=0.73, memory=0.25, memory_bytes=80 << 30)
-    assert Gpus(str(library)).look() == [expected], "a lost GPU is left out"
+    assert Gpus(nvml).look() == [expected], "a lost GPU is left out"
 
 
 def test_a_host_without_a_driver_has_no_gpus() -> None:
     assert Gpus("libno-such-library.so.1").look() == []
+    assert usable_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, "libno-such-library.so.1") == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "usable"),
+    [
+        (None, 2),
+        ("1", 1),
+        ("0, 1", 2),
+        ("", 0),
+        ("-1", 0),
+        ("1,-1,0", 1),
+        ("0,1,2,3", 2),
+        ("MIG-a,MIG-b,MIG-c", 3),
+    ],
+)
+def test_cuda_visible_devices_counts(nvml: str, visible: str | None, usable: int) -> None:
+    given = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert usable_gpus(given, nvml) == usable

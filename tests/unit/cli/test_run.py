@@ -8,6 +8,7 @@ import pytest
 
 from hvd_elastic.agent.spool import Spool
 from hvd_elastic.cli.app import main
+from hvd_elastic.cli.runs import run_options
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
@@ -54,6 +55,25 @@ def test_a_current_folder_that_was_removed_is_named(
     (tmp_path / "gone").rmdir()
     status, error = call("--", "python", "train.py", capsys=capsys)
     assert (status, error.partition(";")[0]) == (2, "error: the current folder was removed")
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "slots", "said"),
+    [
+        ({}, 8, 8, "8 workers on this machine (its 8 GPUs); "),
+        ({}, 0, 1, "1 worker on this machine (it has no GPU to use); "),
+        ({"min_np": 2}, 1, 2, "2 workers on this machine (its GPU); "),
+        ({"np": 3}, 8, 3, ""),
+        ({"max_np": 4}, 8, 4, ""),
+    ],
+)
+def test_without_hosts_each_gpu_has_a_worker(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, int], gpus: int, slots: int, said: str
+) -> None:
+    monkeypatch.setattr(run_options, "usable_gpus", lambda environment: gpus)
+    found = run_options.RunOptions(command=["true"], **options)  # type: ignore[arg-type]
+    assert found.spec().slots == slots
+    assert found.says_size() == (f"{said}--np and --hostfile change that" if said else "")
 
 
 def test_all_mistakes_are_named_in_the_order_of_the_command_line(

@@ -18,7 +18,7 @@ def metrics(step: int, t: float | None = None, **fields: Any) -> dict[str, Any]:
 
 
 def writer(folder: Path, warnings: list[str] | None = None) -> TensorBoardWriter:
-    pytest.importorskip("tensorboard", reason="pip install 'hvd-elastic[tensorboard]'")
+    pytest.importorskip("tensorboard", reason="pip install tensorboard")
     return TensorBoardWriter(folder, (warnings if warnings is not None else []).append)
 
 
@@ -79,5 +79,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UsageError, match=r"--tensorboard needs.*hvd-elastic\[tensorboard\]"):
+    with pytest.raises(UsageError, match=r"--tensorboard needs.*pip install tensorboard"):
         check_tensorboard("--tensorboard")
