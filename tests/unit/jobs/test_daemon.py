@@ -67,7 +67,8 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
             if "COMES_BACK" in environment:
                 while not (folder.path / "heals").exists():
                     time.sleep(0.01)
-                log.append("hosts_changed", {"hosts": [[host, 1]]})
+                names = parse_hostfile(spec.hostfile or "").names
+                log.append("hosts_changed", {"hosts": [[name, 1] for name in names]})
         while not folder.take_requests():
             time.sleep(0.01)
         log.append("run_finished", {"status": "stopped", "message": "asked to"})
@@ -227,7 +228,7 @@ def test_silent_host_is_lost_if_other_runs_hear_from_theirs(place: ClusterFolder
     assert job.reason.startswith("its leader hears from none of its hosts since ")
     assert (job.held, job.eta) == ({"a": 1}, None)
     submit(place, TRAINS="1")
-    daemon.until(lambda: rows()[0][2].endswith(", being tried"))
+    daemon.until(lambda: (rows()[0][2] or "").endswith(", being tried"))
     daemon.until(lambda: [state for state, *_ in rows()] == ["lost", "up"])
     daemon.down(leave_jobs=False)
 
