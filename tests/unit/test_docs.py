@@ -119,7 +119,9 @@ def test_options_named_in_prose_exist(page: Path) -> None:
         # horovodrun
         *("--host-discovery-script", "--network-interfaces"),
         # sbatch
-        *("--cpus-per-task", "--ntasks", "--ntasks-per-node", "--requeue"),
+        *("--begin", "--chdir", "--cpus-per-gpu", "--cpus-per-task", "--dependency", "--exclude"),
+        *("--gpus", "--gpus-per-node", "--hold", "--job-name", "--nodefile", "--nodelist"),
+        *("--ntasks", "--ntasks-per-node", "--requeue", "--signal", "--wait"),
     }
     for code in _CODE.findall(_FENCE.sub("", read(page))):
         word = code.split(" ")[0].partition("=")[0]
