@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.checkpoint.shards import (
+    FORMAT,
     SHARD,
     ShardInfo,
     check_format,
@@ -64,11 +65,6 @@ class CheckpointInfo:
         return self.shards[0].run
 
     @property
-    def format(self) -> int:
-        """Return the format of its shards."""
-        return self.shards[0].format
-
-    @property
     def step(self) -> int:
         """Return the number of optimizer steps in it."""
         return self.shards[0].step
@@ -102,7 +98,7 @@ class CheckpointInfo:
         """Return the content of the manifest."""
         first = self.shards[0]
         return {
-            "format": self.format,
+            "format": FORMAT,
             "run": first.run,
             "step": first.step,
             "epoch": first.epoch,

@@ -68,16 +68,13 @@ def test_the_batch_grows_from_what_many_ranks_make_it() -> None:
     assert choice.plan.global_batch_size == 512
 
 
-def test_what_lasts_is_loaded_also_from_early_checkpoints() -> None:
+def test_what_lasts_is_loaded() -> None:
     choice, other = (BatchChoice(BatchLimits(32, 1024)) for _ in range(2))
     choice.follow_goodput(COSTLY_PASS, 1e5, hosts=1, ranks=2)
     choice.memory_bound = 100
     state = json.loads(json.dumps(choice.state_dict()))
     other.load_state_dict(state)
     assert json.dumps(other.state_dict()) == json.dumps(choice.state_dict())
-    del state["balance"], state["wished"]
-    other.load_state_dict(state)
-    assert other.plan == choice.plan
 
 
 def test_reviews_come_about_once_a_second_and_less_often_if_they_cost_much() -> None:
