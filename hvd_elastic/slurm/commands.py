@@ -12,7 +12,8 @@ from hvd_elastic.errors import RunError
 _TIMEOUT_S = 60.0
 """Time limit of a command [s]; a busy slurmctld answers after some seconds."""
 _OPTIONS = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
-_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_ARRAY_")
+"""What the names of variables begin with that are kept."""
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -21,13 +22,13 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     A batch script's ``--ntasks`` would be taken for that of each ``srun`` in it, and a user's
     ``SQUEUE_PARTITION`` would hide jobs of the run.
 
-    >>> clean_environment({"SLURM_NTASKS": "8", "SLURM_CONF": "/etc/slurm.conf", "HOME": "/root"})
-    {'SLURM_CONF': '/etc/slurm.conf', 'HOME': '/root'}
+    >>> clean_environment({"SLURM_NTASKS": "8", "SLURM_ARRAY_TASK_ID": "1", "HOME": "/root"})
+    {'SLURM_ARRAY_TASK_ID': '1', 'HOME': '/root'}
     """
     return {
         name: value
         for name, value in environment.items()
-        if name in _KEPT or not name.startswith(_OPTIONS)
+        if name.startswith(_KEPT) or not name.startswith(_OPTIONS)
     }
 
 

@@ -33,7 +33,6 @@ _OF_OURS = {
     "--job-name": "--run-id",
     "--chdir": "the folder in which the command is called",
     "--test-only": "--dry-run",
-    "--wait": "hvd-elastic attach",
 }
 """Options of sbatch that are set from options of ours."""
 _NO_OPTION = ("--help", "--version", "--usage")
@@ -206,6 +205,11 @@ def _check_option(option: SbatchOption, asked: Submission) -> None:
         )
     if name in _OF_OURS:
         raise UsageError(f"{said}: this is set by {_OF_OURS[name]}; use that")
+    if name == "--wait":
+        raise UsageError(
+            f"{said} would wait for the end of one job, and a run goes on in others: look at it "
+            "with hvd-elastic status"
+        )
     if name in _NO_OPTION:
         raise UsageError(f"{said} submits nothing: call sbatch itself for that")
     if name == "--nodefile" or (name in ("--nodelist", "--exclude") and "/" in option.value):
