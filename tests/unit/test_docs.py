@@ -119,9 +119,10 @@ def test_options_named_in_prose_exist(page: Path) -> None:
         # horovodrun
         *("--host-discovery-script", "--network-interfaces"),
         # sbatch
-        *("--begin", "--chdir", "--cpus-per-gpu", "--cpus-per-task", "--dependency", "--exclude"),
-        *("--gpus", "--gpus-per-node", "--hold", "--job-name", "--nodefile", "--nodelist"),
-        *("--ntasks", "--ntasks-per-node", "--requeue", "--signal", "--wait"),
+        *("--begin", "--chdir", "--comment", "--cpus-per-gpu", "--cpus-per-task", "--dependency"),
+        *("--exclude", "--exclusive", "--export", "--gpus", "--gpus-per-node", "--gpus-per-task"),
+        *("--hold", "--job-name", "--mail-type", "--mem", "--nodefile", "--nodelist", "--ntasks"),
+        *("--ntasks-per-node", "--requeue", "--signal", "--test-only", "--wait"),
     }
     for code in _CODE.findall(_FENCE.sub("", read(page))):
         word = code.split(" ")[0].partition("=")[0]
