@@ -19,14 +19,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.published.policies import POLICIES
+from benchmarks.published.profiles import read_applications, read_workload
+from benchmarks.published.simulate import simulate_jobs
 from benchmarks.testbed.command import Say, at_least_one, check_names, names, run_benchmark
 from benchmarks.testbed.figures import Result, conditions, kept_rows
 from hvd_elastic.errors import UsageError
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import HostSlots, Job
-from hvd_elastic.sim.jobs.policies import POLICIES
-from hvd_elastic.sim.jobs.profiles import read_applications, read_workload
-from hvd_elastic.sim.jobs.run import simulate_jobs
 
 _BENCHMARK = "schedule"
 HOSTS = [HostSlots(f"host{number + 1}", 4) for number in range(16)]

@@ -12,6 +12,7 @@ import statistics
 import time
 from typing import Any
 
+from benchmarks.controller.adaptdl import AdaptDLRule
 from benchmarks.testbed.command import Say
 from benchmarks.testbed.figures import Result, conditions
 from hvd_elastic.control.scaling import ScalingConfig
@@ -21,7 +22,6 @@ from hvd_elastic.policy.autoscale import decide
 from hvd_elastic.policy.objective import Objective
 from hvd_elastic.policy.place import placements
 from hvd_elastic.policy.snapshot import Allocation, HostOffer, Snapshot
-from hvd_elastic.sim.adaptdl import AdaptDLRule
 from hvd_elastic.sim.run import SimResult, simulate
 from hvd_elastic.sim.static import best_at, best_static
 from hvd_elastic.sim.trace import Change, Trace, Workload
@@ -172,11 +172,12 @@ def _whole_runs(progress: Say) -> list[dict[str, Any]]:
     plain = dataclasses.replace(
         equal, workload=dataclasses.replace(trace.workload, limits=BatchLimits(batch, batch))
     )
-    restarted = dataclasses.replace(trace, pause_s=_ADAPTDL_PAUSE_S)
+    theirs = dataclasses.replace(trace, unequal_shares=False)
+    restarted = dataclasses.replace(theirs, pause_s=_ADAPTDL_PAUSE_S)
     fixed = f"fixed: {average.np} slots (goodput's average)"
     results = {
         "goodput": ours,
-        "AdaptDL's rule, our pause": simulate(trace, _config(trace), 0, rule=AdaptDLRule),
+        "AdaptDL's rule, our pause": simulate(theirs, _config(theirs), 0, rule=AdaptDLRule),
         "AdaptDL's rule, its own pause": simulate(
             restarted, _config(restarted), 0, rule=AdaptDLRule
         ),

@@ -25,8 +25,8 @@ from typing import Literal
 import msgspec
 
 from hvd_elastic.checkpoint.url import CheckpointUrl
-from hvd_elastic.checkpoint.whole_files import temporary_in
 from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.replaced_files import write_whole
 
 PATIENCE_S = 9.0
 """Time after which an unchanged lease has expired [s]: three missed renewals."""
@@ -94,8 +94,6 @@ class LeaseWatch:
         self._own = own
         self._seen: Lease | None = None
         self._since = self._looked = 0.0
-        self.first_seen = 0.0
-        """When the current lease of another leader was first seen [s]."""
 
     def check(self, found: Lease | None, now: float) -> Verdict:
         """Decide who may write to the place, from one reading of its lease file.
@@ -113,7 +111,7 @@ class LeaseWatch:
         if found is None or found.leader == self._own or found.is_of_a_dead_process:
             return "mine"
         if before is None or before.leader != found.leader or stood_still:
-            self._since = self.first_seen = now
+            self._since = now
             return "open"
         if found != before:
             self._since = now
@@ -130,8 +128,8 @@ class LeaseHolder:
         place: folder or URL of the run's checkpoints.
         lease: lease of this process.
         on_settled: called once, when the lease is held or the storage cannot be read.
-        on_other: called with another leader's lease, whenever it was renewed, and the time when it
-            was first seen [monotonic s]; it is not replaced until :meth:`insist` is called.
+        on_other: called with another leader's lease, whenever that was renewed, and whether it has
+            taken the place of this leader's.
     """
 
     def __init__(
@@ -139,21 +137,16 @@ class LeaseHolder:
         place: Path | CheckpointUrl,
         lease: Lease,
         on_settled: Callable[[], None],
-        on_other: Callable[[Lease, float], None],
+        on_other: Callable[[Lease, bool], None],
     ) -> None:
         self.lease = lease
         self._place = _Folder(place) if isinstance(place, Path) else place
         self._on_settled = on_settled
-        self._on_rival = on_other
+        self._on_other = on_other
         self._settled = False
-        self._insisted = threading.Event()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._live, name="lease", daemon=True)
         self._thread.start()
-
-    def insist(self) -> None:
-        """Replace the other leader's lease, so that it notices this leader."""
-        self._insisted.set()
 
     def end(self) -> None:
         """Stop renewing and remove the lease, if the storage responds soon."""
@@ -167,12 +160,10 @@ class LeaseHolder:
             with contextlib.suppress(OSError, HvdElasticError):
                 found = _read(self._place)
                 verdict = watch.check(found, _now())
-                if self._insisted.is_set() or verdict == "mine":
-                    self._insisted.clear()
+                if verdict == "mine":
                     self._renew()
                 elif found is not None and verdict == "led":
-                    seen_s = _now() - watch.first_seen
-                    self._on_rival(found, time.monotonic() - seen_s)
+                    self._on_other(found, self.lease.count > 0)
             if verdict == "mine" and not self._settled:
                 self._settled = True
                 self._on_settled()
@@ -214,9 +205,7 @@ class _Folder:
             return b""
 
     def write_file(self, name: str, data: bytes) -> None:
-        with temporary_in(self._path) as temporary:
-            temporary.write_bytes(data)
-            temporary.replace(self._path / name)
+        write_whole(self._path / name, data)
 
     def remove_file(self, name: str) -> None:
         (self._path / name).unlink(missing_ok=True)

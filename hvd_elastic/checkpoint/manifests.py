@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.checkpoint.shards import (
+    FORMAT,
     SHARD,
     ShardInfo,
     check_format,
@@ -31,11 +32,11 @@ from hvd_elastic.checkpoint.whole_files import (
     is_abandoned,
     remove_leftovers,
     sync_folder,
-    temporary_in,
     write_json,
 )
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.json_text import parse_json
+from hvd_elastic.replaced_files import temporary_in
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +63,6 @@ class CheckpointInfo:
     def run(self) -> str:
         """Return the name of the run that wrote it; empty if unknown."""
         return self.shards[0].run
-
-    @property
-    def format(self) -> int:
-        """Return the format of its shards."""
-        return self.shards[0].format
 
     @property
     def step(self) -> int:
@@ -102,7 +98,7 @@ class CheckpointInfo:
         """Return the content of the manifest."""
         first = self.shards[0]
         return {
-            "format": self.format,
+            "format": FORMAT,
             "run": first.run,
             "step": first.step,
             "epoch": first.epoch,

@@ -27,7 +27,7 @@ from hvd_elastic.checkpoint.header import (
     decode_values,
 )
 from hvd_elastic.checkpoint.manifests import parse_manifest
-from hvd_elastic.checkpoint.shards import PICKLED_FORMAT, ShardInfo
+from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.frameworks import TITLES
 from hvd_elastic.json_text import parse_json
@@ -49,7 +49,7 @@ def read_header(path: Path | str) -> Header:
         path: path of the manifest; the shards are in the same folder.
 
     Raises:
-        CheckpointError: there is no such file, it is damaged, or only PyTorch can read it.
+        CheckpointError: there is no such file, or it is damaged.
     """
     with open_checkpoint(path) as reader:
         return reader.read_header()
@@ -149,19 +149,8 @@ class CheckpointReader:
         self._left = 0
         self._next()
 
-    @property
-    def is_pickled(self) -> bool:
-        """Return whether the header is a PyTorch pickle (format 2)."""
-        return self.shards[0].format == PICKLED_FORMAT
-
     def read_header(self) -> Header:
         """Read and return the header, which is at the beginning of the first shard."""
-        if self.is_pickled:
-            raise CheckpointError(
-                f"{self._shard.path} is of format {PICKLED_FORMAT}, which PyTorch alone can read: "
-                "use hvd_elastic.torch.checkpoint.load_checkpoint, or resume the run, whose next "
-                "checkpoint can be read without it"
-            )
         size = int.from_bytes(self.take(LENGTH_BYTES), "little")
         here = self._shard.header - LENGTH_BYTES
         if size > here:

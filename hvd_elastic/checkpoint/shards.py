@@ -18,41 +18,28 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from hvd_elastic.checkpoint.whole_files import (
     HashingWriter,
     explained,
     failures_logged,
     remove_leftovers,
-    temporary_in,
     write_json,
 )
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.hosts.programs.file_hash import hash_of
 from hvd_elastic.json_text import parse_json
+from hvd_elastic.replaced_files import temporary_in
 
-FORMAT = 3
-"""Format that is written. Format 2, with a header pickled by PyTorch and without ``world``, can
-still be read."""
-PICKLED_FORMAT = 2  # the last format with a pickled header
+FORMAT = 4
+"""Format of checkpoints."""
 # Names of shards, and of their descriptions in a spool.
 SHARD = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.shard")
 _DESCRIPTION = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.json")
-_FIELDS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
-    (
-        (
-            *("step", "epoch", "examples", "generation", "index", "count", "rank"),
-            *("header", "begin", "end", "total", "bytes", "world"),
-        ),
-        int,
-        "a whole number >= 0",
-    ),
-    (("life", "host", "layout", "sha256", "run", "not_finite"), str, "a text"),
-    (("created",), (int, float), "Unix seconds"),
-)
-"""Fields of a shard's description, their type, and the type as text for error messages."""
-
+Count = Annotated[int, msgspec.Meta(ge=0)]
 Key = tuple[int, int, str, str]
 
 
@@ -75,7 +62,7 @@ class ShardInfo:
         life: id of the leader term, which distinguishes the generations of a resumed run from
             earlier ones with the same number.
         index, count: index of the shard, and number of shards.
-        host, rank, world: host and rank that wrote it, and number of ranks; world 0: unknown.
+        host, rank, world: host and rank that wrote it, and number of ranks.
         layout: digest of the names, shapes and types of the stream's tensors.
         header: number of bytes before the part of the stream.
         begin, end, total: its range in the stream, and the length of the stream [bytes].
@@ -84,32 +71,30 @@ class ShardInfo:
         seconds: how long writing took [s]; 0 for a shard that was found.
         run: name of the run that wrote it; empty: unknown, or there was no run.
         not_finite: name of a weight in it that holds NaN or infinity; empty: none, or unknown.
-        format: :data:`FORMAT`, or an earlier one that can be read.
     """
 
     path: Path
-    step: int
-    epoch: int
-    examples: int
-    generation: int
+    step: Count
+    epoch: Count
+    examples: Count
+    generation: Count
     life: str
-    index: int
-    count: int
+    index: Count
+    count: Count
     host: str
-    rank: int
+    rank: Count
     layout: str
-    header: int
-    begin: int
-    end: int
-    total: int
-    bytes: int = 0
-    sha256: str = ""
+    header: Count
+    begin: Count
+    end: Count
+    total: Count
+    bytes: Count = 0
+    sha256: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")] = ""
     created: float = 0.0
     seconds: float = 0.0
     run: str = ""
-    world: int = 0
+    world: Count = 0
     not_finite: str = ""
-    format: int = FORMAT
 
     @property
     def file(self) -> str:
@@ -124,8 +109,8 @@ class ShardInfo:
     def manifest(self) -> dict[str, Any]:
         """Return its description as plain data, for manifests and messages."""
         fields = asdict(self)
-        del fields["path"], fields["seconds"], fields["format"]
-        return {"format": self.format, "file": self.file, **fields}
+        del fields["path"], fields["seconds"]
+        return {"format": FORMAT, "file": self.file, **fields}
 
 
 def write_shard(
@@ -258,7 +243,7 @@ def why_incomplete(shards: Sequence[ShardInfo]) -> str | None:
     """Return why these shards, by index, are not one complete checkpoint; None if they are."""
     if not shards:
         return "it has no shards"
-    count, total, form = shards[0].count, shards[0].total, shards[0].format
+    count, total = shards[0].count, shards[0].total
     indices = [shard.index for shard in shards]
     there = {*indices}
     # Not by a list of all, since a description from elsewhere may give any count.
@@ -269,8 +254,7 @@ def why_incomplete(shards: Sequence[ShardInfo]) -> str | None:
         return "its shards are not in order"
     at = 0
     for shard in shards:
-        whole = shard.count, shard.total, shard.format
-        if shard.key != shards[0].key or whole != (count, total, form):
+        if shard.key != shards[0].key or (shard.count, shard.total) != (count, total):
             return f"shard {shard.index} belongs to another checkpoint"
         if shard.begin != at or shard.end < at:
             return f"shard {shard.index} begins at byte {shard.begin} instead of {at}"
@@ -287,20 +271,12 @@ def parse_shard(described: Any, folder: Path) -> ShardInfo:
         ValueError: the description is invalid; the message names the field.
     """
     check_format(described)
-    # Format 2 has neither world nor run, and earlier versions did not look at the weights.
-    fields: dict[str, Any] = {"world": 0, "run": "", "not_finite": "", **described}
-    for names, kind, what in _FIELDS:
-        for name in names:
-            value: Any = fields.get(name)
-            fits = isinstance(value, kind) and not isinstance(value, bool)
-            if not fits or (kind is int and value < 0):
-                raise ValueError(f"{name} is {value!r}, it must be {what}")
-    if not re.fullmatch(r"[0-9a-f]{64}", fields["sha256"]):
-        raise ValueError(f"sha256 is {fields['sha256']!r}, it must be 64 hexadecimal digits")
-    known = ("format", *(name for names, *_ in _FIELDS for name in names))
-    shard = ShardInfo(folder, **{name: fields[name] for name in known})
-    if described.get("file") != shard.file:
-        raise ValueError(f"file is {described.get('file')!r}, it must be {shard.file!r}")
+    shard = msgspec.convert(
+        {**described, "path": folder, "seconds": 0.0}, ShardInfo, dec_hook=lambda _, path: path
+    )
+    for name, value in shard.manifest().items():
+        if described.get(name) != value:
+            raise ValueError(f"{name} is {described.get(name)!r}, it must be {value!r}")
     if shard.header + shard.end - shard.begin != shard.bytes:
         raise ValueError(f"bytes is {shard.bytes}, header and range say something else")
     return replace(shard, path=folder / shard.file)
@@ -310,10 +286,10 @@ def check_format(described: Any) -> None:
     """Raise ValueError if a description is none, or of a format that cannot be read."""
     if not isinstance(described, Mapping):
         raise ValueError(f"it holds {type(described).__name__} instead of an object")
-    if described.get("format") not in (PICKLED_FORMAT, FORMAT):
+    if described.get("format") != FORMAT:
         raise ValueError(
-            f"format is {described.get('format')!r}, this version reads {PICKLED_FORMAT} and "
-            f"{FORMAT}; resume with the version that wrote it"
+            f"format is {described.get('format')!r}, this version reads {FORMAT}; resume with the "
+            "version that wrote it"
         )
 
 

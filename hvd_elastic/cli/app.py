@@ -88,6 +88,9 @@ SECTIONS: dict[str, dict[str, LazyCommand]] = {
             "hvd_elastic.cli.runs.control", "policy", "Pause or resume the policy of a run."
         ),
         "drain": LazyCommand("hvd_elastic.cli.runs.control", "drain", "Have a run leave a host."),
+        "debug": LazyCommand(
+            "hvd_elastic.cli.runs.debug", "debug", "Join a worker that stands at breakpoint()."
+        ),
         "discover": LazyCommand(
             "hvd_elastic.cli.runs.show",
             "discover",
@@ -178,7 +181,12 @@ SECTIONS: dict[str, dict[str, LazyCommand]] = {
         "build-horovod": LazyCommand(
             "hvd_elastic.cli.machine.build_horovod",
             "build_horovod",
-            "Build Horovod for this PyTorch, once.",
+            "Build Horovod for this PyTorch and TensorFlow, once.",
+        ),
+        "report-bug": LazyCommand(
+            "hvd_elastic.cli.machine.report_bug",
+            "report_bug",
+            "Gather what a report of a fault needs, without secrets.",
         ),
         "demo": LazyCommand(
             "hvd_elastic.cli.machine.demo", "demo", "Train on virtual hosts that come, go and die."

@@ -73,9 +73,7 @@ class Mixture:
         self._shares = [weight / sum(weights[place:]) for place, weight in enumerate(weights)]
         self._length = self._whole() if length is None else length
         keys = [_order_key(dataset, shuffle) for dataset in self._datasets]
-        # Without keys of the parts it is what earlier releases wrote to checkpoints.
-        more = (keys,) if any(key is not None for key in keys) else ()
-        self.order_key = repr((self._lengths, weights, seed, shuffle, *more))
+        self.order_key = repr((self._lengths, weights, seed, shuffle, keys))
         self._orders = lru_cache(maxsize=2 * len(parts))(self._order)
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import RunError
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import clock_words, count
 from hvd_elastic.jobs.grants import Claim, awaited_slots, grant_slots
 from hvd_elastic.jobs.health import HostHealth
 from hvd_elastic.jobs.hosts import ClusterHosts, Use
@@ -111,6 +111,8 @@ class Daemon:
         """Whether the last decision, and what was done about it, is recorded."""
         self._losses: dict[int, _Losses] = {}
         self._decide_at = 0.0
+        self._silent: dict[str, str] = {}
+        """Hosts that nobody hears from, and that are not known to be lost, with the cause."""
         self._down: Down | None = None
         self._warned = ""
 
@@ -236,17 +238,27 @@ class Daemon:
         heard = {
             host
             for _, progress in running
-            if progress.cut_off_at is None
-            for host in progress.hosts.occupied
+            if not progress.hosts.cut_off
+            for host in progress.hosts.used
         }
+        self._silent = {}
         for job, progress in running:
-            silent_since = progress.cut_off_at
-            if heard and silent_since is not None and now - silent_since >= _CUT_OFF_S:
-                progress.cut_off_at = None  # once is enough
-                for host in progress.hosts.used & self._hosts.listed.keys() - heard:
-                    cause = f"no answer since {time.strftime('%X', time.localtime(silent_since))}"
-                    at = time.monotonic()
+            if not progress.hosts.cut_off:
+                continue
+            cause = f"no answer since {clock_words(progress.hosts.silent_since)}"
+            hosts = progress.hosts.used & self._hosts.listed.keys() - heard
+            if heard and not progress.is_tried and now >= progress.cut_off_at + _CUT_OFF_S:
+                progress.is_tried = True
+                at = time.monotonic()
+                for host in hosts:
                     self._health.host_lost(host, cause, at, _python(job), is_suspicion=True)
+            if heard:
+                cause += ", being tried"
+            else:
+                cause += "; no run hears from a host, so this machine may be cut off"
+            if progress.is_tried:  # those that answered are as good as others
+                hosts &= self._health.suspects
+            self._silent |= dict.fromkeys(hosts, cause)
 
     def _host_changed(self, _host: str) -> None:
         self._queue.changed = True
@@ -322,7 +334,7 @@ class Daemon:
         ready = self._queue.ready()
         running = self._queue.with_status(JobStatus.RUNNING)
         candidates = [
-            Candidate(job, progress.measured, progress.hosts.occupied)
+            Candidate(job, progress.measured, progress.hosts.occupied, progress.hosts.cut_off)
             if (progress := self._runs.progress(job) if job.attempts else None)
             else Candidate(job)
             for job in [*(job for job in running if not job.stop), *ready]
@@ -370,10 +382,12 @@ class Daemon:
         return [Use(job, of.occupied, of.lost) for job, of in zip(running, hosts, strict=True)]
 
     def _usable_slots(self) -> dict[str, int]:
-        """Return the slots of the hosts that no run has lost."""
-        lost = self._health.lost
-        slots = self._hosts.slots(self._uses())
-        return {host: number for host, number in slots.items() if host not in lost}
+        """Return the slots of the hosts that no run has lost; silent ones have no free ones."""
+        uses = self._uses()
+        found = {h: n for h, n in self._hosts.slots(uses).items() if h not in self._health.lost}
+        for host in self._silent.keys() & found.keys():
+            found[host] = min(found[host], sum(use.taken(host) for use in uses))
+        return found
 
     def _move_slots(self) -> None:
         """Give the slots that are free to those that are to have them, and start jobs."""
@@ -393,7 +407,9 @@ class Daemon:
         for name, held in granted.items():
             job = active[int(name)]
             reason = self._reasons.get(job.number, job.reason)
-            if waits := awaited.get(name):
+            if cut_off := self._runs.progress(job).hosts.cut_off if job.attempts else "":
+                reason = cut_off
+            elif waits := awaited.get(name):
                 leaving = {host: [active[int(n)].run_id for n in waits[host]] for host in waits}
                 reason = awaited_words(reason, leaving, runs=job.status is JobStatus.RUNNING)
             told = job if job.stop else replace(job, reason=reason)
@@ -476,7 +492,9 @@ class Daemon:
                         told += ", plain commands from their beginning"
                 return Answer(f"the daemon ends{told}", jobs=[job.number for job in running])
             case Hosts():
-                return Answer("", data=self._hosts.rows(self._uses(), self._health.lost))
+                return Answer(
+                    "", data=self._hosts.rows(self._uses(), self._health.lost, self._silent)
+                )
 
     def _refuse_impossible(self, request: Submit) -> None:
         hosts = self._hosts.listed

@@ -70,6 +70,11 @@ class HostHealth:
         """Lost hosts, with the cause."""
         return {host: lost.cause for host, lost in self._lost.items() if self.is_judged(host)}
 
+    @property
+    def suspects(self) -> set[str]:
+        """Hosts that are being tried, since it is not known whether they are at fault."""
+        return {host for host in self._lost if not self.is_judged(host)}
+
     def host_lost(
         self, host: str, cause: str, now: float, python: str, *, is_suspicion: bool = False
     ) -> None:

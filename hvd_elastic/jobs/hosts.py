@@ -88,25 +88,33 @@ class ClusterHosts:
         found = {host.name: host.slots for host in self.listed.values()}
         return {host: max(found.get(host, 0), kept[host]) for host in {**found, **kept}}
 
-    def rows(self, uses: Iterable[Use], lost: Mapping[str, str]) -> list[dict[str, Any]]:
+    def rows(
+        self,
+        uses: Iterable[Use],
+        lost: Mapping[str, str],
+        silent: Mapping[str, str] | None = None,
+    ) -> list[dict[str, Any]]:
         """Return what there is to say of each host that has slots or is used.
 
         Args:
             uses: what each job uses.
             lost: hosts that cannot be used, with the cause.
+            silent: hosts of which it is not known whether they are lost, with the cause.
         """
+        away = {host: ("silent", cause) for host, cause in (silent or {}).items()}
+        away |= {host: ("lost", cause) for host, cause in lost.items()}
         uses = [*uses]
         names = dict.fromkeys(self.listed)
         names |= dict.fromkeys(h for use in uses for h in [*use.job.held, *use.occupied])
-        return [self._row(name, uses, lost.get(name)) for name in names]
+        return [self._row(name, uses, away.get(name)) for name in names]
 
-    def _row(self, name: str, uses: Iterable[Use], lost: str | None) -> dict[str, Any]:
+    def _row(self, name: str, uses: Iterable[Use], away: tuple[str, str] | None) -> dict[str, Any]:
         here = [use for use in uses if use.taken(name)]
         host = self.listed.get(name)
         slots = 0 if host is None else host.slots
         free = max(0, slots - sum(use.taken(name) for use in here))
-        state, cause = ("up", None) if lost is None else ("lost", lost)
-        if lost is not None:
+        state, cause = away or ("up", None)
+        if away is not None:
             free = 0
         elif host is None:
             ends = [use.job.run_id for use in here if use.job.request.kind is JobKind.PLAIN]

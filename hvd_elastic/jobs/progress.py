@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hvd_elastic.jobs.measured import Measured
 from hvd_elastic.records.json_lines import EventFollower, Record
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.wording import cut_off_words
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class RunProgress:
     Attributes:
         ending: how the run ended; None: it goes on, as far as its events say.
         began_at: when its present or last leader began [Unix s]; None: none has.
-        cut_off_at: since when its leader hears from none of its hosts [Unix s]; None: it does.
+        cut_off_at: when its leader noted last that it hears from none of its hosts [Unix s].
+        is_tried: whether the daemon has tried those hosts since.
         trained_at: when the run finished its last rescale, so that it has trained [Unix s].
         hosts: its hosts, and those that it has lost.
         measured: its measurements.
@@ -39,7 +41,7 @@ class RunProgress:
     def __init__(self, folder: RunFolder) -> None:
         self.ending: Ending | None = None
         self.began_at: float | None = None
-        self.cut_off_at: float | None = None
+        self.cut_off_at, self.is_tried = 0.0, False
         self.trained_at: float | None = None
         self.hosts = RunHosts()
         self.measured = Measured()
@@ -47,21 +49,19 @@ class RunProgress:
 
     def poll(self) -> bool:
         """Read new events; return whether they may change a decision of the scheduler."""
-        before = self.measured.slots
+        before = self.measured.slots, self.hosts.cut_off
         for event in self._follower.poll():
             self.measured.note(event)
             self.hosts.note(event)
             self._note(event)
-        return before != self.measured.slots
+        return before != (self.measured.slots, self.hosts.cut_off)
 
     def _note(self, event: Record) -> None:
         kind, at = event["kind"], float(event.get("t") or 0.0)
         if kind == "run_started":
-            self.ending, self.began_at, self.cut_off_at = None, at, None
+            self.ending, self.began_at = None, at
         elif kind == "leader_cut_off":
-            self.cut_off_at = at
-        elif kind == "taken_over":
-            self.cut_off_at = None
+            self.cut_off_at, self.is_tried = at, False
         elif kind == "rescale_finished":
             self.trained_at = at
         elif kind == "run_finished":
@@ -75,6 +75,8 @@ class RunHosts:
         unfit: hosts on which its present leader can start no agent as they are, with the cause: the
             fault may be the host's or the job's.
         lost: hosts that its present leader has lost, and not reached again.
+        cut_off: that its leader hears from none of its hosts, in words; empty: it does.
+        silent_since: since when it does not [Unix s].
     """
 
     def __init__(self) -> None:
@@ -83,7 +85,7 @@ class RunHosts:
         self._lost: dict[str, str] = {}
         self._processes: dict[tuple[str, int], bool] = {}
         """Host and slot of each live process of the run; whether it has started."""
-        self._is_cut_off = False
+        self.cut_off, self.silent_since = "", 0.0
 
     @property
     def occupied(self) -> dict[str, int]:
@@ -112,11 +114,13 @@ class RunHosts:
             self._lost.clear()
             self.lost.clear()
             self.unfit.clear()
+            self.cut_off = ""
         elif kind == "leader_cut_off":
-            self._is_cut_off = True
-        elif kind == "hosts_changed" and self._is_cut_off:
+            silent_s = float(event.get("silent_s") or 0.0)
+            self.cut_off, self.silent_since = cut_off_words(event), float(event["t"]) - silent_s
+        elif kind == "hosts_changed" and self.cut_off:
             # It leads again; processes of which it does not say so now have ended meanwhile.
-            self._is_cut_off = False
+            self.cut_off = ""
             self._processes.clear()
         elif kind == "taken_over":
             self._processes |= {(str(h), int(r)): True for h, r in event.get("processes") or []}
@@ -141,6 +145,7 @@ class RunHosts:
             self.lost.discard(host)
             self.unfit.pop(host, None)
         elif kind == "run_finished":
+            self.cut_off = ""
             self._processes.clear()
 
     def _note_unusable(self, event: Record) -> None:

@@ -35,11 +35,13 @@ class Candidate:
         job: the job.
         measured: what was measured of its run; None: it never began.
         occupied: slots of each host in which processes of its run live or start.
+        cut_off: that its leader hears from none of its hosts, in words; empty: it does.
     """
 
     job: Job
     measured: Measured | None = None
     occupied: Mapping[str, int] = field(default_factory=dict)
+    cut_off: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ def plan_slots(
             plan.slots[number] = dict(assignment.hosts)
             plan.reasons[number] = assignment.reason
     ends = {
-        each.job.number: _end(jobs[str(each.job.number)], plan.slots[each.job.number], now)
+        each.job.number: None
+        if each.cut_off  # nobody knows whether it trains
+        else _end(jobs[str(each.job.number)], plan.slots[each.job.number], now)
         for each in considered
         if plan.slots[each.job.number]
     }
@@ -155,7 +159,7 @@ def _as_policy_job(
     remaining: float | None = None
     service, rescale_s = 0.0, 0.0
     rescales: int | None = None
-    noise = 0.0
+    noise, timed_with = 0.0, None
     if request.kind is not JobKind.ELASTIC:
         most = request.min_np
     if measured is not None:
@@ -163,7 +167,7 @@ def _as_policy_job(
         remaining = measured.remaining(request.target_examples, request.epochs)
         service, rescale_s = measured.service(now), measured.rescale_s
         rescales = measured.rescales
-        noise = measured.noise
+        noise, timed_with = measured.noise, measured.timed
     if job.status is JobStatus.QUEUED:
         rescale_s = _START_S
     timed = 0 if measured is None else measured.slots
@@ -185,6 +189,8 @@ def _as_policy_job(
         rescales=rescales,
         occupied=candidate.occupied,
         noise=noise,
+        timed=timed_with,
+        precedence=(-request.priority, job.queued_at),
         fixed=request.kind is not JobKind.ELASTIC,
         movable=request.kind is not JobKind.PLAIN,
         preemptible=job.status is not JobStatus.RUNNING

@@ -19,7 +19,7 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.jobs.job import Job, JobRequest, JobStatus, StopReason
 
 VERSION = 2
-"""Version of the tables; a database of a later version is refused."""
+"""Version of the tables; a database of another version is refused."""
 _TABLES = """
 CREATE TABLE environments (
     number INTEGER PRIMARY KEY,
@@ -48,10 +48,6 @@ CREATE INDEX jobs_by_status ON jobs (status);
 CREATE INDEX jobs_by_name ON jobs (name);
 CREATE INDEX jobs_by_environment ON jobs (environment);
 """
-_FROM_1 = """
-ALTER TABLE jobs ADD COLUMN queued_at REAL NOT NULL DEFAULT 0;
-UPDATE jobs SET queued_at = submitted_at;
-"""
 _MOST_VALUES = 900
 """Values in one statement; SQLite takes 999 or more."""
 _ACTIVE = (JobStatus.QUEUED.value, JobStatus.RUNNING.value)
@@ -78,13 +74,11 @@ class JobStore:
     Use :meth:`create` in the daemon and :meth:`read_only` elsewhere. The daemon is the only writer.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, version: int = VERSION) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._db = connection
         weakref.finalize(self, connection.close)  # a reader is not always closed
-        # Before `up` brings it up to date, a database of format 1 can be read too.
-        known = {"queued_at": "submitted_at"} if version == 1 else {}
-        self._select_jobs = f"SELECT {', '.join(known.get(c, c) for c in _COLUMNS)} FROM jobs"
+        self._select_jobs = f"SELECT {', '.join(_COLUMNS)} FROM jobs"
 
     @classmethod
     def create(cls, path: Path) -> JobStore:
@@ -103,9 +97,8 @@ class JobStore:
             connection.execute("PRAGMA secure_delete = ON")
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             _check_version(path, version)
-            change = {0: _TABLES, 1: _FROM_1}.get(version)
-            if change is not None:
-                connection.executescript(f"BEGIN;{change}PRAGMA user_version = {VERSION};COMMIT;")
+            if not version:
+                connection.executescript(f"BEGIN;{_TABLES}PRAGMA user_version = {VERSION};COMMIT;")
             opened.pop_all()
         return cls(path, connection)
 
@@ -129,7 +122,7 @@ class JobStore:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             _check_version(path, version)
             opened.pop_all()
-        return cls(path, connection, version)
+        return cls(path, connection)
 
     def close(self) -> None:
         """Close the database."""
@@ -338,10 +331,11 @@ def _job_of(row: Sequence[Any]) -> Job:
 
 
 def _check_version(path: Path, version: int) -> None:
-    if version > VERSION:
+    if version not in (0, VERSION):  # 0: it has no tables yet
+        which = "a newer" if version > VERSION else "an earlier"
         raise StoreError(
-            f"the queue {path} was written by a newer hvd_elastic (format {version}, this one "
-            f"knows up to {VERSION}). Upgrade, or start another cluster with --name."
+            f"the queue {path} was written by {which} hvd_elastic (format {version}, this one "
+            f"knows {VERSION}). Use that one, or start another cluster with --name."
         )
 
 

@@ -213,7 +213,7 @@ class Leader:
             if not run.fence.gave_way:
                 finish = self._fetching.with_missing(finish)
             self._end_agents()
-        newest, reached = self._fetching.checkpoints.newest_step, run.progress.reached
+        resumes, reached = self._fetching.checkpoints.resume_step, run.progress.reached
         run.journal.emit(
             "run_finished",
             {
@@ -224,7 +224,7 @@ class Leader:
                 "examples": reached.examples,
                 "epochs": reached.epoch,
                 "exact": run.progress.is_exact,
-                "checkpoint_step": newest if newest >= 0 else None,
+                "checkpoint_step": resumes if resumes >= 0 else None,
                 "led_elsewhere": run.fence.led_elsewhere,
             },
         )
@@ -345,7 +345,8 @@ class Leader:
         The workers have continued without a leader, so this is a takeover of its own run.
         """
         grace_s = self._run.spec.leader_grace_s
-        fields = {"silent_s": round(silent_s, 3), "grace_s": grace_s}
+        tries_s = max(TAKEOVER_S, grace_s - silent_s)
+        fields = {"silent_s": round(silent_s, 3), "grace_s": grace_s, "tries_s": round(tries_s, 3)}
         self._run.journal.emit("leader_cut_off", fields)
         self._run.agents.drop()
         self._run.readers.drop()
@@ -353,7 +354,7 @@ class Leader:
         self._run.fence.lead_anew()
         self._executor.begin_anew()
         past = summarize(self._run.folder.iter_events())
-        self._failover.ask_hosts(past, max(TAKEOVER_S, grace_s - silent_s), patient=True)
+        self._failover.ask_hosts(past, tries_s, patient=True)
 
     def _lead_found(self, takeover: Takeover) -> None:
         """Lead what the hosts hold of the run, now that they have answered."""

@@ -373,8 +373,7 @@ class NoiseTracker:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a :meth:`state_dict`; one of another number of groups is ignored."""
-        # Early checkpoints have sums instead of filters.
-        if "filters" not in state or not self._filters.load_state_dict(state["filters"]):
+        if not self._filters.load_state_dict(state["filters"]):
             return
         self.steps, self.skipped = state["steps"], state["skipped"]
         self._step, self._log_size = state["step"], state["log_size"]

@@ -20,9 +20,6 @@ import numpy as np
 Order = Callable[[np.ndarray], np.ndarray]
 """Maps positions of an epoch to dataset indices; both int64, of the same shape (k,)."""
 
-LATEST_ORDER = 2
-"""Version of :func:`epoch_order` that new runs use. A run keeps the version it began with."""
-
 _TABLE_EXAMPLES = 1 << 16
 """Most examples whose order is a sorted table (0.5 MB, made in 5 ms). In a table all permutations
 are equally likely, which a cipher cannot guarantee for few examples."""
@@ -57,9 +54,7 @@ class Blocks(NamedTuple):
     window: int
 
 
-def epoch_order(
-    seed: int, epoch: int, n: int, *, shuffle: bool = True, version: int = LATEST_ORDER
-) -> Order:
+def epoch_order(seed: int, epoch: int, n: int, *, shuffle: bool = True) -> Order:
     """Return the order in which an epoch reads a dataset, as a function of positions.
 
     Time and memory of a call depend on the number of positions, not on ``n``.
@@ -69,8 +64,6 @@ def epoch_order(
         epoch: number of the epoch, >= 0.
         n: number of examples in the dataset, 0 to 2^63 - 1.
         shuffle: whether the order is random; False: it is 0, 1, 2, ...
-        version: 1 is :func:`permutation` at any ``n``, which holds the whole order in memory; 2 is
-            the same up to 65,536 examples and a cipher beyond.
 
     Raises:
         ValueError: a number is out of range; names it.
@@ -84,15 +77,8 @@ def epoch_order(
     _require_not_negative(seed=seed, epoch=epoch, n=n)
     if n >= 1 << 63:
         raise ValueError(f"n is {n}, it must be below 2^63")
-    if not 1 <= version <= LATEST_ORDER:
-        raise ValueError(
-            f"version is {version}, it must be from 1 to {LATEST_ORDER}; a checkpoint with a "
-            "later one was written by a later release of hvd_elastic"
-        )
     if not shuffle:
         return lambda positions: positions
-    if version == 1:
-        return permutation(seed, epoch, n).__getitem__
     return _shuffled((seed, epoch), n)
 
 
@@ -231,27 +217,6 @@ def _add_hash(numbers: np.ndarray, bits: np.ndarray, modulus: np.uint64) -> np.n
     bits += numbers
     bits %= modulus
     return bits
-
-
-def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
-    """Return the whole order in which an epoch reads a dataset (version 1 of :func:`epoch_order`).
-
-    Args:
-        seed: data seed of the run, >= 0.
-        epoch: number of the epoch, >= 0.
-        n: number of examples in the dataset, >= 0.
-
-    Returns:
-        Shape (n,), int64; every index below n once.
-
-    Raises:
-        ValueError: a number is negative; names it.
-
-    >>> permutation(seed=7, epoch=0, n=6).tolist()
-    [3, 4, 0, 2, 5, 1]
-    """
-    _require_not_negative(seed=seed, epoch=epoch, n=n)
-    return _sorted((seed, epoch), n)
 
 
 def _sorted(entropy: tuple[int, ...], n: int) -> np.ndarray:

@@ -517,12 +517,11 @@ class ShareBalance:
         self.seen = tuple(tuple(times) for times in state["seen"])
         self.in_vain, change = tuple(state["in_vain"]), state["change"]
         self.failures, self.pause = state["failures"], state["pause"]
-        # Early checkpoints lack these, and some fields of the change.
-        self.constant, self.learnt = state.get("constant", 0.0), state.get("learnt", 0.0)
-        self.reviews, self.examples = state.get("reviews", 0), state.get("examples", 0)
-        self.logs = tuple(state.get("logs", ()))
+        self.constant, self.learnt = state["constant"], state["learnt"]
+        self.reviews, self.examples = state["reviews"], state["examples"]
+        self.logs = tuple(state["logs"])
         self.change = None
-        if change is not None and "shares" in change:
+        if change is not None:
             saved = ((field.name, change[field.name]) for field in fields(_Change))
             values: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value for name, value in saved

@@ -229,14 +229,12 @@ class BatchChoice:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a :meth:`state_dict` of this or an earlier version."""
+        """Load a :meth:`state_dict`."""
         self.plan = BatchPlan(**state["plan"])
         self.memory_bound = state["memory_bound"]
         self.largest = state["largest"]
-        # Early checkpoints have neither of these.
-        if "balance" in state:
-            self.balance.load_state_dict(state["balance"])
-        self._better = state.get("wished", 0)
+        self.balance.load_state_dict(state["balance"])
+        self._better = state["wished"]
 
 
 def steps_to_review(step_s: Sequence[float], cost_s: float = 0.0) -> int:

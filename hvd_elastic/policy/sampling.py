@@ -108,9 +108,9 @@ class GradientSampling:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a :meth:`state_dict` of this or an earlier version."""
+        """Load a :meth:`state_dict`."""
         self.every = state["sample_every"]
-        self._certain_at = state.get("certain_at", 0)
+        self._certain_at = state["certain_at"]
         self.probe_every = state["probe_every"]
 
 

@@ -60,10 +60,15 @@ class TakenOver(_Event, tag="taken_over"):
 
 
 class LeaderCutOff(_Event, tag="leader_cut_off"):
-    """The leader has lost all hosts at the same time: its own network has failed."""
+    """The leader has lost all hosts at the same time: most likely its own network has failed.
+
+    Attributes:
+        tries_s: how long it tries to reach them before it leads again.
+    """
 
     silent_s: float
     grace_s: float
+    tries_s: float | UnsetType = UNSET
 
 
 class HostsChanged(_Event, tag="hosts_changed"):
@@ -241,7 +246,10 @@ class PredictionMissed(_Event, tag="prediction_missed"):
 
 
 class Checkpoint(_Event, tag="checkpoint"):
-    """A checkpoint is complete; without a leader ``shard`` describes its only shard."""
+    """A checkpoint is complete; without a leader ``shard`` describes its only shard.
+
+    ``not_finite`` names a weight in it that holds NaN or infinity, if there is one.
+    """
 
     step: int
     path: str
@@ -249,6 +257,7 @@ class Checkpoint(_Event, tag="checkpoint"):
     seconds: float
     blocked_s: float
     shards: int | UnsetType = UNSET
+    not_finite: str = ""
     shard: dict[str, Any] | UnsetType = UNSET
 
 

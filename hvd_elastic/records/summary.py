@@ -12,7 +12,7 @@ from typing import Any
 
 from hvd_elastic.formatting import worker_name
 from hvd_elastic.records.spending import Spending
-from hvd_elastic.records.wording import MISFIT, batch_words, shares_words
+from hvd_elastic.records.wording import MISFIT, batch_words, cut_off_words, shares_words
 
 METRIC_FIELDS = frozenset(
     {
@@ -110,6 +110,7 @@ class Checkpoint:
         size_bytes: size of all shards.
         seconds: time from the beginning of the write until it was verified [s].
         blocked_s: how long training was paused for it on the slowest rank [s]; None: unknown.
+        not_finite: name of a weight in it that holds NaN or infinity; empty: none.
     """
 
     at_s: float
@@ -118,6 +119,7 @@ class Checkpoint:
     size_bytes: int
     seconds: float
     blocked_s: float | None = None
+    not_finite: str = ""
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,7 @@ class RunSummary:
     hosts: list[tuple[str, int]] = field(default_factory=list)
     draining: dict[str, Draining] = field(default_factory=dict)
     waiting: str = ""
+    cut_off: str = ""
     rescales: list[Rescale] = field(default_factory=list)
     sizes: list[tuple[float, int]] = field(default_factory=list)
     placements: list[tuple[float, list[tuple[str, int]]]] = field(default_factory=list)
@@ -265,6 +268,12 @@ class RunSummary:
         if self.started is None or self.ended is None:
             return 0.0
         return max(0.0, self.ended - self.started)
+
+    @property
+    def kept_checkpoint(self) -> Checkpoint | None:
+        """Return the newest checkpoint with finite weights, or the newest if there is none."""
+        finite = [each for each in self.checkpoints if not each.not_finite]
+        return next(reversed(finite or self.checkpoints), None)
 
     @property
     def live_rescales(self) -> list[Rescale]:
@@ -402,6 +411,7 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
     """Update the summary with an event, ``at_s`` seconds after the start of the run."""
     run.run_id = str(record.get("run_id") or run.run_id)
     run.status = "running"
+    run.cut_off = ""
     run.message = run.failure = run.failed_worker = ""
     run.plain = record.get("plain") is True
     run.ended_in = None
@@ -423,8 +433,14 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
     run.input_hosts = {}
 
 
+@_on("leader_cut_off")
+def _leader_cut_off(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
+    run.cut_off = cut_off_words(record)
+
+
 @_on("hosts_changed")
 def _hosts_changed(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
+    run.cut_off = ""  # it leads again
     run.hosts = [
         (str(entry[0]), int(entry[1]))
         for entry in record.get("hosts") or []
@@ -670,6 +686,7 @@ def _checkpoint(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None
             size_bytes=_count(record, "bytes"),
             seconds=_number(record.get("seconds")) or 0.0,
             blocked_s=_number(record.get("blocked_s")),
+            not_finite=_text({**(record.get("shard") or {}), **record}, "not_finite"),
         )
     )
 
@@ -779,7 +796,7 @@ def _run_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> No
     run.exact = record.get("exact") is not False
     run.ended_in = _whole(record.get("epochs"))
     run.epochs = run.ended_in or run.epochs
-    run.waiting = ""
+    run.waiting = run.cut_off = ""
     run.placements.append((at_s, []))
     _set_size(run, at_s, 0)
     run.spending.stopped()

@@ -188,6 +188,16 @@ def _leader_cut_off(event: Mapping[str, Any]) -> str:
     )
 
 
+def cut_off_words(event: Mapping[str, Any]) -> str:
+    """Return since when a leader hears from no host, and what it does, by ``leader_cut_off``."""
+    at, silent_s = float(event.get("t") or 0.0), float(event.get("silent_s") or 0.0)
+    until = at + float(event.get("tries_s") or event.get("grace_s") or 0.0)
+    return (
+        f"its leader hears from none of its hosts since {clock_words(at - silent_s)}: they may "
+        f"train on alone; it tries them until {clock_words(until)}, then trains where it can"
+    )
+
+
 def _host_draining(event: Mapping[str, Any]) -> str:
     left = event.get("leave_in_s")
     when = "" if left is None else f", it has {duration_words(float(left))}"
@@ -224,8 +234,7 @@ def _command_done(event: Mapping[str, Any]) -> Line | None:
 
 def _worker_left(event: Mapping[str, Any]) -> Line | None:
     worker, cause = _worker(event), str(event.get("cause") or "no cause given")
-    # Earlier releases recorded no ``how``, but the same words as the cause of an orderly end.
-    match _DEPARTURES.get(str(event.get("how", cause))):
+    match _DEPARTURES.get(str(event.get("how"))):
         case Departure.LEFT:
             return Line(f"worker {worker} left as asked", "note")
         case Departure.FINISHED:
@@ -310,6 +319,7 @@ def state_words(summary: RunSummary, state: str, until: float | None) -> str:
         "died": f"died: no live leader; go on with: {resume}",
         "never began": "never began: its leader ended before the first event",
         "waiting": summary.waiting,
+        "running": f"running: {summary.cut_off}" if summary.cut_off else "running",
         "failed": f"failed: {summary.message}" if summary.message else "failed",
         "stopped": f"stopped: {summary.message}" if summary.message else "stopped",
         "succeeded": "succeeded",
@@ -383,6 +393,8 @@ def _state_sentence(summary: RunSummary, state: str) -> str:
     if state == READING:
         return "The events of this run are still being read; what there is so far is shown."
     if state == "running":
+        if summary.cut_off:
+            return f"{summary.cut_off[:1].upper()}{summary.cut_off[1:]}."
         if summary.plain:
             return "The command runs."
         rate = summary.last.get("throughput")
@@ -423,8 +435,12 @@ def status_rows(
     """
     failure = checkpoint = ""
     trains = summary.started is not None and not summary.plain
-    if summary.checkpoints:
-        checkpoint = f"step {summary.checkpoints[-1].step}, {summary.checkpoints[-1].path}"
+    if (kept := summary.kept_checkpoint) is not None:
+        checkpoint = f"step {kept.step}, {kept.path}"
+        newest = summary.checkpoints[-1]
+        if newest.not_finite:
+            where = f"holds NaN or infinity in {newest.not_finite}"
+            checkpoint += f"; that of step {newest.step} {where}"
     if summary.failure and not summary.plain:  # of a plain command the status says it
         last_line = summary.failure.rstrip().rpartition("\n")[2]
         failure = f"worker {summary.failed_worker}: {last_line}"

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
 from hvd_elastic.model.goodput import BatchPlan, statistical_efficiency
 from hvd_elastic.policy.batch import BatchChoice
-from hvd_elastic.policy.snapshot import Allocation, HostOffer
-from hvd_elastic.sim.adaptdl import AdaptDLRule
+from hvd_elastic.policy.evidence import Evidence
+from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer
 from hvd_elastic.sim.cluster import Cluster
 from hvd_elastic.sim.static import best_at
 from hvd_elastic.sim.trace import Trace
@@ -35,6 +36,30 @@ _CALM_REVIEWS_AFTER = 10.0
 """As ``_CALM_AFTER``, for reviews."""
 _EVIDENCE_S = 3.0
 """Time after a change in which ranks time steps and sample gradients."""
+
+
+class ScalingRule(Protocol):
+    """What the simulator calls of a :class:`ScalingController`, or of a rule in its place."""
+
+    evidence: Evidence
+
+    def hosts_are(self, hosts: Sequence[HostOffer], now: float, /) -> None:
+        """Set the hosts that may be used."""
+
+    def rescaling(self) -> None:
+        """Note that a rescale has begun."""
+
+    def formed(self, hosts_of_ranks: Sequence[str], now: float, /) -> None:
+        """Note the host of each rank after a rescale."""
+
+    def note(self, kind: str, fields: Mapping[str, Any], now: float, /) -> None:
+        """Take an event of the run."""
+
+    def due(self, now: float) -> bool:
+        """Return whether it is time to look."""
+
+    def look(self, now: float) -> tuple[Decision, object] | None:
+        """Return a decision and what it rests on; None: it is not time for one."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +197,7 @@ def simulate(
     seed: int = 0,
     *,
     with_best: bool = False,
-    rule: type[ScalingController | AdaptDLRule] = ScalingController,
+    rule: Callable[[ScalingConfig], ScalingRule] = ScalingController,
 ) -> SimResult:
     """Simulate a run on a trace.
 
@@ -181,7 +206,7 @@ def simulate(
         config: configuration of the controller; None: policy ``fixed``, with ``trace.np`` slots.
         seed: seed of the jitter.
         with_best: whether to search the best possible goodput within the budget at each sample.
-        rule: scaling rule. With AdaptDL's, shares are equal whatever the trace says.
+        rule: makes the scaling rule.
 
     Raises:
         ValueError: the trace's limits leave no batch plan at all.
@@ -189,7 +214,7 @@ def simulate(
     rng = np.random.default_rng(seed)
     cluster = Cluster(trace)
     cluster.advance(0.0)
-    job = _Job(trace, cluster, rng, trace.unequal_shares and rule is not AdaptDLRule)
+    job = _Job(trace, cluster, rng, trace.unequal_shares)
     controller = rule(config or ScalingConfig())
     return _Simulation(trace, config, controller, cluster, job, with_best).run()
 
@@ -199,7 +224,7 @@ class _Simulation:
         self,
         trace: Trace,
         config: ScalingConfig | None,
-        controller: ScalingController | AdaptDLRule,
+        controller: ScalingRule,
         cluster: Cluster,
         job: _Job,
         with_best: bool,

@@ -358,6 +358,10 @@ class ElasticDataset(UnaryUnchangedStructureDataset):
     def __len__(self) -> int:
         return len(self._shares)
 
+    @property
+    def position(self) -> int:
+        return self._shares.position
+
     def steps_left(self) -> int:
         return self._shares.steps_left()
 

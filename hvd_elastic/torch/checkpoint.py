@@ -18,12 +18,10 @@ import numpy as np
 import torch
 
 from hvd_elastic.checkpoint.header import TensorInfo
-from hvd_elastic.checkpoint.reader import CheckpointReader, named, open_checkpoint
+from hvd_elastic.checkpoint.reader import open_checkpoint
 from hvd_elastic.checkpoint.stream import Content
 
 _PIECE_BYTES = 16 << 20  # bounds the memory for a copy of a GPU tensor's bytes on the host
-_PLACE = "__hvd_elastic_tensor__"
-"""In format 2, the only key of a dict that stands for a tensor of the stream."""
 
 
 # -- writing
@@ -163,9 +161,6 @@ def _streams(devices: set[torch.device]) -> dict[torch.device, Any]:
 def load_checkpoint(path: Path | str, name: str | None = None) -> dict[str, Any]:
     """Return the content of a checkpoint on the CPU; see :meth:`CheckpointReader.load`."""
     with open_checkpoint(path) as reader:
-        if reader.is_pickled:
-            found = _load_pickled(reader)
-            return found if name is None else dict(named(name, found["objects"], path))
         return reader.load("torch", _new_tensor, decode_opaque=_unpickle, name=name)
 
 
@@ -198,28 +193,3 @@ def _unpickle(data: bytes | bytearray) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(str(error)) from error
-
-
-def _load_pickled(reader: CheckpointReader) -> dict[str, Any]:
-    """Return the content of a checkpoint of format 2."""
-    found = _unpickle(reader.take(reader.shards[0].header))
-    tensors = []
-    for shape, dtype in found["stream"]:
-        tensors.append(torch.empty(shape, dtype=dtype))
-        reader.fill(_bytes_of(tensors[-1]).numpy())
-    reader.end()
-    return {**_fill(found["rest"], tensors), "progress": found["progress"]}
-
-
-def _fill(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return ``value`` with the placeholders replaced by tensors; changes dicts in place."""
-    if isinstance(value, dict):
-        if set(value) == {_PLACE}:
-            return tensors[value[_PLACE]]
-        for key, item in value.items():
-            value[key] = _fill(item, tensors)
-        return value
-    if isinstance(value, (list, tuple)):
-        parts = [_fill(item, tensors) for item in value]
-        return parts if isinstance(value, list) else type(value)(parts)
-    return value

@@ -236,13 +236,11 @@ class State(ScriptState):
             _restore_forms(item, values)
 
     def _take(self, values: dict[str, Any], source: str) -> None:
-        # Earlier versions wrote neither of the two.
-        if "converted" in values:
-            self._forms.follow(self.named_modules(), values["converted"])
+        self._forms.follow(self.named_modules(), values["converted"])
         super()._take(values, source)
         for name, buffers in values.get("left_out", {}).items():
             set_left_out(self.named_modules()[name], buffers)
-        for name, names in values.get("frozen", {}).items():
+        for name, names in values["frozen"].items():
             frozen = set(names)
             for key, parameter in self.named_modules()[name].named_parameters():
                 if parameter.requires_grad == (key in frozen):

@@ -217,7 +217,7 @@ class Accumulator(Mapping[str, float], ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, possibly on another rank."""
-        times = state.get("times", 0)
+        times = state["times"]
         if times > self._times:
             # The other rank completed a synchronisation that failed here, so its sums contain what
             # this rank had added.
@@ -227,6 +227,6 @@ class Accumulator(Mapping[str, float], ABC):
             # this rank sent in it.
             for name, sent in self._sent.items():
                 self._own[name] = self._own.get(name, _NOTHING).plus(*sent)
-        counts = state.get("examples", {})  # earlier releases did not write it
-        self._sums = {name: _Total(v, counts.get(name, 0)) for name, v in state["sums"].items()}
+        counts = state["examples"]
+        self._sums = {name: _Total(v, counts[name]) for name, v in state["sums"].items()}
         self._times = times

@@ -52,7 +52,7 @@ class Place(NamedTuple):
     Attributes:
         start: position of the step in the epoch.
         world: epoch, rank and size.
-        plan: the planner's ``cut`` and the version of the data order.
+        plan: the planner's ``cut``.
     """
 
     start: int
@@ -152,12 +152,10 @@ class DataOrder:
         )
         self.digest = DataDigest(dataset, examples)
         self._hash = zlib.crc32(repr((determined_by, self.digest.fields)).encode()) or 1
-        self._order_alone = zlib.crc32(repr(determined_by).encode()) or 1
-        """What checkpoints of earlier releases hold in its place."""
         self._data: str = ""
         """What this rank's data set was compared with."""
-        # (epoch, version), and the order of that epoch.
-        self._order: tuple[tuple[int, int], Order] | None = None
+        # An epoch, and its order.
+        self._order: tuple[int, Order] | None = None
         # (epoch, generation) in which this loader was last read to its end.
         self._ended: tuple[int, int] | None = None
         self._warned_world = 0
@@ -331,7 +329,7 @@ class DataOrder:
         batch, parts, order = (
             self.planner.batch_size,
             self.planner.parts,
-            self._epoch_order(place.world[0], progress.data_order),
+            self._epoch_order(place.world[0]),
         )
         position, end, step = place.start, self._end(place.start), progress.step
         while position < end:
@@ -381,19 +379,15 @@ class DataOrder:
     def _place(self, context: Context, start: int) -> Place:
         communicator, reading = context.worker.communicator, context.reading
         world = (reading.epoch, communicator.rank, communicator.size)
-        return Place(start, world, (self.planner.cut, reading.data_order))
+        return Place(start, world, self.planner.cut)
 
-    def _epoch_order(self, epoch: int, version: int) -> Order:
-        now = (epoch, version)
-        if self._order is None or self._order[0] != now:
-            self._order = None  # frees memory first: an order of version 1 is a whole array
+    def _epoch_order(self, epoch: int) -> Order:
+        if self._order is None or self._order[0] != epoch:
             if self.blocks is not None and self.shuffle:
                 order = block_order(self.seed, epoch, *self.blocks)
             else:
-                order = epoch_order(
-                    self.seed, epoch, self.examples, shuffle=self.shuffle, version=version
-                )
-            self._order = (now, order)
+                order = epoch_order(self.seed, epoch, self.examples, shuffle=self.shuffle)
+            self._order = (epoch, order)
         return self._order[1]
 
     def _claim(self, context: Context) -> None:
@@ -420,7 +414,7 @@ class DataOrder:
             self._compare(worker)
         if progress.position == 0:
             progress.order_hash = self._hash
-        elif progress.order_hash not in (0, self._hash, self._order_alone):
+        elif progress.order_hash not in (0, self._hash):
             window = "" if self._window is None else f", shuffle_window={self._window}"
             raise ScriptError(
                 f"epoch {progress.epoch} was begun in another order of the data, or with examples "

@@ -161,7 +161,7 @@ def _end_as_killed(worker: Worker, killed: str) -> NoReturn:
     raise AssertionError("a killed process goes on")
 
 
-def epochs(count: int) -> Iterator[int]:
+def epochs(count: int, *until: object) -> Iterator[int]:
     """Yield the numbers of the epochs still to do, from the current one up to ``count - 1``.
 
     Where the batch adapts, ``count`` is the number of epochs at the initial batch size. A larger
@@ -175,6 +175,12 @@ def epochs(count: int) -> Iterator[int]:
     """
     ctx = context.current()
     worker = ctx.worker
+    if until:
+        raise ScriptError(
+            f"hvd.epochs({', '.join(map(repr, (count, *until)))}): epochs count from 0, and a run "
+            "that goes on begins with a later one by itself. Give their number alone, as "
+            "hvd.epochs(10), and add 1 where you print them"
+        )
     if not isinstance(count, Real):
         raise ScriptError(f"hvd.epochs({count!r}): give the number of epochs, as hvd.epochs(10)")
     ctx.aim(count, "epoch")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, Any
 
-from hvd_elastic.model.sharding import LATEST_ORDER
+import msgspec
 
 
 class Phase(IntEnum):
@@ -35,6 +35,9 @@ AFTER_LOOP = (Phase.TAIL, Phase.PAUSE)
 """Phases after a loop over the loader."""
 
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 @dataclass
 class Progress:
     """Progress of training, which advances only when a step was taken on every rank.
@@ -45,8 +48,6 @@ class Progress:
         position: examples of the current epoch consumed, by all ranks together.
         examples: examples consumed since training began, by all ranks together.
         phase: the part of the epoch that the script is in.
-        data_order: version of the order in which the run reads its epochs, fixed when the run
-            began; see :func:`hvd_elastic.model.sharding.epoch_order`.
         stopped: whether the ranks have agreed to end training; see ``stop()``.
         order_hash: of all that determines the order of the current epoch, besides its number; 0:
             unknown.
@@ -66,12 +67,11 @@ class Progress:
     True
     """
 
-    step: int = 0
-    epoch: int = 0
-    position: int = 0
-    examples: int = 0
+    step: Count = 0
+    epoch: Count = 0
+    position: Count = 0
+    examples: Count = 0
     phase: Phase = Phase.HEAD
-    data_order: int = LATEST_ORDER
     stopped: bool = False
     order_hash: int = field(default=0, compare=False)
     skipped: int = 0
@@ -114,58 +114,22 @@ class Progress:
 
     def as_state(self) -> dict[str, Any]:
         """Return all fields as plain values, for a checkpoint or a broadcast."""
-        return {**asdict(self), "phase": int(self.phase), "stopped": int(self.stopped)}
+        return {**asdict(self), "phase": int(self.phase)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
         """Return the progress from the values of :meth:`as_state`.
 
-        Unknown keys are ignored, so that a newer file still loads. Files of older releases have no
-        phase, since they were written in the loop, and no order, since version 1 was the only one.
-
         Raises:
-            ValueError: a count is missing, or a field is not a whole number in its range; names it.
+            ValueError: a field is missing, or not a value in its range; names it.
         """
-        numbers: dict[str, int] = {}
-        for name in _COUNTS:
-            value = values.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(
-                    f"progress field {name!r} is {value!r}, it must be a whole number >= 0"
-                )
-            numbers[name] = value
-        found = values.get("phase", Phase.LOOP if numbers["position"] else Phase.HEAD)
+        missing = [each.name for each in fields(cls) if each.name not in values]
+        if missing:
+            raise ValueError(f"progress has no field {missing[0]!r}")
         try:
-            phase = Phase(found)
-        except ValueError:
-            raise ValueError(
-                f"progress field 'phase' is {found!r}, it must be a whole number from 0 to "
-                f"{max(Phase)}"
-            ) from None
-        data_order = values.get("data_order", 1)
-        if data_order not in range(1, LATEST_ORDER + 1):
-            raise ValueError(
-                f"progress field 'data_order' is {data_order!r}, it must be a whole number from 1 "
-                f"to {LATEST_ORDER}; a later one is of a later release of hvd_elastic"
-            )
-        stopped = bool(values.get("stopped", False))
-        order_hash = values.get("order_hash", 0)
-        if not isinstance(order_hash, int):
-            raise ValueError(f"progress field 'order_hash' is {order_hash!r}, it must be a number")
-        counts = {name: values[name] for name in _OF_SKIPPED if name in values}
-        for name, value in counts.items():
-            if not isinstance(value, int):
-                raise ValueError(f"progress field {name!r} is {value!r}, it must be a number")
-        return cls(
-            **numbers,
-            phase=phase,
-            data_order=data_order,
-            stopped=stopped,
-            order_hash=order_hash,
-            **counts,
-            data=str(values.get("data", "")),
-        )
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"progress is not valid: {error}") from error
 
 
 _COUNTS = ("step", "epoch", "position", "examples")
-_OF_SKIPPED = ("skipped", "skipped_at", "skipped_running", "looked_at")

@@ -526,11 +526,12 @@ def _checkpoint_table(summary: RunSummary) -> str:
             cell(duration_words(checkpoint.seconds), "n"),
             cell(duration_words(checkpoint.blocked_s), "n"),
             cell(checkpoint.path, "w"),
+            cell(checkpoint.not_finite, "w"),
         ]
         for checkpoint in summary.checkpoints
     ]
     heads = [("at", "n"), ("step", "n"), ("size", "n"), ("took", "n")]
-    heads += [("training waited", "n"), ("file", "")]
+    heads += [("training waited", "n"), ("file", ""), ("NaN or infinity in", "")]
     return _optional("Checkpoints", heads, rows)
 
 

@@ -18,7 +18,7 @@ LEVELS = (
     {"control"},
     {"sim", "wire", "records", "checkpoint", "hosts", "data"},
     {"agent", "leader", "communicator", "training"},
-    {"torch", "tensorflow", "models", "cluster", "jobs", "virtual", "views", "install"}
+    {"torch", "tensorflow", "cluster", "jobs", "virtual", "views", "install"}
     | {"engines", "slurm"},
     {"keras", "bench", "cli", "ray", "spark"},
 )

@@ -110,8 +110,8 @@ def test_commands_and_options_exist(page: Path) -> None:
 def test_options_named_in_prose_exist(page: Path) -> None:
     known = {option for command in COMMANDS.values() for option in commands_doc.options_of(command)}
     known |= {"--version"}
-    for folder in ("scripts/examples", "datasets_prep"):
-        for script in (ROOT / folder).glob("*.py"):
+    for scripts in ("scripts/examples/*.py", "datasets_prep/*.py", "benchmarks/workload.py"):
+        for script in ROOT.glob(scripts):
             known |= set(re.findall(r'"(--[a-z-]+)"', read(script)))
     other_programs = {
         # scripts/commands_doc.py, scripts/recipe.sh

@@ -95,7 +95,7 @@ def diagnose() -> list[Finding]:
     """Check everything and return the findings in the order of the printed lines."""
     return [
         Finding(
-            "hvd_elastic", Health.GOOD, f"{__version__} in {Path(__file__).resolve().parents[1]}"
+            "hvd_elastic", Health.GOOD, f"{__version__} in {Path(__file__).resolve().parents[2]}"
         ),
         _python(),
         *_packages(),

@@ -11,13 +11,13 @@ import typer
 
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cli.output import print_json
-from hvd_elastic.cli.planning.simulate_jobs import simulate_many, simulate_past
+from hvd_elastic.cli.planning.simulate_history import simulate_past
 from hvd_elastic.cli.runs.scaling_options import ScalingOptions
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import duration_words, number_words
 
-_POLICIES = ("fixed", "goodput", "adaptdl")
+_POLICIES = ("fixed", "goodput")
 
 
 def simulate(
@@ -26,7 +26,7 @@ def simulate(
         typer.Argument(metavar="[CLUSTER]", help="for --history (default: the one used last)"),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="a run as JSON, or a workload of many jobs as CSV")
+        Path | None, typer.Option(help="hosts, workload and changes of a run, as JSON")
     ] = None,
     history: Annotated[
         bool, typer.Option("--history", help="the past jobs of a cluster instead of a trace")
@@ -37,35 +37,26 @@ def simulate(
     policy: Annotated[
         str,
         typer.Option(
-            help="of a run: fixed (the trace's np), goodput, or adaptdl (AdaptDL's rule); of many "
-            "jobs: goodput, goodput-unknown, sia, pollux, equal, optimus, tiresias or fifo; of "
-            "--history: goodput, equal or fifo"
+            help="of a run: fixed (the trace's np) or goodput; of --history: goodput, equal or fifo"
         ),
     ] = "goodput",
-    profiles: Annotated[
-        Path | None,
-        typer.Option(help="folder of constants.json and profiles/, for a workload of many jobs"),
-    ] = None,
-    cluster: Annotated[
-        str, typer.Option(metavar="HOSTSxSLOTS", help="hosts of a workload of many jobs")
-    ] = "16x4",
     interval: Annotated[
         float | None,
         number_option(
             "--interval",
             above=True,
-            help="of many jobs: time between decisions [s] (default: 10; a short --history: less)",
+            help="for --history: time between decisions [s] (default: 10; a short past: less)",
         ),
     ] = None,
     rescale: Annotated[
         float | None,
         number_option(
             "--rescale",
-            help="of many jobs: pause of a rescale [s] (default: 1; of --history as measured)",
+            help="for --history: pause of a rescale [s] (default: as measured)",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="of many jobs: where to draw who had which slots, as HTML")
+        Path | None, typer.Option(help="for --history: where to draw who had which slots, as HTML")
     ] = None,
     objective: Annotated[
         str | None, typer.Option(help="goodput, efficiency or cost (default: goodput)")
@@ -93,9 +84,7 @@ def simulate(
 
       hvd-elastic simulate --trace day.json --objective cost --budget 40/h --json
 
-      hvd-elastic simulate --trace workload-1.csv --profiles pollux --policy sia --out sia.html
-
-      hvd-elastic simulate --history gpus --add-hosts 2
+      hvd-elastic simulate --history gpus --add-hosts 2 --out gpus.html
     """
     if history:
         if trace is not None:
@@ -107,24 +96,11 @@ def simulate(
             "give --trace FILE, or --history, the name of a cluster and --add-hosts, for example: "
             "hvd-elastic simulate --history gpus --add-hosts 2"
         )
-    if trace.suffix == ".csv":
-        of_a_run = {
-            "--objective": objective,
-            "--min-speedup-per-slot": min_speedup_per_slot,
-            "--budget": budget,
-            "--deadline": deadline,
-        }
-        given = [name for name, value in of_a_run.items() if value is not None]
-        if given:
-            raise UsageError(f"{', '.join(given)}: only for the trace of a run, as JSON")
-        every_s = 10.0 if interval is None else interval
-        pause_s = 1.0 if rescale is None else rescale
-        simulate_many(trace, policy, profiles, cluster, every_s, pause_s, out, as_json=as_json)
-        return
-    if out is not None:
-        raise UsageError("--out: only for many jobs, as CSV or with --history")
-    from hvd_elastic.control.scaling import ScalingConfig, ScalingController
-    from hvd_elastic.sim.adaptdl import AdaptDLRule
+    of_history = {"--interval": interval, "--rescale": rescale, "--out": out}
+    given = [name for name, value in of_history.items() if value is not None]
+    if given:
+        raise UsageError(f"{', '.join(given)}: only with --history, not for the trace of a run")
+    from hvd_elastic.control.scaling import ScalingConfig
     from hvd_elastic.sim.run import simulate as run_trace
     from hvd_elastic.sim.static import best_static
     from hvd_elastic.sim.trace import read_trace
@@ -138,12 +114,9 @@ def simulate(
     config = None
     if policy == "goodput":
         config = ScalingConfig(found.min_np, found.max_np, options.as_objective())
-    elif policy == "adaptdl":
-        config = ScalingConfig(found.min_np, found.max_np)
-    rule = AdaptDLRule if policy == "adaptdl" else ScalingController
     began = time.perf_counter()
     try:
-        result = run_trace(found, config, seed, rule=rule)
+        result = run_trace(found, config, seed)
         best = best_static(found)
     except ValueError as error:
         raise UsageError(f"trace {trace}: {error}") from error

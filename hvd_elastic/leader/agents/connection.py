@@ -57,8 +57,6 @@ class AgentConnection:
         self.started_at = time.monotonic()
         self.last_heard = self.started_at
         """When silence began [monotonic s]; moved forward by the time this process was paused."""
-        self.last_read = self.last_heard
-        """When bytes from the agent were last read [monotonic s]."""
         self.taken_over = False
         """Whether the agent now follows another leader and will close this connection."""
         self.acted_upon = 0
@@ -184,7 +182,7 @@ class AgentConnection:
         Raises:
             EOFError: the agent cannot be used, so nothing more need be read.
         """
-        self.last_heard = self.last_read = time.monotonic()
+        self.last_heard = time.monotonic()
         try:
             for message in self._incoming.messages(data):
                 self._post(self, message)

@@ -56,7 +56,7 @@ class Failover:
             return contextlib.nullcontext()
         return self._run.fence.acquire(
             lambda: self._run.loop.post(self._lease_is_settled),
-            lambda lease, seen: self._run.loop.post(lambda: self.met_lease(lease, seen)),
+            lambda lease, lost: self._run.loop.post(lambda: self.met_lease(lease, lost=lost)),
         )
 
     # -- a takeover ------------------------------------------------------------------------
@@ -132,11 +132,8 @@ class Failover:
             return
         self._takeover = None
         if takeover.leased_by is not None:
-            found = bool(takeover.workers)
-            reason = self._run.fence.lease_found(takeover.leased_by, found_workers=found)
-            if reason:
-                self._give_way_for(reason)
-                return
+            self._give_way_for(self._run.fence.met_lease(takeover.leased_by, lost=False))
+            return
         self._lead(takeover)
 
     # -- other leaders ---------------------------------------------------------------------
@@ -156,26 +153,15 @@ class Failover:
             self._give_way_for(self._run.fence.left(agent.host.name, led))
         # Otherwise the host counts as lost once its connection has ended.
 
-    def met_lease(self, lease: Lease, seen: float) -> None:
-        """Handle the lease of another live leader: one of the two has to end.
-
-        Args:
-            lease: the other leader's lease.
-            seen: when it was first seen [monotonic s].
-        """
+    def met_lease(self, lease: Lease, *, lost: bool) -> None:
+        """Handle the lease of another live leader; ``lost``: it was this leader's before."""
         if self._executor.finish is not None:
             return
-        if self._takeover is not None:  # the hosts' answers outweigh a lease: decide after them
+        if self._takeover is not None:  # a host may say better who leads: decide after them
             self._takeover.leased_by = lease
             self._lease_is_settled()
-            return
-        last_read = max(
-            (agent.last_read for agent in self._run.agents.by_host.values()), default=0.0
-        )
-        trains = bool(self._run.workers.places)
-        self._give_way_for(
-            self._run.fence.contested(lease, seen, trains=trains, last_read=last_read)
-        )
+        else:
+            self._give_way_for(self._run.fence.met_lease(lease, lost=lost))
 
     def _lease_is_settled(self) -> None:
         if self._takeover is not None:

@@ -2,9 +2,10 @@
 
 An agent refuses a second leader as long as it hears from its own. Leaders that share no host find
 each other through a lease file where the run's checkpoints are kept
-(:mod:`hvd_elastic.checkpoint.lease`). A leader that has started nothing yet always ends. If both
-are training, they meet on a host or a checkpoint folder that one of them could not reach before;
-then the one that began to lead later ends. Both compare the same two times, so exactly one ends.
+(:mod:`hvd_elastic.checkpoint.lease`); the one that does not hold the lease ends. A leader that has
+started nothing yet always ends. If both are training and meet on a host that one of them could not
+reach before, the one that began to lead later ends. Both compare the same two times, so exactly one
+ends.
 """
 
 from __future__ import annotations
@@ -22,9 +23,6 @@ from hvd_elastic.checkpoint.lease import PATIENCE_S, Lease, LeaseHolder
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.formatting import date_words, duration_words
 from hvd_elastic.wire.messages import LeaderIdentity
-
-_BACKLOG_S = 2.0
-"""Time within which messages that arrived while this process was paused have been read [s]."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ class Fence:
 
     @contextlib.contextmanager
     def acquire(
-        self, on_settled: Callable[[], None], on_other: Callable[[Lease, float], None]
+        self, on_settled: Callable[[], None], on_other: Callable[[Lease, bool], None]
     ) -> Iterator[None]:
         """Hold a lease on the checkpoint folder; see :class:`LeaseHolder` for the arguments."""
         own = Lease.of_this_process(self.identity.run_id, self.identity.led_since)
@@ -168,32 +166,19 @@ class Fence:
         self.led_elsewhere = True
         return OtherLeader.of_agent(host, led, self._failure_timeout_s).explain_takeover()
 
-    def contested(self, lease: Lease, seen: float, *, trains: bool, last_read: float) -> str:
-        """Decide after another leader has written its lease.
+    def met_lease(self, lease: Lease, *, lost: bool) -> str:
+        """Return the reason to end since another live leader holds the lease.
 
         Args:
             lease: the other leader's lease.
-            seen: when it was first seen [monotonic s].
-            trains: whether this leader has workers.
-            last_read: when bytes were last read from any of its agents [monotonic s].
+            lost: whether this leader has held it before. Then its workers train beside those of the
+                other, and end; else they are those that the other leader had.
         """
-        assert self._lease is not None
-        other, own = OtherLeader.of_lease(lease, str(self._place)), self._lease.lease
-        if not trains:
-            return self._give_way(other, "has no process that trains")
-        if other.goes_before(own.leader, own.led_since):
-            return self._give_way(other, "began later")
-        if last_read > seen + _BACKLOG_S:
-            self._lease.insist()  # the other leader ends as soon as it sees the renewed lease
-        return ""
-
-    def lease_found(self, lease: Lease, *, found_workers: bool) -> str:
-        """Decide, after a takeover, about a lease that was found before the hosts had answered."""
-        assert self._lease is not None
-        if not found_workers:
-            return self._give_way(OtherLeader.of_lease(lease, str(self._place)))
-        self._lease.insist()  # the hosts gave their workers to this leader: they lost the other one
-        return ""
+        other = OtherLeader.of_lease(lease, str(self._place))
+        if lost:
+            return self._give_way(other, "has lost its lease")
+        self.led_elsewhere = self.gave_way = True
+        return other.explain("has no lease" if self.has_led else "")
 
     def _give_way(self, other: OtherLeader, why: str = "") -> str:
         """Note that this leader ends; return the message.

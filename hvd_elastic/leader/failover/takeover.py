@@ -33,7 +33,7 @@ class Takeover:
             hostfile. A host that is no longer in the hostfile may hold workers that have to end.
         postponed: messages of agents that are handled once the takeover is complete.
         lease_open: whether the check for another leader's lease is still going on.
-        leased_by: lease of another leader; what it means is decided once the hosts have answered.
+        leased_by: lease of another leader, for which this one ends once the hosts have answered.
         unwritable: why checkpoints cannot be written; None: they can.
     """
 

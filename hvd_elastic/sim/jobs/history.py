@@ -23,8 +23,7 @@ from hvd_elastic.policy.schedule.policies import Policy
 from hvd_elastic.records.cluster import ClusterSummary, JobRecord
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
-from hvd_elastic.sim.jobs.job import JobInTime
-from hvd_elastic.sim.jobs.policies import as_jobs
+from hvd_elastic.sim.jobs.job import JobInTime, as_jobs
 from hvd_elastic.sim.jobs.run import Outcome, run_jobs
 
 _DECISIONS = 20_000

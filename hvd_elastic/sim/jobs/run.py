@@ -11,10 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots
-from hvd_elastic.sim.jobs.fairness import EqualShares
-from hvd_elastic.sim.jobs.job import JobInTime, SimulatedJob
-from hvd_elastic.sim.jobs.policies import PolicyEntry
-from hvd_elastic.sim.jobs.profiles import SubmittedJob
+from hvd_elastic.sim.jobs.job import JobInTime
 
 _LONGEST_S = 30 * 86400.0
 """A workload that takes longer than a month has a job that never gets slots."""
@@ -48,8 +45,6 @@ class Outcome:
 
     Attributes:
         completion_s: time from submission to the end of each job [s].
-        fairness: finish-time fairness of each job: its completion time relative to that with an
-            equal share of its own.
         submitted_s: when each job was submitted [s].
         changes: all changes of slots, in order.
         decision_s: processor time of each decision [s].
@@ -60,7 +55,6 @@ class Outcome:
     """
 
     completion_s: dict[str, float] = field(default_factory=dict)
-    fairness: dict[str, float] = field(default_factory=dict)
     submitted_s: dict[str, float] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     decision_s: list[float] = field(default_factory=list)
@@ -78,60 +72,9 @@ class Outcome:
         """Return a percentile of the completion times [s]."""
         return float(np.percentile(list(self.completion_s.values()), percent))
 
-    @property
-    def mean_fairness(self) -> float:
-        """Mean finish-time fairness."""
-        return float(np.mean(list(self.fairness.values())))
-
-    @property
-    def worst_fairness(self) -> float:
-        """Largest finish-time fairness: of the job that sharing has delayed most."""
-        return max(self.fairness.values())
-
 
 J = TypeVar("J", bound=JobInTime)
 """A kind of job."""
-
-
-def simulate_jobs(
-    workload: Sequence[SubmittedJob],
-    hosts: Sequence[HostSlots],
-    policy: PolicyEntry,
-    interval_s: float = 60.0,
-    rescale_s: float = 30.0,
-    noise: float = 0.0,
-    leave_s: float = 0.0,
-) -> Outcome:
-    """Return what happens to a published workload under a policy.
-
-    Args:
-        workload: its jobs.
-        hosts: hosts of the cluster, all with as many slots.
-        policy: the policy.
-        interval_s: time between decisions [s].
-        rescale_s: pause of a job when its slots change [s].
-        noise: relative error of the goodput that the policy reads.
-        leave_s: time until the processes of a job have left the slots that it gives up [s].
-
-    Raises:
-        ValueError: some job never gets slots.
-    """
-    shares = EqualShares(sum(host.slots for host in hosts), hosts[0].slots, rescale_s)
-    jobs = [SimulatedJob(each, policy.adapts, hosts[0].slots) for each in workload]
-    for job in jobs:
-        job.noise = noise
-    outcome = run_jobs(
-        jobs,
-        lambda active, now: policy.run(active, hosts, now, rescale_s),
-        interval_s,
-        rescale_s,
-        {host.name: host.slots for host in hosts},
-        leave_s,
-    )
-    for job in jobs:
-        fair_s = shares.completion_s(job.application, job.competitors or 1.0)
-        outcome.fairness[job.name] = outcome.completion_s[job.name] / fair_s
-    return outcome
 
 
 def run_jobs(
@@ -142,7 +85,7 @@ def run_jobs(
     sizes: Mapping[str, int],
     leave_s: float = 0.0,
 ) -> Outcome:
-    """Return what happens to jobs, without their finish-time fairness.
+    """Return what happens to jobs.
 
     Args:
         jobs: the jobs.
@@ -172,8 +115,6 @@ def run_jobs(
             active.append(pending.pop(0))
         if not active:
             continue
-        for job in active:
-            job.note_competitors(len(active))
         began = time.process_time()
         decided = decide(active, now)
         outcome.decision_s.append(time.process_time() - began)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from hvd_elastic.training import context as training
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.data_order import DataOrder
@@ -45,6 +47,25 @@ class OrderedLoader:
         """
         worker = self._context().worker
         return self._order.steps_from(0, worker.communicator.size if worker.has_ranks else 1)
+
+    @property
+    def position(self) -> int:
+        """Examples of the current epoch that all ranks together have used.
+
+        In the body of a loop that is those before the batch, and with it after
+        ``optimizer.step()``. Unlike the count of ``enumerate(loader)``, it is right after a failure
+        and in a worker that joined.
+        """
+        return self._context().reading.position
+
+    @property
+    def sampler(self) -> NoReturn:
+        """Raise an error that names what to do without a sampler."""
+        raise AttributeError(
+            "a loader of hvd_elastic has no sampler: it gives each rank its share, and draws a new "
+            "order in each epoch of hvd.epochs(). Leave sampler.set_epoch() out, and write "
+            "len(dataset) for len(loader.sampler)"
+        )
 
     def steps_left(self) -> int:
         """Return the number of steps left in the current epoch at the present world size."""

@@ -339,8 +339,7 @@ class AdaptivePlanner(ReviewedPlanner):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self.progress = state["progress"]
-        # Checkpoints of earlier releases lack it: the pass counts as begun where it is entered.
-        self._passes_begun = dict(state.get("passes_begun", []))
+        self._passes_begun = dict(state["passes_begun"])
         self.timings.load_state_dict(state["seen"])
         self.choice.load_state_dict(state)
         self.noise.load_state_dict(state)

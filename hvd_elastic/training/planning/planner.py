@@ -266,7 +266,7 @@ class ReviewedPlanner(Planner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, on rank 0 or before the run was resumed."""
-        self._rank_s = list(state.get("rank_s", []))  # early checkpoints have none
+        self._rank_s = list(state["rank_s"])
         self._next_review = state["next_review"]
 
     def metrics(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from hvd_elastic.checkpoint.manifests import (
     complete_checkpoint,
     find_checkpoints,
     newest_valid,
-    parse_manifest,
 )
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.shards import describe_shard, find_shards
@@ -93,14 +92,6 @@ def test_where_no_checkpoint_is_finite_the_newest_is_taken(tmp_path: Path) -> No
     found = newest_valid(tmp_path, Skipped())
     assert found is not None
     assert found.not_finite == "model.weight"
-
-
-def test_a_manifest_of_an_earlier_version_counts_as_finite(tmp_path: Path) -> None:
-    info = put(tmp_path, 10, finite=True)
-    written = info.manifest()
-    for shard in written["shards"]:
-        del shard["not_finite"]
-    assert parse_manifest(written, tmp_path).not_finite == ""
 
 
 def test_at_a_url_finite_checkpoints_stay_and_are_taken(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import queue
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,6 @@ def test_a_lease_that_changes_is_led_and_one_that_does_not_is_mine_in_the_end() 
     assert watch.check(OTHER, 1.0) == "open"
     assert watch.check(OTHER, 5.0) == "open"
     assert watch.check(renewed(OTHER), 6.0) == "led"
-    assert watch.first_seen == 1.0
     for second in range(7, int(6 + PATIENCE_S)):
         assert watch.check(renewed(OTHER), second) == "open"
     assert watch.check(renewed(OTHER), 6 + PATIENCE_S) == "mine"
@@ -80,13 +81,13 @@ class Leader:
 
     def __init__(self, place: Path | CheckpointUrl, since: float) -> None:
         self.settled: queue.Queue[bool] = queue.Queue()
-        self.others: queue.Queue[Lease] = queue.Queue()
+        self.others: queue.Queue[tuple[Lease, bool]] = queue.Queue()
         lease = Lease.of_this_process("r1", since)
         self.holder = LeaseHolder(
             place,
             lease,
             lambda: self.settled.put(True),
-            lambda other, _: self.others.put(other),
+            lambda other, lost: self.others.put((other, lost)),
         )
         self.id = lease.leader
 
@@ -101,11 +102,10 @@ def test_two_leaders_see_each_other_and_who_ends_leaves_the_place_to_the_other(
         assert first.settled.get(timeout=30)
         second = Leader(place, 60.0)
         ended.callback(second.holder.end)
-        assert second.others.get(timeout=30).leader == first.id
+        found, lost = second.others.get(timeout=30)
+        assert (found.leader, lost) == (first.id, False)
         assert second.settled.empty()
         assert first.others.empty(), "it was not disturbed"
-        second.holder.insist()
-        assert first.others.get(timeout=30).leader == second.id
         first.holder.end()
         assert second.settled.get(timeout=30)
         other = find_lease(place)
@@ -117,6 +117,21 @@ def test_two_leaders_see_each_other_and_who_ends_leaves_the_place_to_the_other(
     check_new_place(str(place))
     if isinstance(place, Path):
         assert not list(place.iterdir()), "it took its lease back"
+
+
+@pytest.mark.usefixtures("quick")
+def test_who_was_frozen_until_another_had_the_lease_is_told_so(tmp_path: Path) -> None:
+    frozen = Leader(tmp_path, 50.0)
+    assert frozen.settled.get(timeout=30)
+    counts = itertools.count()
+    while frozen.others.empty():
+        text = json.dumps(asdict(renewed(OTHER, next(counts)))).encode()
+        leases._Folder(tmp_path).write_file("leader.json", text)
+        time.sleep(0.1)
+    found, lost = frozen.others.get()
+    assert (found.leader, lost) == ("other", True)
+    frozen.holder.end()
+    assert (tmp_path / "leader.json").exists(), "that of the other stays"
 
 
 @pytest.mark.usefixtures("quick")

@@ -6,8 +6,8 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from hvd_elastic.control.machine import MachineConfig, Phase
-from hvd_elastic.control.simulated_cluster import SimulatedCluster
 from tests.paths import ALL
+from tests.unit.control.simulated_cluster import SimulatedCluster
 
 COMMON = ["deliver", "command", "move", "round"] * 4 + ["agent", "agent", "time", "time"]
 FAULTS = ["crash", "crash", "break", "freeze", "crash_host", "boot", "hosts", "target"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -127,4 +126,3 @@ def test_its_order_key_depends_on_those_of_its_parts_and_on_their_blocks() -> No
     assert key(np.array([2, 4]), 1) == first
     assert len({first, key([4, 2], 1), key([2, 4], 2), key([2, 4], 1, "x")}) == 4
     assert key([2, 4], 1, shuffle=False) == key([4, 2], 2, shuffle=False)
-    assert Mixture([(Named(0, 6), 1)]).order_key == repr(([6], [Fraction(1)], 0, True))

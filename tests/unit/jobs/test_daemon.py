@@ -35,7 +35,7 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
     """Fork a leader that trains until it is asked to stop.
 
     EXIT: it ends at once. UNFIT: it cannot use host a. TRAINS: it says that it trains. CUT_OFF: and
-    that it hears from no host any more.
+    that it hears from no host any more. COMES_BACK: until there is a file "heals".
     """
     child = os.fork()
     if child:
@@ -63,7 +63,12 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
             log.append("rescale_started", begun)
             log.append("rescale_finished", {"generation": 1, "size": 1, "pause_s": None})
         if "CUT_OFF" in environment:
-            log.append("leader_cut_off", {"silent_s": 5.0, "grace_s": 60.0})
+            log.append("leader_cut_off", {"silent_s": 5.0, "grace_s": 60.0, "tries_s": 55.0})
+            if "COMES_BACK" in environment:
+                while not (folder.path / "heals").exists():
+                    time.sleep(0.01)
+                names = parse_hostfile(spec.hostfile or "").names
+                log.append("hosts_changed", {"hosts": [[name, 1] for name in names]})
         while not folder.take_requests():
             time.sleep(0.01)
         log.append("run_finished", {"status": "stopped", "message": "asked to"})
@@ -206,15 +211,40 @@ def test_job_goes_to_another_host_if_one_lacks_python_and_fails_if_all_do(
 def test_silent_host_is_lost_if_other_runs_hear_from_theirs(place: ClusterFolder) -> None:
     hosts(place).write_text("a slots=1\nb slots=1\n")
     daemon = Running(place, hosts(place))
-    submit(place, TRAINS="1", CUT_OFF="1")
+    number = submit(place, TRAINS="1", CUT_OFF="1")
+
+    def rows() -> list[tuple[str, int, str | None]]:
+        return [
+            (row["state"], row["free"], row["cause"]) for row in ask_daemon(place, Hosts()).data
+        ]
+
+    daemon.until(lambda: rows()[0][0] == "silent")
     time.sleep(3.5)
+    silent, other = rows()
+    assert silent[:2] == ("silent", 0), "the network of this machine may have failed"
+    assert "this machine may be cut off" in (silent[2] or "")
+    assert other == ("up", 1, None)
+    job = daemon.job(number)
+    assert job.reason.startswith("its leader hears from none of its hosts since ")
+    assert (job.held, job.eta) == ({"a": 1}, None)
+    submit(place, TRAINS="1")
+    daemon.until(lambda: (rows()[0][2] or "").endswith(", being tried"))
+    daemon.until(lambda: [state for state, *_ in rows()] == ["lost", "up"])
+    daemon.down(leave_jobs=False)
+
+
+def test_run_whose_leader_leads_again_hears_from_its_hosts(place: ClusterFolder) -> None:
+    hosts(place).write_text("a slots=1\nb slots=1\n")
+    daemon = Running(place, hosts(place))
+    number = submit(place, TRAINS="1", CUT_OFF="1", COMES_BACK="1")
 
     def states() -> list[str]:
         return [row["state"] for row in ask_daemon(place, Hosts()).data]
 
-    assert states() == ["up", "up"], "the network of this machine may have failed"
-    submit(place, TRAINS="1")
-    daemon.until(lambda: states() == ["lost", "up"])
+    daemon.until(lambda: states() == ["silent", "up"])
+    (RunFolder(runs_folder() / daemon.job(number).run_id).path / "heals").touch()
+    daemon.until(lambda: states() == ["up", "up"])
+    daemon.until(lambda: "hears from none" not in daemon.job(number).reason)
     daemon.down(leave_jobs=False)
 
 
@@ -244,12 +274,11 @@ def test_hostfile_that_could_not_be_written_is_written_later(place: ClusterFolde
     ask_daemon(place, Submit([request], {}))
     daemon.until(lambda: leads(daemon, 1))
     run_id = daemon.job(1).run_id
-    written = place.hostfiles / run_id
-    blocked = place.hostfiles / f".{run_id}.new"
-    blocked.mkdir()
+    written, away = place.hostfiles / run_id, place.path / "away"
+    place.hostfiles.rename(away)
     hosts(place).write_text("b slots=1\n")
     daemon.until(lambda: daemon.job(1).held == {"b": 1})
-    blocked.rmdir()
+    away.rename(place.hostfiles)
     daemon.until(lambda: written.read_text().startswith("b "))
     daemon.down(leave_jobs=False)
 

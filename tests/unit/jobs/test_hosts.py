@@ -30,6 +30,9 @@ def test_a_slot_is_free_when_nobody_holds_it_and_no_process_lives_in_it(hostfile
     assert (rows["b"]["jobs"], rows["b"]["occupied"]) == ({}, {"job-1": 1})
     rows = {row["host"]: row for row in hosts.rows([leaving], {"a": "no answer"})}
     assert (rows["a"]["state"], rows["a"]["free"], rows["a"]["cause"]) == ("lost", 0, "no answer")
+    rows = {row["host"]: row for row in hosts.rows([leaving], {}, {"a": "being tried"})}
+    assert (rows["a"]["state"], rows["a"]["free"]) == ("silent", 0)
+    assert rows["a"]["jobs"] == {"job-1": 1}
 
 
 def test_a_host_that_leaves_the_hostfile_is_shown_until_it_is_empty(hostfile: Path) -> None:

@@ -30,10 +30,9 @@ def leader_since(since: float, leader: str = "another", heard_s: float = 0.5) ->
 
 @dataclass
 class AgentHeard:
-    """A connection to an agent, of which something was read last then."""
+    """A connection to an agent, which was heard last then."""
 
     name: str = ""
-    last_read: float = 0.0
     last_heard: float = 0.0
     up: bool = False
     taken_over: bool = False
@@ -128,70 +127,54 @@ def test_a_leader_ends_when_its_last_host_has_been_taken_over(
     assert "starts nothing again" in leader._executor.finish.message
 
 
-class Holder:
-    """A lease, as far as the leader is concerned."""
-
-    def __init__(self, since: float) -> None:
-        self.lease = Lease("met", "own", "", since, "", 1)
-        self.insisted = False
-
-    def insist(self) -> None:
-        self.insisted = True
-
-
-def contested(
-    folder: Path, *, since: float, trains: bool, adopts: bool = False, heard: float = 10.0
-) -> tuple[Finish | None, bool]:
-    """How a leader since 100 ends, if it does, or insists, when another has written its lease."""
+def with_lease(folder: Path) -> Leader:
     run = RunFolder.create("met", root=folder)
     leader = Leader(RunSpec(("true",), "/"), run, {}, lambda _: None, lambda *_: None)
-    holder: Any = Holder(100.0)
-    leader._run.fence._lease = holder
-    agent: Any = AgentHeard("n1", heard)
-    leader._run.agents.by_host["n1"] = agent
+    leader._run.agents.by_host["n1"] = AgentHeard("n1")  # type: ignore[assignment]
+    return leader
+
+
+LEASE = Lease("met", "another", "process 7 on alpha", 200.0, "", 7)
+
+
+@pytest.mark.parametrize("found", [(), (FoundWorker("n1:0.1", "n1", 0),)])
+def test_a_leader_that_starts_ends_where_another_keeps_checkpoints(
+    tmp_path: Path, found: tuple[FoundWorker, ...]
+) -> None:
+    """Whether its hosts follow nobody, or cannot hear the other one."""
+    leader = with_lease(tmp_path)
     takeover = Takeover(["n1", "n2"], RunSummary(), None, deadline=math.inf)
     takeover.lease_open = True
-    if trains and not adopts:
-        leader._run.workers.places["n1:0.1"] = ("n1", 0)
-    if adopts:
-        leader._failover._takeover = takeover
-    leader._failover.met_lease(Lease("met", "another", "process 7 on alpha", since, "", 7), 5.0)
-    if adopts:
-        assert leader._executor.finish is None, "whom the hosts follow is asked first"
-        takeover.answered(
-            "n1", msg.HeldRun(1, (), (FoundWorker("n1:0.1", "n1", 0),)) if trains else None
-        )
-        takeover.failed("n2")
-        leader._failover._lead_if_complete()
-    return leader._executor.finish, holder.insisted
-
-
-def test_a_leader_whose_hosts_follow_nobody_ends_where_another_keeps_checkpoints(
-    tmp_path: Path,
-) -> None:
-    finish, _ = contested(tmp_path, since=200.0, trains=False, adopts=True)
+    leader._failover._takeover = takeover
+    leader._failover.met_lease(LEASE, lost=False)
+    assert leader._executor.finish is None, "whom the hosts follow is asked first"
+    takeover.answered("n1", msg.HeldRun(1, (), found))
+    takeover.failed("n2")
+    leader._failover._lead_if_complete()
+    finish = leader._executor.finish
     assert finish is not None
     assert "run met has a leader: checkpoints in " in finish.message
     assert "are kept by process 7 on alpha since" in finish.message
     assert "ends, and has started nothing" in finish.message
     assert "is known after 9 s" in finish.message
+    assert leader._run.fence.gave_way, "what trains is left to the other"
 
 
-def test_a_leader_whose_hosts_have_lost_the_other_takes_its_place(tmp_path: Path) -> None:
-    assert contested(tmp_path, since=50.0, trains=True, adopts=True) == (None, True)
-
-
-def test_of_two_that_train_apart_the_later_one_ends(tmp_path: Path) -> None:
-    finish, insisted = contested(tmp_path / "later", since=50.0, trains=True)
+@pytest.mark.parametrize(
+    ("lost", "why"), [(True, "which has lost its lease, ends"), (False, "which has no lease, ends")]
+)
+def test_a_leader_that_leads_ends_once_another_keeps_checkpoints(
+    tmp_path: Path, lost: bool, why: str
+) -> None:
+    """One that was frozen meanwhile, and one that took the hosts of another, which lives."""
+    leader = with_lease(tmp_path)
+    leader._run.fence.has_led = True
+    leader._failover.met_lease(LEASE, lost=lost)
+    finish = leader._executor.finish
     assert finish is not None
-    assert not insisted
-    assert "which began later, ends" in finish.message
-    assert contested(tmp_path / "earlier", since=200.0, trains=True) == (None, True)
-    asleep = contested(tmp_path / "asleep", since=200.0, trains=True, heard=6.0)
-    assert asleep == (None, False), "what its hosts said before it was frozen is no proof"
-    finish, _ = contested(tmp_path / "alone", since=200.0, trains=False)
-    assert finish is not None
-    assert "which has no process that trains, ends" in finish.message
+    assert why in finish.message
+    assert leader._run.fence.led_elsewhere
+    assert leader._run.fence.gave_way is not lost, "no two of them train"
 
 
 def test_nothing_begins_before_every_host_was_asked_who_leads() -> None:

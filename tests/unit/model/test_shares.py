@@ -300,22 +300,6 @@ def test_what_is_not_known_changes_nothing(own_s: list[float]) -> None:
     assert [balance.review(own_s, 1.0, 32) for _ in range(3)] == [""] * 3
 
 
-def test_a_state_of_before_constant_parts_were_learnt_can_be_read() -> None:
-    ranks = Ranks([1.0, 3.0])
-    while not ranks.reviewed():
-        pass
-    state = json.loads(json.dumps(ranks.balance.state_dict()))
-    for name in ("constant", "learnt", "reviews", "examples", "logs"):
-        del state[name]
-    for name in ("constant", "shares"):
-        del state["change"][name]
-    other = ShareBalance()
-    other.load_state_dict(state)
-    assert other.parts == ranks.balance.parts == (48, 16)
-    ranks.balance = other
-    assert [ranks.reviewed() for _ in range(5)] == [""] * 5
-
-
 def test_the_shares_follow_the_batch_and_are_forgotten_in_another_world() -> None:
     ranks = Ranks([1.0, 3.0])
     while not ranks.reviewed():

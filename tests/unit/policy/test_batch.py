@@ -59,6 +59,13 @@ def test_a_plan_that_is_not_possible_gives_way(memory_bound: int | None, reason:
     assert choice.plan.atomic_batch_size(1) <= (memory_bound or 32)
 
 
+def test_a_last_step_of_an_epoch_without_memory_bounds_the_passes_of_all() -> None:
+    """It is larger than others, so a bound by its size would change nothing."""
+    for passes_more, bound in ((0, 63), (1, 90)):
+        limits = BatchLimits(64, 1024, max_atomic_batch_size=64, max_accumulation_steps=passes_more)
+        assert BatchChoice(limits).bound_after_failure(100) == bound
+
+
 def test_the_batch_grows_from_what_many_ranks_make_it() -> None:
     """16 ranks of at least 16 examples each: more than twice the initial batch is in use."""
     choice = BatchChoice(BatchLimits(32, 4096, min_atomic_batch_size=16))
@@ -68,16 +75,13 @@ def test_the_batch_grows_from_what_many_ranks_make_it() -> None:
     assert choice.plan.global_batch_size == 512
 
 
-def test_what_lasts_is_loaded_also_from_early_checkpoints() -> None:
+def test_what_lasts_is_loaded() -> None:
     choice, other = (BatchChoice(BatchLimits(32, 1024)) for _ in range(2))
     choice.follow_goodput(COSTLY_PASS, 1e5, hosts=1, ranks=2)
     choice.memory_bound = 100
     state = json.loads(json.dumps(choice.state_dict()))
     other.load_state_dict(state)
     assert json.dumps(other.state_dict()) == json.dumps(choice.state_dict())
-    del state["balance"], state["wished"]
-    other.load_state_dict(state)
-    assert other.plan == choice.plan
 
 
 def test_reviews_come_about_once_a_second_and_less_often_if_they_cost_much() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.controller.adaptdl import AdaptDLRule
 from hvd_elastic.control.scaling import ScalingConfig
 from hvd_elastic.errors import UsageError
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.policy.objective import Objective
 from hvd_elastic.policy.snapshot import HostOffer
-from hvd_elastic.sim.adaptdl import AdaptDLRule
 from hvd_elastic.sim.run import simulate
 from hvd_elastic.sim.static import best_at, best_static
 from hvd_elastic.sim.trace import Change, Trace, Workload, read_trace
@@ -153,7 +153,7 @@ def test_no_shares_are_better_than_those_of_the_best_choice():
 
 def test_adaptdl_doubles_what_it_has_profiled_once_a_minute():
     work = dataclasses.replace(WORK, beta_c=0.02)
-    trace = dataclasses.replace(TRACE, hosts=LARGE, workload=work)
+    trace = dataclasses.replace(TRACE, hosts=LARGE, workload=work, unequal_shares=False)
     result = simulate(trace, ScalingConfig(), rule=AdaptDLRule)
     assert [d.slots for d in result.decisions[:4]] == [2, 4, 8, 16]
     times = [d.at_s for d in result.decisions[:4]]
@@ -162,7 +162,7 @@ def test_adaptdl_doubles_what_it_has_profiled_once_a_minute():
 
 def test_adaptdl_stays_small_where_slots_bring_little():
     work = dataclasses.replace(WORK, alpha_n=2.0, noise_scale=(10.0, 10.0))
-    trace = dataclasses.replace(TRACE, hosts=LARGE, workload=work)
+    trace = dataclasses.replace(TRACE, hosts=LARGE, workload=work, unequal_shares=False)
     result = simulate(trace, ScalingConfig(), rule=AdaptDLRule)
     assert result.samples[-1].slots <= 4, "one host"
 

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_elastic import __version__
-from hvd_elastic.checkpoint import shards, stream
+from hvd_elastic.checkpoint import stream
 from hvd_elastic.checkpoint.manifests import (
     CheckpointInfo,
     complete_checkpoint,
-    find_checkpoints,
     newest_valid,
-    why_invalid,
 )
 from hvd_elastic.checkpoint.reader import load_arrays, read_header
 from hvd_elastic.checkpoint.shards import (
@@ -40,7 +36,6 @@ from hvd_elastic.checkpoint.shards import (
     complete_sets,
     describe_shard,
     find_shards,
-    parse_shard,
 )
 from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.checkpoint.writer import ShardWriter
@@ -348,13 +343,6 @@ def test_a_file_from_somewhere_else_cannot_run_code(
         info = write_checkpoint(tmp_path, {}, 1)
         with pytest.raises(CheckpointError, match="cannot be loaded"):
             load_checkpoint(info.path)
-        evil = _saved({"rest": RunsCode(), "stream": [], "progress": {}})
-        patch.setattr(TorchContent, "head", lambda *_: [evil])
-        info = write_checkpoint(tmp_path, {}, 2)
-        shard = replace(info.shards[0], format=shards.PICKLED_FORMAT)
-        info = complete_checkpoint(tmp_path, [shard], 9)
-        with pytest.raises(CheckpointError, match="cannot be loaded"):
-            load_checkpoint(info.path)
     assert not Path("executed").exists()
 
 
@@ -447,35 +435,6 @@ def test_tensors_that_only_pytorch_has_come_back(tmp_path: Path) -> None:
     value = {"s": sparse, "w": torch.ones(1)}
     loaded = value_of(write_checkpoint(tmp_path, value, 1, shared=False))
     assert torch.equal(loaded["s"].to_dense(), torch.eye(3))
-
-
-EARLIER = Path(__file__).parents[2] / "fixtures" / "checkpoint-format-2"
-
-
-def test_a_checkpoint_of_format_2_still_loads() -> None:
-    """The files were written by a run with the release before format 3."""
-    (info,) = find_checkpoints(EARLIER)
-    assert (info.format, info.step, len(info.shards)) == (2, 68, 2)
-    assert why_invalid(info) is None
-    loaded = load_checkpoint(info.path)
-    assert loaded["progress"]["step"] == loaded["plain"]["batches"] == 68
-    model, optimizer = loaded["objects"]["model"], loaded["objects"]["optimizer"]
-    assert list(model) == ["mean", *(f"layers.{n}.{p}" for n in (0, 2) for p in ("weight", "bias"))]
-    assert model["layers.0.weight"].shape == optimizer["state"][0]["momentum_buffer"].shape
-    assert optimizer["param_groups"][0]["lr"] == 0.05
-    with pytest.raises(CheckpointError, match="format 2, which PyTorch alone can read"):
-        read_header(info.path)
-
-
-def test_shards_of_format_2_in_a_spool_are_completed_as_such(tmp_path: Path) -> None:
-    """A leader of this release collects what workers of the one before wrote."""
-    (info,) = find_checkpoints(EARLIER)
-    for shard in info.shards:
-        shutil.copy(shard.path, tmp_path)
-    shards = [parse_shard(shard.manifest(), tmp_path) for shard in info.shards]
-    (found,) = complete_sets(shards)
-    assert complete_checkpoint(tmp_path, found, 1).format == 2
-    assert same(load_checkpoint(tmp_path / info.path.name), load_checkpoint(info.path))
 
 
 # -- the disk says no

@@ -21,13 +21,13 @@ from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.torch.checkpoint import TorchContent, load_checkpoint, load_object
+from hvd_elastic.torch.checkpoint import TorchContent, load_object
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.sink import FileSink
 from tests.paths import WORKER_PYTHONPATH
 from tests.small_disk import mounted
-from tests.unit.torch.test_checkpoint import EARLIER, Told, tensors_of
+from tests.unit.torch.test_checkpoint import Told, tensors_of
 
 
 @pytest.fixture(autouse=True)
@@ -210,17 +210,6 @@ def test_a_run_with_checkpoints_elsewhere_is_found_there(trained: Net, tmp_path:
     folder.write_run({"checkpoint_folder": "s3://bucket/far"})
     write_checkpoint(folder.checkpoints, model=Net(seed=7))
     assert equal(hvd.load_model("far", Net(seed=1)), Net(seed=7))
-
-
-def test_a_checkpoint_of_the_release_before_loads() -> None:
-    (manifest,) = EARLIER.glob("*.json")
-    layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-    model = torch.nn.Module()
-    model.layers = layers
-    model.register_buffer("mean", torch.zeros(8))
-    hvd.load_model(manifest, model)
-    there = load_checkpoint(manifest)["objects"]["model"]
-    assert torch.equal(layers.state_dict()["2.weight"], there["layers.2.weight"])
 
 
 def test_one_object_is_read_without_the_others(tmp_path: Path) -> None:

@@ -244,10 +244,6 @@ def test_what_is_frozen_is_a_part_of_the_state(tmp_path: Path) -> None:
     state.load(payload, "c.pt")
     assert not any(parameter.requires_grad for parameter in first.parameters())
     assert all(parameter.requires_grad for parameter in second.parameters())
-    del payload["frozen"]  # as in checkpoints of earlier versions
-    second.bias.requires_grad_(False)
-    state.load(payload, "c.pt")
-    assert not second.bias.requires_grad
 
 
 def test_a_checkpoint_of_another_script_is_refused_by_name(tmp_path: Path) -> None:

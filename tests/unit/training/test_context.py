@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.control.progress import Position
 from hvd_elastic.errors import RunError, ScriptError
-from hvd_elastic.model.sharding import permutation
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.torch.frontend import TorchFrontend
-from hvd_elastic.training import context, metrics, worker
+from hvd_elastic.training import context, metrics
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.data_digest import DataDigest
 from hvd_elastic.training.horovod_names import explain_arguments
@@ -140,26 +138,6 @@ def test_a_run_goes_on_from_its_checkpoint_in_the_middle_of_an_epoch(
     result = check_audit(read_events_of(folder), finished=True)
     assert result.ok, result.problems()
     assert (result.steps, result.voided_steps) == (9, 0)
-
-
-def test_a_checkpoint_of_before_there_were_two_orders_goes_on_in_the_first(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    n = 70_000
-    with monkeypatch.context() as old:
-        old.setattr(worker, "Progress", partial(Progress, data_order=1))
-        old.setattr(Progress, "as_state", Progress.as_dict)
-        stopped = train(monkeypatch, 2, stop_after=2, examples=n, batch_size=20_000)
-    assert stopped.worker.progress.position == 40_000
-    assert train(monkeypatch, 2, examples=n, batch_size=20_000).worker.progress.epoch == 2
-    records = read_events_of(folder)
-    result = check_audit(records, finished=True)
-    assert result.ok, result.problems()
-    assert result.complete_epochs == 2
-    used = [record for record in records if record["kind"] == "used"]
-    assert [record["indices"] for record in used if record["epoch"] == 1] == [
-        part.tolist() for part in np.split(permutation(0, 1, n), [20_000, 40_000, 60_000])
-    ]
 
 
 def test_a_run_alone_writes_its_metrics_for_tensorboard(

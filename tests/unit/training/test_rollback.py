@@ -214,8 +214,7 @@ def test_a_checkpoint_from_the_tail_of_an_epoch_is_resumed_there(
     first.context.step_failed()
     first.context.rollback.fail()
     payload = {
-        "objects": {"model": left.model.state_dict(), "optimizer": left.optimizer.state_dict()},
-        "plain": {"bad": left.bad},
+        **left._values(),
         "progress": first.context.worker.progress.as_state(),
     }
     second, state = make()
@@ -527,9 +526,11 @@ def test_what_cannot_be_copied_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
         state.take_snapshot()
 
 
-def test_progress_of_an_older_checkpoint_was_written_in_the_loop() -> None:
-    counts = {"step": 3, "epoch": 1, "position": 4, "examples": 12}
-    assert Progress.from_dict(counts).phase is Phase.LOOP
-    assert Progress.from_dict({**counts, "position": 0}).phase is Phase.HEAD
-    with pytest.raises(ValueError, match="'phase' is 9, it must be a whole number from 0 to 4"):
-        Progress.from_dict({**counts, "phase": 9})
+def test_progress_that_is_not_whole_is_refused_by_the_field() -> None:
+    whole = Progress(step=3, epoch=1, position=4, examples=12).as_state()
+    with pytest.raises(ValueError, match="progress has no field 'phase'"):
+        Progress.from_dict({name: value for name, value in whole.items() if name != "phase"})
+    with pytest.raises(ValueError, match=r"Expected `int` >= 0 - at `\$\.step`"):
+        Progress.from_dict({**whole, "step": -1})
+    with pytest.raises(ValueError, match=r"Invalid enum value 9 - at `\$\.phase`"):
+        Progress.from_dict({**whole, "phase": 9})

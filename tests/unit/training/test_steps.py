@@ -360,17 +360,26 @@ def test_steps_left_counts_down_within_a_group(monkeypatch: pytest.MonkeyPatch) 
     """So the last batch of an epoch is known wherever the function was entered."""
     training = Training(monkeypatch)
     left: list[int] = []
+    places: list[int] = []
 
     def train(_state: hvd.State) -> None:
         for _ in hvd.epochs(1):
             for number, (inputs,) in enumerate(training.loader, 1):
                 left.append(training.loader.steps_left())
+                places.append(training.loader.position)
                 last = number % 3 == 0 or left[-1] == 1
                 accumulate(training, inputs, last=last, parts=3)
 
     training.run(train, hvd.State(training.model, training.optimizer))
     assert left == [4, 3, 2, 1]
+    assert places == [0, 2, 4, 6]
     assert training.context.worker.progress.step == 2
+
+
+def test_epochs_have_no_first_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    Training(monkeypatch)
+    with pytest.raises(ScriptError, match=r"hvd.epochs\(1, 11\): epochs count from 0"):
+        next(hvd.epochs(1, 11))
 
 
 def test_a_group_that_is_left_by_break_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

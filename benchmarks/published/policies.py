@@ -1,4 +1,4 @@
-"""The policies that the simulator of many jobs compares."""
+"""The policies that are compared on published workloads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.published.job import SimulatedJob
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
 from hvd_elastic.policy.schedule.knapsack import choose_options
@@ -16,7 +17,7 @@ from hvd_elastic.policy.schedule.policies import (
     first_come_first_served,
     place,
 )
-from hvd_elastic.sim.jobs.job import JobInTime, SimulatedJob
+from hvd_elastic.sim.jobs.job import as_jobs
 
 Policy = Callable[
     [Sequence[SimulatedJob], Sequence[HostSlots], float, float], Mapping[str, Assignment]
@@ -26,7 +27,7 @@ Policy = Callable[
 
 @dataclass(frozen=True)
 class PolicyEntry:
-    """A policy of the simulator.
+    """A policy.
 
     Attributes:
         run: the policy.
@@ -37,29 +38,6 @@ class PolicyEntry:
     run: Policy
     adapts: bool
     knows: str
-
-
-def as_jobs(jobs: Sequence[JobInTime], rescale_s: float, *, tells_length: bool) -> list[Job]:
-    """Return what the scheduler sees of simulated jobs."""
-    return [
-        Job(
-            job.name,
-            job.submitted_s,
-            job.measured_goodput(),
-            job.remaining_examples if tells_length else None,
-            job.held,
-            job.attained_slot_s,
-            rescale_s,
-            job.min_slots,
-            job.max_slots,
-            job.priority,
-            rescales=max(job.rescales, 0),
-            occupied=job.occupied,
-            noise=job.noise,
-            is_held_back=job.max_slots < job.most_slots,
-        )
-        for job in jobs
-    ]
 
 
 def _goodput(tells_length: bool) -> Policy:

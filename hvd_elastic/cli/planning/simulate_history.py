@@ -1,10 +1,8 @@
-"""Implement ``hvd-elastic simulate`` for many jobs that share a cluster."""
+"""Implement ``hvd-elastic simulate --history``: the past jobs of a cluster on other hosts."""
 
 from __future__ import annotations
 
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,80 +14,6 @@ from hvd_elastic.formatting import count, duration_words
 if TYPE_CHECKING:
     from hvd_elastic.policy.schedule.jobs import HostSlots
     from hvd_elastic.sim.jobs.run import Outcome
-
-
-def simulate_many(
-    trace: Path,
-    policy: str,
-    profiles: Path | None,
-    cluster: str,
-    interval_s: float,
-    rescale_s: float,
-    out: Path | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Print what happens to a workload under a policy; see ``hvd-elastic simulate --help``.
-
-    Raises:
-        UsageError: a file or option is not valid; names the valid ones.
-    """
-    from hvd_elastic.policy.schedule.jobs import HostSlots
-    from hvd_elastic.sim.jobs.policies import POLICIES
-    from hvd_elastic.sim.jobs.profiles import read_applications, read_workload
-    from hvd_elastic.sim.jobs.run import simulate_jobs
-
-    if policy not in POLICIES:
-        valid = ", ".join(POLICIES)
-        raise UsageError(f"--policy {policy!r} is not known for many jobs; valid: {valid}")
-    if profiles is None:
-        raise UsageError(
-            "a workload of many jobs needs --profiles FOLDER with constants.json and "
-            "profiles/APPLICATION/*.csv (docs/scheduling.md)"
-        )
-    numbers = cluster.split("x")
-    if len(numbers) != 2 or not all(each.isdigit() and int(each) for each in numbers):
-        raise UsageError(f"--cluster takes HOSTSxSLOTS, such as 16x4, not {cluster!r}")
-    shape = [int(each) for each in numbers]
-    hosts = [HostSlots(f"host{number + 1}", shape[1]) for number in range(shape[0])]
-    workload = read_workload(trace, read_applications(profiles))
-    entry = POLICIES[policy]
-    began = time.perf_counter()
-    try:
-        outcome = simulate_jobs(workload, hosts, entry, interval_s, rescale_s)
-    except ValueError as error:
-        raise UsageError(f"workload {trace}: {error}") from error
-    took_s = time.perf_counter() - began
-    summary = {"policy": policy, "knows": entry.knows, **_summary(outcome)}
-    if out is not None:
-        heading = f"{policy} on {count(len(hosts), 'host')} of {count(shape[1], 'slot')}, simulated"
-        _draw(outcome, hosts, trace.stem, heading, out)
-    if as_json:
-        changes = [{**vars(change), "slots": change.slots} for change in outcome.changes]
-        jobs = {"jobs": outcome.completion_s, "fairness_of_jobs": outcome.fairness}
-        print_json({**summary, **jobs, "changes": changes})
-        return
-    for change in outcome.changes:
-        at = duration_words(change.at_s)
-        print(f"{at:>12}  {change.job:<16} {change.slots:>4}  {change.reason}")
-    print()
-    rows = {
-        "policy": f"{policy}; knows {entry.knows}",
-        "jobs": f"{len(outcome.completion_s)} on {count(len(hosts), 'host')} of "
-        f"{count(hosts[0].slots, 'slot')}",
-        "completion": f"{summary['mean_completion_s'] / 3600:.3f} h in the mean, "
-        f"{summary['p99_completion_s'] / 3600:.2f} h at the 99th percentile",
-        "fairness": f"{summary['mean_fairness']:.2f} times the completion time with an equal share "
-        f"in the mean, {summary['worst_fairness']:.2f} for the worst job",
-        "rescales": str(outcome.rescales),
-        "decision": f"{1e3 * summary['mean_decision_s']:.1f} ms in the mean, "
-        f"{1e3 * summary['max_decision_s']:.0f} ms at most",
-    }
-    if out is not None:
-        rows["picture"] = str(out)
-    for name, value in rows.items():
-        print(f"{name:<12} {value}")
-    print(f"simulated in {duration_words(took_s)}", file=sys.stderr)
 
 
 def simulate_past(
@@ -184,7 +108,7 @@ def _draw(outcome: Outcome, hosts: Sequence[HostSlots], name: str, heading: str,
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:
-    found = {
+    return {
         "mean_completion_s": outcome.mean_completion_s,
         "p99_completion_s": outcome.percentile_completion_s(99),
         "rescales": outcome.rescales,
@@ -193,7 +117,3 @@ def _summary(outcome: Outcome) -> dict[str, Any]:
         "mean_decision_s": statistics.fmean(outcome.decision_s),
         "max_decision_s": max(outcome.decision_s),
     }
-    if outcome.fairness:
-        found["mean_fairness"] = outcome.mean_fairness
-        found["worst_fairness"] = outcome.worst_fairness
-    return found

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from hvd_elastic.sim.jobs.job import SimulatedJob
-from hvd_elastic.sim.jobs.profiles import Application, SubmittedJob
+from benchmarks.published.job import SimulatedJob
+from benchmarks.published.profiles import Application, SubmittedJob
 
 _LONG_S = 1e9
 

@@ -12,15 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.published.fairness import EqualShares
+from benchmarks.published.policies import POLICIES
+from benchmarks.published.profiles import SubmittedJob, read_applications, read_workload
+from benchmarks.published.simulate import simulate_jobs
 from hvd_elastic.errors import UsageError
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots
 from hvd_elastic.records.cluster import summarize_cluster
-from hvd_elastic.sim.jobs.fairness import EqualShares
-from hvd_elastic.sim.jobs.job import JobInTime
-from hvd_elastic.sim.jobs.policies import POLICIES, as_jobs
-from hvd_elastic.sim.jobs.profiles import SubmittedJob, read_applications, read_workload
-from hvd_elastic.sim.jobs.run import queue_events, run_jobs, simulate_jobs
+from hvd_elastic.sim.jobs.job import JobInTime, as_jobs
+from hvd_elastic.sim.jobs.run import queue_events, run_jobs
 
 HOSTS = [HostSlots("a", 2), HostSlots("b", 2)]
 STEP_S, EPOCHS, STEPS = 0.5, 4, 1000

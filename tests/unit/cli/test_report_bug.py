@@ -1,0 +1,58 @@
+"""The file that ``hvd-elastic report-bug`` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.cli.app import main
+from hvd_elastic.cli.machine import doctor, report_bug
+from hvd_elastic.cli.machine.report_bug import without_secrets
+from hvd_elastic.records.run_folder import RunFolder
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ('["train.py", "--api-key", "hunter22"]', '["train.py", "--api-key", "[removed]"]'),
+        ("--wandb-token hunter22 --lr 0.1", "--wandb-token [removed] --lr 0.1"),
+        ("AWS_SECRET_ACCESS_KEY=hunter22", "AWS_SECRET_ACCESS_KEY=[removed]"),
+        ('{"password": "hunter22", "x": 1}', '{"password": "[removed]", "x": 1}'),
+        ("Authorization: Bearer hunter22", "Authorization: Bearer [removed]"),
+        (
+            "GET https://me:hunter22@store/x?token=hunter22",
+            "GET https://[removed]@store/x?token=[removed]",
+        ),
+        ("in the environment: swordfish", "in the environment: [removed]"),
+        ("hf_abcdefghijklmnopqrst", "[removed]"),
+        ("KeyError: 'momentum'", "KeyError: 'momentum'"),
+        ("host keys: 3 accepted, 12345678 tokens", "host keys: 3 accepted, 12345678 tokens"),
+    ],
+)
+def test_secrets_are_removed_and_nothing_else(text: str, left: str) -> None:
+    assert without_secrets(text, {"MY_TOKEN": "swordfish", "PATH": "/usr/bin"})[0] == left
+
+
+def test_a_report_has_versions_events_and_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(
+        report_bug, "diagnose", lambda: [doctor.Finding("gpu", doctor.Health.GOOD, "2")]
+    )
+    folder = RunFolder.create("digits-1", {"command": ["python", "x.py", "--token=hunter22"]})
+    folder.events.write_text('{"kind": "run_started"}\n')
+    folder.log_path("node1", 0).write_bytes(b"line\n" * 1000 + b"the end \xff\n")
+    out = tmp_path / "bug.txt"
+    for status in (0, 1):
+        with pytest.raises(SystemExit, match=str(status)):
+            main(["report-bug", "--out", str(out)])
+    said = capsys.readouterr()
+    assert "about run digits-1; 1 value removed" in said.out
+    assert f"{out} exists" in said.err
+    found = out.read_text()
+    assert "hunter22" not in found
+    for part in ("hvd-elastic 0.1", "gpu  2", '"kind": "run_started"', "the end \\xff"):
+        assert part in found
+    assert found.count("line\n") == 199
