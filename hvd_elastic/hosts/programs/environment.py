@@ -157,7 +157,7 @@ def left(prefix: str) -> list[dict[str, Any]]:
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "hvd_elastic")
     home = Path(os.environ.get("HVD_ELASTIC_HOME") or Path("~/.hvd_elastic").expanduser())
-    places = [("environment", Path(prefix + end)) for end in ("", NEW, OLD)]
+    places = [("environment", Path(prefix + end)) for end in ("", NEW, OLD) if prefix]
     places += [("cache", cache), ("runs", home)]
     found = []
     for name, path in places:
@@ -165,7 +165,7 @@ def left(prefix: str) -> list[dict[str, Any]]:
             continue
         why = ""
         if name == "environment" and str(path) == prefix and not (path / STAMP).exists():
-            name, why = "own environment", "`hvd-elastic install` has not made it; see rm -r"
+            name, why = "own environment", "`hvd-elastic install` has not brought it"
         elif not own(path):
             why = "it is another user's, or a link"
         elif name == "environment":
