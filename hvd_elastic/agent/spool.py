@@ -14,6 +14,7 @@ from hvd_elastic import config
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER, drop_spooled, find_spooled
 from hvd_elastic.checkpoint.shards import ShardInfo, drop_shards, find_shards
 from hvd_elastic.own_files import private_folder
+from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode
 
@@ -67,12 +68,8 @@ class Spool:
         """
         for folder in (self.path.parent.parent, self.path.parent, self.path):
             private_folder(folder)
-        partial = self.path / f"{SPEC_NAME}.part"
         with contextlib.suppress(OSError):  # for example a full disk; other hosts have a copy too
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(json.dumps(dict(fields)) + "\n")
-            partial.replace(self.path / SPEC_NAME)
+            write_whole(self.path / SPEC_NAME, json.dumps(dict(fields)) + "\n", mode=0o600)
 
     def shards(self) -> list[ShardInfo]:
         """Return the shards of checkpoints that the leader has not collected yet."""

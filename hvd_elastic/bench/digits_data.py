@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hvd_elastic.replaced_files import replacing
+
 TEST_SHARE = 5
 """One of so many images is for testing."""
 _DIGITS = Path(__file__).with_name("digits.npz")
@@ -33,8 +35,6 @@ def write_digits(folder: Path, sample: int | None = None) -> tuple[int, int]:
     test = np.arange(len(labels)) % TEST_SHARE == 0
     folder.mkdir(parents=True, exist_ok=True)
     for name, chosen in (("train", ~test), ("test", test)):
-        temporary = folder / f".{name}.npz.part"
-        with temporary.open("wb") as file:
+        with replacing(folder / f"{name}.npz") as temporary, temporary.open("wb") as file:
             np.savez(file, images=images[chosen], labels=labels[chosen])
-        temporary.replace(folder / f"{name}.npz")
     return int((~test).sum()), int(test.sum())

@@ -25,8 +25,8 @@ from typing import Literal
 import msgspec
 
 from hvd_elastic.checkpoint.url import CheckpointUrl
-from hvd_elastic.checkpoint.whole_files import temporary_in
 from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.replaced_files import write_whole
 
 PATIENCE_S = 9.0
 """Time after which an unchanged lease has expired [s]: three missed renewals."""
@@ -205,9 +205,7 @@ class _Folder:
             return b""
 
     def write_file(self, name: str, data: bytes) -> None:
-        with temporary_in(self._path) as temporary:
-            temporary.write_bytes(data)
-            temporary.replace(self._path / name)
+        write_whole(self._path / name, data)
 
     def remove_file(self, name: str) -> None:
         (self._path / name).unlink(missing_ok=True)

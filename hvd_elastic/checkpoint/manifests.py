@@ -32,11 +32,11 @@ from hvd_elastic.checkpoint.whole_files import (
     is_abandoned,
     remove_leftovers,
     sync_folder,
-    temporary_in,
     write_json,
 )
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.json_text import parse_json
+from hvd_elastic.replaced_files import temporary_in
 
 log = logging.getLogger(__name__)
 

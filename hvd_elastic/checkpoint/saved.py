@@ -23,10 +23,10 @@ from hvd_elastic.checkpoint.whole_files import (
     explained,
     remove_leftovers,
     sync_folder,
-    temporary_in,
     write_json,
 )
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.replaced_files import temporary_in
 from hvd_elastic.wire.messages import SAVED_NAME, SavedFile
 
 Write = Callable[[HashingWriter], object]

@@ -27,12 +27,12 @@ from hvd_elastic.checkpoint.whole_files import (
     explained,
     failures_logged,
     remove_leftovers,
-    temporary_in,
     write_json,
 )
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.hosts.programs.file_hash import hash_of
 from hvd_elastic.json_text import parse_json
+from hvd_elastic.replaced_files import temporary_in
 
 FORMAT = 4
 """Format of checkpoints."""

@@ -8,8 +8,6 @@ import hashlib
 import json
 import logging
 import os
-import re
-import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hvd_elastic.errors import CheckpointError
+from hvd_elastic.replaced_files import TEMPORARY, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +23,6 @@ CHUNK_BYTES = 4 << 20  # per write and hash update; large enough to make calls c
 _ABANDONED_S = 3600.0
 """Age after which unfinished files of a writer on another host are removed [s]; it cannot be seen
 whether that writer is alive. A write that takes longer fails with an error."""
-_TEMPORARY = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
 
 
 class HashingWriter:
@@ -58,25 +56,8 @@ class HashingWriter:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file that survives a crash of the machine."""
-    with temporary_in(path.parent) as temporary:
-        with temporary.open("x", encoding="utf-8") as text:
-            json.dump(value, text)
-            text.write("\n")
-            text.flush()
-            os.fsync(text.fileno())
-        temporary.replace(path)
+    write_whole(path, json.dumps(value) + "\n", synced=True)
     sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def temporary_in(folder: Path) -> Iterator[Path]:
-    """Yield a temporary path in ``folder`` that names this process; remove the file afterwards."""
-    path = folder / f".tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        yield path
-    finally:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -96,13 +77,13 @@ def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files of writers that have ended."""
     for path in list(folder.iterdir()):
         with failures_logged(path):
-            if _TEMPORARY.fullmatch(path.name) and is_abandoned(path):
+            if TEMPORARY.fullmatch(path.name) and is_abandoned(path):
                 path.unlink(missing_ok=True)
 
 
 def is_abandoned(path: Path) -> bool:
     """Return whether the writer of an unfinished file has ended, or probably has."""
-    found = _TEMPORARY.fullmatch(path.name)
+    found = TEMPORARY.fullmatch(path.name)
     if found and found["host"] == socket.gethostname():
         pid = int(found["pid"])
         if pid == os.getpid():

@@ -167,6 +167,14 @@ SECTIONS: dict[str, dict[str, LazyCommand]] = {
         "trust": LazyCommand(
             "hvd_elastic.cli.cluster.check", "trust", "Show and accept the host keys of a hostfile."
         ),
+        "install": LazyCommand(
+            "hvd_elastic.cli.cluster.install",
+            "install",
+            "Bring this environment to the hosts of a hostfile, or upgrade it there.",
+        ),
+        "uninstall": LazyCommand(
+            "hvd_elastic.cli.cluster.install", "uninstall", "List and remove what is installed."
+        ),
         "doctor": LazyCommand(
             "hvd_elastic.cli.machine.doctor", "doctor", "Say what is installed, built and missing."
         ),

@@ -27,6 +27,7 @@ from hvd_elastic.hosts.remote_python import run_script
 from hvd_elastic.hosts.ssh import SshOptions, connect, is_local, own_address_towards
 from hvd_elastic.install.file_lock import file_lock
 from hvd_elastic.own_files import private_folder
+from hvd_elastic.replaced_files import write_whole
 
 _LIMIT_S = START_S + 30.0
 """Time limit of what is done on a host [s]."""
@@ -167,10 +168,7 @@ class ClusterRecord:
     def write(self, cluster: RayCluster) -> None:
         """Record a cluster, for this user alone."""
         for name, text in (("cluster.json", json.dumps(asdict(cluster))), (TOKEN, cluster.token)):
-            partial = self._folder / f"{name}.part"
-            partial.touch(mode=0o600)
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(self._folder / name)
+            write_whole(self._folder / name, text, mode=0o600)
 
     def forget(self) -> None:
         """Remove the record."""

@@ -32,6 +32,7 @@ from pathlib import Path
 from hvd_elastic.errors import HostfileError, StrangerError
 from hvd_elastic.formatting import count, hosts_named
 from hvd_elastic.own_files import check_configuration
+from hvd_elastic.replaced_files import write_whole
 
 # A mistake such as gpu[1-1000000000] must give an error instead of filling the memory.
 MAX_HOSTS = 65_536
@@ -251,15 +252,10 @@ def format_hostfile(hosts: Iterable[Host]) -> str:
 def write_hostfile(path: Path, hosts: Iterable[Host]) -> None:
     """Replace a hostfile in one step, so that who watches it never reads half of it.
 
-    One thread or process at a time may write the same file.
-
     Raises:
         OSError: it cannot be written; the old one is unchanged.
     """
-    new = path.with_name(f".{path.name}.new")
-    new.touch(mode=0o644)
-    new.write_text(format_hostfile(hosts), encoding="utf-8")
-    new.replace(path)
+    write_whole(path, format_hostfile(hosts), mode=0o644)
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ from hvd_elastic.json_text import parse_json
 from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.json_lines import EventFollower, Record, iter_events, read_events
 from hvd_elastic.records.process_lock import is_locked, take_lock
+from hvd_elastic.replaced_files import write_whole
 
 COMMAND_TIMEOUT_S = 20.0
 """How long to wait for the leader's answer [s]; during a takeover, it answers no requests."""
@@ -216,7 +217,7 @@ class RunFolder:
 
     def write_run(self, fields: Mapping[str, Any]) -> None:
         """Set these fields of run.json and keep the others; the file is replaced as a whole."""
-        _write_whole(self.run_json, {**self.read_run(), **fields})
+        _write_json(self.run_json, {**self.read_run(), **fields})
 
     @property
     def created(self) -> float:
@@ -301,7 +302,7 @@ class RunFolder:
         request_id = f"{time.time_ns():020d}-{secrets.token_hex(3)}"
         self.commands.mkdir(mode=0o700, exist_ok=True)
         try:
-            _write_whole(
+            _write_json(
                 self.commands / f"{request_id}.json", {**(fields or {}), "id": request_id, "op": op}
             )
         except OSError as error:
@@ -422,16 +423,6 @@ def list_runs(*, root: Path | None = None) -> list[RunFolder]:
     return sorted(runs, key=lambda run: (run.created, run.run_id), reverse=True)
 
 
-def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
-    try:
-        temporary.touch(mode=0o600)
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, default=str)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps(content, indent=1, default=str) + "\n"
+    write_whole(path, text, mode=0o600, synced=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import os
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -15,6 +13,7 @@ from typing import Any
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import date_words
+from hvd_elastic.replaced_files import write_whole
 
 MAX_ROWS = 200
 """Most rows of a table; for more, read the events."""
@@ -48,12 +47,9 @@ def write_page(path: Path, text: str) -> None:
     Raises:
         RunError: the file cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, text)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise RunError(
             f"cannot write the report to {path}: {error.strerror}. Choose another place with --out."
         ) from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import UsageError, VirtualClusterError
+from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.virtual import plan, sshfiles
 from hvd_elastic.virtual.loopback import Loopback, login_user
 from hvd_elastic.virtual.marks import marked_clusters, marks
@@ -393,10 +394,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
             files[Path(copy)] = sshfiles.hostfile_text(state)
         for path, text in files.items():
             try:
-                temporary = path.with_name(path.name + ".new")
-                temporary.touch(mode=0o644)
-                temporary.write_text(text)
-                temporary.replace(path)
+                write_whole(path, text, mode=0o644)
             except OSError as error:
                 if path.parent == self.folder:
                     raise unwritable(path, error.strerror) from error

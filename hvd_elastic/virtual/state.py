@@ -21,6 +21,7 @@ import msgspec
 from hvd_elastic.config import home
 from hvd_elastic.errors import VirtualClusterError
 from hvd_elastic.own_files import private_folder
+from hvd_elastic.replaced_files import write_whole
 
 # Increased whenever older versions cannot read the state any more.
 FORMAT = 1
@@ -116,13 +117,9 @@ def save_state(folder: Path, state: ClusterState) -> None:
         VirtualClusterError: it cannot be written.
     """
     path = folder / "state.json"
-    temporary = path.with_suffix(".new")
     try:
-        temporary.write_text(json.dumps({"format": FORMAT, **asdict(state)}, indent=2) + "\n")
-        temporary.replace(path)
+        write_whole(path, json.dumps({"format": FORMAT, **asdict(state)}, indent=2) + "\n")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise unwritable(path, error.strerror) from error
 
 

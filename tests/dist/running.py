@@ -422,7 +422,8 @@ class RunningJob:
     def digests(self) -> list[dict[str, Any]]:
         """What the ranks said they hold."""
         path = self.folder / "digests.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        # The last line may be incomplete while a rank appends to it.
+        lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
     def check_equal_parameters(self) -> None:

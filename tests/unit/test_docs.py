@@ -118,6 +118,8 @@ def test_options_named_in_prose_exist(page: Path) -> None:
         *("--check", "--framework"),
         # horovodrun
         *("--host-discovery-script", "--network-interfaces"),
+        # uv, docker
+        *("--seed", "--build-arg", "--network", "--ipc"),
         # sbatch
         *("--begin", "--chdir", "--comment", "--cpus-per-gpu", "--cpus-per-task", "--dependency"),
         *("--exclude", "--exclusive", "--export", "--gpus", "--gpus-per-node", "--gpus-per-task"),

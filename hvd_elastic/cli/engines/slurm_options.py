@@ -15,7 +15,11 @@ import typer
 
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cli.runs.run_options import RunOptions
-from hvd_elastic.cli.shared_options import AsJson, SshConfigOption  # noqa: F401  (RunOptions names it)
+from hvd_elastic.cli.shared_options import (  # RunOptions names the last two
+    AsJson,
+    SshConfigOption,  # noqa: F401
+    hostfile_option,  # noqa: F401
+)
 from hvd_elastic.config import home, runs_folder
 from hvd_elastic.errors import HostfileError, UsageError
 from hvd_elastic.hosts.hostfile import Host, Hostfile

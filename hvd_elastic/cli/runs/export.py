@@ -16,12 +16,12 @@ import typer
 
 from hvd_elastic.checkpoint.header import Header, TensorInfo
 from hvd_elastic.checkpoint.reader import load_arrays, named, read_header
-from hvd_elastic.checkpoint.whole_files import temporary_in
 from hvd_elastic.cli.jobs.naming import source_of
 from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import CheckpointError, RunError, UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.frameworks import TITLES
+from hvd_elastic.replaced_files import replacing
 from hvd_elastic.training.model_source import find_source
 
 _ENDINGS = {"safetensors": ".safetensors", "torch": ".pt", "keras": ".keras"}
@@ -226,9 +226,8 @@ def _function(named_so: str) -> Callable[[], Any]:
 def _whole(target: Path) -> Iterator[Path]:
     """Yield the name of a temporary file that becomes ``target`` when it is whole."""
     try:
-        with temporary_in(target.parent) as temporary:
+        with replacing(target) as temporary:
             yield temporary
-            temporary.replace(target)
     except OSError as error:
         raise RunError(
             f"{target} cannot be written: {error.strerror or error}; what was there is untouched"

@@ -13,7 +13,6 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from hvd_elastic.checkpoint.saved import differing, find_stored
-from hvd_elastic.checkpoint.whole_files import temporary_in
 from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.shared_options import AsJson, RequiredRun
@@ -21,6 +20,7 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bytes_words, date_words
 from hvd_elastic.hosts.programs.file_hash import hash_of
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.replaced_files import replacing
 
 _PIECE_BYTES = 1 << 20
 """Size of the pieces in which a file is read and copied."""
@@ -128,12 +128,11 @@ def _list(folder: RunFolder, as_json: bool) -> None:
 
 def _copy(source: Path, target: Path, run_id: str) -> None:
     """Copy a file, whole and as it was saved or not at all."""
-    with temporary_in(target.parent) as temporary:
+    with replacing(target) as temporary:
         with _opened(source, run_id) as file, temporary.open("xb") as copy:
             shutil.copyfileobj(file, copy, _PIECE_BYTES)
             copy.flush()
             os.fsync(copy.fileno())
-        temporary.replace(target)
 
 
 def _print(source: Path, run_id: str) -> None:

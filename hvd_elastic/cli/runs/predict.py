@@ -15,12 +15,12 @@ import msgspec
 import typer
 
 from hvd_elastic.checkpoint.url import is_url
-from hvd_elastic.checkpoint.whole_files import temporary_in, write_json
+from hvd_elastic.checkpoint.whole_files import write_json
 from hvd_elastic.cli.jobs.naming import source_of
 from hvd_elastic.cli.numbers import whole_number_option
 from hvd_elastic.cli.runs.leading import lead
 from hvd_elastic.cli.runs.run_options import RunOptions
-from hvd_elastic.cli.shared_options import EventsAsJson, SshConfigOption
+from hvd_elastic.cli.shared_options import EventsAsJson, SshConfigOption, hostfile_option
 from hvd_elastic.config import runs_folder
 from hvd_elastic.data.files import sha256_of
 from hvd_elastic.errors import RunError, UsageError
@@ -28,6 +28,7 @@ from hvd_elastic.formatting import count
 from hvd_elastic.json_text import parse_json
 from hvd_elastic.records.outputs import INDEX_FILE, TOTAL_FILE, joined, output_name, output_ranges
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.replaced_files import replacing
 from hvd_elastic.training.model_source import find_source
 from hvd_elastic.training.prediction import VARIABLE, Prediction
 
@@ -52,9 +53,7 @@ def predict(
     ] = None,
     hostfile: Annotated[
         Path | None,
-        typer.Option(
-            "--hostfile", "-H", help="hosts and slots; without it the GPUs of this machine"
-        ),
+        hostfile_option("--hosts", help="hosts and slots; without it the GPUs of this machine"),
     ] = None,
     np: Annotated[
         int | None,
@@ -268,9 +267,8 @@ def _move(source: Path, target: Path) -> None:
     try:
         source.replace(target)
     except OSError:
-        with temporary_in(target.parent) as temporary:
+        with replacing(target) as temporary:
             shutil.copyfile(source, temporary)
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
-            temporary.replace(target)
         source.unlink()

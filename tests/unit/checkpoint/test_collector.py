@@ -96,7 +96,7 @@ class Run:
         while self.collector.busy or not self.calls.empty():
             self.calls.get(timeout=30)()
 
-    def written(self, step: int, *indices: int, count: int = 2, **other: str) -> None:
+    def written(self, step: int, *indices: int, count: int = 2, **other: Any) -> None:
         for index in indices:
             name = f"node{index}"
             shard = spooled(self.hosts[name].spool, step, index, count, **other)
