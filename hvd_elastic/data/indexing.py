@@ -31,11 +31,12 @@ from hvd_elastic.data.index import (
     table_path,
 )
 from hvd_elastic.data.processes import in_processes
-from hvd_elastic.data.remote import RemoteFolder, is_url, refuse_web_page, selection
+from hvd_elastic.data.remote import RemoteFolder, refuse_web_page, selection
 from hvd_elastic.data.shard import OpenShard
 from hvd_elastic.data.tar import Tar
 from hvd_elastic.data.tfrecord import FROM_0, LIST, place
 from hvd_elastic.errors import DataError
+from hvd_elastic.urls import is_url
 
 _RECORDS = re.compile(r"\.tfrec|-\d{5,}-of-\d{5,}$")
 """Names of TFRecord files: ``x.tfrecord``, ``x.tfrecord-00000-of-00128``, and
