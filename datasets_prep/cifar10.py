@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from PIL import Image
 
-from datasets_prep import frame
+from datasets_prep import command_line, frame
 from datasets_prep.archives import download, require_md5
 from datasets_prep.frame import Source
 from hvd_elastic.data.files import file_size
@@ -63,7 +63,7 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
         classes = unpack(given.archive, raw)
         for name, files in SPLITS.items():
             sources = [source for file in files for source in list_batch(raw / file, len(classes))]
-            settings = frame.settings_of(given, ("png",), ToPng())
+            settings = command_line.settings_of(given, ("png",), ToPng())
             found.append(frame.prepare(given.out / name, sources, classes, settings))
     return found
 
@@ -103,7 +103,7 @@ def list_batch(path: Path, classes: int) -> list[Source]:
 
 def main() -> int:
     """Command line."""
-    parser = frame.options(__doc__ or "")
+    parser = command_line.options(__doc__ or "")
     parser.add_argument("--archive", type=Path, required=True, help="cifar-10-binary.tar.gz")
     parser.add_argument(
         "--download",
@@ -116,7 +116,7 @@ def main() -> int:
     parser.add_argument(
         "--checksum", action="store_true", help="compare the archive with the published MD5 first"
     )
-    return frame.main(parser, run)
+    return command_line.main(parser, run)
 
 
 if __name__ == "__main__":

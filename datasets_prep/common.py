@@ -1,17 +1,12 @@
-"""What the scripts of this folder share: a progress bar, one writer at a time, numbers."""
+"""What the scripts of this folder share: a progress bar, and numbers as options."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-
-from hvd_elastic.errors import DataError
 
 
 @contextlib.contextmanager
@@ -56,20 +51,6 @@ def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
             print(f"{label}: {done} of {total} ({rate:,.0f}/s{left})", file=sys.stderr, flush=True)
 
     yield advance
-
-
-@contextlib.contextmanager
-def sole_writer(out: Path, *, waits: bool = False) -> Iterator[None]:
-    """Let one call at a time write to the folder; ``waits``: the next one waits for its turn."""
-    descriptor = os.open(out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise DataError(f"another call is writing to {out}; wait for its end") from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
-import io
 import os
-import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from datasets_prep.packed import BROKEN, CHUNK_BYTES, PACKED, opened, unpacked_size
 from hvd_elastic.data.files import file_size
 from hvd_elastic.errors import DataError
 from hvd_elastic.json_text import parse_json
 
 TEXTS, LINES = (".txt", ".md", ".text"), (".jsonl", ".ndjson")
-PACKED = (".gz", ".zst")
 _PACKED_PIECE_BYTES, _PACKED_PIECES = 16 << 20, 64
 """A packed file is unpacked from its start for each piece, so there are few of them."""
 _BLOCK = 1 << 16  # within which a line should end
-_SKIP_BYTES = 1 << 20
 _SHOWN_LINES = 3
 _DAMAGED = -1  # in place of a size
 _CHANGED = "it has changed since it was listed"
@@ -160,7 +156,7 @@ class Pieces(Sequence[Piece]):
         if packed:
             size = _DAMAGED
             with contextlib.suppress(DataError):
-                size = _unpacked_size(str(path))
+                size = unpacked_size(str(path))
             step = max(step, _PACKED_PIECE_BYTES, size // _PACKED_PIECES)
         number = len(self._sizes)
         self._names += os.fsencode(os.path.relpath(path, self._root))
@@ -223,13 +219,13 @@ def read_part(part: Part) -> Iterator[Document]:
         OSError: it cannot be read.
     """
     if part.size == _DAMAGED:
-        _unpacked_size(part.path)  # raises
+        unpacked_size(part.path)  # raises
     if part.size <= 0:
         raise DataError("it is empty (0 bytes)" if not part.size else _CHANGED)
     try:
-        with _opened(part.path) as stream:
+        with opened(part.path) as stream:
             place, data = _read_lines(stream, part, cut=not part.field)
-    except (EOFError, gzip.BadGzipFile, zlib.error):
+    except BROKEN:
         raise DataError(_CHANGED) from None
     if place == 0:
         data = data.removeprefix(_BOM)
@@ -291,7 +287,7 @@ def _skip(stream: IO[bytes], count: int) -> None:
         stream.seek(count, os.SEEK_CUR)
         return
     while count > 0:
-        count -= len(stream.read(min(count, _SKIP_BYTES))) or count
+        count -= len(stream.read(min(count, CHUNK_BYTES))) or count
 
 
 def _decoded(data: bytes, place: int) -> tuple[str, str]:
@@ -353,74 +349,3 @@ def _text_of(line: bytes, place: int, field: str) -> tuple[str, str]:
         text, damage = text.encode(errors="replace").decode(), "half a character at the line of "
         damage += f"byte {place} is ? now"
     return text, damage
-
-
-# -- packed files ----------------------------------------------------------------------------------
-
-
-def _opened(path: str) -> Any:
-    """Open a file to read it, unpacked."""
-    ending = os.path.splitext(path)[1].lower()  # noqa: PTH122
-    if ending == ".gz":
-        return gzip.open(path, "rb")
-    if ending == ".zst":
-        return io.BufferedReader(_Zstandard(path), _SKIP_BYTES)
-    return Path(path).open("rb")
-
-
-def _unpacked_size(path: str) -> int:
-    """Return the size of a packed file once it is unpacked.
-
-    Raises:
-        DataError: it is damaged.
-        OSError: it cannot be read.
-    """
-    size = 0
-    try:
-        with _opened(path) as stream:
-            while count := len(stream.read(_SKIP_BYTES)):
-                size += count
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"it is damaged ({error}); copy it again") from None
-    return size
-
-
-class _Zstandard(io.RawIOBase):
-    """A file of Zstandard frames, unpacked; the library's own reader takes a cut one for whole."""
-
-    def __init__(self, path: str) -> None:
-        try:
-            import zstandard
-        except ModuleNotFoundError:
-            raise OSError(0, "it needs a library: pip install zstandard", path) from None
-        self._file = Path(path).open("rb")  # noqa: SIM115
-        self._new = zstandard.ZstdDecompressor().decompressobj
-        self._error = zstandard.ZstdError
-        self._frame: Any = None
-        self._rest = self._out = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._out:
-            packed = self._rest or self._file.read(_BLOCK)
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError("it ends within a frame")
-                return 0
-            self._frame = self._frame or self._new()
-            try:
-                self._out = self._frame.decompress(packed)
-            except self._error as error:
-                raise EOFError(str(error)) from None
-            self._rest = self._frame.unused_data
-            if self._frame.eof:
-                self._frame = None
-        count = min(len(buffer), len(self._out))
-        buffer[:count], self._out = self._out[:count], self._out[count:]
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

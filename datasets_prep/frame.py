@@ -1,4 +1,4 @@
-"""The frame of the scripts that write shards: options, processes, resuming, errors.
+"""The frame of the scripts that write shards: what is shared out, skipped, and indexed.
 
 A script lists where its raw examples lie (:class:`Source`) and gives a function that turns the
 bytes of one into the values of its examples; :func:`prepare` does the rest.
@@ -6,48 +6,53 @@ bytes of one into the values of its examples; :func:`prepare` does the rest.
 
 from __future__ import annotations
 
-import argparse
-import glob
 import hashlib
-import io
-import json
-import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from datasets_prep.common import progress_bar, sole_writer, whole_number
-from datasets_prep.on_hosts import ON_HOST, OnHost, prepare_on_hosts
-from hvd_elastic.data.files import file_size, sha256_of, write_whole
+from datasets_prep.common import progress_bar
+from datasets_prep.on_hosts import OnHost, prepare_on_hosts
+from datasets_prep.resuming import (
+    COUNTS,
+    JOURNAL,
+    SIZES,
+    SKIPPED,
+    Done,
+    done_before,
+    note,
+    remove_made,
+    skipped_before,
+    whole_of,
+)
+from hvd_elastic.data.example import as_bytes, readable
+from hvd_elastic.data.files import file_size, sha256_of, sole_writer, write_whole
 from hvd_elastic.data.index import (
     INDEX,
     LAYOUTS,
-    VERSION,
     Index,
     Shard,
+    fields_of,
     load_index,
-    require_size,
+    make_table,
     save_table,
-    table_path,
 )
 from hvd_elastic.data.processes import in_processes
 from hvd_elastic.data.writer import ShardWriter
-from hvd_elastic.errors import DataError, HvdElasticError
-from hvd_elastic.hosts.programs.cores import usable_cores
+from hvd_elastic.errors import DataError
 from hvd_elastic.model.sharding import permutation
 
-JOURNAL, SKIPPED = ".prepared.jsonl", "skipped.txt"
 _STEM = 48  # most characters of a source's name in a key
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_VERSION = 1  # raised when the same sources and settings give other shards
 _PLACE_DIGITS = 8  # of a source's place in the order, with which a key begins
-_SHOWN = 5
-_SIZES, _COUNTS = "sizes_sha256", "counts"  # in what data were made from
 
 
 class Converted(NamedTuple):
@@ -161,13 +166,6 @@ class _Task(NamedTuple):
     sources: Sequence[AnySource]
 
 
-class _Done(NamedTuple):
-    shard: dict[str, Any]
-    sources: int
-    skipped: list[str]
-    counts: Mapping[str, int] = {}
-
-
 def prepare(
     folder: Path, sources: Sequence[AnySource], classes: Sequence[str], settings: Settings
 ) -> dict[str, Any]:
@@ -185,7 +183,7 @@ def prepare(
     if not sources:
         raise DataError(f"there is nothing to prepare for {folder}")
     newest: float = getattr(sources, "newest", 0.0)
-    classes = [_readable(name) for name in classes]
+    classes = [readable(name) for name in classes]
     if twice := [name for name, count in Counter(classes).items() if count > 1]:
         raise DataError(f"two classes have the name {twice[0]!r}; each needs a name of its own")
     count = len(sources)
@@ -195,7 +193,7 @@ def prepare(
     fields = (*settings.fields, "cls") if labelled else settings.fields
     made_from = {
         **settings.made_from,
-        "version": VERSION,
+        "version": _VERSION,
         "layout": settings.layout,
         "sources": len(sources),
         **_digests(sources),
@@ -227,8 +225,8 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     with sole_writer(folder, waits=on_host is not None):
         if settings.again:
-            _remove_made(folder)
-        done = _done_before(folder, made_from, shards_too=on_host is not None)
+            remove_made(folder)
+        done = done_before(folder, made_from, shards_too=on_host is not None)
         if done is None:
             index = load_index(folder)
             if newest > (folder / INDEX).stat().st_mtime:
@@ -237,35 +235,29 @@ def prepare(
                     "changed, make it anew with --again",
                     file=sys.stderr,
                 )
-            counts = index.made_from.get(_COUNTS, {})
-            return _found(folder, index, len(index.shards), _skipped_before(folder), counts)
-        there = len(done)
+            counts = index.made_from.get(COUNTS, {})
+            return _found(folder, index, len(index.shards), skipped_before(folder), counts)
         with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
             if journal.tell() == 0:
-                _note(journal, made_from)
+                note(journal, made_from)
             write = partial(_write_shard, settings, fields)
             if on_host is not None and on_host.names:
-                listed = {*Path(on_host.names).read_text(encoding="utf-8").split("\n")}
-                wanted = [n for n, path in enumerate(paths) if path.name in listed]
-                tasks = _tasks(paths, sources, bounds, wanted)
-                lacking = (task for task in tasks if not task.path.exists())
-                for _ in in_processes(write, lacking, settings.processes):
-                    pass
-                # Not one by one, so that a call that is killed leaves all it has done for the next.
-                for number in wanted:
-                    paths[number].replace(Path(on_host.out) / paths[number].name)
+                tasks_of = partial(_tasks, paths, sources, bounds)
+                _write_listed(on_host, paths, tasks_of, write, settings.processes)
                 return {}
+            done = whole_of(folder, done, settings.processes)
+            there = len(done)
             work = write if on_host is None else partial(_read_shard, settings)
             missing = [number for number in range(len(paths)) if number not in done]
             left = sum(bounds[number + 1] - bounds[number] for number in missing)
             tasks = _tasks(paths, sources, bounds, missing)
             with progress_bar(f"{folder.name}: preparing", max(1, left)) as advance:
                 for number, result in in_processes(work, tasks, settings.processes):
-                    _note(journal, {"number": number, **result._asdict()})
+                    note(journal, {"number": number, **result._asdict()})
                     done[number] = result
                     advance(result.sources)
         shards = [Shard(**done[number].shard) for number in range(len(paths))]
-        skipped = [line for number in range(len(paths)) for line in done[number].skipped]
+        skipped = [_one_line(line) for number in range(len(paths)) for line in done[number].skipped]
         counts = Counter[str]()
         for each in done.values():
             counts.update(each.counts)
@@ -273,9 +265,9 @@ def prepare(
             why = f"; the first: {skipped[0]}" if skipped else ": the data are too short for one"
             raise DataError(f"none of {len(sources)} sources gave an example{why}")
         if skipped:
-            write_whole(folder / SKIPPED, _bytes("".join(f"{line}\n" for line in skipped)))
+            write_whole(folder / SKIPPED, as_bytes("".join(f"{line}\n" for line in skipped)))
         if counts:
-            made_from[_COUNTS] = dict(counts)
+            made_from[COUNTS] = dict(counts)
         index = Index(settings.layout, fields, tuple(shards), tuple(classes), made_from)
         index.save(folder)
         for path in (folder / JOURNAL, *folder.glob(".*.part")):  # the latter of calls before
@@ -283,48 +275,31 @@ def prepare(
     return _found(folder, index, there, skipped, counts)
 
 
+def _write_listed(
+    on_host: OnHost,
+    paths: Sequence[Path],
+    tasks: Callable[[Iterable[int]], Iterator[_Task]],
+    write: Callable[[_Task], object],
+    processes: int,
+) -> None:
+    """Write the shards that this host was given, and move them to where the copy expects them."""
+    listed = {*Path(on_host.names).read_text(encoding="utf-8").split("\n")}
+    wanted = [number for number, path in enumerate(paths) if path.name in listed]
+    lacking = (task for task in tasks(wanted) if not task.path.exists())
+    for _ in in_processes(write, lacking, processes):
+        pass
+    # Not one by one, so that a call that is killed leaves all it has done for the next.
+    for number in wanted:
+        paths[number].replace(Path(on_host.out) / paths[number].name)
+
+
 def _digests(sources: Sequence[AnySource]) -> dict[str, str]:
     """Return the SHA-256 of the names of sources, and of their files' sizes."""
     names, sizes = hashlib.sha256(), hashlib.sha256()
     for source in sources:
-        names.update(_bytes(source.identity))
+        names.update(as_bytes(source.identity))
         sizes.update(b"%d\n" % source.file_bytes)
-    return {"sources_sha256": names.hexdigest(), _SIZES: sizes.hexdigest()}
-
-
-def _bytes(text: str) -> bytes:
-    """Return a text with names of files in bytes, which need not be UTF-8."""
-    return text.encode(errors="surrogateescape")
-
-
-def _readable(name: str) -> str:
-    r"""Return the name of a file as JSON can hold it.
-
-    >>> _readable(os.fsdecode(b"caf\xe9")), _readable("é")
-    ('caf\\xe9', 'é')
-    """
-    return _bytes(name).decode(errors="backslashreplace")
-
-
-def _remove_made(folder: Path) -> None:
-    """Remove what an earlier call has written to a folder, and nothing else.
-
-    Raises:
-        DataError: the folder was not made by such a call.
-    """
-    names = [SKIPPED, JOURNAL]
-    if (folder / INDEX).exists():
-        index = load_index(folder)
-        if "sources_sha256" not in index.made_from:
-            raise DataError(
-                f"{folder} holds shards that were indexed, not made; remove it yourself"
-            )
-        names += [shard.name for shard in index.shards]
-    elif (folder / JOURNAL).exists():
-        names += [path.name for path in folder.glob(f"{glob.escape(folder.name)}[-.]*")]
-    for name in (*names, INDEX):  # the index last, for a call that is killed here
-        table_path(folder / name).unlink(missing_ok=True)
-        (folder / name).unlink(missing_ok=True)
+    return {"sources_sha256": names.hexdigest(), SIZES: sizes.hexdigest()}
 
 
 def _found(
@@ -339,85 +314,6 @@ def _found(
         "there": there,
         "skipped": skipped,
     }
-
-
-def _skipped_before(folder: Path) -> list[str]:
-    try:
-        return (folder / SKIPPED).read_text("utf-8", "surrogateescape").split("\n")[:-1]
-    except FileNotFoundError:
-        return []
-
-
-def _done_before(
-    folder: Path, made_from: dict[str, Any], *, shards_too: bool = False
-) -> dict[int, _Done] | None:
-    """Return the shards of an earlier call by number; None: it has written all.
-
-    Args:
-        folder: of the shards.
-        made_from: settings of this call.
-        shards_too: whether shards of other hosts may lie there.
-
-    Raises:
-        DataError: the folder holds something else.
-    """
-    if (folder / INDEX).exists():
-        index = load_index(folder)
-        _require_same(folder, index.made_from, made_from)
-        for shard in index.shards:
-            require_size(folder / shard.name, shard)
-        return None
-    try:
-        lines = (folder / JOURNAL).read_bytes().split(b"\n")
-    except FileNotFoundError:
-        other = [path.name for path in folder.iterdir() if path.name[0] != "."]
-        if other and not shards_too:
-            raise DataError(
-                f"{folder} holds other files ({other[0]}); name a new or empty folder"
-            ) from None
-        return {}
-    if len(lines) < 2:  # killed while it wrote the first line
-        (folder / JOURNAL).unlink()
-        return {}
-    # Killed while it wrote the last line; the next one must not be appended to that.
-    os.truncate(folder / JOURNAL, sum(len(line) + 1 for line in lines[:-1]))
-    try:
-        was, *entries = map(json.loads, lines[:-1])
-        _require_same(folder, was, made_from)
-        done = {entry.pop("number"): _Done(**entry) for entry in entries}
-        return {number: each for number, each in done.items() if _is_there(folder, each)}
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise DataError(f"{folder / JOURNAL} is damaged; remove {folder} and begin anew") from None
-
-
-def _is_there(folder: Path, done: _Done) -> bool:
-    try:
-        return (folder / done.shard["name"]).stat().st_size == done.shard["bytes"]
-    except FileNotFoundError:  # somebody has removed it
-        return False
-
-
-def _require_same(folder: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
-    names = {*was, *now} - {_COUNTS}
-    if _SIZES not in was:  # an earlier release made it
-        names.discard(_SIZES)
-    other = sorted(name for name in names if was.get(name) != now.get(name))
-    if other:
-        settings = [name for name in other if name not in ("sources_sha256", _SIZES)]
-        difference = "files that have changed since"
-        if settings:
-            name = settings[0]
-            difference = f"{name.replace('_', ' ')} {was.get(name)} instead of {now.get(name)}"
-        raise DataError(
-            f"{folder} was made from {difference}; name another folder, make this one anew with "
-            "--again, or use its settings"
-        )
-
-
-def _note(journal: Any, entry: dict[str, Any]) -> None:
-    journal.write(json.dumps(entry) + "\n")
-    journal.flush()
-    os.fsync(journal.fileno())
 
 
 class _Ordered(Sequence[AnySource]):
@@ -469,13 +365,13 @@ def _tasks(
         yield _Task(paths[number], number, first, sources[first : bounds[number + 1]])
 
 
-def _read_shard(settings: Settings, task: _Task) -> tuple[int, _Done]:
+def _read_shard(settings: Settings, task: _Task) -> tuple[int, Done]:
     """Make the table of a shard that a host has written, and its entry in the index."""
     if not task.path.exists():
         raise DataError(f"{task.path} did not arrive; the same call goes on")
     examples = list(LAYOUTS[settings.layout].scan(task.path))
     if examples:
-        save_table(task.path, examples)
+        save_table(task.path, make_table(examples, fields_of(examples)))
     found = {int(example.key[:_PLACE_DIGITS]) for example in examples}
     skipped = []
     for place, source in enumerate(task.sources, task.first):
@@ -492,7 +388,7 @@ def _read_shard(settings: Settings, task: _Task) -> tuple[int, _Done]:
                 )
     size = task.path.stat().st_size
     shard = Shard(task.path.name, len(examples), size, sha256_of(task.path))
-    return task.number, _Done(_as_dict(shard), len(task.sources), skipped)
+    return task.number, Done(_as_dict(shard), len(task.sources), skipped)
 
 
 def _converted(settings: Settings, source: AnySource) -> Converted:
@@ -500,11 +396,20 @@ def _converted(settings: Settings, source: AnySource) -> Converted:
     return found if isinstance(found, Converted) else Converted(found)
 
 
+def _one_line(text: str) -> str:
+    r"""Return a text with its line ends and other control characters escaped.
+
+    >>> print(_one_line("a\nb.jpg: it is empty"))
+    a\nb.jpg: it is empty
+    """
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def _reason(source: AnySource, error: Exception) -> str:
     return f"{source.name}: {getattr(error, 'strerror', None) or error}"
 
 
-def _write_shard(settings: Settings, fields: Sequence[str], task: _Task) -> tuple[int, _Done]:
+def _write_shard(settings: Settings, fields: Sequence[str], task: _Task) -> tuple[int, Done]:
     skipped: list[str] = []
     counts = Counter[str]()
     with ShardWriter(task.path, settings.layout, fields) as writer:
@@ -526,118 +431,8 @@ def _write_shard(settings: Settings, fields: Sequence[str], task: _Task) -> tupl
                 part = f"_{number:06d}" if len(examples) > 1 else ""
                 writer.add(f"{place:0{_PLACE_DIGITS}d}_{stem}{part}", (*values, *label))
         shard = writer.finish()
-    return task.number, _Done(_as_dict(shard), len(task.sources), skipped, dict(counts))
+    return task.number, Done(_as_dict(shard), len(task.sources), skipped, dict(counts))
 
 
 def _as_dict(shard: Shard) -> dict[str, Any]:
     return {name: getattr(shard, name) for name in shard.__struct_fields__}
-
-
-# ---- command line
-
-
-def options(description: str, *, per_shard: int | None = 1000) -> argparse.ArgumentParser:
-    """Return a parser with the options that all scripts have; ``per_shard``: None: not that one."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False,  # the hosts get the options as they are written, less --hostfile
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 all well, 1 something is wrong and was named, 2 wrong usage, 130\n"
-        "interrupted. The same call goes on where an interrupted or killed one stopped.",
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument(
-        "--format", choices=("tar", "tfrecord"), default="tar", help="of the shards (tar)"
-    )
-    if per_shard is not None:
-        parser.add_argument(
-            "--per-shard",
-            type=whole_number(1),
-            default=per_shard,
-            help=f"files of the source in a shard ({per_shard})",
-        )
-    parser.add_argument("--sample", type=whole_number(1), help="use this many of them, for a trial")
-    parser.add_argument("--strict", action="store_true", help="stop at a damaged one")
-    parser.add_argument(
-        "--again", action="store_true", help="make --out anew, such as from a source that changed"
-    )
-    parser.add_argument(
-        "--processes",
-        type=whole_number(1),
-        default=usable_cores(),
-        help="one for each core that may be used",
-    )
-    parser.add_argument(
-        "--hostfile",
-        type=Path,
-        help="share the work among these hosts, which see script and source at the same paths; "
-        "afterwards all have all shards",
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument(ON_HOST, nargs="+", default=(), help=argparse.SUPPRESS)
-    return parser
-
-
-def picture_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of scripts that encode pictures."""
-    parser.add_argument(
-        "--resize", type=whole_number(0), default=0, help="shorter side, if longer (0: as it is)"
-    )
-    parser.add_argument("--quality", type=whole_number(1, 100), default=92, help="of JPEG (92)")
-
-
-def settings_of(
-    given: argparse.Namespace, fields: tuple[str, ...], convert: Convert, **more: Any
-) -> Settings:
-    """Return the settings that the common options ask for."""
-    made_from = asdict(convert) if hasattr(convert, "__dataclass_fields__") else {}  # type: ignore[call-overload]
-    return Settings(
-        given.format,
-        fields,
-        getattr(given, "per_shard", 0),
-        convert,
-        made_from,
-        strict=given.strict,
-        again=given.again,
-        sample=given.sample,
-        processes=given.processes,
-        hostfile=given.hostfile,
-        on_host=OnHost(*given.on_host) if given.on_host else None,
-        **more,
-    )
-
-
-def main(
-    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], list[dict[str, Any]]]
-) -> int:
-    """Parse the command line, run, and print what was done or what is wrong; exit status."""
-    given = parser.parse_args()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of files need not be UTF-8
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        found = [each for each in run(given) if each]
-    except HvdElasticError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or given.out}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; the same call goes on where this one stopped", file=sys.stderr)
-        return 130
-    if given.json:
-        print(json.dumps(found))
-        return 0
-    for each in found:
-        for line in each["skipped"][:_SHOWN]:
-            print(f"skipped {line}")
-        if len(each["skipped"]) > _SHOWN:
-            print(f"and {len(each['skipped']) - _SHOWN} more, in {each['folder']}/{SKIPPED}")
-        if "tokens" in each:
-            print(f"{each['tokens']:,} tokens used, {each['tokens_lost']:,} lost at ends of pieces")
-        print(
-            f"{each['folder']}: {each['examples']} examples in {each['shards']} shards, "
-            f"{each['bytes'] / 1e6:,.1f} MB; {len(each['skipped'])} skipped"
-        )
-    return 0

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from datasets_prep import frame, pictures
+from datasets_prep import command_line, frame, pictures
 from hvd_elastic.errors import DataError
 
 SPLITS = (("train", "training"), ("val", "valid", "validation"), ("test", "testing"))
@@ -33,7 +33,9 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
         raise DataError(
             f"--out {given.out} is in the source, {source}; name a folder outside of it"
         )
-    settings = frame.settings_of(given, ("jpg",), pictures.ToJpeg(given.resize, given.quality))
+    settings = command_line.settings_of(
+        given, ("jpg",), pictures.ToJpeg(given.resize, given.quality)
+    )
     splits = splits_in(source, given.classes)
     first = source / splits[0]
     if given.classes is not None:
@@ -107,11 +109,11 @@ def splits_in(source: Path, classes: Path | None) -> list[str]:
 
 def main() -> int:
     """Command line."""
-    parser = frame.options(__doc__ or "")
+    parser = command_line.options(__doc__ or "")
     parser.add_argument("--source", type=Path, required=True, help="folder of pictures")
     parser.add_argument("--classes", type=Path, help="file with a class in each line")
-    frame.picture_options(parser)
-    return frame.main(parser, run)
+    command_line.picture_options(parser)
+    return command_line.main(parser, run)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from datasets_prep import frame, image_folder, pictures
+from datasets_prep import command_line, frame, image_folder, pictures
 from datasets_prep.archives import Member, require_md5, tar_files
 from datasets_prep.frame import Source
 from hvd_elastic.data.files import file_size
@@ -52,7 +52,9 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     if given.checksum:
         for path in archives:
             require_md5(path, PUBLISHED_MD5[path.name])
-    settings = frame.settings_of(given, ("jpg",), pictures.ToJpeg(given.resize, given.quality))
+    settings = command_line.settings_of(
+        given, ("jpg",), pictures.ToJpeg(given.resize, given.quality)
+    )
     train, classes = list_train(source / TRAIN)
     val = list_val(source / VAL, source / DEVKIT, classes)
     return [
@@ -163,13 +165,13 @@ def _members(file: tarfile.TarFile, archive: Path) -> list[Member]:
 
 def main() -> int:
     """Command line."""
-    parser = frame.options(__doc__ or "")
+    parser = command_line.options(__doc__ or "")
     parser.add_argument("--source", type=Path, required=True, help="folder of archives or classes")
     parser.add_argument(
         "--checksum", action="store_true", help="compare the archives with the published MD5 first"
     )
-    frame.picture_options(parser)
-    return frame.main(parser, run)
+    command_line.picture_options(parser)
+    return command_line.main(parser, run)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ if str(ROOT) not in sys.path:
 try:
     from PIL import Image, UnidentifiedImageError
 
-    from datasets_prep.common import progress_bar, sole_writer, whole_number
+    from datasets_prep.common import progress_bar, whole_number
     from datasets_prep.shapes import DRAWING, MOST_CLASSES, draw_picture, look_of
-    from hvd_elastic.data.files import file_size
+    from hvd_elastic.data.files import file_size, sole_writer
     from hvd_elastic.data.processes import in_processes
     from hvd_elastic.errors import DataError
     from hvd_elastic.hosts.programs.cores import usable_cores

@@ -6,7 +6,7 @@ python datasets_prep/index_shards.py /data/shards --verify
 python datasets_prep/index_shards.py /read-only/shards --index /data/index
 python datasets_prep/index_shards.py 'https://store/train-{000..127}.tar' --index /data/index
 
-A second call reads only the shards that have changed.
+A second call reads only the shards that have changed, and what an interrupted one has not read.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from datasets_prep.pictures import read_classes
 from hvd_elastic.data.indexing import build_index, verify
-from hvd_elastic.data.remote import is_url, selection
+from hvd_elastic.data.remote import selection
 from hvd_elastic.errors import DataError
+from hvd_elastic.urls import is_url
+
+_SHOWN = 5
 
 
 def main() -> int:
@@ -44,11 +47,12 @@ def main() -> int:
     parser.add_argument(
         "--processes", type=int, default=len(os.sched_getaffinity(0)), help="(default: %(default)s)"
     )
+    parser.add_argument("--again", action="store_true", help="read all shards, also unchanged ones")
     parser.add_argument("--verify", action="store_true", help="compare the shards with the index")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     given = parser.parse_args()
-    if given.verify and given.classes is not None:
-        parser.error("--classes goes with indexing, not with --verify")
+    if given.verify and (given.classes is not None or given.again):
+        parser.error("--classes and --again go with indexing, not with --verify")
     if given.verify and (is_url(given.folder) or selection(given.folder)[1] is not None):
         parser.error("--verify takes the folder of the shards, not a URL or names with braces")
     if given.processes < 1:
@@ -64,6 +68,7 @@ def main() -> int:
                 subfolders=given.subfolders,
                 labels_from=given.labels_from,
                 processes=given.processes,
+                again=given.again,
             )
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -72,7 +77,7 @@ def main() -> int:
         print(f"error: {error.filename or given.folder}: {error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; no index was written", file=sys.stderr)
+        print("interrupted; the same call goes on where this one stopped", file=sys.stderr)
         return 130
     examples = sum(shard.examples for shard in index.shards)
     left_out = Counter[str]()
@@ -91,6 +96,9 @@ def main() -> int:
     if left_out:
         names = ", ".join(f"{number} {name}" for name, number in left_out.most_common(10))
         print(f"{left_out.total()} members are part of no example and left out: {names}")
+    if index.classes:
+        more = ", …" if len(index.classes) > _SHOWN else ""
+        print(f"{len(index.classes)} classes: {', '.join(index.classes[:_SHOWN])}{more}")
     if index.labelled and index.layout == "tfrecord":
         print(f"labels: {index.labels_from} is the first class (--labels-from), and read as 0")
     return 0

@@ -30,10 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from datasets_prep import frame
+from datasets_prep import command_line, frame
 from datasets_prep.common import whole_number
-from datasets_prep.documents import LINES, PACKED, TEXTS, Document, Pieces
+from datasets_prep.documents import LINES, TEXTS, Document, Pieces
 from datasets_prep.frame import Converted
+from datasets_prep.packed import PACKED
 from hvd_elastic.data.files import write_whole
 from hvd_elastic.errors import DataError
 
@@ -140,7 +141,7 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
         convert = ToTokens(given.length, str(tokenizer.absolute()), digest, separator)
     elif given.separator is not None:
         raise DataError("--separator names a token of --tokenizer; a byte 0 separates bytes")
-    settings = frame.settings_of(given, ("npy",), convert)
+    settings = command_line.settings_of(given, ("npy",), convert)
     made_from = {**settings.made_from, "field": given.field, "piece_bytes": piece_bytes}
     settings = dataclasses.replace(
         settings, made_from=made_from, shard_bytes=given.shard_megabytes * 1_000_000
@@ -186,7 +187,7 @@ def _texts(pieces: Pieces) -> Iterator[str]:
 
 def main() -> int:
     """Command line."""
-    parser = frame.options(__doc__ or "", per_shard=None)
+    parser = command_line.options(__doc__ or "", per_shard=None)
     parser.add_argument("--source", type=Path, required=True, help="text file, or folder of them")
     parser.add_argument("--length", type=whole_number(1), default=1024, help="tokens (1024)")
     parser.add_argument("--field", help="of JSON lines, that holds the text")
@@ -197,7 +198,7 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--tokenizer", type=Path, help="a tokenizer.json")
     which.add_argument("--vocabulary", type=whole_number(257), help="train one of so many tokens")
-    return frame.main(parser, run)
+    return command_line.main(parser, run)
 
 
 if __name__ == "__main__":

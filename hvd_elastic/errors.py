@@ -2,6 +2,7 @@
 
     HvdElasticError
     ├── UsageError             wrong flags or arguments (exit status 2)
+    │   └── ArgumentError          wrong arguments of a function; also a ValueError
     ├── SeveralErrors          several errors, found at the same time
     ├── HostfileError          a line of a hostfile cannot be read
     ├── SshError               a host cannot be used over ssh
@@ -10,7 +11,7 @@
     │   ├── HostKeyError           unknown or changed host key
     │   └── LoginRefusedError      no key, or not the right one
     ├── StrangerError          a file, folder or socket belongs to another user
-    ├── RunError               a run cannot start, be found or go on
+    ├── RunError               a run cannot start, be found or go on; also a RuntimeError
     ├── ScriptError            the user's training script is used in a way that cannot work
     ├── CheckpointError        a checkpoint cannot be written or read
     ├── DataError              a data set cannot be prepared, indexed or read
@@ -41,6 +42,13 @@ class UsageError(HvdElasticError):
     """Wrong flags or arguments."""
 
     exit_status = 2
+
+
+class ArgumentError(UsageError, ValueError):
+    """Wrong arguments of a function or class; a ValueError, as Python's own classes raise it.
+
+    :class:`UsageError` is none, since typer replaces the message of a ValueError by its own.
+    """
 
 
 class SeveralErrors(HvdElasticError):  # noqa: N818  # the plural says what it is
@@ -94,7 +102,7 @@ class StrangerError(HvdElasticError):
     """A file, folder or socket belongs to another user, or others may change it."""
 
 
-class RunError(HvdElasticError):
+class RunError(HvdElasticError, RuntimeError):
     """A run cannot start, be found or go on."""
 
 

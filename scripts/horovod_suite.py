@@ -43,7 +43,7 @@ _SHOWN = 4000  # last characters of the output
 WORST = ("crashed", "failed", "skipped", "passed")
 LAUNCH = "from horovod.runner.launch import run_commandline; run_commandline()"
 PLUGIN = """
-import inspect, json, os, sys
+import faulthandler, inspect, json, os, sys
 import pytest
 
 _told = open(os.environ["SUITE_RESULTS"] + "/" + os.environ["HOROVOD_RANK"], "a", buffering=1)
@@ -59,6 +59,7 @@ def pytest_collection_modifyitems(config, items):
             kind.tearDown = meet
 
 def pytest_runtest_logstart(nodeid, location):
+    faulthandler.dump_traceback_later(float(os.environ["SUITE_LIMIT_S"]), exit=True)
     _told.write(json.dumps([nodeid.split("::")[-1], "crashed"]) + "\\n")
 
 def pytest_runtest_logreport(report):
@@ -106,7 +107,7 @@ def worst(rows: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def run_file(build: Path, tests: Path, file: str, limit_s: float) -> dict[str, str]:
-    """Return the outcome of each test of a file."""
+    """Return the outcome of each test of a file; one that takes longer than the limit crashed."""
     done: dict[str, str] = {}
     while True:
         with tempfile.TemporaryDirectory() as results, tempfile.TemporaryFile() as log:
@@ -115,21 +116,17 @@ def run_file(build: Path, tests: Path, file: str, limit_s: float) -> dict[str, s
                 "PYTHONPATH": os.pathsep.join([str(build), str(tests)]),
                 "SUITE_RESULTS": results,
                 "SUITE_DONE": json.dumps([*done]),
+                "SUITE_LIMIT_S": str(limit_s),
             }
             pytest = ["-m", "pytest", "-q", "-x", "-p", "suite_plugin", "-p", "no:xdist"]
             command = [sys.executable, "-c", LAUNCH, "--gloo", "-np", "2", sys.executable]
-            process = subprocess.Popen(
+            status = subprocess.run(
                 [*command, *pytest, str(tests / "parallel" / file)],
                 env=environment,
                 cwd=tests,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-            )
-            try:
-                status = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                status = process.wait()
+            ).returncode
             found: dict[str, str] = {}
             for path in sorted(Path(results).iterdir()):
                 rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -162,7 +159,7 @@ def main() -> None:
     parser.add_argument("checkout", type=Path, help="a checkout of Horovod 0.28.1")
     parser.add_argument("--builds", nargs="+", default=["ours", "unpatched"])
     parser.add_argument("--files", nargs="+", default=FILES)
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds without an end")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for a test")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at once")
     chosen = parser.parse_args()
     source = chosen.checkout / "test"

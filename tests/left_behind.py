@@ -51,7 +51,9 @@ class LeftBehind:
         if nextitem is not None and nextitem.path == item.path:
             return
         before, now, self._before = self._before or {}, _state(), None
-        if "engines" in item.path.parts:  # Spark and Ray set what they like when they are imported
+        if {"engines", "spark", "ray"} & {
+            *item.path.parts
+        }:  # which set what they like when imported
             return
         left = [
             f"{what} was {before.get(what)!r} and is {now.get(what)!r}"

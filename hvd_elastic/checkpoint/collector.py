@@ -116,7 +116,8 @@ class CheckpointCollector:
         self._writable = True
         self.newest_step = -1
         """Step of the newest checkpoint of the current history of training; -1: none."""
-        self._finite_step = -1
+        self.resume_step = -1
+        """Step of the newest one with finite weights, else of the newest one; -1: none."""
         self.newest_s = 0.0
         """How long that checkpoint took to be written and collected [s]."""
         self.expected = ""
@@ -137,7 +138,7 @@ class CheckpointCollector:
         try:
             self._store.check()
         finally:
-            self.newest_step = self._store.newest_step()
+            self.newest_step = self.resume_step = self._store.resume_step()
         self._writable = True
 
     # -- reports of shards -----------------------------------------------------------------
@@ -252,6 +253,7 @@ class CheckpointCollector:
             "seconds": round(info.seconds, 3),
             "blocked_s": round(max(source.blocked_s for source in sources), 6),
             "shards": len(info.shards),
+            "not_finite": info.not_finite,
         }
         self._post(lambda: self._emit("checkpoint", fields))
 
@@ -286,12 +288,12 @@ class CheckpointCollector:
         if info is not None:
             self._missed, self._writable = None, True
             self.newest_step, self.newest_s = info.step, info.seconds
-            if not info.not_finite or self._finite_step < 0:
-                self._finite_step = info.step
+            if not info.not_finite or self.resume_step < 0:
+                self.resume_step = info.step
             self.expected = f"that of step {info.step} was written"
             # Older incomplete checkpoints are no longer needed.
             self._known = {k: s for k, s in self._known.items() if k[0] > info.step}
-            self._release(self._finite_step - 1 if self._copies else info.step)
+            self._release(self.resume_step - 1 if self._copies else info.step)
         else:
             why = "; ".join(problems) or f"the checkpoint of step {key[0]} was not kept"
             self._missed = _Missed(key, sources, why)
@@ -333,7 +335,7 @@ class CheckpointCollector:
         self._accepting = False
         self._known.clear()
         self._missed = None
-        self.newest_step = self._finite_step = -1 if newest is None else newest.step
+        self.newest_step = self.resume_step = -1 if newest is None else newest.step
         # A later takeover must not use shards of a history that training has abandoned.
         self._release(None)
 

@@ -98,10 +98,15 @@ class CheckpointStore:
         if self.url is not None:
             check_place(self.url, self._owner)
 
-    def newest_step(self) -> int:
-        """Return the step of the newest checkpoint in the folder; -1 if there is none."""
+    def resume_step(self) -> int:
+        """Return the step of the checkpoint in the folder to resume from; -1 if there is none.
+
+        That is the newest with finite weights, or the newest if there is none.
+        """
         with contextlib.suppress(CheckpointError):
-            return max((info.step for info in find_checkpoints(self.folder)), default=-1)
+            found = find_checkpoints(self.folder)
+            finite = [info for info in found if not info.not_finite]
+            return max((info.step for info in finite or found), default=-1)
         return -1
 
     def add(self, shards: Sequence[ShardInfo], seconds: float) -> CheckpointInfo:

@@ -88,6 +88,9 @@ SECTIONS: dict[str, dict[str, LazyCommand]] = {
             "hvd_elastic.cli.runs.control", "policy", "Pause or resume the policy of a run."
         ),
         "drain": LazyCommand("hvd_elastic.cli.runs.control", "drain", "Have a run leave a host."),
+        "debug": LazyCommand(
+            "hvd_elastic.cli.runs.debug", "debug", "Join a worker that stands at breakpoint()."
+        ),
         "discover": LazyCommand(
             "hvd_elastic.cli.runs.show",
             "discover",
@@ -163,6 +166,14 @@ SECTIONS: dict[str, dict[str, LazyCommand]] = {
         ),
         "trust": LazyCommand(
             "hvd_elastic.cli.cluster.check", "trust", "Show and accept the host keys of a hostfile."
+        ),
+        "install": LazyCommand(
+            "hvd_elastic.cli.cluster.install",
+            "install",
+            "Bring this environment to the hosts of a hostfile, or upgrade it there.",
+        ),
+        "uninstall": LazyCommand(
+            "hvd_elastic.cli.cluster.install", "uninstall", "List and remove what is installed."
         ),
         "doctor": LazyCommand(
             "hvd_elastic.cli.machine.doctor", "doctor", "Say what is installed, built and missing."

@@ -66,7 +66,7 @@ def trust_hosts(
         fanout: maximum number of hosts at a time.
 
     Returns:
-        One entry for each host in the hostfile's order, after those of jump hosts.
+        One entry for each host: first those of jump hosts, then the others in the hostfile's order.
 
     Raises:
         SshError: known_hosts cannot be written, or the ssh configuration cannot be read.
@@ -75,15 +75,19 @@ def trust_hosts(
     jumps: dict[str, Host] = {}
     for host in remote:
         for jump in jump_hosts(host, options):
-            if all(jump.target != known.target for known in remote):
-                jumps.setdefault(jump.target, jump)
+            jumps.setdefault(jump.target, jump)
     before = trust_hosts(list(jumps.values()), options, confirm, fanout) if jumps else []
 
+    behind = [host for host in remote if host.target not in jumps]
     results = {
         result.host.name: _assess(result)
-        for result in fan_out(remote, lambda host, _: read_host_key(host, options), fanout)
+        for result in fan_out(behind, lambda host, _: read_host_key(host, options), fanout)
     }
-    shown = [results.get(host.name) or ShownKey(host.name, TrustState.LOCAL) for host in hosts]
+    shown = [
+        results.get(host.name) or ShownKey(host.name, TrustState.LOCAL)
+        for host in hosts
+        if host.target not in jumps
+    ]
     unknown = [entry for entry in shown if entry.state is TrustState.DECLINED]
     if unknown and confirm(unknown):
         _accept(unknown, own_known_hosts())

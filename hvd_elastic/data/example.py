@@ -33,6 +33,7 @@ class Example(NamedTuple):
         label: number of its class; -1: none.
         kinds: of its values, where some are no bytes: names of
             :data:`hvd_elastic.data.tfrecord.KINDS`; empty: all are bytes.
+        checksum: that a TFRecord ends with; 0: none.
     """
 
     key: str
@@ -43,6 +44,17 @@ class Example(NamedTuple):
     sizes: tuple[int, ...]
     label: int = -1
     kinds: tuple[str, ...] = ()
+    checksum: int = 0
+
+
+def readable(name: str) -> str:
+    r"""Return the name of a file as JSON can hold it.
+
+    >>> import os
+    >>> readable(os.fsdecode(b"caf\xe9")), readable("é")
+    ('caf\\xe9', 'é')
+    """
+    return as_bytes(name).decode(errors="backslashreplace")
 
 
 def as_bytes(name: str) -> bytes:

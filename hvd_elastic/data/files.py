@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from hvd_elastic.errors import DataError
 from hvd_elastic.hosts.programs.file_hash import hash_of
 
 _OTHERS = {
@@ -75,3 +79,17 @@ def write_whole(path: Path, data: bytes) -> None:
         part.unlink(missing_ok=True)
         raise
     part.replace(path)
+
+
+@contextlib.contextmanager
+def sole_writer(out: Path, *, waits: bool = False) -> Iterator[None]:
+    """Let one call at a time write to the folder; ``waits``: the next one waits for its turn."""
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise DataError(f"another call is writing to {out}; wait for its end") from None
+        yield
+    finally:
+        os.close(descriptor)

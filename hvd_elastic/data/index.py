@@ -24,7 +24,8 @@ from hvd_elastic.data.tar import Tar
 from hvd_elastic.data.tfrecord import TFRecord
 from hvd_elastic.errors import DataError
 
-INDEX, VERSION = "index.json", 1
+INDEX, VERSION = "index.json", 2
+"""Raised whenever shards of other programs are read otherwise than before."""
 _FORMAT = "hvd_elastic shards"
 _OURS = re.compile(rb'\s*(\{\s*"layout"|\Z)')  # how an index begins, or an empty one
 
@@ -46,7 +47,7 @@ class Layout(Protocol):
         """Return the record of an example, and where in it each value lies; it starts at 0."""
 
     def require_key(self, record: bytes, key: bytes, field: str, offset: int, size: int) -> None:
-        """Raise ValueError if a record is not that of the example with this key.
+        """Raise ValueError if a record is not that of the example with this key, as far as it says.
 
         Args:
             record: of the example.
@@ -55,8 +56,16 @@ class Layout(Protocol):
             offset, size: of its value in the record.
         """
 
-    def scan(self, path: Path, left_out: Counter[str] | None = None) -> Iterator[Example]:
-        """Yield the examples of a whole shard; raises DataError if it is damaged."""
+    def scan(
+        self, path: Path, left_out: Counter[str] | None = None, *, label: bool = True
+    ) -> Iterator[Example]:
+        """Yield the examples of a whole shard; raises DataError if it is damaged.
+
+        Args:
+            path: of the shard.
+            left_out: counts members that are part of no example, by name.
+            label: whether a feature ``label`` of TFRecord is the number of a class.
+        """
 
 
 LAYOUTS: dict[str, Layout] = {"tar": Tar(), "tfrecord": TFRecord()}
@@ -96,6 +105,7 @@ class Index(msgspec.Struct, frozen=True):
         kinds: kinds of values that are no bytes, by field; see
             :data:`hvd_elastic.data.tfrecord.KINDS`.
         labels_from: number of the first class as TFRecord files store it, 0 or 1.
+        source: folder or URL of the shards when they were indexed; empty: that of the index.
     """
 
     layout: str
@@ -105,8 +115,14 @@ class Index(msgspec.Struct, frozen=True):
     made_from: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     labels_from: int = 1
+    source: str = ""
     format: str = _FORMAT
     version: int = VERSION
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether an older release made it of shards that it had not written itself."""
+        return self.version < VERSION and not self.made_from
 
     @property
     def labelled(self) -> bool:
@@ -151,8 +167,8 @@ class Index(msgspec.Struct, frozen=True):
         )
 
 
-def load_index(folder: Path) -> Index:
-    """Read the index of a folder.
+def load_index(folder: Path, *, outdated: bool = False) -> Index:
+    """Read the index of a folder; ``outdated``: see :func:`parse_index`.
 
     Raises:
         DataError: there is none, it is damaged, or of another version.
@@ -174,11 +190,16 @@ def load_index(folder: Path) -> Index:
         ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    return parse_index(text, folder)
+    return parse_index(text, folder, outdated=outdated)
 
 
-def parse_index(text: bytes, folder: object) -> Index:
-    """Return an index from the text of its file; ``folder``, where it lies, is for messages.
+def parse_index(text: bytes, folder: object, *, outdated: bool = False) -> Index:
+    """Return an index from the text of its file.
+
+    Args:
+        text: of the file.
+        folder: where it lies, for messages.
+        outdated: whether one is taken that an older release made of shards which it read otherwise.
 
     Raises:
         DataError: it is damaged, or of another version.
@@ -193,7 +214,7 @@ def parse_index(text: bytes, folder: object) -> Index:
                 f"{path} is not an index of hvd_elastic, but of another program; index the shards "
                 f"in another folder: python datasets_prep/index_shards.py {folder} --index OTHER"
             )
-        if head.get("version") != VERSION:
+        if head.get("version") not in range(1, VERSION + 1):
             raise DataError(
                 f"{path} has version {head.get('version')} of the index, and this release reads "
                 f"version {VERSION}; {_again(folder)}"
@@ -212,6 +233,11 @@ def parse_index(text: bytes, folder: object) -> Index:
                     f"{path} gives {shard.name!r} the SHA-256 {shard.sha256!r}, which is none; "
                     f"{_again(folder)}"
                 )
+        if index.is_outdated and not outdated:
+            raise DataError(
+                f"{path} was made by an older release, which read some shards otherwise (labels of "
+                f"TFRecord files among others); {_again(folder)}"
+            )
     except (msgspec.MsgspecError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}); {_again(folder)}") from error
     return index
@@ -256,7 +282,9 @@ def load_table(shard: Path, fields: int, examples: int) -> np.ndarray:
         file_size(path)
         # As a plain array: each access to a memmap costs microseconds.
         table = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-        if table.dtype.names != _dtype(1, fields).names or table["size"].shape[1:] != (fields,):
+        names = _dtype(1, fields).names or ()
+        # Older releases stored no checksums.
+        if table.dtype.names not in (names, names[:-1]) or table["size"].shape[1:] != (fields,):
             raise ValueError("it has other columns")
         if len(table) != examples:
             raise ValueError(f"it has {len(table)} rows instead of {examples}")
@@ -283,12 +311,13 @@ def make_table(examples: Sequence[Example], fields: Sequence[str]) -> np.ndarray
     Returns:
         One row for each example: ``key`` (bytes, mostly UTF-8), ``start`` and ``length`` of its
         record in the shard [bytes], ``offset`` (from ``start``) and ``size`` of each field [bytes]
-        (both -1: it lacks the field), ``label`` (-1: none).
+        (both -1: it lacks the field), ``label`` (-1: none), ``checksum`` that a TFRecord ends with
+        (tar: 0).
     """
     keys, fields = [as_bytes(example.key) for example in examples], tuple(fields)
     table = np.zeros(len(examples), _dtype(max(map(len, keys)), len(fields)))
     table["key"] = keys
-    for name in ("start", "length", "label"):
+    for name in _NUMBERS:
         table[name] = [getattr(example, name) for example in examples]
     table["offset"] = [_row(example, example.offsets, fields) for example in examples]
     table["size"] = [_row(example, example.sizes, fields) for example in examples]
@@ -302,6 +331,9 @@ def _row(example: Example, values: Sequence[int], fields: Sequence[str]) -> Sequ
     return [found.get(name, -1) for name in fields]
 
 
+_NUMBERS = ("start", "length", "label", "checksum")
+
+
 def _dtype(key_bytes: int, fields: int) -> np.dtype[Any]:
     return np.dtype(
         [
@@ -311,20 +343,17 @@ def _dtype(key_bytes: int, fields: int) -> np.dtype[Any]:
             ("offset", "<i8", (fields,)),
             ("size", "<i8", (fields,)),
             ("label", "<i8"),
+            ("checksum", "<u4"),
         ]
     )
 
 
-def save_table(
-    shard: Path, examples: Sequence[Example], fields: Sequence[str] | None = None
-) -> np.ndarray:
-    """Write the table of a shard beside it, and return it; see :func:`make_table`."""
+def save_table(shard: Path, table: np.ndarray) -> None:
+    """Write the table of a shard beside it."""
     out = BytesIO()
-    table = make_table(examples, fields_of(examples) if fields is None else fields)
     np.save(out, table, allow_pickle=False)
     table_path(shard).parent.mkdir(parents=True, exist_ok=True)
     write_whole(table_path(shard), out.getvalue())
-    return table
 
 
 def require_size(path: Path, shard: Shard, tables: Path | None = None) -> None:

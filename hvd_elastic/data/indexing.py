@@ -2,78 +2,58 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import re
-import tempfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from hvd_elastic.data.example import Example
-from hvd_elastic.data.files import compression, file_size, sha256_of
+from hvd_elastic.data.example import readable
+from hvd_elastic.data.files import compression, sha256_of, sole_writer, write_whole
 from hvd_elastic.data.index import (
     INDEX,
     LAYOUTS,
+    VERSION,
     Index,
     Shard,
-    fields_of,
     is_other_index,
     load_index,
     load_table,
     make_table,
     require_size,
     restore,
-    save_table,
     table_path,
 )
 from hvd_elastic.data.processes import in_processes
-from hvd_elastic.data.remote import RemoteFolder, refuse_web_page, selection
-from hvd_elastic.data.shard import OpenShard
+from hvd_elastic.data.remote import RemoteFolder, selection
+from hvd_elastic.data.scanning import (
+    FETCHED,
+    Found,
+    Task,
+    add_kinds,
+    in_order,
+    index_shard,
+    labels_of,
+    stored_kinds,
+)
+from hvd_elastic.data.shard import read_all
 from hvd_elastic.data.tar import Tar
-from hvd_elastic.data.tfrecord import FROM_0, LIST, place
+from hvd_elastic.data.tfrecord import FROM_0, LABEL
 from hvd_elastic.errors import DataError
 from hvd_elastic.urls import is_url
 
+log = logging.getLogger(__name__)
+
+_JOURNAL = ".indexed.jsonl"
+"""In the folder of the index: what a call that was interrupted has found."""
 _RECORDS = re.compile(r"\.tfrec|-\d{5,}-of-\d{5,}$")
 """Names of TFRecord files: ``x.tfrecord``, ``x.tfrecord-00000-of-00128``, and
 ``x-00000-of-00128``, as TensorFlow's script for ImageNet calls them."""
-_BEGIN_BYTES = 64
 _COMPRESSED = re.compile(r"\.(tgz|tar\.(gz|zst|xz|bz2))$")
-
-
-class _Task(NamedTuple):
-    """A shard to index.
-
-    Attributes:
-        source: of the shards.
-        name: of the shard there.
-        layout: a name of ``LAYOUTS``.
-        out: folder of the index.
-    """
-
-    source: Path | RemoteFolder
-    name: str
-    layout: str
-    out: Path
-
-
-class _Found(NamedTuple):
-    """What is known of a shard.
-
-    Attributes:
-        shard: its entry in the index.
-        kinds: of its values, by field.
-        labels: the smallest and the largest, as the table has them, each with the key of an
-            example; None: it has no labels.
-    """
-
-    shard: Shard
-    kinds: dict[str, str]
-    labels: tuple[tuple[int, str], tuple[int, str]] | None
 
 
 def build_index(
@@ -84,22 +64,27 @@ def build_index(
     subfolders: bool = False,
     labels_from: int | None = None,
     processes: int = 1,
+    again: bool = False,
 ) -> Index:
     """Index shards, in the order of their names. What has not changed is not read again.
+
+    A call that was interrupted or killed leaves what it has found to the next one.
 
     Args:
         folder: with tar files in WebDataset's layout, or with TFRecord files; or a pattern with
             braces, such as ``/data/train-{000..127}.tar``, which may be a URL.
-        classes: names by label.
+        classes: names by label; empty: those of the index that is there.
         out: folder for the index; None: beside the shards.
         subfolders: whether to look for shards in folders inside too.
         labels_from: number of the first class in ``image/class/label`` of TFRecord, 0 or 1; None: 1
             unless there is a label 0.
         processes: number of processes that read; a script that names more than one needs
             `if __name__ == "__main__":`.
+        again: whether all shards are read, also those that have not changed.
 
     Raises:
-        DataError: there are no shards, one is damaged, or labels are out of range.
+        DataError: there are no shards, one is damaged, labels are out of range, or another call is
+            writing to the folder.
         OSError: one cannot be read.
     """
     place, names = selection(folder)
@@ -116,20 +101,20 @@ def build_index(
         if not source.is_dir():
             raise DataError(f"there is no folder {source}")
         names = _names(source, subfolders=subfolders) if names is None else names
+    if odd := [readable(name) for name in names if readable(name) != name]:
+        raise DataError(f"{source} holds a shard whose name is not UTF-8, {odd[0]}; rename it")
     layout = _layout(source, names)
     out = source if out is None and isinstance(source, Path) else Path(out or "")
     out.mkdir(parents=True, exist_ok=True)
-    before = _earlier(out, layout)
-    tasks = [_Task(source, name, layout, out) for name in names]
-    found = [_unchanged(task, before) for task in tasks]
-    changed = [task for task, known in zip(tasks, found, strict=True) if known is None]
-    indexed = {each.shard.name: each for each in in_processes(_index_shard, changed, processes)}
-    whole = [known or indexed[task.name] for task, known in zip(tasks, found, strict=True)]
-    if labels_from is None and before is not None and any(found):
-        # Shards that are not read again do not tell it by the names of their features.
-        labels_from = 0 if before.labels_from == 0 else None
-    index = _merged(source, layout, whole, classes, labels_from)
-    index.save(out)
+    with sole_writer(out):
+        for path in out.glob(f"{FETCHED}*"):  # of a call that was killed
+            shutil.rmtree(path, ignore_errors=True)
+        before = _earlier(out, layout, source, again=again)
+        tasks = [Task(source, name, layout, out) for name in names]
+        found = _find_all(tasks, before, processes)
+        index = _merged(source, layout, found, classes, labels_from, before)
+        index.save(out)
+        (out / _JOURNAL).unlink(missing_ok=True)
     return index
 
 
@@ -158,13 +143,14 @@ def verify(folder: Path, index_folder: Path | None = None) -> Index:
             continue
         fields = index.columns(shard)
         table = load_table(tables / shard.name, len(fields), shard.examples)
-        found = make_table(list(LAYOUTS[index.layout].scan(path)), fields)
-        if found.tobytes() != table.tobytes():
+        scanned = LAYOUTS[index.layout].scan(path, label=LABEL not in fields)
+        found = make_table(list(scanned), fields)
+        if any(not np.array_equal(found[name], table[name]) for name in table.dtype.names or ()):
             raise DataError(
                 f"the table of {path} does not fit the shard; make the index again: "
                 f"python datasets_prep/index_shards.py {folder}"
             )
-        _read_all(path, shard, index, table)
+        read_all(path, shard, index, table)
     return index
 
 
@@ -213,8 +199,52 @@ def _layout(source: Path | RemoteFolder, names: Sequence[str]) -> str:
     return kinds.pop()
 
 
-def _earlier(out: Path, layout: str) -> Index | None:
-    """Return the index of an earlier call; None: there is none that can be used.
+class _Entry(msgspec.Struct, frozen=True):
+    """What an earlier call has found of a shard.
+
+    Attributes:
+        shard: its entry in the index, with its fields.
+        kinds: of its values, by field.
+        noted_ns: when the table was there; one that was written later is of another state.
+    """
+
+    shard: Shard
+    kinds: dict[str, str]
+    noted_ns: int
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """First line of a journal: which calls can use it.
+
+    Attributes:
+        layout, source, version: as in the index.
+        again: whether that call reads all shards, so that an index beside says nothing.
+    """
+
+    layout: str
+    source: str
+    again: bool
+    version: int = VERSION
+
+
+class _Earlier(NamedTuple):
+    """What earlier calls have left.
+
+    Attributes:
+        head: for the journal of this call.
+        written: the index; None: there is none that can be used.
+        noted: entries of a call that was interrupted, by name.
+        entries: these and those of the index.
+    """
+
+    head: _Head
+    written: Index | None
+    noted: dict[str, _Entry]
+    entries: dict[str, _Entry]
+
+
+def _earlier(out: Path, layout: str, source: Path | RemoteFolder, *, again: bool) -> _Earlier:
+    """Return what earlier calls have left.
 
     Raises:
         DataError: another program's index lies there.
@@ -224,139 +254,115 @@ def _earlier(out: Path, layout: str) -> Index | None:
             f"{out / INDEX} is not an index of hvd_elastic, and is not overwritten; give --index "
             "another folder"
         )
+    place = "" if source == out else str(source)
+    if place and isinstance(source, Path):
+        place = readable(str(source.absolute()))
+    head = _Head(layout, place, again)
+    noted: dict[str, _Entry] = {}
+    if not again:
+        head, noted = _read_journal(out / _JOURNAL, head)
     try:
-        found = load_index(out)
+        index = load_index(out, outdated=True)
     except DataError:
-        return None
-    return found if found.layout == layout else None
+        index = None
+    if index is None or (index.layout, index.source) != (layout, place):
+        return _Earlier(head, None, noted, noted)
+    if index.is_outdated:
+        log.warning("%s was made by an older release; all shards are read again", out / INDEX)
+    entries: dict[str, _Entry] = {}
+    if isinstance(source, Path) and not (head.again or index.is_outdated):
+        noted_ns = (out / INDEX).stat().st_mtime_ns
+        for shard in index.shards:
+            fields = index.columns(shard)
+            kinds = {name: index.kinds[name] for name in fields if name in index.kinds}
+            whole = msgspec.structs.replace(shard, fields=fields)
+            entries[shard.name] = _Entry(whole, kinds, noted_ns)
+    return _Earlier(head, index, noted, entries | noted)
 
 
-def _unchanged(task: _Task, before: Index | None) -> _Found | None:
-    """Return what an earlier call has found of a shard; None: the shard has changed since."""
-    if before is None or not isinstance(task.source, Path):
-        return None
-    path, table = task.source / task.name, table_path(task.out / task.name)
-    shard = next((each for each in before.shards if each.name == task.name), None)
+def _read_journal(path: Path, head: _Head) -> tuple[_Head, dict[str, _Entry]]:
+    """Return the head and the entries of an interrupted call of the same kind as this one."""
+    noted: dict[str, _Entry] = {}
     try:
-        now, written = path.stat(), table.stat()
-    except OSError:
+        first, *lines = path.read_bytes().split(b"\n")
+        found = msgspec.json.decode(first, type=_Head)
+        if msgspec.structs.replace(found, again=head.again) != head:
+            return head, {}
+        head = found
+        for line in lines:
+            entry = msgspec.json.decode(line, type=_Entry)
+            noted[entry.shard.name] = entry
+    except (OSError, msgspec.MsgspecError):  # none, or killed while it wrote the last line
+        pass
+    return head, noted
+
+
+def _find_all(tasks: Sequence[Task], before: _Earlier, processes: int) -> list[Found]:
+    """Index the shards that have changed; note each, so that an interrupted call can go on."""
+    found = {task.name: _unchanged(task, before.entries.get(task.name)) for task in tasks}
+    out, encode = tasks[0].out, msgspec.json.encode
+    lines = [encode(each) + b"\n" for each in (before.head, *before.noted.values())]
+    write_whole(out / _JOURNAL, b"".join(lines))
+    with (out / _JOURNAL).open("ab", buffering=0) as journal:
+
+        def index_all(changed: Sequence[Task]) -> None:
+            for each in in_processes(index_shard, changed, processes):
+                found[each.shard.name] = each
+                if each.shard.examples:
+                    noted_ns = table_path(out / each.shard.name).stat().st_mtime_ns
+                    journal.write(encode(_Entry(each.shard, each.kinds, noted_ns)) + b"\n")
+
+        index_all([task for task in tasks if found[task.name] is None])
+        known = [each for each in found.values() if each is not None]
+        if any(LABEL in each.shard.fields for each in known):
+            # It is one number in some examples and several in others: a list in all of them.
+            labelled = {each.shard.name for each in known if each.kinds.get("cls") == FROM_0}
+            index_all([task._replace(label=False) for task in tasks if task.name in labelled])
+    return [each for each in found.values() if each is not None]
+
+
+def _unchanged(task: Task, entry: _Entry | None) -> Found | None:
+    """Return what an earlier call has found of a shard; None: it is to be read.
+
+    Whether one behind a URL has changed is found when it is fetched for training (SHA-256).
+    """
+    if entry is None or not entry.shard.examples:
         return None
-    if shard is None or shard.bytes != now.st_size or not shard.examples:
-        return None
-    if max(now.st_ctime_ns, now.st_mtime_ns) >= written.st_mtime_ns:
-        return None
-    fields = before.columns(shard)
+    shard = entry.shard
     try:
-        rows = load_table(task.out / task.name, len(fields), shard.examples)
-    except DataError:
+        written_ns = table_path(task.out / task.name).stat().st_mtime_ns
+        if isinstance(task.source, Path):
+            now = (task.source / task.name).stat()
+            if shard.bytes != now.st_size or max(now.st_ctime_ns, now.st_mtime_ns) >= written_ns:
+                return None
+        rows = load_table(task.out / task.name, len(shard.fields), shard.examples)
+    except (OSError, DataError):
         return None
-    shard = msgspec.structs.replace(shard, fields=fields)
-    kinds = {name: before.kinds[name] for name in fields if name in before.kinds}
-    return _Found(shard, kinds, _labels(rows, fields))
-
-
-def _index_shard(task: _Task) -> _Found:
-    """Write the table of a shard."""
-    if isinstance(task.source, Path):
-        return _index_file(task.source / task.name, task)
-    with tempfile.TemporaryDirectory(dir=task.out, prefix=".fetched-") as folder:
-        path = Path(folder) / task.name.rpartition("/")[2]
-
-        def write(pieces: Iterator[bytes]) -> None:
-            with path.open("wb") as file:
-                file.writelines(pieces)
-
-        task.source.receive(task.name, write)
-        where = f"{task.source}/{task.name}"
-        with path.open("rb") as file:
-            refuse_web_page(file.read(_BEGIN_BYTES), where)
-        try:
-            return _index_file(path, task)
-        except DataError as error:
-            raise DataError(str(error).replace(str(path), where)) from None
-
-
-def _index_file(path: Path, task: _Task) -> _Found:
-    size, before = file_size(path), path.stat()
-    left_out = Counter[str]()
-    examples = list(LAYOUTS[task.layout].scan(path, left_out))
-    shard = Shard(task.name, len(examples), size, sha256_of(path), left_out=dict(left_out))
-    if not examples:
-        return _Found(shard, {}, None)
-    fields = _in_order(task.layout, fields_of(examples))
-    kinds = _kinds(path, examples)
-    table = save_table(task.out / task.name, examples, fields)
-    absent = (table["size"] == -1).sum(0).tolist()
-    lacking = {name: number for name, number in zip(fields, absent, strict=True) if number}
-    shard = msgspec.structs.replace(shard, fields=fields, lacking=lacking)
-    _read_all(path, shard, Index(task.layout, fields, (shard,), kinds=_stored(kinds)), table)
-    after = path.stat()
-    if (after.st_mtime_ns, after.st_size) != (before.st_mtime_ns, before.st_size):
-        raise DataError(f"{path} was changed while it was indexed; call again when it is whole")
-    return _Found(shard, kinds, _labels(table, fields))
-
-
-def _in_order(layout: str, fields: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(sorted(fields, key=place)) if layout == "tfrecord" else fields
-
-
-def _kinds(path: Path, examples: Sequence[Example]) -> dict[str, str]:
-    """Return the kinds of the values of all examples, by field."""
-    found: dict[str, str] = {}
-    for fields, kinds in dict.fromkeys((each.fields, each.kinds) for each in examples):
-        _add_kinds(found, dict(zip(fields, kinds, strict=False)), path)
-    return found
-
-
-def _add_kinds(found: dict[str, str], more: dict[str, str], where: object) -> None:
-    for field, kind in more.items():
-        before = found.setdefault(field, kind)
-        if before != kind:
-            if before.removesuffix(LIST) != kind.removesuffix(LIST):
-                raise DataError(
-                    f"{where}: {field} holds {kind.removesuffix(LIST)} values here, and "
-                    f"{before.removesuffix(LIST)} values before; a field needs values of one kind"
-                )
-            found[field] = kind.removesuffix(LIST) + LIST
-
-
-def _stored(kinds: dict[str, str]) -> dict[str, str]:
-    """Return the kinds that an index names."""
-    return {name: kind for name, kind in kinds.items() if kind != "bytes" and name != "cls"}
-
-
-def _labels(
-    table: np.ndarray, fields: Sequence[str]
-) -> tuple[tuple[int, str], tuple[int, str]] | None:
-    if "cls" not in fields:
+    if written_ns > entry.noted_ns:
         return None
-    rows = table[table["size"][:, fields.index("cls")] != -1]
-    ends = (rows[rows["label"].argmin()], rows[rows["label"].argmax()])
-    low, high = ((int(row["label"]), bytes.decode(row["key"], errors="replace")) for row in ends)
-    return low, high
-
-
-def _read_all(path: Path, shard: Shard, index: Index, table: np.ndarray) -> None:
-    """Read all examples of a shard as training does."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    opened = OpenShard(path, file, shard, index, table, restore(path.parent))
-    try:
-        places = opened.places(index.columns(shard))
-        for row in range(shard.examples):
-            opened.read(row, places)
-    finally:
-        opened.close()
+    return Found(shard, entry.kinds, labels_of(rows, shard.fields))
 
 
 def _merged(
     source: Path | RemoteFolder,
     layout: str,
-    found: Sequence[_Found],
+    found: Sequence[Found],
     classes: Sequence[str],
     labels_from: int | None,
+    before: _Earlier,
 ) -> Index:
     """Return the index of all shards."""
     shards = [each.shard for each in found]
+    made_from: dict[str, Any] = {}
+    named = "are named"
+    if before.written is not None:
+        if not classes:
+            classes = before.written.classes
+            named = f"are in the {INDEX} that is there; give --classes, or remove it"
+        if before.entries and labels_from is None and before.written.labels_from == 0:
+            labels_from = 0  # which the option said, or a label that is in no shard any more
+        if _digests(before.written.shards) == _digests(shards):
+            made_from = before.written.made_from
     if not any(shard.examples for shard in shards) and any(shard.left_out for shard in shards):
         names = ", ".join(sorted({name for shard in shards for name in shard.left_out})[:3])
         raise DataError(
@@ -365,9 +371,9 @@ def _merged(
         )
     kinds: dict[str, str] = {}
     for each in found:
-        _add_kinds(kinds, each.kinds, f"{source}/{each.shard.name}")
+        add_kinds(kinds, each.kinds, f"{source}/{each.shard.name}")
     fields = dict.fromkeys(name for shard in shards for name in shard.fields)
-    ordered = _in_order(layout, tuple(fields))
+    ordered = in_order(layout, tuple(fields))
     from_0 = layout == "tfrecord" and (
         kinds.get("cls") == FROM_0 or any(each.labels and each.labels[0][0] < 0 for each in found)
     )
@@ -377,7 +383,7 @@ def _merged(
             if not 0 <= label + 1 - first < len(classes):
                 raise DataError(
                     f"{source}/{each.shard.name}: example {key!r} has label {label + 1 - first}, "
-                    f"and {len(classes)} classes are named"
+                    f"and {len(classes)} classes {named}"
                 )
     return Index(
         layout,
@@ -387,6 +393,12 @@ def _merged(
             for shard in shards
         ),
         tuple(classes),
-        kinds=_stored(kinds),
-        labels_from=first,
+        made_from,
+        stored_kinds(kinds),
+        first,
+        before.head.source,
     )
+
+
+def _digests(shards: Sequence[Shard]) -> list[tuple[str, str]]:
+    return [(shard.name, shard.sha256) for shard in shards]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hvd_elastic.data.index import LAYOUTS, Index, Shard
-from hvd_elastic.data.tfrecord import SEVERAL, decode_value
+from hvd_elastic.data.index import LAYOUTS, Index, Shard, restore
+from hvd_elastic.data.tfrecord import CHECKSUM_BYTES, SEVERAL, decode_value
 from hvd_elastic.errors import DataError
 
 
@@ -32,8 +32,10 @@ class OpenShard:
         self.path = path
         self._file, self._remedy = file, remedy
         self._layout = LAYOUTS[index.layout]
-        self._fields, self._kinds = index.columns(shard), index.kinds
+        self._fields = index.columns(shard)
+        self._kinds = {name: kind for name, kind in index.kinds.items() if name != "cls"}
         self._columns = {name: table[name] for name in table.dtype.names or ()}
+        self._checksums = self._columns.get("checksum") if index.layout == "tfrecord" else None
         self._labels_from = index.labels_from
         self._label = self._fields.index("cls") if "cls" in self._fields else None
 
@@ -69,13 +71,7 @@ class OpenShard:
             record = os.pread(self._file, length, start)
             if len(record) < length:
                 raise ValueError(f"the file ends after {start + len(record)} bytes")
-            first = min(offsets, default=0)
-            if first < 0:  # it lacks a field
-                first = min((each for each in offsets if each >= 0), default=0)
-            if first:
-                place, key = offsets.index(first), columns["key"][row]
-                field = self._fields[place]
-                self._layout.require_key(record, key, field, first, sizes[place])
+            self._require_indexed(record, row, offsets, sizes)
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{self.path} has changed since it was indexed: example {self.key(row)!r} cannot "
@@ -87,6 +83,21 @@ class OpenShard:
             else self._value(place, record, offsets[place], sizes[place], start)
             for place in places
         ]
+
+    def _require_indexed(
+        self, record: bytes, row: int, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        """Raise ValueError if a record is not the one that was indexed, as far as it tells."""
+        if self._checksums is not None:
+            if record[-CHECKSUM_BYTES:] != self._checksums[row].tobytes():
+                raise ValueError("another record is in its place")
+            return
+        first = min(offsets, default=0)
+        if first < 0:  # it lacks a field
+            first = min((each for each in offsets if each >= 0), default=0)
+        if first:
+            place, key = offsets.index(first), self._columns["key"][row]
+            self._layout.require_key(record, key, self._fields[place], first, sizes[place])
 
     def _value(self, place: int, record: bytes, offset: int, size: int, start: int) -> Any:
         if offset < 0:  # of a hard link in a tar file, to an example before this one
@@ -101,3 +112,15 @@ class OpenShard:
     def close(self) -> None:
         """Close the descriptor."""
         os.close(self._file)
+
+
+def read_all(path: Path, shard: Shard, index: Index, table: np.ndarray) -> None:
+    """Read all examples of a shard as training does."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    opened = OpenShard(path, file, shard, index, table, restore(path.parent))
+    try:
+        places = opened.places(index.columns(shard))
+        for row in range(shard.examples):
+            opened.read(row, places)
+    finally:
+        opened.close()

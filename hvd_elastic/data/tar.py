@@ -11,7 +11,7 @@ from typing import BinaryIO, TypeVar
 
 import numpy as np
 
-from hvd_elastic.data.example import Example, as_bytes
+from hvd_elastic.data.example import Example, as_bytes, readable
 from hvd_elastic.data.files import compression, file_size
 from hvd_elastic.errors import DataError
 
@@ -66,12 +66,15 @@ class Tar:
                 shown = name.decode(errors="replace")
                 raise ValueError(f"{shown} has another size in its place")
 
-    def scan(self, path: Path, left_out: Counter[str] | None = None) -> Iterator[Example]:
+    def scan(
+        self, path: Path, left_out: Counter[str] | None = None, *, label: bool = True
+    ) -> Iterator[Example]:
         """Yield the examples of a shard.
 
         Args:
             path: of the shard.
             left_out: counts members that are part of no example, by name.
+            label: for TFRecord.
 
         Raises:
             OSError: it cannot be read.
@@ -95,7 +98,7 @@ class Tar:
                         )
                     before.add(key)
                     yield _example(raw, path, key, list(members))
-                _require_end(path, file.offset)
+                _require_end(path, file.offset, size)
         except tarfile.ReadError as error:
             if how := compression(path):
                 raise DataError(f"{path} {how}") from error
@@ -165,13 +168,13 @@ def _files(
     before: dict[str, tarfile.TarInfo] = {}
     for member in file:
         if member.issym():
-            left_out[f"{member.name} (symbolic link)"] += 1
+            left_out[f"{readable(member.name)} (symbolic link)"] += 1
         if not member.isfile() and not member.islnk():
             continue
         name = member.name.rpartition("/")[2]
         if name.startswith(".") or "." not in name:
             # Those of macOS, one for each member, count together.
-            left_out["._*" if name.startswith("._") else name] += 1
+            left_out["._*" if name.startswith("._") else readable(name)] += 1
             continue
         if member.islnk():
             target = linked(member, before, path, "shard")
@@ -187,13 +190,13 @@ def _files(
         yield member
 
 
-def _require_end(path: Path, offset: int) -> None:
+def _require_end(path: Path, offset: int, size: int) -> None:
     with path.open("rb") as file:
         file.seek(offset)
-        if file.read(_BLOCK) != bytes(_BLOCK):
+        if file.read(len(Tar.end)) != Tar.end or size % _BLOCK:
             raise DataError(
-                f"{path} is cut off: it does not end with empty blocks, as a tar file does; "
-                "copy it again"
+                f"{path} is cut off: it does not end with two empty blocks of {_BLOCK} bytes, as a "
+                "tar file does; copy it again"
             )
         while rest := file.read(_REST_BYTES):
             if rest.count(0) < len(rest):

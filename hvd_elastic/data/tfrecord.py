@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ from hvd_elastic.data.files import compression, file_size
 from hvd_elastic.errors import DataError
 
 _KEY, _LABEL, _IMAGE = "image/filename", "image/class/label", "image/encoded"
-_LABEL_FROM_0, _OTHER_IMAGE = "label", "image"
+LABEL, _OTHER_IMAGE = "label", "image"
 _CLASS, _OTHER_KEY = "cls", "__key__"  # as WebDataset calls them
+_LABELS = (_LABEL, LABEL, _CLASS)
 _IMAGE_FIELDS = ("jpg", "png")
 _PICTURES = {b"\xff\xd8": "jpg", b"\x89PNG": "png"}
 _DECIMAL = re.compile(rb"\s*-?\d{1,18}\s*")
-_HEAD, _TAIL = 12, 4  # length and its checksum; checksum of the data
+CHECKSUM_BYTES = 4
+_HEAD, _TAIL = 8 + CHECKSUM_BYTES, CHECKSUM_BYTES  # length and its checksum; that of the data
 _BYTES, _FLOATS, _INTEGERS = 1, 2, 3  # fields of tf.train.Feature
 
 KINDS = {_BYTES: "bytes", _FLOATS: "float", _INTEGERS: "int64"}
@@ -71,10 +73,12 @@ class TFRecord:
             sizes.append(len(value))
         data = _delimited(1, body)
         head = struct.pack("<Q", len(data))
-        record = b"".join((head, _masked_crc(head), data, _masked_crc(data)))
+        checksum = _masked_crc(data)
+        record = b"".join((head, _masked_crc(head), data, checksum))
         before = _HEAD + len(data) - len(body)
         offsets = tuple(before + end - size for end, size in zip(ends, sizes, strict=True))
-        return record, Example(key, 0, len(record), tuple(fields), offsets, tuple(sizes), label)
+        example = Example(key, 0, len(record), tuple(fields), offsets, tuple(sizes), label)
+        return record, example._replace(checksum=_number(checksum))
 
     def require_key(self, record: bytes, key: bytes, field: str, offset: int, size: int) -> None:
         """Raise ValueError unless the record begins with its length and that one's checksum."""
@@ -82,8 +86,10 @@ class TFRecord:
         if record[:_HEAD] != head + _masked_crc(head):
             raise ValueError("there is no record of its length in its place")
 
-    def scan(self, path: Path, left_out: Counter[str] | None = None) -> Iterator[Example]:
-        """Yield the examples of a shard.
+    def scan(
+        self, path: Path, left_out: Counter[str] | None = None, *, label: bool = True
+    ) -> Iterator[Example]:
+        """Yield the examples of a shard; see :class:`hvd_elastic.data.index.Layout`.
 
         Raises:
             OSError: it cannot be read.
@@ -92,6 +98,7 @@ class TFRecord:
         size = file_size(path)
         if size == 0:
             raise DataError(f"{path} is empty (0 bytes); copy or make it again")
+        labels = _LABELS if label else (_LABEL, _CLASS)
         start = number = 0
         with path.open("rb") as file:
             while start < size:
@@ -112,7 +119,7 @@ class TFRecord:
                 if _masked_crc(data) != checksum:
                     raise DataError(f"{path}: record {number} is damaged (checksum); copy it again")
                 try:
-                    yield _example(data, start, number)
+                    yield _example(data, start, number, _number(checksum), labels)
                 except DataError as error:
                     raise DataError(f"{path}: record {number}: {error}") from None
                 except (ValueError, IndexError, KeyError) as error:
@@ -177,36 +184,37 @@ def _sequence(data: bytes) -> Any:
     return np.stack(steps)
 
 
-def _example(data: bytes, start: int, number: int) -> Example:
+def _example(
+    data: bytes,
+    start: int,
+    number: int,
+    checksum: int = 0,
+    labels: Sequence[str] = _LABELS,
+) -> Example:
     key, label = f"{number:08d}", -1
     found: list[tuple[str, int, int, str]] = []
     features = dict(_features(data))
     image = _IMAGE if _IMAGE in features else _OTHER_IMAGE
     key_name = _OTHER_KEY if _OTHER_KEY in features else _KEY
-    labels = (each for each in (_LABEL, _LABEL_FROM_0, _CLASS) if each in features)
-    label_name = next(labels, None)
+    label_name = next((each for each in labels if each in features), None)
     for name, (kind, begin, end, count) in features.items():
+        list_bytes = end - begin
+        if count == 1 and (kind == "bytes" or (kind == "int64" and name == label_name)):
+            (_, begin, end) = next(_messages(data, begin, end))
         size = end - begin
         if kind == "bytes" and count == 1:
-            (_, begin, end) = next(_messages(data, begin, end))
-            size = end - begin
-            value = data[begin:end]
             if name == key_name:
-                key = value.decode(errors="surrogateescape")
+                key = data[begin:end].decode(errors="surrogateescape")
                 continue
             if name == image:
-                known = (each for magic, each in _PICTURES.items() if value.startswith(magic))
-                field = next(known, "jpg" if name == _IMAGE else name)
-                name = field if field not in features else name
-            elif name == label_name == _CLASS and _DECIMAL.fullmatch(value):
-                label, kind = int(value) - 1, FROM_0
+                name = _image_field(name, data[begin:end], features)
         elif kind == "bytes":
-            size = SEVERAL - size
-        elif kind == "int64" and count == 1 and name == label_name:
-            label = int(_numbers(kind, data[begin:end])[0]) - 1
-            (_, begin, end) = next(_messages(data, begin, end))
-            size = end - begin
-            name, kind = _CLASS, kind if name == _LABEL else FROM_0
+            size = SEVERAL - list_bytes
+        if count == 1 and name == label_name:
+            class_number = _class_number(name, kind, data[begin:end])
+            if class_number is not None:
+                label = class_number - 1
+                name, kind = _CLASS, kind if name == _LABEL else FROM_0
         if count != 1 and kind != SEQUENCE:
             kind += LIST
         if name == _OTHER_KEY or (name == _CLASS and features.get(_CLASS) and kind != FROM_0):
@@ -217,7 +225,22 @@ def _example(data: bytes, start: int, number: int) -> Example:
     found.sort(key=lambda value: place(value[0]))
     fields, offsets, sizes, kinds = zip(*found, strict=True) if found else ((), (), (), ())
     length = _HEAD + len(data) + _TAIL
-    return Example(key, start, length, fields, offsets, sizes, label, kinds)
+    return Example(key, start, length, fields, offsets, sizes, label, kinds, checksum)
+
+
+def _image_field(name: str, value: bytes, features: Container[str]) -> str:
+    """Return the field of the image's feature: its format, unless another feature is called so."""
+    known = (each for magic, each in _PICTURES.items() if value.startswith(magic))
+    field = next(known, "jpg" if name == _IMAGE else name)
+    return field if field not in features else name
+
+
+def _class_number(name: str, kind: str, value: bytes) -> int | None:
+    """Return the number that a label's feature stores; None: it stores something else."""
+    if kind == "int64":
+        return _read_varint(value, 0)[0]
+    is_number = kind == "bytes" and name == _CLASS and _DECIMAL.fullmatch(value)
+    return int(value) if is_number else None
 
 
 def place(field: str) -> tuple[bool, bool, str]:
@@ -300,6 +323,10 @@ def _feature(name: str, kind: int, value: bytes) -> bytes:
     """Return an entry of ``Features.feature`` with one value."""
     feature = _delimited(kind, _delimited(1, value))
     return _delimited(1, _delimited(1, name.encode()) + _delimited(2, feature))
+
+
+def _number(checksum: bytes) -> int:
+    return int.from_bytes(checksum, "little")
 
 
 def _masked_crc(data: bytes) -> bytes:

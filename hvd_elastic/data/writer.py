@@ -66,10 +66,11 @@ class ShardWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         if self._examples:
+            table = make_table(self._examples, self._fields)
             found = make_table(list(self._layout.scan(self._part)), self._fields)
-            if found.tobytes() != make_table(self._examples, self._fields).tobytes():
+            if found.tobytes() != table.tobytes():
                 raise DataError(f"{self._path} reads back otherwise than it was written")
-            save_table(self._path, self._examples)
+            save_table(self._path, table)
         self._part.replace(self._path)
         return Shard(self._path.name, len(self._examples), self._bytes, self._hash.hexdigest())
 

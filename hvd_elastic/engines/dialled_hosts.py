@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count
@@ -27,10 +28,11 @@ class DialledHosts:
 
     Args:
         hostfile: path of the hostfile of the run, which is written when hosts come and go. It
-            keeps its last hosts when all have gone, since a hostfile has at least one.
+            keeps its last hosts when all have gone, since a hostfile has at least one. None: the
+            run needs none.
         address: address of this machine by which the hosts reach it.
         warn: called with the reason when a connection is refused.
-        files: files that each host gets into its folder before it is used.
+        files: open files that each host gets into its folder before it is used, by name.
 
     Attributes:
         dial_in: where the hosts dial in; its ``invitation`` is for them.
@@ -41,14 +43,14 @@ class DialledHosts:
 
     def __init__(
         self,
-        hostfile: Path,
+        hostfile: Path | None,
         address: str,
         warn: Callable[[str], None],
-        files: tuple[Path, ...] = (),
+        files: Mapping[str, BinaryIO] | None = None,
     ) -> None:
         self._hostfile = hostfile
         self._address = address
-        self._files = files
+        self._files = dict(files or {})
         self._warn = warn
         self._changed = threading.Condition()
         self._provided: dict[str, threading.Lock] = {}
@@ -109,8 +111,11 @@ class DialledHosts:
         return connection
 
     def _provide(self, connection: DialledConnection) -> None:
-        for file in self._files:
-            send_file(connection, file, f"{connection.dialled.folder}/{file.name}")
+        for name, file in self._files.items():
+            file.flush()
+            # Opened anew, since each host reads it from the beginning.
+            path = Path(f"/proc/self/fd/{file.fileno()}")
+            send_file(connection, path, f"{connection.dialled.folder}/{name}")
 
     def address_towards(self, hosts: list[Host]) -> str:
         """Return the address of this machine."""
@@ -124,6 +129,6 @@ class DialledHosts:
         """Write the hostfile; called when a host has come or gone, by several threads."""
         with self._changed:
             hosts = [each.host for each in self.hosts]
-            if hosts:
+            if hosts and self._hostfile is not None:
                 write_hostfile(self._hostfile, hosts)
             self._changed.notify_all()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import queue
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,10 @@ MOST_RESTARTS = 3
 _CONSEQUENCES_S = 2.0
 """How long the other ranks get to end by themselves after one has failed [s]: what is seen first
 may be a consequence of what comes next."""
+_REASON_S = 0.5
+"""How long an engine may take to tell that it has ended a host on purpose [s]."""
+_LOOK_S = 0.05
+"""Time between two checks for that [s]."""
 _EXIT_S = 20.0
 """How long an interpreter may take to exit after its task has ended [s]."""
 _FREE_PORT = (
@@ -99,6 +104,8 @@ class FixedRanks:
             lost = _first_lost(ended)
             if lost is None:
                 return self._value(attempt, ended)
+            if lost.status < 0:
+                self._check_for(_REASON_S)
             cause = f"rank {attempt.name(lost.rank)} was lost ({_how(lost)})"
             if restarts == MOST_RESTARTS:
                 raise RunError(f"{cause}; the ranks were started {restarts + 1} times")
@@ -108,6 +115,13 @@ class FixedRanks:
                 "cannot go on without one of them"
             )
         raise AssertionError("the last round returns or raises")
+
+    def _check_for(self, seconds: float) -> None:
+        """Check for some time that more hosts are to come: the engine tells it after a loss."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._check()
+            time.sleep(_LOOK_S)
 
     def _places(self) -> list[tuple[DialledHost, int]]:
         """Return host and slot of each rank."""
@@ -287,12 +301,18 @@ def _exactly(process: RemoteProcess, size: int) -> bytes:
 
 def _first_lost(ended: list[_Ended]) -> _Ended | None:
     """Return the first rank that was lost by no fault of the task; None: there is none."""
-    return next((each for each in ended if each.status < 0 or each.status > 128), None)
+    return next((each for each in ended if each.status < 0 or _signal(each)), None)
+
+
+def _signal(ended: _Ended) -> int:
+    """Return the signal that has ended a rank; 0: none, also where its own status is above 128."""
+    number = ended.status - 128
+    return number if ended.outcome is None and 0 < number < signal.NSIG else 0
 
 
 def _how(lost: _Ended) -> str:
-    if lost.status > 128:
-        return f"signal {lost.status - 128}"
+    if _signal(lost):
+        return f"signal {_signal(lost)}"
     if lost.outcome is not None and lost.outcome.error:
         return lost.outcome.error
     return "its host is gone"

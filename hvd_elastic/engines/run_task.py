@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.engines.task import LENGTH, OUTCOME_FILE, TASK_FILE, Outcome, Task
+from hvd_elastic.engines.task import LENGTH, OUTCOME_FILE, TASK_FILE, Outcome, Task, exit_status
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.interfaces import interface_of, own_address
 from hvd_elastic.hosts.programs.dial_back import FOLDER_VARIABLE
@@ -36,13 +36,19 @@ def main() -> None:
 
 def _run_elastic(folder: Path) -> None:
     from hvd_elastic.training import context
+    from hvd_elastic.training.membership import WorkerLeaves
     from hvd_elastic.training.saving import save_file
     from hvd_elastic.training.uncaught import tell_uncaught
 
     tell_uncaught()  # as hvd.init() does, for what fails before it
     try:
         task = Task.unpack((folder / TASK_FILE).read_bytes())
-        value = task.run(folder)
+        try:
+            value = task.run(folder)
+        except SystemExit as error:
+            if isinstance(error, WorkerLeaves) or exit_status(error):
+                raise
+            value = None
         if not (context.is_initialized() and context.current().worker.has_ranks):
             raise RunError(
                 f"{task.name} has ended without training. It was run elastically, which is for "
@@ -63,6 +69,9 @@ def _run_elastic(folder: Path) -> None:
 
 def _run_fixed(folder: Path) -> None:
     os.environ.update(json.loads(sys.stdin.buffer.readline()))
+    null = os.open(os.devnull, os.O_RDONLY)  # whoever reads from here finds the end at once
+    os.dup2(null, 0)
+    os.close(null)
     interface = interface_of(own_address("127.0.0.1"))
     if interface is not None:  # else Gloo looks for that of the host's name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -76,10 +85,12 @@ def _run_fixed(folder: Path) -> None:
         is_first = os.environ["RANK"] == "0"
         outcome = Outcome.of_value(value, task.name) if is_first else Outcome()
     except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(bool(error.code))
-        outcome = Outcome(error=f"it ended with exit status {status}" if status else "")
-        if isinstance(error.code, str):
-            outcome = Outcome(error=error.code)
+        status = exit_status(error)
+        said = "" if isinstance(error.code, int) else str(error.code)
+        if status:
+            outcome = Outcome(error=said or f"it ended with exit status {status}")
+        else:
+            outcome = Outcome.of_value(None, "")
     except BaseException as error:  # noqa: BLE001  # all are told to the driver
         lines = traceback.format_exception(type(error), error, _of_the_task(error))
         outcome, status = Outcome(error="".join(lines)), 1

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.errors import ArgumentError, RunError
 
 TASK_FILE = "task"
 """Name of the file in a host's folder with the task."""
@@ -104,23 +104,24 @@ class Task:
         """Return the task for what the user has given.
 
         Raises:
-            UsageError: it is neither a function nor a readable script, or a script gets keywords.
+            ArgumentError: it is neither a function nor a readable script; or it is a script, and
+                there are keywords.
         """
         if callable(train):
             return cls(getattr(train, "__name__", repr(train)), train, args=args, kwargs=kwargs)
         if not isinstance(train, (str, Path)):
-            raise UsageError(
+            raise ArgumentError(
                 f"{train!r} cannot be trained: give a function, or the path of a Python script"
             )
         if kwargs:
-            raise UsageError(
+            raise ArgumentError(
                 f"the script {train} was given keyword arguments ({', '.join(kwargs)}): a script "
                 "takes words of a command line, such as run('train.py', '--lr=0.01')"
             )
         try:
             source = Path(train).read_bytes()
         except OSError as error:
-            raise UsageError(f"the script {train} cannot be read: {error.strerror}") from error
+            raise ArgumentError(f"the script {train} cannot be read: {error.strerror}") from error
         return cls(str(Path(train).absolute()), source=source, args=tuple(map(str, args)))
 
     @property
@@ -134,14 +135,14 @@ class Task:
         """Return the task as a pickle, for processes of the user that have this package.
 
         Raises:
-            UsageError: something in it cannot be pickled; says what, and why.
+            ArgumentError: something in it cannot be pickled; says what, and why.
         """
         import cloudpickle
 
         try:
             return bytes(cloudpickle.dumps(self))
         except Exception as error:
-            raise UsageError(
+            raise ArgumentError(
                 f"{self.name}() cannot be sent to the workers: {_why_not_pickled(self, error)}. "
                 "Create it inside of the function"
             ) from error
@@ -179,6 +180,17 @@ class Task:
         sys.path.insert(0, str(path.parent))
         runpy.run_path(str(path), run_name="__main__")
         return None
+
+
+def exit_status(error: SystemExit) -> int:
+    """Return the exit status of an interpreter that ends with an exception of ``sys.exit()``.
+
+    >>> [exit_status(SystemExit(code)) for code in (None, 0, 3, -1, "no data")]
+    [0, 0, 3, 255, 1]
+    """
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def _unpickled(data: bytes) -> Any:

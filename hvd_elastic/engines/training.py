@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from hvd_elastic.engines.dialled_hosts import DialledHosts
 from hvd_elastic.engines.fixed_ranks import FixedRanks
 from hvd_elastic.engines.host_process import HostProcess
 from hvd_elastic.engines.task import COMMAND, OUTCOME_FILE, TASK_FILE, Outcome, Task
-from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.errors import ArgumentError, RunError
 from hvd_elastic.formatting import count
 from hvd_elastic.leader.leader import lead
 from hvd_elastic.leader.spec import RunSpec
@@ -59,13 +62,20 @@ class Sizes:
     most: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("least", self.least), ("wanted", self.wanted), ("most", self.most)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise UsageError(
-                    f"the {name} number of processes is {value!r}; it must be 1 or more"
+        for name in ("least", "wanted", "most"):
+            value = getattr(self, name)
+            if value is None and name != "wanted":
+                continue
+            number = 0
+            with contextlib.suppress(TypeError):
+                number = operator.index(value)  # NumPy's integers have one too
+            if number < 1:
+                raise ArgumentError(
+                    f"the {name} number of processes is {value!r}; it must be a positive integer"
                 )
+            object.__setattr__(self, name, number)
         if not (self.least or 1) <= self.wanted <= (self.most or self.wanted):
-            raise UsageError(
+            raise ArgumentError(
                 f"{count(self.wanted, 'process')} wanted, and at least {self.least or 1} and at "
                 f"most {self.most or self.wanted}: the first must be between the others"
             )
@@ -91,7 +101,7 @@ def train(
     engine: str,
     acquire: Acquire,
     options: Mapping[str, Any] | None = None,
-    files: Sequence[Path] = (),
+    files: Mapping[str, BinaryIO] | None = None,
 ) -> Any:
     """Run a task on the hosts of an engine; return the function's value at rank 0.
 
@@ -105,30 +115,32 @@ def train(
         engine: name of the engine.
         acquire: has the engine give hosts.
         options: some of :data:`OPTIONS`, for an elastic run.
-        files: files that each host gets into its folder before it is used.
+        files: open files that each host gets into its folder before it is used, by name.
 
     Raises:
-        UsageError: an option is not known or cannot be used, or the task cannot be pickled.
+        ArgumentError: an option is not known or cannot be used, or the task cannot be pickled.
         RunError: it raised an exception, or the hosts do not suffice.
     """
-    options = dict(options or {})
+    options = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in (options or {}).items()
+    }
     if unknown := options.keys() - set(OPTIONS):
-        raise UsageError(
+        raise ArgumentError(
             f"{', '.join(sorted(unknown))}: no option of a run; valid are {', '.join(OPTIONS)}"
         )
     if options and not sizes.is_elastic(task):
-        raise UsageError(
+        raise ArgumentError(
             f"{task.name} has fixed ranks, since it does not use hvd_elastic: options of a run "
             f"({', '.join(options)}) are for elastic ones"
         )
     if options.get("tensorboard"):
         check_tensorboard("the option tensorboard")
-    with tempfile.TemporaryDirectory(prefix="hvd_elastic-") as name:
-        packed = Path(name, TASK_FILE)
-        packed.write_bytes(task.pack())
-        having = functools.partial(_hosts, address, acquire, (packed, *files))
+    with tempfile.TemporaryFile() as packed:  # without a name, so that no end leaves it behind
+        packed.write(task.pack())
+        having = functools.partial(_hosts, address, acquire, {TASK_FILE: packed, **(files or {})})
         if not sizes.is_elastic(task):
-            with having(Path(name, "hosts")) as (hosts, check):
+            with having(None) as (hosts, check):
                 return FixedRanks(hosts, sizes.wanted, _show_line, _tell, check).run()
         run_id = options.pop("run_id", None)
         spec = RunSpec(
@@ -175,7 +187,7 @@ def on_this_machine(slots: int, env: Mapping[str, str] | None = None) -> Acquire
 
 @contextlib.contextmanager
 def _hosts(
-    address: str, acquire: Acquire, files: tuple[Path, ...], hostfile: Path
+    address: str, acquire: Acquire, files: Mapping[str, BinaryIO], hostfile: Path | None
 ) -> Iterator[tuple[DialledHosts, Check]]:
     """Yield the hosts that dial in, and a check whether more are to come."""
     try:
@@ -209,7 +221,8 @@ def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -
             _show_line(0, line)
 
         with _stopped_if_hopeless(folder, check):
-            finish, _ = lead(spec, folder, {}, show, show_output, engine=hosts)
+            engine = contextlib.nullcontext(hosts)
+            finish, _ = lead(spec, folder, {}, show, show_output, engine=engine)
     if finish.status == "stopped":
         raise KeyboardInterrupt(finish.message)
     if finish.status != "succeeded":

@@ -12,6 +12,7 @@ was compiled against, so another environment with the same versions gets it in s
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -372,6 +373,11 @@ def provide_horovod(inputs: BuildInputs, *, rebuild: bool = False, jobs: int | N
     if not rebuild and installed_build() == inputs.name:
         print(f"{inputs.describe()} is installed")
         return
+    if importlib.util.find_spec("pip") is None:
+        raise BuildError(
+            f"{sys.executable} has no pip, which installs Horovod; run: {sys.executable} -m "
+            "ensurepip   (with uv: make the environment by `uv venv --seed`)"
+        )
     cache = wheel_cache()
     log = cache / f"{inputs.name}.log"
     waiting = "Another build of the same Horovod is running; waiting for its wheel …"

@@ -48,9 +48,14 @@ class Measured:
             self._note_progress(event)
 
     @property
+    def timed(self) -> set[int]:
+        """Numbers of slots with which steps were timed."""
+        return {slots for _, slots in self._replay.evidence.timings.worlds}
+
+    @property
     def slots(self) -> int:
         """Largest number of slots with which steps were timed."""
-        return max((slots for _, slots in self._replay.evidence.timings.worlds), default=0)
+        return max(self.timed, default=0)
 
     @property
     def rescale_s(self) -> float:

@@ -159,7 +159,7 @@ def _as_policy_job(
     remaining: float | None = None
     service, rescale_s = 0.0, 0.0
     rescales: int | None = None
-    noise = 0.0
+    noise, timed_with = 0.0, None
     if request.kind is not JobKind.ELASTIC:
         most = request.min_np
     if measured is not None:
@@ -167,7 +167,7 @@ def _as_policy_job(
         remaining = measured.remaining(request.target_examples, request.epochs)
         service, rescale_s = measured.service(now), measured.rescale_s
         rescales = measured.rescales
-        noise = measured.noise
+        noise, timed_with = measured.noise, measured.timed
     if job.status is JobStatus.QUEUED:
         rescale_s = _START_S
     timed = 0 if measured is None else measured.slots
@@ -189,6 +189,8 @@ def _as_policy_job(
         rescales=rescales,
         occupied=candidate.occupied,
         noise=noise,
+        timed=timed_with,
+        precedence=(-request.priority, job.queued_at),
         fixed=request.kind is not JobKind.ELASTIC,
         movable=request.kind is not JobKind.PLAIN,
         preemptible=job.status is not JobStatus.RUNNING

@@ -24,6 +24,8 @@ _FIT_WEIGHT = 4
 """Windows of one configuration that count in a fit. Further ones have errors in common."""
 _ALONE_DRIFT = 0.05
 """Part of a single-rank step that compute times on a GPU may lack: that of the optimizer."""
+_SCALED_DRIFT = 0.1
+"""Drift of times that are taken to have shifted with those of another configuration."""
 _DRIFT_PER_S = 0.4 / 3600
 _MOST_DRIFT = 0.5
 """Growth and limit of the drift of step times across hosts. Links are shared and change unnoticed
@@ -49,16 +51,17 @@ class TimingRules:
         shift: factor by which times must be longer, or shorter, than before to have shifted.
         shift_windows: number of consecutive windows that must show a shift, and number of windows
             needed before them.
-        refits: number of first windows of a configuration, each of which leads to a new fit.
-        keep_one_host: whether times on one host are kept after a shift across hosts.
+        refits: numbers of windows of a configuration that lead to a new fit.
+        keep_others: whether times of other configurations are kept after a shift: those on one host
+            as they are if it was seen across hosts, others as much longer or shorter.
         configurations: number of configurations kept; the least recently timed one is dropped.
     """
 
     windows: int
     shift: float
     shift_windows: int
-    refits: int
-    keep_one_host: bool
+    refits: tuple[int, ...]
+    keep_others: bool
     configurations: int = 48
 
 
@@ -68,9 +71,10 @@ LEADER_RULES = TimingRules(
     shift=1.25,
     shift_windows=4,
     # After each fit the leader scores all allocations again, so fit rarely.
-    refits=1,
-    # Most likely the link has changed, and measuring other worlds again would take rescales.
-    keep_one_host=True,
+    refits=(1, _FIT_WEIGHT),
+    # Most likely the machine has other work, or the link has, which other worlds would feel too;
+    # measuring them again would take rescales.
+    keep_others=True,
 )
 RANK_RULES = TimingRules(
     # A window is the median of the steps since the last review. These may be ten short steps, all
@@ -80,10 +84,10 @@ RANK_RULES = TimingRules(
     # A false alarm costs little: the next reviews time the same configuration again.
     shift_windows=3,
     # The first reviews choose the batch, so they use each new time.
-    refits=4,
+    refits=(1, 2, 3, 4),
     # Only the present world matters for the batch, and with old times the fit would take slower
     # compute for a slower all-reduce.
-    keep_one_host=False,
+    keep_others=False,
 )
 
 _MOST_ALONE = 16
@@ -127,18 +131,29 @@ class StepTimings:
 
         Returns:
             Whether the times have shifted.
+
+        A machine that has other work, or a link, slows all configurations that use it. So others
+        are taken to have shifted as much; else the priors would make a job that is as fast on one
+        rank as on two look worth growing again and again.
         """
+        returns = bool(self._steps) and next(reversed(self._steps)) != where
         windows = self._append(self._steps, where, self.rules.configurations)
+        if returns:
+            windows.left_at, windows.since_return = windows.timed_at, 0
+        windows.since_return += 1
         windows.times.append((step_s, compute_s))
         windows.timed_at, windows.drift = now, None
         if not self._has_shifted(windows, self.rules.shift_windows):
             return False
-        windows.keep_last(self.rules.shift_windows)
-        self._steps = {
-            other: kept
-            for other, kept in self._steps.items()
-            if other == where or (self.rules.keep_one_host and where.hosts > 1 == other.hosts)
-        }
+        factor = windows.keep_last(self.rules.shift_windows)
+        if not self.rules.keep_others:
+            self._steps = {where: windows}
+        # If it has shifted while others were timed, nobody knows which of their times are newer.
+        is_here = windows.since_return > self.rules.shift_windows
+        until = now if is_here else windows.left_at
+        for other, kept in self._steps.items():
+            if other != where and kept.timed_at <= until and not where.hosts > 1 == other.hosts:
+                kept.scale(factor)
         if where.hosts == 1:
             self._alone = {}
         self.fitted = None
@@ -183,7 +198,7 @@ class StepTimings:
 
     @property
     def error(self) -> float:
-        """Relative standard error of the step time that was measured last."""
+        """Relative standard error of a ratio of two step times."""
         times = [step_s for step_s, _ in [*self._steps.values()][-1].times] if self._steps else []
         scatter = _TYPICAL_SCATTER
         if len(times) >= _LEAST_WINDOWS:
@@ -191,7 +206,9 @@ class StepTimings:
             # The median deviation of a normal distribution is 0.67 of its standard deviation.
             scatter = 1.48 * median(abs(step_s / middle - 1) for step_s in times)
         # The error of a median is 1.25 times that of a mean.
-        return 1.25 * scatter / math.sqrt(max(len(times), 1))
+        error = 1.25 * scatter / math.sqrt(min(max(len(times), 1), _FIT_WEIGHT))
+        fit = 0.0 if self.fitted is None else self.fitted.noise
+        return max(error, fit, *(windows.drift or 0.0 for windows in self._steps.values()))
 
     def observation(self, where: Configuration | None) -> Observation | None:
         """Return the typical step time of a configuration; None: it was not timed."""
@@ -243,7 +260,10 @@ class StepTimings:
 
     def _summary(self) -> dict[tuple[bool, Configuration], tuple[int, float]]:
         found = {
-            (True, where): (min(len(windows.times), self.rules.refits), windows.step_s)
+            (True, where): (
+                sum(len(windows.times) >= count for count in self.rules.refits),
+                windows.step_s,
+            )
             for where, windows in self._steps.items()
         }
         alone = {(False, where): (1, windows.step_s) for where, windows in self._alone.items()}
@@ -268,7 +288,7 @@ class StepTimings:
 
     def _drop_contradicted(self) -> None:
         """Drop old times across hosts that contradict new ones: the link has changed."""
-        old = [where for where, windows in self._steps.items() if windows.drift is not None]
+        old = [w for w, windows in self._steps.items() if w.hosts > 1 and windows.drift is not None]
         new = [
             len(windows.times)
             for where, windows in self._steps.items()
@@ -292,18 +312,31 @@ class _Windows:
         times: step time and compute time of each window, the oldest first [s].
         timed_at: time of the last measurement [s].
         drift: relative standard deviation of what may have changed since; None: nothing.
+        left_at: time of the last measurement before others were timed [s].
+        since_return: number of windows since then.
     """
 
     times: deque[tuple[float, float]]
     timed_at: float = 0.0
     drift: float | None = None
+    left_at: float = 0.0
+    since_return: int = 0
 
     @property
     def step_s(self) -> float:
         return median(step_s for step_s, _ in self.times)
 
-    def keep_last(self, number: int) -> None:
-        self.times = deque(list(self.times)[-number:], maxlen=self.times.maxlen)
+    def keep_last(self, number: int) -> float:
+        """Drop all but the last windows; return how much longer those are."""
+        before = median(step_s for step_s, _ in [*self.times][:-number])
+        self.times = deque([*self.times][-number:], maxlen=self.times.maxlen)
+        return self.step_s / before
+
+    def scale(self, factor: float) -> None:
+        """Take the windows to have changed by a factor, with some doubt."""
+        scaled = [(step_s * factor, compute_s * factor) for step_s, compute_s in self.times]
+        self.times = deque(scaled, maxlen=self.times.maxlen)
+        self.drift = math.hypot(self.drift or 0.0, _SCALED_DRIFT)
 
     def observation(self, where: Configuration, drift: float = 0.0) -> Observation:
         computed = [compute_s for _, compute_s in self.times if compute_s > 0]

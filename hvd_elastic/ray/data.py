@@ -65,7 +65,7 @@ class Preparer:
             options: ``ray.data.ExecutionOptions``; None: Ray's own.
 
         Raises:
-            DataError: it has no rows.
+            DataError: it has no rows, or a column of integers has nulls.
         """
         import ray
 
@@ -75,16 +75,32 @@ class Preparer:
         # A resumed training must find every row at its index again.
         made.context.execution_options.preserve_order = True
         blocks = made.materialize().to_arrow_refs()
-        count_rows = ray.remote(num_cpus=0)(_count_rows)
-        sizes = ray.get([count_rows.remote(block) for block in blocks])
+        examine = ray.remote(num_cpus=0)(_examine)
+        found = ray.get([examine.remote(block) for block in blocks])
+        sizes = [size for size, _ in found]
         if not sum(sizes):
             raise DataError("the data set has no rows")
+        for _, column in found:
+            if column:
+                raise DataError(
+                    f"column {column!r} of integers has nulls, with which Ray makes floats of them "
+                    "all: fill them by map_batches(), or leave their rows out by filter()"
+                )
         pairs = [pair for pair in zip(blocks, sizes, strict=True) if pair[1]]
         return StoredRows(tuple(block for block, _ in pairs), tuple(size for _, size in pairs))
 
 
-def _count_rows(table: Any) -> int:
-    return int(table.num_rows)
+def _examine(table: Any) -> tuple[int, str]:
+    """Return the number of rows of a table, and the first column of integers with nulls."""
+    import pyarrow as pa
+
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        is_list = pa.types.is_list(column.type)
+        kind = column.type.value_type if is_list else column.type
+        parts = [chunk.flatten() if is_list else chunk for chunk in column.chunks]
+        if pa.types.is_integer(kind) and any(part.null_count for part in parts):
+            return table.num_rows, name
+    return table.num_rows, ""
 
 
 class RowServer:

@@ -145,6 +145,8 @@ class Placement:
                         self._replace(ref)
         except (RayError, OSError) as error:  # workers that are there go on
             self._failure, self._failed_at = f"the Ray cluster is lost: {error}", math.inf
+        except Exception as error:  # noqa: BLE001  # as Ray Tune does without resources for actors
+            self._failure, self._failed_at = f"Ray refuses a worker: {error}", math.inf
 
     def _place(self) -> None:
         actor = self._class.remote(*self._arguments)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.errors import ArgumentError, RunError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import own_address_towards
 from hvd_elastic.ray.data import Preparer
@@ -69,7 +69,7 @@ class ElasticTrainer:
             ``checkpoint_folder`` or ``policy``; see :data:`hvd_elastic.engines.training.OPTIONS`.
 
     Raises:
-        UsageError: an argument cannot be used.
+        ArgumentError: an argument cannot be used.
 
     Example::
 
@@ -101,24 +101,26 @@ class ElasticTrainer:
         from hvd_elastic.engines.task import Task
         from hvd_elastic.engines.training import Sizes
 
-        both = (scaling, scaling) if isinstance(scaling, int) else tuple(scaling)
+        both = tuple(scaling) if isinstance(scaling, (tuple, list)) else (scaling, scaling)
         if len(both) != 2:
-            raise UsageError(f"scaling takes the least and largest number, not {scaling!r}")
+            raise ArgumentError(f"scaling takes the least and largest number, not {scaling!r}")
         if isinstance(train_fn_args, (str, Mapping)):
-            raise UsageError(
+            raise ArgumentError(
                 f"train_fn_args takes a sequence of arguments: write ({train_fn_args!r},) where "
                 "that is the only one"
             )
         if not isinstance(datasets or {}, Mapping):
-            raise UsageError("datasets takes data sets by name, such as {'train': dataset}")
+            raise ArgumentError("datasets takes data sets by name, such as {'train': dataset}")
         least, most = both
-        Sizes(least, least, most)  # checks them
-        self._least, self._most = least, most
+        sizes = Sizes(least, least, most)
+        self._least, self._most = sizes.wanted, sizes.limit
         self._task = Task.of(train_fn, tuple(train_fn_args), train_fn_kwargs or {})
         self._resources = dict(resources_per_worker or _DEFAULT_RESOURCES)
         for name, amount in self._resources.items():
             if not amount >= 0:
-                raise UsageError(f"resources_per_worker: {name} is {amount}, it must be 0 or more")
+                raise ArgumentError(
+                    f"resources_per_worker: {name} is {amount}, it must be 0 or more"
+                )
         self._datasets = dict(datasets or {})
         self._dataset_options = dataset_options
         self._options = dict(run_options or {})
@@ -127,7 +129,7 @@ class ElasticTrainer:
         """Train to the end; return the result.
 
         Raises:
-            UsageError: the function cannot be sent to the workers; names what, and why.
+            ArgumentError: the function cannot be sent to the workers; names what, and why.
             RunError: the cluster cannot hold the workers, or the training failed.
             DataError: a data set cannot be prepared.
         """
@@ -161,7 +163,7 @@ class ElasticTrainer:
             value,
             run_id,
             folder.path,
-            Path(past.checkpoints[-1].path) if past.checkpoints else None,
+            Path(past.kept_checkpoint.path) if past.kept_checkpoint else None,
             {name: value for name, value in metrics.items() if name not in ("t", "mono", "kind")},
         )
 
@@ -194,7 +196,7 @@ def _connected_ray() -> Any:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise UsageError(
+        raise RunError(
             "ElasticTrainer needs Ray: pip install 'ray[client,data,train]' cloudpickle"
         ) from error
     if not ray.is_initialized():

@@ -246,7 +246,10 @@ class PredictionMissed(_Event, tag="prediction_missed"):
 
 
 class Checkpoint(_Event, tag="checkpoint"):
-    """A checkpoint is complete; without a leader ``shard`` describes its only shard."""
+    """A checkpoint is complete; without a leader ``shard`` describes its only shard.
+
+    ``not_finite`` names a weight in it that holds NaN or infinity, if there is one.
+    """
 
     step: int
     path: str
@@ -254,6 +257,7 @@ class Checkpoint(_Event, tag="checkpoint"):
     seconds: float
     blocked_s: float
     shards: int | UnsetType = UNSET
+    not_finite: str = ""
     shard: dict[str, Any] | UnsetType = UNSET
 
 

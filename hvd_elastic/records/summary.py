@@ -110,6 +110,7 @@ class Checkpoint:
         size_bytes: size of all shards.
         seconds: time from the beginning of the write until it was verified [s].
         blocked_s: how long training was paused for it on the slowest rank [s]; None: unknown.
+        not_finite: name of a weight in it that holds NaN or infinity; empty: none.
     """
 
     at_s: float
@@ -118,6 +119,7 @@ class Checkpoint:
     size_bytes: int
     seconds: float
     blocked_s: float | None = None
+    not_finite: str = ""
 
 
 @dataclass(frozen=True)
@@ -266,6 +268,12 @@ class RunSummary:
         if self.started is None or self.ended is None:
             return 0.0
         return max(0.0, self.ended - self.started)
+
+    @property
+    def kept_checkpoint(self) -> Checkpoint | None:
+        """Return the newest checkpoint with finite weights, or the newest if there is none."""
+        finite = [each for each in self.checkpoints if not each.not_finite]
+        return next(reversed(finite or self.checkpoints), None)
 
     @property
     def live_rescales(self) -> list[Rescale]:
@@ -678,6 +686,7 @@ def _checkpoint(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None
             size_bytes=_count(record, "bytes"),
             seconds=_number(record.get("seconds")) or 0.0,
             blocked_s=_number(record.get("blocked_s")),
+            not_finite=_text({**(record.get("shard") or {}), **record}, "not_finite"),
         )
     )
 

@@ -435,8 +435,12 @@ def status_rows(
     """
     failure = checkpoint = ""
     trains = summary.started is not None and not summary.plain
-    if summary.checkpoints:
-        checkpoint = f"step {summary.checkpoints[-1].step}, {summary.checkpoints[-1].path}"
+    if (kept := summary.kept_checkpoint) is not None:
+        checkpoint = f"step {kept.step}, {kept.path}"
+        newest = summary.checkpoints[-1]
+        if newest.not_finite:
+            where = f"holds NaN or infinity in {newest.not_finite}"
+            checkpoint += f"; that of step {newest.step} {where}"
     if summary.failure and not summary.plain:  # of a plain command the status says it
         last_line = summary.failure.rstrip().rpartition("\n")[2]
         failure = f"worker {summary.failed_worker}: {last_line}"

@@ -11,41 +11,61 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from hvd_elastic.errors import ScriptError, UsageError
+from hvd_elastic.errors import ArgumentError, ScriptError
 from hvd_elastic.hosts.programs.dial_back import FOLDER_VARIABLE
 
 ROWS_FILE = "rows.arrow"
 """Name of the file in a host's folder."""
 _NUMBERS = ("float", "double", "int", "bigint", "smallint", "tinyint", "boolean")
+_NULLS = "{} of the DataFrame has nulls, which no tensor has: use dropna(), fillna() or filter()"
 _VALID = {*_NUMBERS, *(f"array<{number}>" for number in _NUMBERS), "vector"}
 
 
-def write_rows(frame: Any, path: Path) -> None:
+def write_rows(frame: Any, file: BinaryIO) -> None:
     """Write the rows of a DataFrame to a file.
 
     Raises:
-        UsageError: it has no rows, or a column that cannot be made a tensor.
+        ArgumentError: it has no rows, or a column that cannot be made a tensor; names it.
     """
     import pyarrow as pa
 
+    names = [field.name for field in frame.schema]
+    if several := sorted({name for name in names if names.count(name) > 1}):
+        raise ArgumentError(
+            f"the DataFrame has several columns named {several[0]!r}: rename or drop() all but one"
+        )
     for field in frame.schema:
         kind = field.dataType.simpleString()
         if kind not in _VALID:
-            raise UsageError(
+            raise ArgumentError(
                 f"column {field.name!r} of the DataFrame is of type {kind}: valid are numbers, "
                 "booleans, arrays of those, and vectors. Convert it, or leave it out with drop()"
             )
-    if hasattr(frame, "toArrow"):
-        table = frame.toArrow()
-    else:  # Spark 3.5
-        table = pa.Table.from_batches(frame._collect_as_arrow())
+    try:
+        if hasattr(frame, "toArrow"):
+            table = frame.toArrow()
+        else:  # Spark 3.5
+            table = pa.Table.from_batches(frame._collect_as_arrow())
+    except pa.ArrowInvalid as error:  # a vector that is null, whose parts must not be
+        if "null" not in str(error):
+            raise
+        vectors = [f.name for f in frame.schema if f.dataType.simpleString() == "vector"]
+        raise ArgumentError(_NULLS.format(f"column {' or '.join(map(repr, vectors))}")) from error
     if not len(table):
-        raise UsageError("the DataFrame has no rows")
-    with pa.OSFile(str(path), "wb") as file:
-        with pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table.combine_chunks())  # one piece, so that readers map it as it is
+        raise ArgumentError("the DataFrame has no rows")
+    for name in names:
+        column = table.column(name)
+        # A vector is dense or sparse, and what it does not need of both is null.
+        if column.null_count or (pa.types.is_list(column.type) and _null_elements(column)):
+            raise ArgumentError(_NULLS.format(f"column {name!r}"))
+    with pa.ipc.new_file(pa.PythonFile(file, "w"), table.schema) as writer:
+        writer.write_table(table.combine_chunks())  # one piece, so that readers map it as it is
+
+
+def _null_elements(column: Any) -> int:
+    return sum(chunk.flatten().null_count for chunk in column.chunks)
 
 
 class Rows:
@@ -85,8 +105,6 @@ def _reader(column: Any) -> Callable[[int], Any]:
     import numpy as np
     import pyarrow as pa
 
-    if column.null_count:
-        raise ScriptError("the DataFrame has nulls, which no tensor has: use dropna() or fillna()")
     whole = column.combine_chunks()
     if isinstance(whole, pa.ChunkedArray):
         whole = whole.chunk(0)

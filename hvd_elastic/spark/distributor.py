@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hvd_elastic.engines.task import Task
 from hvd_elastic.engines.training import Acquire, Sizes, on_this_machine, train
-from hvd_elastic.errors import UsageError
+from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import own_address_towards
 from hvd_elastic.spark.dataframe import ROWS_FILE, write_rows
-from hvd_elastic.spark.executors import Executors, Request, gpus_here, is_remote
+from hvd_elastic.spark.executors import (
+    Executors,
+    Request,
+    gpus_here,
+    has_local_master,
+    is_remote,
+    is_stopped,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -43,8 +52,19 @@ class TorchDistributor:
         run_options: options of an elastic run by their names in ``hvd-elastic run``, such as
             ``{"run_id": "resnet", "checkpoint_folder": "/nfs/resnet", "policy": "goodput"}``.
 
+    Attributes:
+        num_processes, local_mode, use_gpu: as given.
+        num_tasks: number of Spark tasks; in local mode of processes.
+        input_params: these four by name.
+        spark: the program's session; None in local mode without one.
+        is_remote: whether it is one of Spark Connect.
+        is_spark_local_master: whether its executors are in the driver (``local[4]``).
+        logger: logger of Spark's class, on which nothing is logged here.
+        ssl_conf: as given.
+
     Raises:
-        UsageError: the numbers do not fit together, or there are no GPUs.
+        ArgumentError: the numbers do not fit together.
+        RunError: there are no GPUs, or there is no Spark session.
     """
 
     def __init__(
@@ -57,29 +77,36 @@ class TorchDistributor:
         max_processes: int | None = None,
         run_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.num_processes = num_processes
+        self._sizes = Sizes(num_processes, min_processes, max_processes)
+        self.num_processes = self._sizes.wanted
         self.local_mode = local_mode
         self.use_gpu = use_gpu
-        self._sizes = Sizes(num_processes, min_processes, max_processes)
         self._options = dict(run_options or {})
-        self._spark = None if local_mode else _active_session()
+        self.spark = _session(needed=not local_mode)
+        self.is_remote = self.spark is not None and is_remote(self.spark)
+        self.is_spark_local_master = self.spark is not None and has_local_master(self.spark)
+        self.logger = logging.getLogger(type(self).__name__)
+        self.ssl_conf = _ssl_conf
         self._gpus: list[str] = []
         """GPUs of this machine for the processes of local mode."""
         self._slots = self._local_slots() if local_mode else self._slots_of_task()
+        self.num_tasks = self.num_processes // (1 if local_mode else self._slots)
+        names = ("num_processes", "local_mode", "use_gpu", "num_tasks")
+        self.input_params = {name: getattr(self, name) for name in names}
 
     def _local_slots(self) -> int:
         """Return the number of processes, each of which has a GPU of this machine if one is asked.
 
         Raises:
-            UsageError: there are fewer GPUs.
+            RunError: there are fewer GPUs.
         """
         limit = self._sizes.limit
         if self.use_gpu:
             there = gpus_here()
             if len(there) < limit:
-                raise UsageError(
-                    f"use_gpu=True, and this machine has {count(len(there), 'GPU')} for "
-                    f"{count(limit, 'process')}: give use_gpu=False, fewer processes, or "
+                raise RunError(
+                    f"use_gpu=True, and this machine (the driver) has {count(len(there), 'GPU')} "
+                    f"for {count(limit, 'process')}: give use_gpu=False, fewer processes, or "
                     "local_mode=False"
                 )
             self._gpus = there[:limit]
@@ -89,21 +116,25 @@ class TorchDistributor:
         """Return the number of processes of a Spark task.
 
         Raises:
-            UsageError: GPUs are asked for, and Spark assigns none, or does not fit the processes.
+            RunError: GPUs are asked for, and Spark assigns none, or does not fit the processes.
         """
-        assert self._spark is not None, "not in local mode"
-        gpus = int(self._spark.conf.get(_GPUS_OF_TASK, "0")) if self.use_gpu else 1
+        assert self.spark is not None, "not in local mode"
+        if not self.use_gpu:
+            return 1
+        amount = self.spark.conf.get(_GPUS_OF_TASK, None)
+        gpus = int(float(amount or 0))
         if gpus < 1:
-            raise UsageError(
-                f"use_gpu=True, and Spark assigns no GPUs to tasks: set {_GPUS_OF_TASK} and "
-                "spark.executor.resource.gpu.amount, or give use_gpu=False"
+            is_set = "unset" if amount is None else amount
+            raise RunError(
+                f"use_gpu=True, and Spark assigns no GPUs to tasks ({_GPUS_OF_TASK} is {is_set}): "
+                "set it and spark.executor.resource.gpu.amount to 1 or more, or give use_gpu=False"
             )
         for name, number in (
             ("num_processes", self.num_processes),
             ("max_processes", self._sizes.limit),
         ):
             if number % gpus:
-                raise UsageError(
+                raise RunError(
                     f"{name} is {number}, and a task has {gpus} GPUs ({_GPUS_OF_TASK}), each for "
                     f"one process: give a multiple of {gpus}"
                 )
@@ -117,8 +148,9 @@ class TorchDistributor:
             args, kwargs: arguments of the function; for a script, words of its command line.
 
         Raises:
-            UsageError: it cannot be sent to the workers.
-            RunError: it raised an exception, or there are not enough executors.
+            ArgumentError: it cannot be sent to the workers.
+            RunError: it raised an exception, there are not enough executors, or Spark's jobs were
+                cancelled.
         """
         return self._train(Task.of(train_object, args, kwargs))
 
@@ -141,42 +173,51 @@ class TorchDistributor:
             args, kwargs: arguments of the function.
 
         Raises:
-            UsageError, RunError: as :meth:`run`; or the DataFrame has a column of another type.
+            ArgumentError, RunError: as :meth:`run`; or the DataFrame has a column of another type,
+                nulls, or several columns of one name.
         """
-        with tempfile.TemporaryDirectory(prefix="hvd_elastic-") as name:
-            file = Path(name, ROWS_FILE)
+        with tempfile.TemporaryFile() as file:  # without a name, so that no end leaves it behind
             write_rows(spark_dataframe, file)
-            return self._train(Task.of(train_function, args, kwargs), file)
+            return self._train(Task.of(train_function, args, kwargs), {ROWS_FILE: file})
 
-    def _train(self, task: Task, *files: Path) -> Any:
+    def _train(self, task: Task, files: Mapping[str, BinaryIO] | None = None) -> Any:
+        if not self.local_mode and is_stopped(self.spark):
+            raise RunError("the Spark session was stopped: make a distributor with the new one")
         acquire, options = self._acquire(task), self._options
         return train(task, self._sizes, self._address(), "spark", acquire, options, files)
 
     def _address(self) -> str:
-        if self._spark is None:
+        if self.local_mode:
             return "127.0.0.1"
         if named := os.environ.get(ADDRESS_VARIABLE):
             return named
-        if is_remote(self._spark):
-            return own_address_towards(Host(self._spark.client.host))
-        return str(self._spark.conf.get("spark.driver.host"))
+        if self.is_remote:
+            return own_address_towards(Host(self.spark.client.host))
+        return str(self.spark.conf.get("spark.driver.host"))
 
     def _acquire(self, task: Task) -> Acquire:
-        if self._spark is None:
+        if self.local_mode:
             return on_this_machine(self._slots, {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus)})
         slots = self._slots
         least = math.ceil(self._sizes.least_for(task) / slots)
         request = Request(self._sizes.limit // slots, least, slots, self.use_gpu)
-        return lambda hosts: Executors(self._spark, hosts, request)
+        return lambda hosts: Executors(self.spark, hosts, request)
 
 
-def _active_session() -> Any:
-    from pyspark.sql import SparkSession
+def _session(needed: bool) -> Any:
+    """Return this thread's Spark session, or else the program's; None if there is none.
 
-    session = SparkSession.getActiveSession()
-    if session is None:
-        raise UsageError(
+    Raises:
+        RunError: there is none, and one is needed.
+    """
+    if needed or "pyspark.sql" in sys.modules:
+        from pyspark.sql import SparkSession
+
+        with contextlib.suppress(RuntimeError):  # there is none
+            return SparkSession.active()
+    if needed:
+        raise RunError(
             "local_mode=False needs a Spark session: create one with "
             "SparkSession.builder.getOrCreate(), or give local_mode=True"
         )
-    return session
+    return None

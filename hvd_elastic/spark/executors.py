@@ -29,8 +29,15 @@ _AGAIN_S = 2.0
 """Time until the job of a host that has failed is submitted again [s]."""
 _MOST_FAILURES = 3
 """Jobs in a row that may fail before any host has come."""
-_REGISTER_S = 15.0
-"""How long executors get to register before those that are there are counted [s]."""
+_BARRIER = "spark.scheduler.barrier.maxConcurrentTasksCheck"
+"""Settings of how long Spark's own class waits for executors to register, and their defaults: it
+looks ``maxFailures`` times at ``interval``."""
+_INTERVAL, _LOOKS = "15s", 40
+_DESCRIPTION = "spark.job.description"
+_CANCELLED = re.compile(
+    r"Job \S+ cancelled\b[^\n]*?(?=\s*(SQLSTATE|$))|OPERATION_CANCELED", re.MULTILINE
+)
+"""What Spark and Spark Connect say of a job that was cancelled, with the reason."""
 _END_S = 5.0
 """How long jobs get to end after their hosts have been told to [s]; then they are cancelled."""
 
@@ -67,6 +74,8 @@ class Executors:
         self._over = threading.Event()
         self._failures = 0
         self._failed = ""
+        self._cancelled = ""
+        """Why Spark ended a job of the training that did not fail; empty: it did not."""
         self._were_enough = False
         self._short_since = time.monotonic()
         self._threads: list[threading.Thread] = []
@@ -74,8 +83,9 @@ class Executors:
     def __enter__(self) -> Callable[[], None]:
         be_host = host_task(self._hosts.dial_in.invitation, self._request)
         for number in range(self._request.hosts):
+            keep = _as_here(self._spark, self._keep)
             thread = threading.Thread(
-                target=self._keep, args=(be_host,), name=f"Spark job {number}", daemon=True
+                target=keep, args=(be_host,), name=f"Spark job {number}", daemon=True
             )
             thread.start()
             self._threads.append(thread)
@@ -98,6 +108,10 @@ class Executors:
 
         Once there were enough, an executor that is lost is waited for.
         """
+        if is_stopped(self._spark):
+            raise RunError("the Spark session was stopped, which ends the training")
+        if self._cancelled:
+            raise RunError(f"{self._cancelled}, which ends the training")
         there = len(self._hosts.hosts)
         if there:
             self._failures = 0
@@ -109,13 +123,14 @@ class Executors:
         now, room = time.monotonic(), self._room()
         if room is None or room >= self._request.least:
             self._short_since = now
-        elif now > self._short_since + _REGISTER_S:
+        elif now >= self._short_since + (waited_s := self._patience_s()):
             wanted = count(self._request.least * self._request.slots, "process")
+            when = f" after {waited_s:g} s" if waited_s else ""
             raise RunError(
                 f"{wanted} wanted, and the executors of the cluster have room for "
-                f"{count(room, 'task')}, each for {count(self._request.slots, 'process')}: ask for "
-                "fewer, or start more executors (spark.executor.instances, spark.cores.max, "
-                "spark.task.cpus)"
+                f"{count(room, 'task')}{when}, each for {count(self._request.slots, 'process')}: "
+                "ask for fewer, or start more executors (spark.executor.instances, "
+                "spark.cores.max, spark.task.cpus)"
             )
 
     def _room(self) -> int | None:
@@ -128,13 +143,24 @@ class Executors:
         profile = context.resourceProfileManager().defaultResourceProfile()
         return int(context.maxNumConcurrentTasks(profile))
 
+    def _patience_s(self) -> float:
+        """Return how long executors are waited for that register late, as Spark's class does."""
+        if has_local_master(self._spark):
+            return 0.0
+        settings = self._spark.sparkContext._jsc.sc().conf()
+        looks = settings.getInt(f"{_BARRIER}.maxFailures", _LOOKS)
+        return float(settings.getTimeAsSeconds(f"{_BARRIER}.interval", _INTERVAL) * looks)
+
     def _keep(self, be_host: Callable[..., Any]) -> None:
         """Have a host, again after each failure, until the run is over."""
         while not self._over.is_set():
             try:
                 self._run_job(be_host)
             except Exception as error:  # noqa: BLE001  # the errors of py4j and of Spark Connect
-                if self._over.is_set():
+                if self._over.is_set() or is_stopped(self._spark):
+                    return
+                if cancelled := _CANCELLED.search(str(error)):
+                    self._cancelled = f"Spark ended a job of the training: {cancelled[0].rstrip()}"
                     return
                 self._failures += 1
                 self._failed = explain(str(error))
@@ -151,7 +177,10 @@ class Executors:
     def _run_job(self, be_host: Callable[..., Any]) -> None:
         if not is_remote(self._spark):
             context = self._spark.sparkContext
-            context.setJobGroup(self._tag, "hosts of hvd_elastic", interruptOnCancel=True)
+            context.addJobTag(self._tag)  # the job's group is the user's
+            context.setInterruptOnCancel(True)
+            if context.getLocalProperty(_DESCRIPTION) is None:
+                context.setLocalProperty(_DESCRIPTION, "hosts of hvd_elastic")
         else:
             self._spark.addTag(self._tag)
         one = self._spark.range(0, 1, 1, 1)
@@ -160,9 +189,19 @@ class Executors:
     def _cancel(self) -> None:
         with contextlib.suppress(Exception):  # of py4j or Spark Connect: the session has ended
             if not is_remote(self._spark):
-                self._spark.sparkContext.cancelJobGroup(self._tag)
+                self._spark.sparkContext.cancelJobsWithTag(self._tag)
             else:
                 self._spark.interruptTag(self._tag)
+
+
+def _as_here(spark: Any, target: Callable[..., None]) -> Callable[..., None]:
+    """Return a function for a thread whose jobs have the caller's group, pool, tags and so on."""
+    from pyspark import __version__
+    from pyspark.util import inheritable_thread_target
+
+    if is_remote(spark) or int(__version__.partition(".")[0]) >= 4:
+        return inheritable_thread_target(spark)(target)
+    return inheritable_thread_target(target)
 
 
 def host_task(invitation: Mapping[str, Any], request: Request) -> Callable[..., Any]:
@@ -219,3 +258,19 @@ def explain(text: str) -> str:
 def is_remote(spark: Any) -> bool:
     """Return whether a session is one of Spark Connect, whose driver is elsewhere."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def has_local_master(spark: Any) -> bool:
+    """Return whether the driver is the only executor of a session."""
+    return re.match(r"local($|\[)", spark.conf.get("spark.master", "")) is not None
+
+
+def is_stopped(spark: Any) -> bool:
+    """Return whether a session has been stopped, or its driver has ended."""
+    if is_remote(spark):
+        return bool(getattr(spark, "is_stopped", False))  # pyspark 3.5 does not tell
+    try:
+        context = spark.sparkContext._jsc
+        return context is None or bool(context.sc().isStopped())
+    except Exception:  # noqa: BLE001  # py4j's many, which finds no driver
+        return True

@@ -23,7 +23,7 @@ from hvd_elastic.model.lr_rules import Rule
 from hvd_elastic.torch.batch_norm import synchronize_batch_norm
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy
-from hvd_elastic.torch.finite_check import are_finite, checked_parameters, is_finite
+from hvd_elastic.torch.finite_check import GradientCheck, is_finite
 from hvd_elastic.torch.forward_watch import ForwardWatch
 from hvd_elastic.torch.gradient_buckets import Bucket
 from hvd_elastic.torch.left_gradients import LeftGradients
@@ -90,7 +90,7 @@ class GradientAverager(Averager):
         """Number of steps that have ended on this rank, taken or left out."""
         self._had_gradient = False
         """Whether a parameter had a gradient in any step."""
-        self._checked = checked_parameters(self._names)
+        self._check = GradientCheck(self._names)
         self._watch: ForwardWatch | None = None
         """Looks at the layers in the repetition of a step whose gradients were not finite."""
         self._wrap_step()
@@ -254,8 +254,8 @@ class GradientAverager(Averager):
         if not self._reductions.checks:
             return True
         alone = self._communicator.size == 1
-        finite = are_finite(self._checked) if alone else self._reductions.are_finite
-        unknown = alone and any(each.is_cuda for each in self._checked)
+        finite = self._check.are_finite() if alone else self._reductions.are_finite
+        unknown = alone and self._check.unknown
         if finite and not (unknown or self._context.worker.averagers.several):
             self._context.planner.skipped.note(finite=True)
         return finite
@@ -438,7 +438,7 @@ class GradientAverager(Averager):
             self._add_hooks()
             self._sampling.statistics.forget_parts()
             self._reductions.divide_again()
-            self._checked = checked_parameters(self._names)
+            self._check = GradientCheck(self._names)
 
     def _add(self) -> None:
         for bucket in self._reductions.waiting:
@@ -490,7 +490,7 @@ class GradientAverager(Averager):
         self._forget_step()
         # Where the batch adapts, a step that is left out leaves averages.
         if self._left.begin(self.steps) and not self._context.planner.adapts:
-            self._left.note(self._checked)
+            self._left.note(self._names)
         if self._context.worker.elastic and not self.steps & (self.steps - 1):
             self._trained.watch()
 

@@ -14,6 +14,7 @@ import numpy as np
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import count
 from hvd_elastic.training.audit import Audit
+from hvd_elastic.training.breakpoints import install_breakpoints
 from hvd_elastic.training.checkpointing import Checkpointing
 from hvd_elastic.training.frontend import Averager, Frontend, State
 from hvd_elastic.training.idle_check import IdleCheck
@@ -62,6 +63,7 @@ class Context:
 
     def __init__(self, mode: Mode, frontend: Frontend) -> None:
         self.worker = Worker(mode, frontend)
+        install_breakpoints(self.worker)
         self.step = Step()
         self.planner = Planner()
         self.rollback = Rollback(self.worker)
@@ -326,7 +328,7 @@ class Context:
             layer: returns in words where they became so in the forward pass of this rank.
 
         Raises:
-            ScriptError: such a step is to end the run, or too many follow each other.
+            ScriptError: such a step is to end the run.
         """
         worker, skipped = self.worker, self.planner.skipped
         progress, step = worker.progress, worker.progress.step + 1
@@ -348,16 +350,14 @@ class Context:
                 f"step {step}: gradients of rank {worker.communicator.rank} are not "
                 f"finite{self.step.examples_words}: {origin}"
             )
-        if stops or skipped.consecutive >= skipped.most:
-            self.training_ends()
         if stops:
+            self.training_ends()
             raise ScriptError(
                 f"the gradients of {where} are not finite: the loss is NaN or infinite on at least "
                 "one rank. Look at the data and the loss, lower the learning rate (or init_scale "
                 "of a gradient scaler), or clip gradients; --on-not-finite skip leaves such steps "
                 "out"
             )
-        skipped.refuse_many(step, self.planner.rate_advice)
 
     def _undo_moving(self) -> None:
         if self.worker.state is not None:
@@ -415,8 +415,17 @@ class Context:
         self._step_counted()
 
     def _step_counted(self) -> None:
+        """Do what follows each step.
+
+        Raises:
+            ScriptError: it is the last of too many whose gradients were not finite.
+        """
         self.metrics.step_finished(self._planned)
         self.idle_check.step_counted()
+        progress, skipped = self.worker.progress, self.planner.skipped
+        if progress.skipped_at == progress.step - 1 and skipped.are_too_many:
+            self.training_ends()
+            skipped.refuse_many(progress.step, self.planner.rate_advice)
 
     def mark_consumed(self) -> None:
         """End the step in flight where the loop body ended without a step of our optimizer."""

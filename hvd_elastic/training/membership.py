@@ -17,6 +17,10 @@ from hvd_elastic.training.worker import Worker
 from hvd_elastic.wire import messages as msg
 
 
+class WorkerLeaves(SystemExit):  # ends the script well, as sys.exit() does
+    """The leader needs this worker no more, which ends its script before the others'."""
+
+
 class Membership:
     """This process as a member of one generation after the other.
 
@@ -57,7 +61,7 @@ class Membership:
 
         Raises:
             GenerationBrokenError: the next generation could not be formed.
-            SystemExit: this worker is not part of the next generation; ends the script.
+            WorkerLeaves: this worker is not part of the next generation; ends the script.
         """
         self.change_agreed = False
         self.prepare_change()
@@ -86,7 +90,7 @@ class Membership:
             match instruction:
                 case msg.Leave():
                     self._checkpoints.close()
-                    raise SystemExit(0)
+                    raise WorkerLeaves(0)
                 case msg.Hold():
                     newness, step = self._rollback.newness, self._whole_step
                     worker.sink.send(

@@ -89,16 +89,19 @@ def test_a_killed_worker_is_replaced_by_a_fork_of_the_template(
 
     # It imports at a low priority: beside busy processes that takes minutes.
     pid = job.wait_for(template, "a template", 900)
+    arguments = arguments_at(pid)
     killed = job.worker(b)
     shown = command_line(killed.pid)
     since, before = job.mark(), job.step
     killed.kill()
     refill(job, since, killed)
+    folder = job.home / "runs" / job.run_id / "logs"  # a worker that is silent has no log
+    logs = "".join(log.read_text() for log in folder.glob("*"))
+    assert "without a template" not in logs
+    assert "absl::InitializeLog" not in logs
     replaced = job.worker(b)
-    assert arguments_at(replaced.pid) == arguments_at(pid)
+    assert arguments_at(replaced.pid) == arguments
     assert command_line(replaced.pid) == shown
-    logs = (job.home / "runs" / job.run_id / "logs").glob("*")  # a worker that is silent has none
-    assert not any("absl::InitializeLog" in log.read_text() for log in logs)
     check_went_on_from_live_state(job, since, before)
 
 

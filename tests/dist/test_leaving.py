@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -226,16 +225,15 @@ def test_ctrl_c_ends_everything(stage: Stage, start_job: StartJob) -> None:
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_step(stage: Stage, start_job: StartJob) -> None:
-    job = start_job({stage.hosts[0]: 1})
+    # The first one alone would wait so long for the step.
+    job = start_job({stage.hosts[0]: 1}, "--failure-timeout", "600")
     job.wait_size(1)
     job.wait_steps(5)
     (job.folder / "stuck").touch()
-    last = time.monotonic()
     job.process.send_signal(signal.SIGINT)
     job.wait_event("stop_requested", 0)
     job.process.send_signal(signal.SIGINT)
-    assert job.wait(8) == 130
-    assert time.monotonic() - last < 8
+    assert job.wait(120) == 130
     job.check_nothing_left()
 
 

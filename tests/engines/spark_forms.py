@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+from pyspark.ml.linalg import Vectors
 
 from benchmarks.testbed.spark_session import make_session
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.spark import TorchDistributor, _get_spark_partition_data_loader, rows
 
+LOOKS = ("interval", "maxFailures")
 SCRIPT = """
 import argparse, os
 parser = argparse.ArgumentParser()
@@ -121,10 +129,53 @@ def rows_of_all() -> tuple[int, list[int]]:
     return hvd.size(), sorted(every)
 
 
+def waits() -> None:
+    import time
+
+    print("it waits", flush=True)
+    time.sleep(3600)
+
+
+class Heard(io.StringIO):
+    """Standard output that tells when the function prints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_running = threading.Event()
+
+    def write(self, text: str) -> int:
+        if "it waits" in text:
+            self.is_running.set()
+        return super().write(text)
+
+
+def what_ends_it(end: Callable[[], object]) -> str:
+    """Return what is raised where ``end`` is called while a function runs on an executor."""
+    heard = Heard()
+
+    def end_it() -> None:
+        heard.is_running.wait()
+        end()
+
+    with contextlib.redirect_stdout(heard):
+        threading.Thread(target=end_it, daemon=True).start()
+        return refusal(lambda: TorchDistributor(1, False, False).run(waits))
+
+
+def refusal(do: Callable[[], object]) -> str:
+    """Return the error that is raised."""
+    try:
+        do()
+    except HvdElasticError as error:
+        return str(error)
+    return "nothing was raised"
+
+
 def main() -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     # Spark's own class refuses clusters with TLS.
-    spark = make_session(**{"spark.ssl.enabled": "true"})
+    patience = {f"spark.scheduler.barrier.maxConcurrentTasksCheck.{name}": "5" for name in LOOKS}
+    spark = make_session(**{"spark.ssl.enabled": "true", **patience})
     folder = Path(sys.argv[1])
     here = TorchDistributor(num_processes=2, local_mode=True, use_gpu=False)
     there = TorchDistributor(num_processes=3, local_mode=False, use_gpu=False)
@@ -146,16 +197,20 @@ def main() -> None:
         found["keras"] = there.run(with_keras)
     if "lightning" in sys.argv:
         found["lightning"] = there.run(with_lightning)
-    try:
-        TorchDistributor(num_processes=9, local_mode=False, use_gpu=False).run(
-            with_argument, 1, more=""
-        )
-    except HvdElasticError as error:
-        found["too many"] = str(error)
-    try:
-        TorchDistributor(num_processes=1, local_mode=False, use_gpu=True)
-    except HvdElasticError as error:
-        found["no GPU"] = str(error)
+    with ThreadPoolExecutor(1) as pool:  # in which no session is the active one
+        found["thread"] = pool.submit(lambda: TorchDistributor(1, False, False).num_tasks).result()
+    vectors = [(Vectors.dense([1.0]), 1), (None, 2)]
+    for name, refused in (
+        ("null", spark.sql("select 1 a union all select null a")),
+        ("null in an array", spark.sql("select array(1, null, 3) a")),
+        ("null vector", spark.createDataFrame(vectors, ["a", "b"])),
+        ("two columns", spark.sql("select 1 a, 2 a")),
+    ):
+        train = partial(here._train_on_dataframe, rows_of_rank, refused, 1)
+        found[name] = refusal(train)
+    many = TorchDistributor(num_processes=9, local_mode=False, use_gpu=False)
+    found["too many"] = refusal(lambda: many.run(with_argument, 1, more=""))
+    found["no GPU"] = refusal(lambda: TorchDistributor(1, local_mode=False, use_gpu=True))
     # The executors of this session start another Python, or are told of another one.
     base = getattr(sys, "_base_executable", sys.executable)
     context = spark.sparkContext
@@ -165,13 +220,13 @@ def main() -> None:
     ):
         kept = getattr(context, setting)
         setattr(context, setting, value)
-        try:
-            found[name] = TorchDistributor(1, False, False).run(with_argument, 1, more="")
-        except HvdElasticError as error:
-            found[name] = str(error)
+        run = TorchDistributor(1, False, False).run
+        found[name] = refusal(partial(run, with_argument, 1, more=""))
         setattr(context, setting, kept)
+    context.setJobGroup("mine", "a group of the user")
+    found["group cancelled"] = what_ends_it(lambda: context.cancelJobGroup("mine"))
+    found["stopped"] = what_ends_it(spark.stop)
     (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
-    spark.stop()
 
 
 if __name__ == "__main__":

@@ -119,6 +119,19 @@ def test_what_the_cluster_cannot_hold_is_told_at_once(
         "        ElasticTrainer(train, scaling=scaling, resources_per_worker=each).fit()\n"
         "    except HvdElasticError as error:\n"
         "        print(type(error).__name__, error)\n"
+        "import ray\n"
+        "from ray.util.placement_group import placement_group\n"
+        "from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy\n"
+        "group = PlacementGroupSchedulingStrategy(\n"
+        "    placement_group([{'CPU': 1}]), placement_group_capture_child_tasks=True)\n"
+        "@ray.remote(num_cpus=1, scheduling_strategy=group)\n"
+        "def in_a_group():\n"
+        "    each = {'CPU': 2}\n"
+        "    ElasticTrainer(print, scaling=1, resources_per_worker=each).fit()\n"
+        "try:\n"
+        "    ray.get(in_a_group.remote())\n"
+        "except RuntimeError as error:\n"
+        "    print(type(error).__name__, error)\n"
     )
     path = stage.folder / "asks_for_too_much.py"
     path.write_text(program)
@@ -127,7 +140,7 @@ def test_what_the_cluster_cannot_hold_is_told_at_once(
     assert (
         "RunError resources_per_worker asks for 1 GPU, and no node of the cluster has any" in said
     )
-    assert "UsageError <lambda>() cannot be sent to the workers: variable 'lock'" in said
+    assert "ArgumentError <lambda>() cannot be sent to the workers: variable 'lock'" in said
 
 
 def test_up_twice_says_so_and_down_ends_this_cluster_alone(

@@ -107,6 +107,12 @@ def test_what_users_of_sparks_own_class_write_runs_unchanged(
     assert found.get("keras", [3, 8]) == [3, 8]
     assert "9 processes wanted, and the executors of the cluster have room for" in found["too many"]
     assert "Spark assigns no GPUs to tasks" in found["no GPU"]
+    assert found["thread"] == 1
+    for name in ("null", "null in an array", "null vector"):
+        assert found[name].startswith("column 'a' of the DataFrame has nulls"), found
+    assert "several columns named 'a'" in found["two columns"]
+    assert "cancelled job group mine, which ends the training" in found["group cancelled"]
+    assert "the Spark session was stopped" in found["stopped"]
     assert "the executors have another Python than the driver" in found["another Python"]
     if sys.prefix != sys.base_prefix:  # else that Python has all packages
         assert "the executors have no package" in found["no package"]

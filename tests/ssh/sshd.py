@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -21,10 +23,12 @@ def make_key(path: Path, key_type: str = "ed25519") -> Path:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    with socket.socket() as sock:
-        sock.bind((address, 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """A free port below those that the kernel gives to connections, of which one could take it."""
+    while True:
+        port = random.randrange(20000, 32768)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind((address, port))
+            return port
 
 
 class Sshd:

@@ -83,6 +83,8 @@ def test_a_single_file_and_where_it_cannot_go(bed: Bed, source: Path) -> None:
     file = make_large(source, 100_000)
     assert bed(str(file), "/data/deep/er/name").status == 0
     assert (bed.data(3) / "deep/er/name").read_bytes() == file.read_bytes()
+    modes = [(bed.data(3) / name).stat().st_mode & 0o777 for name in ("deep", "deep/er")]
+    assert modes == [0o755, 0o755]
     result = bed(str(file), "/data/deep")
     assert result.status == 1
     assert "is a folder there; end the destination with /" in result["error"][0]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_elastic.cluster.trust import TrustState, trust_hosts
 from hvd_elastic.errors import HostKeyError, HostUnreachableError, LoginRefusedError, SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.hostfile import Host
@@ -351,6 +352,22 @@ def test_a_jump_host_is_not_given_the_password_of_the_host(server: Sshd, tmp_pat
         assert "Failed password" in (folder / "sshd.log").read_text(), "and there is it told"
     finally:
         door.stop()
+
+
+@pytest.mark.parametrize("names", [["node1"], ["node1", "door"]])
+def test_a_jump_host_is_trusted_before_the_host_behind_it(
+    server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    config = server.write_config(tmp_path / "config", ["node1"], "  ProxyJump door\n")
+    server.write_config(config, ["door"])
+    config.write_text(config.read_text().replace(str(server.folder / "known_hosts"), "none"))
+    options = SshOptions(config_path=config)
+    found = trust_hosts([Host(name) for name in names], options, lambda _: True)
+    # Both are one sshd here, whose key is known once it is accepted for the first of them.
+    states = {entry.host: entry.state for entry in found}
+    assert states == {"door": TrustState.ACCEPTED, "node1": TrustState.KNOWN}
+    assert len(found) == 2
 
 
 def test_a_jump_that_leads_to_itself(server: Sshd, tmp_path: Path) -> None:

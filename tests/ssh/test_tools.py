@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_elastic.hosts.programs.processes import read
 from tests.ssh import sshd as private_sshd
 from tests.ssh import tools as shared
 from tests.ssh.sshd import Sshd
@@ -274,6 +275,10 @@ def test_strays_are_ended_and_what_somebody_holds_is_not(tools: Tools) -> None:
         )
         return int(done.stdout)
 
+    def is_marked(pid: int) -> bool:
+        """The shell's child has the mark once env has replaced it."""
+        return any(name.encode() in read(pid, "environ").split(b"\0") for name in names)
+
     strays = [orphan("sleep 100", name) for name in names]
     strays += [orphan("sh -c 'sleep 100; :'", names[0])]
     bystanders = [
@@ -286,7 +291,7 @@ def test_strays_are_ended_and_what_somebody_holds_is_not(tools: Tools) -> None:
         for name in names
     ]
     try:
-        wait_until(lambda: all(map(is_alive, strays)), "the strays' start")
+        wait_until(lambda: all(map(is_marked, strays)), "the strays' start")
         if Path(f"/proc/{strays[0]}/stat").read_text().rpartition(")")[2].split()[1] != "1":
             pytest.skip("orphans are not given to process 1 here, but to a subreaper")
         arguments = [str(tools.hostfile), "--hosts", "node1", "--strays", "--json"]

@@ -7,8 +7,8 @@ child subreaper, becomes its parent.
 
 Modules are imported in a thread: it can have a low priority without a way back, and threads that
 libraries such as OpenMP keep for their caller end with it. Where the kernel groups processes by
-session, priorities count within a group only, so the template's group is given a low one too. A
-worker leaves it, since it begins a session of its own.
+session, priorities count within a group only, so the template's group is given a low one too, until
+all is imported: a fork of a low group would take seconds where ranks use all cores.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ def main(modules: Sequence[str], program: Sequence[str]) -> None:
     control = socket.socket(fileno=os.dup(1))
     os.dup2(2, 1)
     name = _read("comm").strip()
-    trouble = _import(modules) or _trouble()
+    _set_group_priority(_LOW_PRIORITY)
+    trouble = _import(modules)
+    _set_group_priority(0)
+    trouble = trouble or _trouble()
     if trouble:
         control.sendall(trouble.encode())
         os._exit(1)
@@ -100,7 +103,6 @@ def _import(modules: Sequence[str]) -> str:
     def work() -> None:
         nonlocal trouble
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
-        _lower_group()
         for name in modules:
             try:
                 importlib.import_module(name)
@@ -114,10 +116,10 @@ def _import(modules: Sequence[str]) -> str:
     return trouble
 
 
-def _lower_group() -> None:
+def _set_group_priority(priority: int) -> None:
     for _ in range(_GROUP_TRIES):
         try:
-            _GROUP_PRIORITY.write_text(str(_LOW_PRIORITY))
+            _GROUP_PRIORITY.write_text(str(priority))
         except BlockingIOError:
             time.sleep(_GROUP_PAUSE_S)
         except OSError:  # the kernel does not group processes

@@ -74,14 +74,19 @@ class Template:
         """
         process = self._process
         if process is not None and process.is_ready and process.start.is_like(start):
-            pid = process.fork(start, output)
+            try:
+                pid = process.fork(start, output)
+            except TimeoutError:  # a later worker's comes from another one
+                self.close()
+                text = f"hvd-elastic: no fork within {_FORK_LIMIT_S:g} s; this worker is started"
+                _tell(output, f"{text} without a template\n")
+                return None
             if pid is not None:
                 return pid
         if self._trouble and not self._is_told:
             self._is_told = True
             text = f"hvd-elastic: this worker is started without a template: {self._trouble}\n"
-            with contextlib.suppress(OSError):
-                os.write(output, text.encode())
+            _tell(output, text)
         return None
 
     def give_up(self, trouble: str) -> None:
@@ -94,6 +99,11 @@ class Template:
         if self._process is not None:
             self._process.close()
             self._process = None
+
+
+def _tell(output: int, text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(output, text.encode())
 
 
 class _Process:
@@ -156,7 +166,11 @@ class _Process:
             file.close()
 
     def fork(self, start: WorkerStart, output: int) -> int | None:
-        """Fork a worker with this output and return its process id; None: it is not possible."""
+        """Fork a worker with this output and return its process id; None: it is not possible.
+
+        Raises:
+            TimeoutError: there is none yet, and there will be none.
+        """
         values = "\0".join(start.variables[name] for name in OWN_VARIABLES)
         ours, theirs = socket.socketpair()
         with ours:
@@ -168,6 +182,8 @@ class _Process:
                 if answer.isdecimal():
                     ours.send(b"\0")
                     return int(answer)
+            except TimeoutError:
+                raise
             except OSError as error:
                 answer = str(error)
         self._on_trouble(f"it could not be forked: {answer or 'the process has ended'}")

@@ -13,15 +13,25 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.shared_options import hostfile_of
 from hvd_elastic.cluster.run.commands import select_hosts
 from hvd_elastic.errors import UsageError
 from hvd_elastic.hosts.fanout import DEFAULT_FANOUT
-from hvd_elastic.hosts.hostfile import Host, parse_hostfile
+from hvd_elastic.hosts.hostfile import Host, parse_hostfile, parse_hosts
 from hvd_elastic.hosts.ssh import SshOptions
 from hvd_elastic.hosts.ssh_config import config_beside
 
 _HOSTFILE = Annotated[
-    Path, typer.Argument(metavar="HOSTFILE", help="One host a line: 'gpu1 slots=8', 'gpu[01-16]'.")
+    Path,
+    typer.Argument(
+        metavar="HOSTFILE",
+        parser=hostfile_of,
+        help="One host a line: 'gpu1 slots=8', 'gpu[01-16]'; or a list: gpu1:8,gpu2:8.",
+    ),
+]
+_MAYBE_HOSTFILE = Annotated[
+    Path | None,
+    typer.Argument(metavar="HOSTFILE", help="One host a line; without it this machine."),
 ]
 _FANOUT = Annotated[int, whole_number_option("--fanout", "-f", help="Hosts at a time.")]
 _HOSTS = Annotated[
@@ -81,7 +91,7 @@ class Chosen:
 
 
 def over_hosts(
-    without: Sequence[str] = (),
+    without: Sequence[str] = (), *, may_be_here: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds the shared options to a command.
 
@@ -89,6 +99,7 @@ def over_hosts(
 
     Args:
         without: names of shared options that this command does not have.
+        may_be_here: whether the hostfile may be left out, for this machine.
     """
     shared: dict[str, tuple[Any, Any]] = {
         "fanout": (_FANOUT, DEFAULT_FANOUT),
@@ -104,14 +115,16 @@ def over_hosts(
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
-        def command(hostfile: Path, **given: Any) -> None:
+        def command(hostfile: Path | None, **given: Any) -> None:
             settings = {name: given.pop(name, default) for name, (_, default) in shared.items()}
             function(_choose(hostfile, settings), **given)
 
         _, *own = inspect.signature(function, eval_str=True).parameters.values()
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters = [
-            inspect.Parameter("hostfile", keyword, annotation=_HOSTFILE),
+            inspect.Parameter("hostfile", keyword, annotation=_MAYBE_HOSTFILE, default=None)
+            if may_be_here
+            else inspect.Parameter("hostfile", keyword, annotation=_HOSTFILE),
             *(parameter.replace(kind=keyword) for parameter in own),
             *(
                 inspect.Parameter(name, keyword, annotation=annotation, default=default)
@@ -126,8 +139,8 @@ def over_hosts(
     return decorate
 
 
-def _choose(hostfile: Path, given: Mapping[str, Any]) -> Chosen:
-    """What the shared options, by name, come to."""
+def _choose(hostfile: Path | None, given: Mapping[str, Any]) -> Chosen:
+    """What the shared options, by name, come to; without a hostfile on this machine."""
     if given["verbose"]:
         logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s: %(message)s")
         # At level DEBUG paramiko logs every packet, and invoke all settings of a connection.
@@ -135,11 +148,13 @@ def _choose(hostfile: Path, given: Mapping[str, Any]) -> Chosen:
             logging.getLogger(name).setLevel(logging.INFO)
 
     def choose() -> Sequence[Host]:
-        return select_hosts(parse_hostfile(hostfile), given["hosts"], given["exclude_hosts"])
+        found = parse_hosts("localhost", "here") if hostfile is None else parse_hostfile(hostfile)
+        return select_hosts(found, given["hosts"], given["exclude_hosts"])
 
     hosts, identity = choose(), given["identity"]
     if identity is not None and not identity.expanduser().is_file():
         raise UsageError(f"--identity {identity}: no such file; name a private key")
+    hostfile = hostfile or Path("localhost")
     config = given["ssh_config"] or config_beside(hostfile)
     ssh = SshOptions(config, given["connect_timeout"], identity=identity)
     flags = {name: given[name] for name in ("fanout", "dry_run", "as_json", "verbose")}

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.jobs.daemon import ClusterOption
+from hvd_elastic.cli.jobs.daemon import ClusterOption, warn_of_no_daemon
 from hvd_elastic.cli.jobs.naming import find_numbers, submitted_last
 from hvd_elastic.cli.numbers import parse_duration, parse_number
 from hvd_elastic.cli.output import print_json
@@ -48,7 +48,7 @@ def queue(
 ) -> None:
     """List the jobs of a cluster: those that run, those that wait and why, and the last ones.
 
-    ETA is the time until a job that runs is expected to end, or one that waits to start.
+    ETA is the time until a job that runs is expected to end.
 
     Examples:
       hvd-elastic queue
@@ -67,11 +67,7 @@ def queue(
         print_json([job_fields(job) for job in [*active, *ended]])
         return
     if not alive:
-        print(
-            f"cluster {place.name} has no daemon; jobs that run go on, none is started. Start it "
-            f"with: hvd-elastic up {place.daemon().get('hostfile', 'HOSTFILE')}",
-            file=sys.stderr,
-        )
+        warn_of_no_daemon(place)
     if not active and not ended:
         print(f"no job was submitted to cluster {place.name} yet")
         return
@@ -99,7 +95,8 @@ def queue_lines(jobs: Sequence[Job], now: float, columns: int | None) -> Iterato
     for job in jobs:
         until = now if job.ended_at is None else job.ended_at
         age = duration_words(max(0.0, until - job.submitted_at))
-        eta = "" if job.eta is None else duration_words(max(0.0, job.eta - now))
+        ends = job.eta if job.status is JobStatus.RUNNING else None
+        eta = "" if ends is None else duration_words(max(0.0, ends - now))
         hosts = ", ".join(f"{host}: {slots}" for host, slots in job.held.items())
         line = (
             f"{job.number:>5}  {job.run_id:<{width}}  {job.status.value:<9}  {job.slots or '':>5}  "
@@ -204,8 +201,12 @@ def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
         held = ", ".join(f"{host}: {slots}" for host, slots in job.held.items())
         rows.append(("slots", held))
     if job.eta is not None:
-        what = "ends" if job.status.value == "running" else "starts"
-        rows.append(("expected", f"{what} in about {duration_words(max(0.0, job.eta - now))}"))
+        in_s = duration_words(max(0.0, job.eta - now))
+        if job.status is JobStatus.RUNNING:
+            rows.append(("expected", f"ends in about {in_s}"))
+        else:
+            bound = "earliest" if awaits else "latest"
+            rows.append(("expected", f"starts in about {in_s} at the {bound}"))
     elif job.stop is not None:
         pass  # the reason says it
     elif job.status.value == "running" and request.kind.value == "plain":

@@ -367,7 +367,7 @@ def _check_package(
     whose = f"{reference.whose.get(package, 'the others have')} {wanted}"
     if there is None:
         why = f"not installed there, {whose}" if wanted else "not installed there"
-        how = "Run 'make' there, or pip install" if package in REQUIRED else "Install"
+        how = "'hvd-elastic install HOSTFILE' brings" if package in REQUIRED else "Install"
         if package == HOROVOD_BUILD:
             how = "Run 'hvd-elastic build-horovod' there, for"
         return Check(package, Level.FAILED, f"{why}. {how} the same version everywhere")

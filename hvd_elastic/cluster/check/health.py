@@ -86,7 +86,7 @@ def check_cluster(
     limit_s = options.connect_timeout_s + 2 * SCRIPT_S + 10.0
     looked = {result.host.name: result for result in fan_out(hosts, look, settings.fanout, limit_s)}
     facts = {name: result.answer for name, result in looked.items() if result.ok}
-    reference = choose_reference(_leader_facts(settings), facts, settings)
+    reference = choose_reference(leader_facts(settings), facts, settings)
     checks = {}
     for host in hosts:
         if host.name in facts:
@@ -139,7 +139,7 @@ def _measure(
     return links
 
 
-def _leader_facts(settings: CheckSettings) -> dict[str, Any]:
+def leader_facts(settings: CheckSettings) -> dict[str, Any]:
     """Return the facts of this machine that the hosts are compared with."""
     from hvd_elastic import __version__
 

@@ -5,6 +5,9 @@ stdin, so the key appears neither on a command line nor in a file. It keeps a co
 the leader, over which the leader asks for commands. For each command this process opens a further
 connection, which carries stdin, stdout, stderr, signals and the exit status.
 
+It is the child subreaper (prctl(2)) of the commands: what one leaves behind, also in a session of
+its own, ends with it.
+
 It ends, with all that it has started, when the leader says so, when the link stays broken for
 longer than the grace time of the invitation, and at once when its stdin ends: then the engine has
 taken the host away. SIGTERM is passed on to the commands: the agent reports it as a notice.
@@ -31,6 +34,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hvd_elastic.hosts.programs.hold_command import become_subreaper
+from hvd_elastic.hosts.programs.processes import Process, descendants, end_processes
 from hvd_elastic.hosts.programs.secure_stream import Kind, SecureStream, dial
 
 PARENT_VARIABLE = "HVD_ELASTIC_HOST_PROCESS"
@@ -44,6 +49,8 @@ _END_S = 15.0
 """How long commands get to end by themselves [s]: an agent ends its workers first."""
 _TERM_S = 10.0
 """Time between TERM and KILL [s]."""
+_LEFT_S = 2.0
+"""The same for what commands have left behind [s]."""
 _CHUNK_BYTES = 1 << 16
 
 
@@ -82,14 +89,20 @@ class HostProcess:
         # An engine's user may have no home; nothing of a run is needed here after it.
         self._variables.setdefault("HVD_ELASTIC_HOME", self._folder)
         self._commands: dict[str, subprocess.Popen[bytes]] = {}
+        self._starting = threading.Lock()
+        """Held while a command is started, since it is a child before it is a known one."""
+        self._ending = threading.Lock()
+        """Held while that is ended which commands have left behind."""
 
     def run(self) -> int:
         """Serve the leader until it or the link ends; return the exit status."""
+        become_subreaper()
         signal.signal(signal.SIGTERM, lambda *_: self._signal_all(signal.SIGTERM))
         threading.Thread(target=self._follow_parent, name="parent", daemon=True).start()
         try:
             return self._serve_and_redial()
         finally:
+            self._end_left()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _serve_and_redial(self) -> int:
@@ -158,19 +171,20 @@ class HostProcess:
             self._start(message["start"], message["command"])
 
     def _start(self, number: str, command: str) -> None:
-        for known in [*self._commands]:
-            if self._commands[known].poll() is not None:
-                del self._commands[known]
-        popen = subprocess.Popen(
-            ["/bin/sh", "-c", command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=self._variables,
-            bufsize=0,
-            start_new_session=True,
-        )
-        self._commands[number] = popen
+        with self._starting:
+            for known in [*self._commands]:
+                if self._commands[known].poll() is not None:
+                    del self._commands[known]
+            popen = subprocess.Popen(
+                ["/bin/sh", "-c", command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=self._variables,
+                bufsize=0,
+                start_new_session=True,
+            )
+            self._commands[number] = popen
         threading.Thread(target=self._attend, args=(number, popen), daemon=True).start()
 
     def _attend(self, number: str, popen: subprocess.Popen[bytes]) -> None:
@@ -192,6 +206,7 @@ class HostProcess:
         status = popen.wait()
         with contextlib.suppress(OSError):
             stream.send(Kind.EXIT, str(128 - status if status < 0 else status).encode())
+        self._end_left()
         for pump in pumps:
             pump.join()
         stream.cut()  # the thread that passes the input closes it
@@ -203,13 +218,28 @@ class HostProcess:
         with contextlib.suppress(OSError):
             while os.read(0, _CHUNK_BYTES):
                 pass
-        self._signal_all(signal.SIGKILL)
+        end_processes(descendants, 0.0)
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(1)
 
     def _signal_all(self, number: int) -> None:
         for popen in [*self._commands.values()]:
             _signal(popen, number)
+
+    def _end_left(self) -> None:
+        """End what commands that have ended have left behind, which this process has inherited."""
+
+        def left() -> list[Process]:
+            with self._starting:
+                known = {popen.pid for popen in self._commands.values()}
+                found = [each for each in descendants() if each.parent == os.getpid()]
+            roots = [each for each in found if each.pid not in known]
+            return [*roots, *descendants([each.pid for each in roots])] if roots else []
+
+        with self._ending:
+            for pid, _ in end_processes(left, _LEFT_S):
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)  # a container's first process may not do it
 
     def _end_commands(self, patience_s: float = 0.0) -> None:
         """Wait for the commands to end, and end those that did not in time."""

@@ -131,14 +131,14 @@ class AgentProcess:
         missing = _MISSING_MODULE.search(self._tail())
         if missing is not None and missing["name"].startswith("hvd_elastic"):
             cause = (
-                f"host {name}: {self.python} has no package hvd_elastic. Install it there "
-                "(the same version as on the leader), or name another interpreter with --python."
+                f"host {name}: {self.python} has no package hvd_elastic. Install it there, "
+                "as 'hvd-elastic install HOSTFILE' does, or name another interpreter with --python."
             )
             return cause, True
         if status in (126, 127):
             cause = (
-                f"host {name} has no Python at {self.python} ({last}). Install it there, or "
-                "name the interpreter that every host has with --python."
+                f"host {name} has no Python at {self.python} ({last}). Install it there, "
+                "as 'hvd-elastic install HOSTFILE' does, or name another one with --python."
             )
             return cause, True
         if status == os.EX_NOPERM:

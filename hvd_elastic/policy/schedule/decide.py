@@ -61,7 +61,8 @@ def decide(
     service); Berg et al., SIGMETRICS 2020 (heSRPT: short jobs first, but not alone).
     """
     cluster = _Cluster(hosts)
-    order = sorted(jobs, key=lambda job: job.submitted_s)
+    # Of those that were submitted together, 9 is before 10.
+    order = sorted(jobs, key=lambda job: (job.submitted_s, len(job.name), job.name))
     scored = [_score(job, cluster, now, weights or Weights()) for job in order]
     room = cluster.capacity - sum(job.min_slots for job in order)
     room_of_kept = cluster.capacity - sum(job.min_slots for job in order if not job.preemptible)
@@ -83,9 +84,15 @@ def decide(
         for job, each, index in zip(order, scored, chosen, strict=True)
     }
     placed = place_jobs(wishes, hosts)
-    holders = [sum(slots.values()) for slots in placed.values() if slots]
+    holders = [job for job in order if placed[job.name]]
+    used = sum(sum(slots.values()) for slots in placed.values())
     return {
-        job.name: Assignment(placed[job.name], _reason(job, placed[job.name], cluster, holders))
+        job.name: Assignment(
+            placed[job.name],
+            _reason(job, placed[job.name], cluster)
+            if placed[job.name]
+            else _why_waits(job, cluster, holders, used),
+        )
         for job in order
     }
 
@@ -219,17 +226,46 @@ def _worth_of_deadline(
     return np.where(in_time, (_LATE - 1) * speedup[in_time].min(), 0.0)
 
 
-def _reason(job: Job, placed: Allocation, cluster: _Cluster, holders: Sequence[int]) -> str:
-    """Return why a job gets its slots, or none; ``holders``: slots of each job that has some."""
+def _why_waits(job: Job, cluster: _Cluster, holders: Sequence[Job], used: int) -> str:
+    """Return why a job gets no slots; ``holders``: those that have some, ``used`` together."""
+    if job.min_slots > cluster.capacity:
+        return f"waits: it needs {job.min_slots} slots, the cluster has {cluster.capacity}"
+    why = f"worth more to {count(len(holders), 'other job')}"
+    if job.precedence is not None:
+        before = [each.precedence for each in holders if (each.precedence or (0,)) < job.precedence]
+        first = {each[0] < job.precedence[0] for each in before if each is not None}
+        if len(before) == len(holders) and first:
+            earlier = {False: "that came earlier", True: "of higher priority"}
+            those = " or ".join(earlier[is_higher] for is_higher in sorted(first, reverse=True))
+            why = f"held by {count(len(holders), 'job')} {those}"
+    if used == cluster.capacity:
+        return f"waits: all {used} slots are {why}"
+    what = f"{used} of {cluster.capacity} slots {'is' if used == 1 else 'are'}"
+    return f"waits: {what} {why}, and it needs {job.min_slots}"
+
+
+def _speed_words(job: Job, slots: int, rate: float) -> str:
+    """Return how fast a job is with its slots; what was not measured is called expected.
+
+    Args:
+        job: the job, whose goodput is known.
+        slots: its slots.
+        rate: their speed relative to that of one slot.
+    """
+    base = 1
+    if job.timed is not None:
+        others = {*job.timed} - {slots}
+        if not others:
+            return "measured with no other number of slots yet"
+        base = min(others)
+    relative = rate / float(speedups(job, np.asarray([base]))[0])
+    sure = "" if job.timed is None or slots in job.timed else "expected "
+    return f"{sure}{relative:.1f} times the speed of {'one' if base == 1 else base}"
+
+
+def _reason(job: Job, placed: Allocation, cluster: _Cluster) -> str:
+    """Return why a job gets the slots that it gets."""
     slots = sum(placed.values())
-    if not slots:
-        if job.min_slots > cluster.capacity:
-            return f"waits: it needs {job.min_slots} slots, the cluster has {cluster.capacity}"
-        used, others = sum(holders), count(len(holders), "other job")
-        if used == cluster.capacity:
-            return f"waits: all {used} slots are worth more to {others}"
-        what = f"{used} of {cluster.capacity} slots {'is' if used == 1 else 'are'}"
-        return f"waits: {what} worth more to {others}, and it needs {job.min_slots}"
     now_has = f"{count(slots, 'slot')} on {count(len(placed), 'host')}"
     slowness = mean_slowness(placed, cluster.slowness)
     if job.goodput is None and job.fixed:
@@ -239,7 +275,7 @@ def _reason(job: Job, placed: Allocation, cluster: _Cluster, holders: Sequence[i
         does = "starts with" if not job.slots else kept if slots == job.slots else "changes to"
         return f"{does} {now_has}: nothing is measured yet"
     rate = float(speedups(job, np.asarray([slots]))[0]) / slowness
-    speed = f"{rate:.1f} times the speed of one"
+    speed = _speed_words(job, slots, rate)
     alone_s = _alone_s(job)
     left = ""
     if alone_s is not None:

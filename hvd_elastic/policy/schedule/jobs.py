@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +52,8 @@ class Job:
         movable: whether it can go on on other hosts while it runs.
         rescales: number of changes of its slots so far; None: not known.
         noise: relative standard error of ``goodput``; a change has to gain more than by chance.
+        timed: numbers of slots with which it was measured; None: ``goodput`` is exact.
+        precedence: place in the queue by priority and age, least first; None: there is no queue.
     """
 
     name: str
@@ -72,6 +74,8 @@ class Job:
     occupied: Allocation = field(default_factory=dict)
     noise: float = 0.0
     is_held_back: bool = False
+    timed: Collection[int] | None = None
+    precedence: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_slots <= self.max_slots:

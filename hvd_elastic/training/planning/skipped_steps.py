@@ -37,9 +37,14 @@ class SkippedSteps:
         self.consecutive = 0 if finite else self.consecutive + 1
 
     @property
-    def most(self) -> int:
+    def _most(self) -> int:
         """Number of consecutive such steps that ends the job."""
         return _BAD_STEPS_SCALED if self.overflows else _BAD_STEPS
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether there are so many consecutive ones that the job ends."""
+        return self.consecutive >= self._most
 
     def add(self, progress: Progress) -> bool:
         """Count the step that begins at ``progress`` as left out.
@@ -57,9 +62,9 @@ class SkippedSteps:
 
     def refuse_many(self, step: int, advice: Callable[[], str]) -> None:
         """Raise ScriptError if too many consecutive steps up to ``step`` were not finite."""
-        if self.consecutive >= self.most:
+        if self.are_too_many:
             raise ScriptError(
-                f"the gradients were not finite in {self.most} steps running, up to step {step}: "
+                f"the gradients were not finite in {self._most} steps running, up to step {step}: "
                 "the loss is NaN or infinite on at least one rank. Look at the data and the loss, "
                 f"lower the learning rate (or init_scale of a gradient scaler), or clip gradients"
                 f"{advice()}"

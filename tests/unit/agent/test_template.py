@@ -230,11 +230,19 @@ def test_imports_take_little_of_the_processor_from_workers(tmp_path: Path) -> No
     importing = f"import pathlib\nseen = pathlib.Path({str(tmp_path / 'seen')!r})\n"
     importing += "seen.write_text(pathlib.Path('/proc/self/autogroup').read_text())\n"
     (tmp_path / "imported_module.py").write_text(importing)
-    _, forked = both_ways(
-        [sys.executable, "train.py"], tmp_path, ["imported_module"], PYTHONPATH=f"{ROOT}:{tmp_path}"
-    )
+    own = variables(PYTHONPATH=f"{ROOT}:{tmp_path}")
+    start = WorkerStart.of([sys.executable, "train.py"], str(tmp_path), own)
+
+    async def main() -> None:
+        source = await ready(start, ["imported_module"])
+        assert source._process is not None
+        group = Path(f"/proc/{source._process.pid}/autogroup").read_text()
+        assert group.split()[1:] == ["nice", "0"], "forks of a low group are late"
+        assert await run(start, source) == ("['nice', '0']\n", 0)
+        source.close()
+
+    asyncio.run(main())
     assert (tmp_path / "seen").read_text().split()[1:] == ["nice", "10"]
-    assert forked == ("['nice', '0']\n", 0)
 
 
 def test_forks_draw_different_random_numbers(tmp_path: Path) -> None:
@@ -371,6 +379,29 @@ def test_a_template_that_was_killed_is_not_used(tmp_path: Path) -> None:
         return text
 
     assert "it could not be forked" in asyncio.run(main())
+
+
+def test_after_a_fork_that_is_late_there_is_another_template(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('trains')")
+    start = WorkerStart.of([sys.executable, "train.py"], str(tmp_path), variables())
+
+    async def main() -> None:
+        source = await ready(start, [])
+        assert source._process is not None
+        late = source._process.pid
+        os.kill(late, signal.SIGSTOP)
+        with (tmp_path / "told").open("wb") as output:
+            assert source.fork(start, output.fileno()) is None
+        os.kill(late, signal.SIGCONT)
+        told = (tmp_path / "told").read_text()
+        assert "no fork within 2 s; this worker is started without a template" in told
+        source.warm()
+        while source._process is not None and not source._process.is_ready:
+            await asyncio.sleep(0.01)
+        assert await run(start, source) == ("trains\n", 0)
+        source.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

@@ -96,10 +96,10 @@ class Run:
         while self.collector.busy or not self.calls.empty():
             self.calls.get(timeout=30)()
 
-    def written(self, step: int, *indices: int, count: int = 2, run: str = "") -> None:
+    def written(self, step: int, *indices: int, count: int = 2, **other: Any) -> None:
         for index in indices:
             name = f"node{index}"
-            shard = spooled(self.hosts[name].spool, step, index, count, run=run)
+            shard = spooled(self.hosts[name].spool, step, index, count, **other)
             said = checkpoint_written(shard, blocked_s=0.001 * (index + 1))
             self.collector.written(name, self.hosts[name], said)
 
@@ -116,6 +116,24 @@ class Run:
 
     def steps(self) -> list[int]:
         return [info.step for info in find_checkpoints(self.folder)]
+
+
+def test_a_run_that_resumed_from_a_finite_checkpoint_keeps_new_ones_at_once(tmp_path: Path) -> None:
+    """Though a newer one, which it passed over, is there."""
+    first = Run(tmp_path)
+    first.written(10, 0, 1)
+    first.settle()
+    first.written(20, 0, 1, not_finite="model.weight")
+    first.settle()
+    assert [event["not_finite"] for event in first.events] == ["", "model.weight"]
+    assert (first.collector.newest_step, first.collector.resume_step) == (20, 10)
+    os.renames(tmp_path / "checkpoints", tmp_path / "next" / "checkpoints")
+    run = Run(tmp_path / "next", resumed=True)
+    assert run.collector.resume_step == 10
+    run.written(15, 0, 1)
+    run.settle()
+    assert run.collector.resume_step == 15
+    assert 15 in run.steps()
 
 
 def test_a_checkpoint_is_there_when_all_shards_are(tmp_path: Path) -> None:

@@ -560,3 +560,20 @@ def test_status_and_report_say_how_many_steps_were_left_out(call: Call) -> None:
             assert "\nleft out     2 steps, whose gradients were not finite\n" in told
     page = (folder.path / "report.html").read_text(encoding="utf-8")
     assert "<b>2</b><span>steps left out</span>" in page
+
+
+def test_status_and_report_say_which_checkpoint_is_not_finite(call: Call) -> None:
+    """It stands beside the one that a resumed run takes."""
+    folder = RunFolder.create("live")
+    with leader(folder, lambda *_: False) as log:
+        log.append("run_started", {"run_id": "live", "hosts": [["n1", 3]]})
+        for step, where in ((40, ""), (50, "model.head.weight")):
+            size = {"bytes": 1, "seconds": 0.1, "blocked_s": 0.0}
+            log.append(
+                "checkpoint", {"step": step, "path": f"{step}.json", "not_finite": where, **size}
+            )
+        told = call("status", "live").out
+        call("report", "live")
+    assert "step 40, 40.json; that of step 50 holds NaN or infinity in model.head.weight" in told
+    page = (folder.path / "report.html").read_text(encoding="utf-8")
+    assert "model.head.weight" in page

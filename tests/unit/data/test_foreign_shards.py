@@ -7,12 +7,10 @@ import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
 import zlib
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,36 +18,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.testbed.environments import PeerEnvironment, PeerMissingError
-from benchmarks.testbed.file_server import FileServer
-from datasets_prep import index_shards
+from benchmarks.testbed.environments import (
+    LITDATA,
+    STREAMING,
+    PeerEnvironment,
+    PeerMissingError,
+)
 from hvd_elastic.data import ShardDataset, build_index, load_index, verify
 from hvd_elastic.errors import DataError
 from tests.paths import COSTLY, ROOT
 from tests.unit.data import peer_shards
 from tests.unit.data.peer_shards import expected, shown
-from tests.unit.data.shards import npy, write_numbers
+from tests.unit.data.shards import features, npy, tar, texts
 
 pytest.importorskip("google_crc32c", reason="TFRecord needs its checksums")
 
 FIXTURES = ROOT / "tests/fixtures/shards"
 """Files that webdataset 1.0.2 and 0.2.111, and TensorFlow 2.21, wrote by ``peer_shards.py``."""
 SCRIPT = ROOT / "datasets_prep/index_shards.py"
-
-
-def tar(path: Path, members: Sequence[tuple[str, bytes]], kind: int = tarfile.PAX_FORMAT) -> Path:
-    """Write a tar file, and return its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=kind) as file:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size, info.mtime = len(data), 1.5  # PAX stores a fraction in a header of its own
-            file.addfile(info, io.BytesIO(data))
-    return path.parent
-
-
-def texts(count: int, first: int = 0) -> list[tuple[str, bytes]]:
-    return [(f"k{number}.txt", b"%d" % number) for number in range(first, first + count)]
 
 
 def shown_ours(folder: Path | str) -> list[Any]:
@@ -106,6 +92,18 @@ def test_what_follows_the_end_of_an_archive_is_named(tmp_path: Path) -> None:
         build_index(tmp_path)
 
 
+@pytest.mark.parametrize("zeros", [0, 512, 1023, 1024, 1500, 2048])
+def test_a_tar_that_is_cut_off_in_its_end_is_named(tmp_path: Path, zeros: int) -> None:
+    """As by a server that stops and has not said how long the file is. Padding may be short."""
+    path = tar(tmp_path / "s.tar", texts(1)) / "s.tar"
+    path.write_bytes(path.read_bytes().rstrip(b"\0").ljust(2048, b"\0") + bytes(zeros))
+    if zeros in (1024, 2048):
+        assert build_index(tmp_path).shards[0].examples == 1
+        return
+    with pytest.raises(DataError, match=r"s\.tar is cut off: .* two empty blocks"):
+        build_index(tmp_path)
+
+
 def test_a_label_of_too_many_digits_is_named(tmp_path: Path) -> None:
     tar(tmp_path / "a.tar", [("a.cls", b"9" * 25), ("a.txt", b"")])
     with pytest.raises(DataError, match=r"a\.cls holds b'9+' instead of the number of a class"):
@@ -122,6 +120,18 @@ def test_members_of_no_example_are_left_out_and_counted(tmp_path: Path) -> None:
     )
     assert list(ShardDataset(tmp_path)) == ["0", "1", "2"]
     assert load_index(tmp_path).shards[0].left_out == {"._*": 3, "README": 1, ".DS_Store": 1}
+
+
+def test_names_that_are_not_utf8_are_counted_or_named(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"\xe9")
+    tar(tmp_path / "s.tar", [*texts(1), (odd, b"")])
+    assert build_index(tmp_path).shards[0].left_out == {r"\xe9": 1}
+    tar(tmp_path / "s.tar", [(f"a.{odd}", b"")])
+    with pytest.raises(DataError, match=r"s\.tar: the field \\xe9 has a name that is not UTF-8"):
+        build_index(tmp_path)
+    tar(tmp_path / f"{odd}.tar", texts(1))
+    with pytest.raises(DataError, match=r"a shard whose name is not UTF-8, \\xe9\.tar; rename it"):
+        build_index(tmp_path)
 
 
 def test_fields_may_come_in_any_order_and_be_missing(tmp_path: Path) -> None:
@@ -214,23 +224,6 @@ def test_labels_of_records_count_from_0_or_1(
     assert [label for _, label in ShardDataset(tmp_path)] == read
 
 
-def features(folder: Path, *records: dict[str, int | bytes]) -> Path:
-    """Write a TFRecord file of ``tf.train.Example``, and return its folder."""
-    from hvd_elastic.data import tfrecord
-
-    with (folder / "a.tfrecord").open("wb") as file:
-        for record in records:
-            body = b""
-            for name, value in record.items():
-                stored = tfrecord._varint(value) if isinstance(value, int) else value
-                body += tfrecord._feature(name, 3 if isinstance(value, int) else 1, stored)
-            data = tfrecord._delimited(1, body)
-            head = len(data).to_bytes(8, "little")
-            parts = (head, tfrecord._masked_crc(head), data, tfrecord._masked_crc(data))
-            file.write(b"".join(parts))
-    return folder
-
-
 @pytest.mark.parametrize("label", [3, b"3"])
 def test_records_with_the_names_of_webdataset_have_their_labels_and_keys(
     tmp_path: Path, label: int | bytes
@@ -262,6 +255,21 @@ def test_labels_of_shards_that_are_not_read_again_stay(tmp_path: Path) -> None:
         assert list(ShardDataset(tmp_path)) == [("a", 1), ("b", 2)]
 
 
+def test_a_label_of_several_numbers_in_some_examples_is_a_list_in_all(tmp_path: Path) -> None:
+    """In one file, and where another file, which comes later, has the several ones."""
+    features(tmp_path, {"label": 3}, {"label": 4})
+    build_index(tmp_path)
+    assert list(ShardDataset(tmp_path, fields=("__key__", "cls")))[1] == ("00000001", 4)
+    features(tmp_path, {"label": [1, 2]}, {"label": 5}, name="b.tfrecord")
+    for _ in range(2):
+        assert build_index(tmp_path).fields == ("label",)
+    verify(tmp_path)
+    assert [label.tolist() for label in ShardDataset(tmp_path)] == [[3], [4], [1, 2], [5]]
+    features(tmp_path, {"label": b"cat"}, name="c.tfrecord")
+    with pytest.raises(DataError, match=r"c\.tfrecord: label holds bytes values here, and int64"):
+        build_index(tmp_path)
+
+
 def test_compressed_shards_are_called_so(tmp_path: Path) -> None:
     record = (FIXTURES / "sequence/sequence.tfrecord").read_bytes()
     for name, data, how in (
@@ -275,152 +283,6 @@ def test_compressed_shards_are_called_so(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(DataError, match=rf"{name} is compressed {how}"):
             build_index(path.parent)
-
-
-# -- the index
-
-
-@pytest.mark.parametrize(("processes", "moment"), [(1, "reads"), (2, "reads"), (2, "begins")])
-def test_an_interrupted_call_says_so(tmp_path: Path, processes: int, moment: str) -> None:
-    """Also while its processes are loaded: Python would print where each of them was."""
-    shards = tmp_path / "shards"
-    for number in range(2):
-        tar(shards / f"{number}.tar", texts(9))
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys, time\n"
-        "def tell(*_):\n"
-        f"    os.write(os.open({str(tmp_path / 'pipe')!r}, os.O_RDWR), b'x')\n"
-        "    time.sleep(1)\n"
-        f"if {moment!r} == 'reads':\n"
-        "    from hvd_elastic.data import indexing\n"
-        "    indexing.sha256_of = tell\n"
-        "elif '--multiprocessing-fork' in sys.argv:\n"
-        "    tell()\n"
-    )
-    words = [sys.executable, SCRIPT, shards, "--processes", str(processes)]
-    with subprocess.Popen(
-        words,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as call:
-        with (tmp_path / "pipe").open("rb", buffering=0) as pipe:
-            assert pipe.read(1) == b"x"
-        os.killpg(call.pid, signal.SIGINT)
-        assert call.communicate(timeout=60)[1] == "interrupted; no index was written\n"
-    assert call.returncode == 130
-
-
-@pytest.mark.parametrize("place", ["https://x/{0..1}.tar", "/d/{0..1}.tar", "https://x"])
-def test_verifying_takes_a_folder(
-    place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["index_shards.py", place, "--verify"])
-    with pytest.raises(SystemExit, match="2"):
-        index_shards.main()
-    assert "--verify takes the folder of the shards" in capsys.readouterr().err
-
-
-def test_an_index_lies_elsewhere_and_has_shards_of_subfolders(tmp_path: Path) -> None:
-    shards, index = tmp_path / "shards", tmp_path / "index"
-    for number in range(3):
-        tar(shards / f"{number}/s-{number}.tar", texts(2, 2 * number))
-    with pytest.raises(DataError, match=r"its folders 0, 1, 2 do: name one, or --subfolders"):
-        build_index(shards)
-    before = sorted(shards.rglob("*"))
-    build_index(shards, out=index, subfolders=True, processes=2)
-    verify(shards, index)
-    assert sorted(shards.rglob("*")) == before
-    assert list(ShardDataset(shards, index=index)) == list("012345")
-    assert list(ShardDataset(f"{shards}/{{2/s-2,0/s-0}}.tar", index=index)) == list("4501")
-    changed = shards / "2" / "s-2.tar"
-    changed.write_bytes(changed.read_bytes().replace(b"k4", b"K4"))
-    with pytest.raises(DataError, match=rf"SHA-256.*index_shards.py {shards} --index {index}"):
-        verify(shards, index)
-    other = write_numbers(tmp_path / "other", [3])
-    with pytest.raises(DataError, match=r"shards/s-00.tar, a shard of the index in .*other"):
-        ShardDataset(shards, index=other)
-
-
-def test_braces_name_some_of_the_shards(tmp_path: Path) -> None:
-    for number in range(12):
-        tar(tmp_path / f"s-{number:02}.tar", texts(1, number))
-    build_index(tmp_path)
-    assert list(ShardDataset(f"{tmp_path}/s-{{08..11}}.tar")) == ["8", "9", "10", "11"]
-    assert list(ShardDataset(f"{tmp_path}/{{s-03,s-01}}.tar")) == ["3", "1"]
-    with pytest.raises(DataError, match=r"lacks 2 of 4 shards, such as s-12.tar"):
-        ShardDataset(f"{tmp_path}/s-{{10..13}}.tar")
-    with pytest.raises(DataError, match=r"braces stand for numbers, \{000..127\}"):
-        ShardDataset(f"{tmp_path}/s-{{x}}.tar")
-    with pytest.raises(DataError, match=r"11..08 counts down; write 08..11"):
-        ShardDataset(f"{tmp_path}/s-{{11..08}}.tar")
-    with pytest.raises(DataError, match=r"names s-01.tar twice"):
-        ShardDataset(f"{tmp_path}/s-{{01,01}}.tar")
-    assert len(build_index(f"{tmp_path}/s-{{00..01}}.tar", out=tmp_path / "i").shards) == 2
-
-
-def test_only_shards_that_have_changed_are_read_again(tmp_path: Path) -> None:
-    for number in range(3):
-        tar(tmp_path / f"s-{number}.tar", texts(2, 2 * number))
-    before = build_index(tmp_path)
-    tables = [tmp_path / f"s-{number}.tar.npy" for number in range(3)]
-    written = [table.stat().st_mtime_ns for table in tables]
-    tar(tmp_path / "s-1.tar", [*texts(2, 10), ("z.json", b"1")])
-    after = build_index(tmp_path)
-    assert [table.stat().st_mtime_ns == at for table, at in zip(tables, written, strict=True)] == [
-        *(True, False, True),
-    ]
-    assert after.shards[2].sha256 == before.shards[2].sha256
-    verify(tmp_path)
-    dataset = ShardDataset(tmp_path, optional=("json", "txt"))
-    assert [txt for txt, _ in dataset] == ["0", "1", "10", "11", None, "4", "5"]
-    assert dataset[4] == (None, 1)
-    (tmp_path / "s-0.tar").unlink()
-    assert len(build_index(tmp_path).shards) == 2
-
-
-@pytest.mark.parametrize("text", ['{"version": 2, "shards": []}', '{"a": 1}\n{"a": 2}\n', "hello"])
-def test_an_index_of_another_program_is_not_overwritten(tmp_path: Path, text: str) -> None:
-    tar(tmp_path / "s.tar", texts(1))
-    (tmp_path / "index.json").write_text(text)
-    with pytest.raises(DataError, match=r"not an index of hvd_elastic, and is not overwritten"):
-        build_index(tmp_path)
-    build_index(tmp_path, out=tmp_path / "i")
-    assert list(ShardDataset(tmp_path, index=tmp_path / "i")) == ["0"]
-
-
-def test_shards_behind_a_url_without_an_index_are_indexed_and_read(tmp_path: Path) -> None:
-    for number in range(3):
-        tar(tmp_path / f"there/s-{number}.tar", texts(2, 2 * number))
-    with FileServer(tmp_path / "there").serving() as server:
-        pattern, index = f"{server.url}/s-{{0..2}}.tar", tmp_path / "index"
-        build_index(pattern, out=index)
-        assert not list(index.glob(".*"))
-        for place in (pattern, server.url):
-            dataset = ShardDataset(place, index=index, cache=tmp_path / "cache")
-            assert list(dataset) == list("012345")
-        assert server.requests == {f"s-{number}.tar": 2 for number in range(3)}
-        with pytest.raises(DataError, match="a server does not list its files"):
-            build_index(server.url, out=index)
-
-
-def test_a_url_that_serves_web_pages_is_called_so(tmp_path: Path) -> None:
-    folder = write_numbers(tmp_path / "there", [3])
-    with FileServer(folder).serving() as server:
-        dataset = ShardDataset(server.url, cache=tmp_path / "cache")
-        for name in ("s-00.tar", "index.json"):
-            (folder / name).write_text("<!DOCTYPE html><html>log in</html>")
-        with pytest.raises(DataError, match=r"s-00.tar is a web page; check the URL"):
-            dataset[0]
-        with pytest.raises(DataError, match=r"index.json is a web page and not an index"):
-            ShardDataset(server.url, cache=tmp_path / "cache")
-        with pytest.raises(DataError, match=rf"^{server.url}/s-00.tar is a web page; check"):
-            build_index(f"{server.url}/{{s-00,s-01}}.tar", out=tmp_path / "i")
-        (folder / "s-00.tar").write_bytes(b"1" * 999)
-        with pytest.raises(DataError, match=rf"^{server.url}/s-00.tar is not a whole tar file"):
-            build_index(f"{server.url}/{{s-00,s-01}}.tar", out=tmp_path / "i")
 
 
 # -- other people's data sets, and their programs
@@ -452,14 +314,8 @@ train(hvd.State(model=model, optimizer=optimizer))
 """
 
 
-def python_with(package: str, module: str, *alone: str) -> str:
-    """Return a Python that has a package beside those of this one.
-
-    ``alone``: with these, and not with all that it asks for, such as a PyTorch of its own.
-    """
-    name = package.replace("==", "-") + ("-alone" if alone else "")
-    options = ("--no-deps", *alone) if alone else ()
-    environment = PeerEnvironment(name, (*options, package), module)
+def python_of(environment: PeerEnvironment) -> str:
+    """Return the Python of an environment."""
     try:
         environment.make()
     except PeerMissingError as error:
@@ -471,7 +327,10 @@ def python_with(package: str, module: str, *alone: str) -> str:
 def test_a_dataset_of_hugging_face_works_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not built; see make horovod")
     (tmp_path / "train.py").write_text(HUGGING_FACE)
-    command = [python_with("datasets", "datasets"), str(tmp_path / "train.py")]
+    command = [
+        python_of(PeerEnvironment("datasets", ("datasets",), "datasets")),
+        str(tmp_path / "train.py"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     read = [line for line in done.stdout.splitlines() if line.startswith("READ")]
@@ -480,39 +339,29 @@ def test_a_dataset_of_hugging_face_works_as_it_is(tmp_path: Path) -> None:
 
 
 PEERS = {
-    "webdataset": "webdataset",
-    "webdataset==0.2.111": "webdataset",
-    "webdataset==0.2.48": "webdataset",
-    "tensorflow": "tensorflow",
-    "litdata": "litdata",
-    "mosaicml-streaming": "streaming",
-}
-
-
-ALONE = {
-    "litdata": (
-        "boto3 botocore jmespath lightning-utilities obstore python-dateutil s3transfer tifffile"
+    "webdataset": None,
+    "webdataset==0.2.111": PeerEnvironment(
+        "webdataset-0.2.111", ("webdataset==0.2.111",), "webdataset"
     ),
-    "mosaicml-streaming": (
-        "Brotli catalogue cramjam huggingface-hub<1 python-snappy regex safetensors "
-        "tokenizers<0.23 tqdm transformers<5 xxhash zstd<2"
+    "webdataset==0.2.48": PeerEnvironment(
+        "webdataset-0.2.48", ("webdataset==0.2.48",), "webdataset"
     ),
+    "tensorflow": None,
+    "litdata": LITDATA,
+    "streaming": STREAMING,
 }
-"""What a library needs here of what it asks for."""
+"""Other libraries and their environments; None: this one."""
 
 
 @COSTLY
 @pytest.mark.parametrize("peer", PEERS)
 def test_what_another_library_wrote_is_read_and_it_reads_ours(tmp_path: Path, peer: str) -> None:
-    module = PEERS[peer]
+    module, environment = peer.partition("=")[0], PEERS[peer]
     python = sys.executable
-    if peer in ("webdataset", "tensorflow"):
-        if find_spec(module) is None:  # imported, it would leave variables behind here
-            pytest.skip(f"{module} is not installed")
-    else:
-        # Importing streaming as it is needs torchvision; peer_shards.py does without.
-        needed = "transformers, snappy, zstd" if module == "streaming" else module
-        python = python_with(peer, needed, *ALONE.get(peer, "").split())
+    if environment is not None:
+        python = python_of(environment)
+    elif find_spec(module) is None:  # imported, it would leave variables behind here
+        pytest.skip(f"{module} is not installed")
     folders = [tmp_path / name for name in ("theirs", "ours", "again")]
     for folder in folders:
         folder.mkdir()
@@ -524,7 +373,7 @@ def test_what_another_library_wrote_is_read_and_it_reads_ours(tmp_path: Path, pe
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
-    if peer in ("litdata", "mosaicml-streaming"):  # formats of their own
+    if peer in ("litdata", "streaming"):  # formats of their own
         assert call("convert", module, theirs, ours, again) == expected()
         assert shown_ours(ours) == expected()
         with pytest.raises(DataError, match="holds neither tar nor TFRecord files"):

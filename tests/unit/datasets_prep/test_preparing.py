@@ -405,11 +405,14 @@ def test_a_killed_call_goes_on_and_gives_the_same(
     with (out / ".prepared.jsonl").open("a") as journal:
         journal.write('{"number": 1, "sha')  # killed in the middle of a line
     assert len(list(out.glob("*.tar"))) == 11
-    next(out.glob("*.tar")).unlink()  # by somebody else
-    times = {path: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    gone, damaged, bare, *rest = sorted(out.glob("*.tar"))
+    gone.unlink()  # by somebody else
+    damaged.write_bytes(damaged.read_bytes().replace(b"JFIF", b"jfif"))
+    bare.with_name(f"{bare.name}.npy").unlink()
+    times = {path: path.stat().st_mtime_ns for path in rest}
     words = ["--source", birds, "--per-shard", 1]
     assert call(monkeypatch, image_folder, *words, "--out", out, "--json") == 0
-    assert json.loads(capsys.readouterr().out)[0]["there"] == 10
+    assert json.loads(capsys.readouterr().out)[0]["there"] == len(rest) == 8
     assert times == {path: path.stat().st_mtime_ns for path in times}
     assert call(monkeypatch, image_folder, *words, "--out", tmp_path / "whole" / "out") == 0
     assert load_index(out) == load_index(tmp_path / "whole" / "out")
@@ -598,6 +601,17 @@ def test_names_of_files_need_not_be_utf8(
     assert sorted(label for _, label in ShardDataset(out)) == [0, 1]
     assert call(monkeypatch, image_folder, *words, "--strict", "--again") == 1
     assert "error: tit/" in capsys.readouterr().err
+
+
+def test_a_name_with_a_newline_is_one_line_of_what_was_skipped(
+    birds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (birds / "owl" / "a\nb.jpg").write_bytes(b"")
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert call(monkeypatch, image_folder, "--source", birds, "--out", out) == 0
+        assert "skipped owl/a\\nb.jpg: it is empty (0 bytes)\n" in capsys.readouterr().out
+    assert (out / "skipped.txt").read_text() == "owl/a\\nb.jpg: it is empty (0 bytes)\n"
 
 
 def test_names_of_classes_may_be_several_words(birds: Path, tmp_path: Path) -> None:

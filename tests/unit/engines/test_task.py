@@ -7,7 +7,9 @@ import sys
 import threading
 import types
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import hvd_elastic.torch as hvd
@@ -114,11 +116,20 @@ def test_a_value_that_cannot_be_pickled_is_an_error_with_its_type():
         ((0,), "wanted number of processes is 0"),
         ((2, 3), "at least 3"),
         ((4, 1, 2), "at most 2"),
-        ((2, 0), "least number of processes is 0"),
+        ((2, 0), "least number of processes is 0; it must be a positive integer"),
+        ((2.0,), r"wanted number of processes is 2\.0"),
+        ((None,), "wanted number of processes is None"),
     ],
 )
 def test_numbers_of_processes_that_do_not_fit_are_refused(
-    sizes: tuple[int, ...], words: str
+    sizes: tuple[Any, ...], words: str
 ) -> None:
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=words) as raised:
         Sizes(*sizes)
+    assert isinstance(raised.value, ValueError)
+
+
+def test_numbers_of_processes_may_be_numpys():
+    sizes = Sizes(np.int64(2), np.int8(1), np.uint(3))
+    assert sizes == Sizes(2, 1, 3)
+    assert all(type(number) is int for number in (sizes.wanted, sizes.least, sizes.most))

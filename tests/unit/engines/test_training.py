@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import psutil
 import pytest
 
 from hvd_elastic.engines.fixed_ranks import MOST_RESTARTS
@@ -19,6 +22,8 @@ from hvd_elastic.engines.training import Sizes, on_this_machine, train
 from hvd_elastic.errors import RunError, UsageError
 from tests.paths import LITTLE_WORK, WORKER_PYTHONPATH
 from tests.tensorboard_files import read_scalars
+
+LONG_S = 60.0
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -121,6 +126,81 @@ def test_a_script_gets_its_words_and_prints_whole_lines(tmp_path: Path, capfd) -
         run(str(script), "--fail", size=1)
 
 
+def ends(code: object) -> None:
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+def test_an_exit_with_status_0_is_a_success_and_any_other_one_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\ndef main(): pass\nsys.exit(main())\n")
+    assert run(str(script)) is None
+    assert run(ends, 0, size=1) is None
+    # 255 is no signal, whose rank would start again.
+    for code, said in ((-1, "it ended with exit status 255"), ("no data", "no data")):
+        with pytest.raises(RuntimeError, match=f"^rank 0 on host localhost: {said}$"):
+            run(ends, code, size=1)
+
+
+def reads_input() -> str:
+    return sys.stdin.read()
+
+
+def test_the_standard_input_of_a_function_is_empty():
+    assert run(reads_input, size=1) == ""
+
+
+def leaves_children(how: str) -> list[int]:
+    import subprocess
+
+    orphan = ["sh", "-c", "sleep 3600 & echo $!"]
+    shell = subprocess.Popen(orphan, stdout=subprocess.PIPE)
+    assert shell.stdout is not None
+    pids = [
+        subprocess.Popen(["sleep", "3600"]).pid,
+        subprocess.Popen(["sleep", "3600"], start_new_session=True).pid,
+        int(shell.stdout.readline()),
+    ]
+    if how == "killed":
+        print(*pids, flush=True)
+        os._exit(3)
+    return pids
+
+
+def test_children_that_a_function_leaves_behind_end_with_its_rank(capfd) -> None:
+    left = run(leaves_children, "returns", size=1)
+    with pytest.raises(RunError, match="exit status 3"):
+        run(leaves_children, "killed", size=1)
+    left += map(int, capfd.readouterr().out.split())
+    assert len(left) == 6
+    assert not [pid for pid in left if psutil.pid_exists(pid)]
+
+
+DRIVER = """
+import sys
+from hvd_elastic.spark import TorchDistributor
+def train():
+    import time
+    print("trains", flush=True)
+    time.sleep(3600)
+TorchDistributor(1, local_mode=True, use_gpu=False).run(train)
+"""
+
+
+def test_a_driver_that_is_terminated_leaves_no_files(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": WORKER_PYTHONPATH, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER], env=env, stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "trains\n"
+        driver.terminate()
+        driver.stdout.read()  # ends with the last process of the run
+    deadline = time.monotonic() + LONG_S
+    while [*tmp_path.iterdir()] and time.monotonic() < deadline:
+        time.sleep(0.05)  # the host's process has lost its parent, and ends
+    assert [*tmp_path.iterdir()] == []
+
+
 def ends_at_once() -> None:
     os._exit(7)
 
@@ -130,7 +210,7 @@ def test_a_rank_that_ends_without_a_value_says_how():
         run(ends_at_once, size=1)
 
 
-def elastic(steps: int, fail: bool = False) -> tuple[int, bytes]:
+def elastic(steps: int, fail: bool = False, exits: bool = False) -> tuple[int, bytes]:
     import torch
 
     import hvd_elastic.torch as hvd
@@ -153,6 +233,8 @@ def elastic(steps: int, fail: bool = False) -> tuple[int, bytes]:
 
     size = train(hvd.State(model=model, optimizer=optimizer))
     print(f"trained with {size}")
+    if exits:
+        sys.exit()
     return size, bytes(3 << 20)
 
 
@@ -167,6 +249,7 @@ def test_an_elastic_function_returns_its_value_at_rank_0(
     assert read_scalars(tmp_path / "runs/drawn/tensorboard")["size/world_size"][-1][1] == 2.0
     assert signal.getsignal(signal.SIGINT) is before
     assert capfd.readouterr().out == "trained with 2\n"
+    assert run(elastic, 5, exits=True, size=1) is None
     with pytest.raises(RunError) as raised:
         run(elastic, 5, fail=True, sizes=Sizes(1, 1, 2))
     assert re.search(r"run \S+ failed: .*", str(raised.value))

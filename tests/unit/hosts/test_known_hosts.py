@@ -92,7 +92,8 @@ def test_revoked_wins(tmp_path: Path) -> None:
 
 
 def test_a_certificate_authority_is_no_host_key(tmp_path: Path) -> None:
-    assert check(tmp_path, line("*", KEY, "@cert-authority "), "gpu1") is KeyState.UNKNOWN
+    for name in ("gpu1", "[gpu1]:2222"):
+        assert check(tmp_path, line("*", KEY, "@cert-authority "), name) is KeyState.UNKNOWN
 
 
 def test_key_types_of_a_host(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 import json
 import os
@@ -382,6 +383,12 @@ def test_without_a_framework_the_ways_to_one_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(build_horovod, "missing", lambda _: [])
     alone = dataclasses.replace(INPUTS, torch=None, tensorflow="2.21.0")
     build_horovod.check_machine(alone, tmp_path)
+
+
+def test_an_environment_without_pip_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(BuildError, match=r"has no pip.* -m ensurepip .*uv venv --seed"):
+        build_horovod.provide_horovod(INPUTS, rebuild=True)
 
 
 def test_a_missing_compiler_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ def test_job_that_moves_keeps_its_minimum_until_there_is_room():
     full = Claim({"b": 2}, {"b": 2}, {"b": 2})
     assert grant_slots({"1": moves, "2": full}, HOSTS)["1"] == {"a": 1}
     assert grant_slots({"1": moves}, HOSTS)["1"] == {"b": 2}
+    assert grant_slots({"1": Claim({"b": 1}, {"a": 1}, {"a": 1})}, HOSTS)["1"] == {"b": 1}
 
 
 def test_slots_of_a_host_that_is_gone_are_lost():
@@ -33,6 +34,8 @@ def test_slots_of_a_host_that_is_gone_are_lost():
 def test_a_job_gets_back_the_slot_that_its_own_process_is_leaving():
     claim = Claim({"a": 2}, {"a": 1}, {"a": 2})
     assert grant_slots({"1": claim}, HOSTS)["1"] == {"a": 2}
+    grows = Claim({"a": 2}, {}, {})
+    assert grant_slots({"1": claim, "2": grows}, {"a": 4})["2"] == {"a": 2}, "not counted twice"
 
 
 slots = st.dictionaries(st.sampled_from(sorted(HOSTS)), st.integers(1, 2), max_size=3)

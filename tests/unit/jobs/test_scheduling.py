@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hvd_elastic.jobs.job import Job, JobKind, JobRequest, JobStatus
+from hvd_elastic.jobs.measured import Measured
 from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.scheduling import Candidate, expected_starts, plan_slots
 from hvd_elastic.policy.schedule.jobs import HostSlots
@@ -85,6 +87,61 @@ def test_new_jobs_start_small_and_nobody_waits_while_there_are_slots() -> None:
     plan = plan_slots([Candidate(job(number)) for number in (1, 2, 3)], HOSTS, NOW)
     assert [sum(slots.values()) for slots in plan.slots.values()] == [1, 1, 1]
     assert "nothing is measured yet" in plan.reasons[1]
+
+
+def test_a_job_that_waits_says_whether_others_only_came_earlier() -> None:
+    holds = [
+        Candidate(running(n, {host: 1}, kind=JobKind.PLAIN)) for n, host in ((1, "a"), (2, "b"))
+    ]
+    hosts = [HostSlots("a", 1), HostSlots("b", 1)]
+
+    def why(*holders: Candidate) -> str:
+        return plan_slots([*holders, Candidate(job(9, kind=JobKind.PLAIN))], hosts, NOW).reasons[9]
+
+    assert why(*holds) == "waits: all 2 slots are held by 2 jobs that came earlier"
+    urgent = Candidate(running(10, {"b": 1}, kind=JobKind.PLAIN, priority=5.0))
+    told = "waits: all 2 slots are held by 2 jobs of higher priority or that came earlier"
+    assert why(holds[0], urgent) == told
+    later = Candidate(running(10, {"b": 1}, kind=JobKind.PLAIN))
+    assert why(holds[0], later) == "waits: all 2 slots are worth more to 2 other jobs"
+
+
+def test_what_was_not_measured_is_called_expected(run: Written) -> None:
+    run.trains({"a": 2}, 0.1)
+    progress = RunProgress(run.folder)
+    progress.poll()
+    one = plan_slots([Candidate(running(1, {"a": 2}, max_np=2), progress.measured)], HOSTS, NOW)
+    assert one.reasons[1] == ("keeps 2 slots on 1 host: measured with no other number of slots yet")
+    grows = plan_slots([Candidate(running(1, {"a": 2}), progress.measured)], HOSTS, NOW)
+    assert "grows from 2 to 4 slots on 2 hosts: expected " in grows.reasons[1]
+    assert "times the speed of 2" in grows.reasons[1]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_job_of_constant_speed_keeps_its_slots_on_a_busy_machine(seed: int) -> None:
+    """Other work slows its steps for a while again and again, by half on average."""
+    rng = np.random.default_rng(seed)
+    measured, sizes = Measured(), list[int]()
+    held: dict[str, int] = {}
+    wanted, step, busy_until, factor = {"a": 1}, 0.0, 0.0, 1.0
+    for second in range(900):
+        at = {"t": float(second), "mono": float(second)}
+        if wanted != held:
+            held = wanted
+            sizes.append(sum(held.values()))
+            fields = {"generation": len(sizes), "hosts": [*held], "slots": [*held.values()], **at}
+            measured.note({"kind": "rescale_started", **fields})
+            fields = {"generation": len(sizes), "size": sizes[-1], "pause_s": 0.3, **at}
+            measured.note({"kind": "rescale_finished", **fields})
+        if second >= busy_until:
+            factor, busy_until = 1 + 0.5 * rng.exponential(), second + 3 + rng.exponential(25.0)
+        step += 10 / factor * rng.normal(1.0, 0.04)
+        progress = {"step": int(step), "examples": 48 * int(step), "global_batch_size": 48}
+        measured.note({"kind": "metrics", "size": sizes[-1], "done": 0.1, **progress, **at})
+        if second % 10 == 9:
+            candidate = Candidate(running(1, held), measured, held)
+            wanted = plan_slots([candidate], [*HOSTS, HostSlots("c", 2)], NOW + second).slots[1]
+    assert len(sizes) <= 9, sizes
 
 
 def test_the_first_jobs_of_a_long_queue_start() -> None:

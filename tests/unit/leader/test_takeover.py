@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 
-from hvd_elastic.control.events import HostSlots
+from hvd_elastic.control.events import AgentFailed, HostSlots
+from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.failover.takeover import Takeover
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
@@ -50,6 +53,24 @@ def test_generations_are_numbered_on_though_nothing_is_left_of_the_last_one() ->
     assert takeover.event((HostSlots("a", 1),)).generation == 7
     takeover.answered("a", HELD)
     assert takeover.event((HostSlots("a", 1),)).generation == 1, "its workers go by that number"
+
+
+def test_a_returning_leader_tries_unreachable_hosts_again_and_waits_no_longer_than_before(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder.create("r1", root=tmp_path)
+    leader = Leader(RunSpec(("true",), "/"), folder, {}, print, print, resumed=True)
+    failover = leader._failover
+    soon = time.monotonic() + 1.0
+    takeover = failover._takeover = Takeover(["a"], RunSummary(), None, soon, patient=True)
+    failover.hasten()
+    assert takeover.deadline == soon
+    by_host = failover._run.agents.by_host
+    agent = by_host["a"] = Mock(up=False, host=Host("a"))
+    failover.hear(agent, AgentFailed("a", "no route"))
+    assert "a" not in by_host, "nothing more of that connection is heard"
+    assert not takeover.complete
+    assert takeover.due(math.inf) == ["a"]
 
 
 def test_a_stop_is_heard_while_the_hosts_are_asked_and_all_else_waits(tmp_path: Path) -> None:

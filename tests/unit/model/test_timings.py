@@ -33,7 +33,8 @@ def test_a_model_is_fitted_anew_where_the_times_say_something_new() -> None:
 
 @pytest.mark.parametrize("rules", [LEADER_RULES, RANK_RULES])
 def test_a_shift_drops_what_was_timed_before(rules) -> None:
-    for where, kept in ((ONE, {ONE}), (TWO, {ONE, TWO} if rules.keep_one_host else {TWO})):
+    for where in (ONE, TWO):
+        kept = {ONE, TWO, OTHER} if rules.keep_others else {where}
         timings = StepTimings(rules)
         for each in (ONE, TWO, OTHER):
             for _ in range(rules.shift_windows):
@@ -47,6 +48,34 @@ def test_a_shift_drops_what_was_timed_before(rules) -> None:
         assert not timings.may_have_shifted(where)
         left = {Configuration(*each): len(times) for each, times in timings.state_dict()}
         assert left == dict.fromkeys(kept, rules.shift_windows)
+
+
+def test_other_work_on_the_machine_does_not_make_more_ranks_faster() -> None:
+    """Two ranks are as fast as one; the machine is busier when one rank is timed again."""
+    timings = StepTimings(LEADER_RULES)
+    alone, both = Configuration(1, 1, 30.0, 0), Configuration(1, 2, 15.0, 0)
+    for where, step_s in ((alone, 0.1), (both, 0.1), (alone, 0.14)):
+        for _ in range(8):
+            timings.add(where, step_s)
+    model = timings.model()
+    assert model is not None
+    assert float(model.step_s(*alone[:4]) / model.step_s(*both[:4])) < 1.2
+    assert step_s_of(timings, both) == pytest.approx(0.14)
+
+
+def test_a_shift_changes_no_times_that_may_be_newer_than_it() -> None:
+    timings = StepTimings(LEADER_RULES)
+    now = 0.0
+    for where, step_s in ((ONE, 0.1), (TWO, 0.1), (TWO, 0.14), (ONE, 0.14)):
+        for _ in range(8):
+            timings.add(where, step_s, now=(now := now + 1.0))
+    assert step_s_of(timings, TWO) == pytest.approx(0.14)
+
+
+def step_s_of(timings: StepTimings, where: Configuration) -> float:
+    observed = timings.observation(where)
+    assert observed is not None
+    return observed.step_s
 
 
 def test_a_single_long_step_drops_nothing() -> None:

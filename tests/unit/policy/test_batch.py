@@ -59,6 +59,13 @@ def test_a_plan_that_is_not_possible_gives_way(memory_bound: int | None, reason:
     assert choice.plan.atomic_batch_size(1) <= (memory_bound or 32)
 
 
+def test_a_last_step_of_an_epoch_without_memory_bounds_the_passes_of_all() -> None:
+    """It is larger than others, so a bound by its size would change nothing."""
+    for passes_more, bound in ((0, 63), (1, 90)):
+        limits = BatchLimits(64, 1024, max_atomic_batch_size=64, max_accumulation_steps=passes_more)
+        assert BatchChoice(limits).bound_after_failure(100) == bound
+
+
 def test_the_batch_grows_from_what_many_ranks_make_it() -> None:
     """16 ranks of at least 16 examples each: more than twice the initial batch is in use."""
     choice = BatchChoice(BatchLimits(32, 4096, min_atomic_batch_size=16))

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hvd_elastic.errors import DataError, StrangerError
-from hvd_elastic.ray.data import PLACE_VARIABLE, RayDataset, RowServer, StoredRows
+from hvd_elastic.ray.data import PLACE_VARIABLE, RayDataset, RowServer, StoredRows, _examine
 from tests import other_user
 
 
@@ -34,6 +34,14 @@ def test_an_unknown_name_and_a_failed_data_set_are_told(server: RowServer) -> No
     server.offer("lost", DataError("a transform failed"))
     with pytest.raises(DataError, match="a transform failed"):
         RayDataset("lost")
+
+
+def test_nulls_that_would_change_integers_are_found_by_column():
+    pa = pytest.importorskip("pyarrow")
+    columns = {"f": pa.array([0.5, None]), "s": pa.array([None, "x"]), "i": pa.array([1, 2])}
+    assert _examine(pa.table(columns)) == (2, "")
+    for bad in ([2**53 + 1, None], [[1, None], [3]]):
+        assert _examine(pa.table({**columns, "bad": pa.array(bad)})) == (2, "bad")
 
 
 def test_who_has_not_the_key_is_refused(server: RowServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,9 @@ ELASTIC = replace(RUNNING, request=replace(REQUEST, min_np=2, max_np=None))
 PLAIN = replace(RUNNING, request=replace(REQUEST, kind=JobKind.PLAIN), held={"a": 1})
 JOBS = {
     "waits for slots": replace(JOB, reason="waits: all 4 slots are worth more to 2 other jobs"),
+    "came later than others": replace(
+        JOB, reason="waits: all 4 slots are held by 2 jobs that came earlier"
+    ),
     "waits, and its start is known": replace(
         JOB, eta=NOW + 90, reason="waits until net-1 has left"
     ),
@@ -197,12 +200,8 @@ def test_table_has_every_state_of_a_run_and_of_a_job() -> None:
 
 
 def test_table_has_one_term_for_each_thing() -> None:
-    not_ours = "|".join(
-        (
-            *("process", "(?<!this )machine", "node", "standby", "member", "World size", "1 to 1"),
-            *("failed 0", "1 slots", "left / left"),
-        )
-    )
+    not_ours = r"process|(?<!this )machine|node|standby|member|World size|1 to 1|failed 0|1 slots"
+    not_ours += r"|left / left"
     assert re.findall(not_ours, TABLE.read_text(encoding="utf-8")) == []
 
 

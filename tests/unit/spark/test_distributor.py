@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from hvd_elastic.errors import ScriptError, UsageError
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.spark import TorchDistributor, _get_spark_partition_data_loader, rows
 from hvd_elastic.spark.executors import explain, gpus_here, visible_gpus
 
@@ -52,17 +53,33 @@ def test_gpus_are_named_as_spark_has_assigned_them(monkeypatch) -> None:
 
 def test_more_gpus_than_there_are_are_refused(monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(UsageError, match="this machine has 0 GPUs for 2 processes"):
+    with pytest.raises(
+        RuntimeError, match=r"this machine \(the driver\) has 0 GPUs for 2 processes"
+    ):
         TorchDistributor(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert TorchDistributor(2)._gpus == ["0", "1"]
 
 
 def test_numbers_of_processes_are_checked_at_once():
-    with pytest.raises(UsageError, match="at most 3"):
+    with pytest.raises(ValueError, match="at most 3"):
         TorchDistributor(4, use_gpu=False, max_processes=3)
-    with pytest.raises(UsageError, match="wanted number of processes is 0"):
+    with pytest.raises(ValueError, match="is 0; it must be a positive integer"):
         TorchDistributor(0, use_gpu=False)
+
+
+def test_attributes_of_sparks_class_exist_without_a_session():
+    found = TorchDistributor(np.int64(3), use_gpu=False)
+    assert found.input_params == {
+        "num_processes": 3,
+        "local_mode": True,
+        "use_gpu": False,
+        "num_tasks": 3,
+    }
+    assert type(found.num_processes) is int
+    assert (found.is_remote, found.is_spark_local_master, found.spark) == (False, False, None)
+    assert found.logger.name == "TorchDistributor"
+    assert found.ssl_conf == "pytorch.spark.distributor.ignoreSsl"
 
 
 def test_rows_are_only_there_where_a_dataframe_was_given(monkeypatch) -> None:

@@ -16,6 +16,7 @@ from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.records.json_lines import read_events
 from hvd_elastic.torch import gradient_buckets
+from hvd_elastic.torch.finite_check import GradientCheck
 from hvd_elastic.torch.forward_watch import ForwardWatch
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.sink import FileSink
@@ -114,6 +115,56 @@ def test_a_gradient_that_is_not_finite_on_another_rank_is_seen(alone: Context) -
     torch.testing.assert_close(state_of(model, optimizer), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("number", range(14))
+def test_one_rank_sees_a_layer_whose_gradient_is_not_finite(alone: Context, number: int) -> None:
+    """In each of more layers than a glance at a few would see; what is before is finite."""
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(7)])
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    parameter = [*model.parameters()][number]
+    parameter.register_hook(lambda g: g.index_fill(0, torch.tensor(len(g) - 1), math.nan))
+    alone.hand_out(Pass(step_examples=8, weight=1.0))
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    assert alone.worker.progress.skipped == 1
+    assert all(each.isfinite().all() for each in model.parameters())
+
+
+@pytest.mark.parametrize("shape", [(80, 90), (64, 64, 3, 3), (5000, 3), (2, 4097)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last, "transposed"])
+def test_one_rank_sees_each_row_and_column_of_a_large_gradient(
+    shape: tuple[int, ...], layout: Any
+) -> None:
+    """Which NaN in an output or an input makes NaN."""
+    parameter = nn.Parameter(torch.zeros(shape))
+    if layout == "transposed":
+        parameter.data = parameter.data.transpose(0, 1).contiguous().transpose(0, 1)
+    elif parameter.ndim == 4:
+        parameter.data = parameter.data.to(memory_format=layout)
+    check = GradientCheck([parameter])
+    parameter.grad = torch.zeros_like(parameter)
+    assert check.are_finite()
+    for dimension in (0, 1):
+        for place in (0, shape[dimension] // 2, -1):
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.select(dimension, place).fill_(math.nan)
+            assert not check.are_finite()
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan])
+def test_one_rank_understands_gradients_of_any_memory_and_type(value: float) -> None:
+    """That is shared by their elements, has gaps, or holds complex numbers."""
+    parameter = nn.Parameter(torch.zeros(70, 70))
+    check = GradientCheck([parameter])
+    whole = torch.full((70, 140), value)
+    whole[:, 70:] = math.nan
+    for gradient in (torch.full((1, 1), value).expand(70, 70), whole[:, :70]):
+        parameter.grad = gradient
+        assert check.are_finite() is math.isfinite(value)
+    turned = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    turned.grad = torch.full((3,), complex(0.0, value))
+    assert GradientCheck([turned]).are_finite() is math.isfinite(value)
+
+
 def test_large_numbers_are_finite(alone: Context, ranks: Ranks) -> None:
     """Though their squares, and their sum, are not."""
     model, optimizer = made()
@@ -134,7 +185,7 @@ def test_ten_in_a_row_end_the_run(alone: Context, ranks: Ranks, tmp_path: Path) 
     ):
         take_step(alone, model, optimizer, math.nan)
     (*_, told) = read_events(tmp_path / "events.jsonl")
-    assert told["skipped_steps"] == 19
+    assert (told["step"], told["skipped_steps"]) == (20, 19)
 
 
 def test_such_a_step_ends_the_run_where_the_user_says_so(alone: Context, ranks: Ranks) -> None:

@@ -34,6 +34,7 @@ from hvd_elastic.cluster.copy.node.tree import (
     decode,
     encode,
     is_foreign,
+    make_folders,
     read_tree,
     remove_entry,
     shown,
@@ -145,7 +146,7 @@ class Pull:
         Raises:
             StoreError, OSError: the destination cannot be used.
         """
-        os.makedirs(self.place, 0o755, exist_ok=True)
+        make_folders(self.place)
         if not self.has_list:
             try:
                 self._run({"dst": decode(self.place)})
@@ -162,7 +163,7 @@ class Pull:
             self._own = open_own_folder(self._folders, FETCHED) if shared else self._lock
         for index in indices:
             folder = os.path.dirname(os.path.join(self.fetched, encode(self.files[index].path)))
-            os.makedirs(folder, 0o755, exist_ok=True)
+            make_folders(folder)
         if "path" in placeholders(self._command):
             return self._fetch_each(indices)
         return self._fetch_together(indices)

@@ -30,6 +30,7 @@ from hvd_elastic.cluster.copy.node.tree import (
     encode,
     is_foreign,
     list_names,
+    make_folders,
     remove_entry,
     shown,
     user_name,
@@ -365,7 +366,7 @@ class Target(Store):
         self._made: set[str] = set()
         self._inodes = array("Q", bytes(8 * len(plan.tree.files)))  # 0: it did not arrive
         try:
-            os.makedirs(self._folders.root, 0o755, exist_ok=True)
+            make_folders(self._folders.root)
             self._parts = lock_folder(self._folders, PARTS, copy)
             self._uid = os.fstat(self._parts).st_uid
         except OSError as error:

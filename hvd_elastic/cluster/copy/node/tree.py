@@ -79,6 +79,20 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
+def make_folders(path: bytes) -> None:
+    """Create a folder and those above it, into which others do not write.
+
+    ``os.makedirs`` gives its mode only to the last one, and this process has the umask 0.
+    """
+    if not os.path.isdir(path):
+        make_folders(os.path.dirname(path))
+        try:
+            os.mkdir(path, 0o755)
+        except FileExistsError:
+            if not os.path.isdir(path):  # otherwise another host was faster
+                raise
+
+
 def is_excluded(path: str, patterns: list[str]) -> bool:
     """Return whether a pattern matches the path, its name, or a folder above it.
 

@@ -550,9 +550,11 @@ def test_what_a_process_does_between_two_batches_is_told_apart() -> None:
     assert first.link_s == 0.0
     assert on_its_way.link_s >= 0.2
     assert held_back.link_s < 0.2
-    threading.Timer(0.5, turn.release).start()
     turn.acquire()
-    waited = ask(3)
+    link.send(Want(3, 0, [3], False))
+    time.sleep(0.3)
+    turn.release()
+    waited: Batch = link.receive()[0]
     assert waited.busy_s >= 0.2 + 0.1  # 0.3 s of the other's turn, at the least 0.2, and its own
     assert waited.cpu_s + waited.delay_s < 0.9 * waited.busy_s  # as its own, which sleeps
     link.cut()

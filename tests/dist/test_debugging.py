@@ -1,0 +1,72 @@
+"""``breakpoint()`` in a rank of a run, and ``hvd-elastic debug``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.dist.conftest import StartJob
+from tests.dist.running import Stage
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+SCRIPT = """
+import torch
+import hvd_elastic.torch as hvd
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1e-3), model)
+data = torch.utils.data.TensorDataset(torch.randn(240, 4), torch.randn(240, 1))
+@hvd.run
+def train(state):
+    for epoch in hvd.epochs(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            if hvd.rank() == 1 and state.step in (3, 4, 15):
+                breakpoint()
+            optimizer.step()
+            state.step += 1
+class Looks:
+    def __len__(self): return len(data)
+    def __getitem__(self, index):
+        breakpoint()  # in a process of the loader
+        return data[index]
+loader = hvd.DataLoader(Looks(), 24, num_workers=1)
+train(hvd.State(model=model, optimizer=optimizer, step=0))
+"""
+
+
+def test_a_rank_that_stands_at_a_breakpoint_is_joined(stage: Stage, start_job: StartJob) -> None:
+    script = stage.folder / "breakpoints.py"
+    script.write_text(SCRIPT)
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, script=[sys.executable, str(script)])
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONBREAKPOINT"}
+
+    def join(*typed: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "hvd_elastic.cli.app", "debug", job.run_id, f"{b}:0"],
+            input="".join(f"{line}\n" for line in typed),
+            env={**environment, "HVD_ELASTIC_HOME": str(job.home)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        return done.stdout
+
+    job.wait_event("warning", 0)
+    first = join("p ('step', state.step, x.shape)", "continue", "p ('then', state.step)", "quit")
+    assert "('step', 3, torch.Size([12, 4]))" in first
+    assert "('then', 4)" in first
+    assert "('step', 15)" in join("p ('step', state.step)")
+    assert job.wait() == 0, job.story()
+    told = [event["message"] for event in job.kinds("warning")]
+    wanted = f"stops at breakpoint() in {script}:16, and the others wait; join it by: hvd-elastic"
+    assert sum(wanted in message for message in told) == 2
+    assert "breakpoint() is passed over in a process that the script has started" in job.story()

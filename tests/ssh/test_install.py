@@ -1,0 +1,166 @@
+"""``hvd-elastic install`` and ``uninstall`` over hosts in namespaces, with a small environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.bench.digits_data import write_digits
+from hvd_elastic.hosts.programs.environment import new_name
+from hvd_elastic.virtual import VirtualCluster, netns
+from tests.paths import ALL, ROOT
+
+NO_NAMESPACES = netns.why_no_namespaces()
+pytestmark = [
+    pytest.mark.ssh,
+    pytest.mark.root,
+    pytest.mark.skipif(NO_NAMESPACES is not None, reason=NO_NAMESPACES or ""),
+]
+LEFT_OUT = "tensorflow" if importlib.util.find_spec("torch") else "torch"
+"""The framework that is left out, since importing it takes long."""
+
+
+class Bed:
+    """Three hosts with their own ``/tmp``, and an environment in ours."""
+
+    def __init__(self, cluster: VirtualCluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.prefix = folder / "its place" / "env"
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--without-pip", str(self.prefix)], check=True
+        )
+        site = self.prefix / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+        # Packages that hosts have at the same path, and this one in its checkout, as with pip -e.
+        for path in Path(sysconfig.get_path("purelib")).iterdir():
+            if not path.name.startswith((LEFT_OUT, "keras", "__", "hvd_elastic")):
+                (site / path.name).symlink_to(path)
+        (site / "checkout.pth").write_text(f"{ROOT}\n")
+        self.large = site / "large.bin"
+        self.large.write_bytes(os.urandom(12_000_000))
+        self.environment = {**os.environ, "HVD_ELASTIC_HOME": str(folder / "home")}
+        self.environment["XDG_CACHE_HOME"] = str(folder / "cache")  # has no wheel
+        self.environment.pop("PYTHONPATH", None)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        command = [str(self.prefix / "bin/python"), "-m", "hvd_elastic.cli.app", words[0]]
+        return subprocess.Popen(
+            [*command, str(self.cluster.hostfile), *words[1:], "--json", "--connect-timeout", "60"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+        )
+
+    def __call__(self, *words: str, status: int = 0) -> list[dict[str, Any]]:
+        """Return the results of the hosts, in order."""
+        process = self.start(*words)
+        out, err = process.communicate(timeout=200)
+        assert process.returncode == status, (out, err)
+        assert "Traceback" not in err
+        found = [json.loads(line) for line in out.splitlines()]
+        return sorted(
+            (line for line in found if line["kind"] == "host"), key=lambda line: line["host"]
+        )
+
+    def on(self, number: int, command: str) -> str:
+        """Return what a shell command prints on a host."""
+        host, argv = self.cluster.hosts[number], ["sh", "-c", command]
+        return self.cluster.run_on(host, argv, stdout=subprocess.PIPE, timeout=60).stdout.strip()
+
+
+def run_there(bed: Bed) -> None:
+    """Train on the two hosts with what was installed."""
+    script = ROOT / "scripts" / "examples" / "digits.py"
+    data = bed.prefix.parents[1] / "data"
+    write_digits(data)
+    python = str(bed.prefix / "bin" / "python")
+    only = ["--hosts", ",".join(bed.cluster.hosts[:2])]
+    copy = [python, "-m", "hvd_elastic.cli.app", "cluster", "copy", str(bed.cluster.hostfile)]
+    subprocess.run([*copy, f"{data}/", str(data), *only], env=bed.environment, check=True)
+    hosts = data / "two hosts"
+    hosts.write_text("\n".join(bed.cluster.hosts[:2]))
+    run = [python, "-m", "hvd_elastic.cli.app", "run", "--hostfile", str(hosts), "--np", "2"]
+    where = ["--ssh-config", str(bed.cluster.ssh_config)]
+    train = ["--", "python", str(script), "--data", str(data), "--epochs", "1", "--quiet"]
+    done = subprocess.run(
+        [*run, *where, *train], env=bed.environment, cwd="/", capture_output=True, text=True
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert "training on 2 slots" in done.stdout
+
+
+@pytest.fixture
+def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    with VirtualCluster.up(3, 1, rate="200mbit", loopback=False) as cluster:
+        yield Bed(cluster, tmp_path)
+
+
+def test_an_environment_comes_whole_or_not_at_all(bed: Bed) -> None:
+    prefix, new = str(bed.prefix), new_name(str(bed.prefix))
+    folder = bed.prefix.parent
+    # One host has no room; the leader is killed while the others copy.
+    bed.on(2, f"mkdir -p '{folder}' && mount -t tmpfs -o size=4m none '{folder}'")
+    process = bed.start("install")
+    deadline = time.monotonic() + 100
+    while not bed.on(0, f"find '{new}' -size +1M 2> /dev/null"):
+        assert time.monotonic() < deadline, "nothing is copied"
+        assert process.poll() is None, process.communicate()
+    process.kill()
+    process.communicate()
+    assert bed.on(0, f"ls '{folder}'") == f"{bed.prefix.name}.hvd_elastic-new"
+
+    *well, full = bed("install", status=1)
+    assert [found["environment"] for found in well] == ["installed", "installed"]
+    assert full["error"].startswith(f"host {full['host']}: {new} needs ")
+    assert bed.on(2, f"ls '{prefix}'") == ""
+    site = bed.large.parent
+    package = "-c 'import hvd_elastic, sys; print(sys.prefix, hvd_elastic.__file__)'"
+    for number in range(2):
+        there = bed.on(number, f"'{prefix}/bin/python' {package}")
+        assert there == f"{prefix} {site}/hvd_elastic/__init__.py"
+        assert bed.on(number, f"ls '{folder}'") == "env"
+
+    if ALL:
+        run_there(bed)
+
+    # A run uses it on one host: nothing changes anywhere, and what has not changed is no matter.
+    command = ["env", "HVD_ELASTIC_RUN_ID=digits-1", f"{prefix}/bin/python", "-c", "input()"]
+    running = bed.cluster.popen_on(bed.cluster.hosts[1], command, stdin=subprocess.PIPE)
+    only = ["--hosts", ",".join(bed.cluster.hosts[:2])]
+    assert [found["environment"] for found in bed("install", *only, "--dry-run")] == [
+        "up to date",
+        "up to date",
+    ]
+    (bed.large.parent / "added.py").write_text("VALUE = 1\n")
+    (bed.large.parent / "checkout.pth").touch()
+    idle, busy = bed("install", *only, status=1)
+    assert busy["error"].startswith(
+        f"host {busy['host']}: {prefix} is in use there by run digits-1"
+    )
+    assert f"in use on {busy['host']}" in idle["error"]
+    assert [bed.on(number, f"ls '{folder}'; ls '{site}/added.py'") for number in (0, 1)] == [
+        "env",
+        "env",
+    ]
+    left = bed("uninstall", *only, "--only", "environment", "--yes", status=1)
+    assert [found["found"][0]["removed"] for found in left] == [True, False]
+    assert "in use there by run digits-1" in left[1]["error"]
+    running.communicate("\n")
+
+    # Only what differs is sent, to the host that has an older one.
+    (again,) = bed("install", "--hosts", busy["host"])
+    assert (again["files"], again["size_bytes"]) == (1, 10)
+    assert bed.on(1, f"ls '{folder}'; ls '{site}/added.py'") == f"env\n{site}/added.py"
