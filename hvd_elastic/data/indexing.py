@@ -28,7 +28,7 @@ from hvd_elastic.data.index import (
     table_path,
 )
 from hvd_elastic.data.processes import in_processes
-from hvd_elastic.data.remote import RemoteFolder, is_url, selection
+from hvd_elastic.data.remote import RemoteFolder, selection
 from hvd_elastic.data.scanning import (
     FETCHED,
     Found,
@@ -43,6 +43,7 @@ from hvd_elastic.data.shard import read_all
 from hvd_elastic.data.tar import Tar
 from hvd_elastic.data.tfrecord import FROM_0, LABEL
 from hvd_elastic.errors import DataError
+from hvd_elastic.urls import is_url
 
 log = logging.getLogger(__name__)
 
