@@ -26,7 +26,6 @@ from hvd_elastic.errors import DataError
 
 INDEX, VERSION = "index.json", 2
 """Raised whenever shards of other programs are read otherwise than before."""
-_VERSIONS = (1, VERSION)
 _FORMAT = "hvd_elastic shards"
 _OURS = re.compile(rb'\s*(\{\s*"layout"|\Z)')  # how an index begins, or an empty one
 
@@ -104,7 +103,7 @@ class Index(msgspec.Struct, frozen=True):
         classes: names by label; empty where examples have no class.
         made_from: settings of the preparation, for the reader's information.
         kinds: kinds of values that are no bytes, by field; see
-            :data:`hvd_elastic.data.tfrecord.KINDS`. Of ``cls`` it is there if labels count from 0.
+            :data:`hvd_elastic.data.tfrecord.KINDS`.
         labels_from: number of the first class as TFRecord files store it, 0 or 1.
         source: folder or URL of the shards when they were indexed; empty: that of the index.
     """
@@ -215,7 +214,7 @@ def parse_index(text: bytes, folder: object, *, outdated: bool = False) -> Index
                 f"{path} is not an index of hvd_elastic, but of another program; index the shards "
                 f"in another folder: python datasets_prep/index_shards.py {folder} --index OTHER"
             )
-        if head.get("version") not in _VERSIONS:
+        if head.get("version") not in range(1, VERSION + 1):
             raise DataError(
                 f"{path} has version {head.get('version')} of the index, and this release reads "
                 f"version {VERSION}; {_again(folder)}"

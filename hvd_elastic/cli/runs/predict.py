@@ -20,7 +20,7 @@ from hvd_elastic.cli.jobs.naming import source_of
 from hvd_elastic.cli.numbers import whole_number_option
 from hvd_elastic.cli.runs.leading import lead
 from hvd_elastic.cli.runs.run_options import RunOptions
-from hvd_elastic.cli.shared_options import EventsAsJson, SshConfigOption
+from hvd_elastic.cli.shared_options import EventsAsJson, SshConfigOption, hostfile_option
 from hvd_elastic.config import runs_folder
 from hvd_elastic.data.files import sha256_of
 from hvd_elastic.errors import RunError, UsageError
@@ -53,9 +53,7 @@ def predict(
     ] = None,
     hostfile: Annotated[
         Path | None,
-        typer.Option(
-            "--hostfile", "-H", help="hosts and slots; without it the GPUs of this machine"
-        ),
+        hostfile_option("--hosts", help="hosts and slots; without it the GPUs of this machine"),
     ] = None,
     np: Annotated[
         int | None,

@@ -217,6 +217,28 @@ def test_a_call_behind_a_url_that_failed_fetches_only_what_is_missing(tmp_path: 
         assert server.requests["s-0.tar"] == 2, "it may be another one by now"
 
 
+def test_a_cache_does_not_keep_the_table_of_an_earlier_index(tmp_path: Path) -> None:
+    """The shard is the same, and is read otherwise because of another one."""
+    folder = features(tmp_path / "there", {"label": 3})
+    with FileServer(folder).serving() as server:
+        build_index(folder)
+        dataset = ShardDataset(server.url, cache=tmp_path / "cache", fields=("cls",))
+        assert dataset[0] == 3
+        features(folder, {"label": [1, 2]}, name="b.tfrecord")
+        build_index(folder)
+        lists = ShardDataset(server.url, cache=tmp_path / "cache")
+        assert [label.tolist() for label in lists] == [[3], [1, 2]]
+
+
+def test_labels_of_two_kinds_are_refused(tmp_path: Path) -> None:
+    """Those of ``image/class/label`` count from 1, and those of ``label`` from 0."""
+    features(tmp_path, {"image/class/label": 1})
+    build_index(tmp_path)
+    features(tmp_path, {"label": 1}, name="b.tfrecord")
+    with pytest.raises(DataError, match=r"b\.tfrecord: labels are in image/class/label in some"):
+        build_index(tmp_path)
+
+
 def test_all_shards_are_read_again_on_request(tmp_path: Path) -> None:
     """Also by the plain call after one that was interrupted."""
     for number in range(3):
