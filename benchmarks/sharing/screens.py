@@ -23,6 +23,7 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.records.json_lines import read_last_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.views.live import LiveRuns
 from hvd_elastic.views.prometheus import prometheus_text
@@ -34,6 +35,7 @@ _READABLE_S = 60.0
 """Time for which the figures of a run that has failed can be read [s]."""
 _ASKED = 3
 """Jobs that wait, and that have failed, of which ``why`` is asked."""
+_TAIL_BYTES = 64 * 1024
 _ACTIVE = ("queued", "running")
 _SLOTS = re.compile(r"(\d+) slots? on (\d+) hosts?")
 _JOB_ROW = re.compile(
@@ -61,6 +63,8 @@ class Truth:
         leaders: runs whose leader lives.
         daemon: whether a daemon lives.
         silent: hosts that nobody can reach.
+        cut_off: runs that hear from none of their hosts, with the time since when [Unix s], by
+            their last events.
     """
 
     slots: Slots
@@ -69,6 +73,7 @@ class Truth:
     leaders: frozenset[str]
     daemon: bool
     silent: frozenset[str]
+    cut_off: Mapping[str, float]
 
     def taken(self, host: str) -> int:
         """Return the slots of a host that are granted, or in which a worker lives."""
@@ -100,8 +105,27 @@ def read_truth(cluster: Cluster, hosts: VirtualCluster) -> Truth:
     grants = {path.name: _slots(path) for path in place.hostfiles.iterdir() if path.is_file()}
     runs = [RunFolder(path) for path in runs_folder().glob("*")]
     leaders = frozenset(run.run_id for run in runs if run.leader_alive())
-    alive = place.daemon_alive()
-    return Truth(_slots(cluster.hostfile), processes, grants, leaders, alive, frozenset(silent))
+    led = [run for run in runs if run.run_id in leaders]
+    cut_off = {run.run_id: at for run in led if (at := _cut_off_since(run)) is not None}
+    return Truth(
+        _slots(cluster.hostfile),
+        processes,
+        grants,
+        leaders,
+        place.daemon_alive(),
+        frozenset(silent),
+        cut_off,
+    )
+
+
+def _cut_off_since(run: RunFolder) -> float | None:
+    since: float | None = None
+    for event in read_last_events(run.events, _TAIL_BYTES):
+        if event["kind"] == "leader_cut_off":
+            since = float(event["t"]) - float(event["silent_s"])
+        elif event["kind"] in ("run_started", "hosts_changed", "run_finished"):
+            since = None
+    return since
 
 
 def _slots(path: Any) -> Slots:
@@ -154,11 +178,14 @@ def wrong_hosts(state: State, told: str) -> Found:
             yield f"hosts: {host} is missing", f"{truth.taken(host)} slots are taken there"
     for host, (status, free, rest) in rows.items():
         wanted = max(0, truth.slots.get(host, 0) - truth.taken(host))
-        if free != (0 if status == "lost" else wanted):
+        used_by = [run for run in truth.cut_off if truth.grants.get(run, {}).get(host)]
+        if host in truth.silent and used_by and status == "up":
+            yield f"hosts: state of {host}", f"{status}, and {used_by} do not hear from it"
+        if free != (0 if status in ("lost", "silent") else wanted):
             yield f"hosts: free slots of {host}", f"{free}, not {wanted} ({status} {rest})"
         if host not in truth.slots and status == "up":
             yield f"hosts: state of {host}", f"{status}, and it is not in the hostfile"
-        if status == "lost" or host in truth.silent:
+        if status in ("lost", "silent") or host in truth.silent:
             continue
         for run in {*truth.grants, *truth.processes}:
             has = truth.grants.get(run, {}).get(host) or truth.processes.get(run, {}).get(host)
@@ -188,6 +215,12 @@ def wrong_queue(state: State, jobs: list[dict[str, Any]]) -> Found:
             if told and tuple(map(int, told.groups())) != has and "as soon as" not in reason:
                 words = f"'{reason}', and it has {has[0]} on {has[1]}"
                 yield f"queue: reason of job {number}", words
+            if run in truth.cut_off and "hears from none" not in reason and not job["stopping"]:
+                yield f"queue: reason of job {number}", f"'{reason}', and it is cut off"
+            if run not in truth.cut_off and "hears from none" in reason:
+                yield f"queue: reason of job {number}", f"'{reason}', and it is not cut off"
+            if run in truth.cut_off and job["eta"] is not None:
+                yield f"queue: end of job {number}", "is expected, and it is cut off"
             if reason.startswith("waits"):
                 yield f"queue: reason of job {number}", f"'{reason}', and it runs"
         elif is_led:
@@ -217,6 +250,10 @@ def wrong_why(state: State, told: Mapping[int, str]) -> Found:
             continue
         if f", {job['status']}" not in text:
             yield f"why: status of job {number}", f"{text} ({job['status']})"
+        if job["reason"] and job["reason"] not in text:
+            yield f"why: reason of job {number}", f"{text} ('{job['reason']}')"
+        if job["eta"] is None and job["status"] in _ACTIVE and " in about " in text:
+            yield f"why: end or start of job {number}", text
         held = state.truth.grants.get(job["run_id"], {})
         for host, slots in held.items() if job["status"] == "running" else ():
             if f"{host}: {slots}" not in text:

@@ -12,6 +12,7 @@ import typer
 from hvd_elastic.errors import UsageError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
+_PLAIN_SECONDS = re.compile(r"\d+(\.\d+)?")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -70,13 +71,17 @@ def parse_duration(name: str, text: str) -> float:
     Raises:
         UsageError: the text is not valid; gives examples.
 
-    >>> parse_duration("--deadline", "1.5h"), parse_duration("--deadline", "1h30m")
-    (5400.0, 5400.0)
+    >>> [parse_duration("--deadline", text) for text in ("1.5h", "1h30m", "90")]
+    [5400.0, 5400.0, 90.0]
     """
+    if _PLAIN_SECONDS.fullmatch(text):
+        text += "s"
     parts = _DURATION.findall(text)
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
     if "".join(number + unit for number, unit in parts) != text or seconds <= 0:
-        raise UsageError(f"{name} takes a time such as 45s, 90m, 6h or 1h30m, not '{text}'")
+        raise UsageError(
+            f"{name} takes a time such as 45 (seconds), 90m, 6h or 1h30m, not '{text}'"
+        )
     return seconds
 
 

@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvd_elastic.config import runs_folder
+from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.jobs.grants import Slots
-from hvd_elastic.jobs.job import Job, JobKind
+from hvd_elastic.jobs.job import Job, JobKind, JobStatus
+from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.jobs.progress import RunProgress
+from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.wording import removed_host_words
 
 
@@ -131,3 +137,24 @@ class ClusterHosts:
             },
             "cause": cause,
         }
+
+
+def rows_without_daemon(place: ClusterFolder) -> list[dict[str, Any]]:
+    """Return the rows of the hosts while nobody watches them: their state is not known.
+
+    Raises:
+        HostfileError: the hostfile of the last daemon cannot be used.
+        RunError: there was none.
+    """
+    hostfile = place.daemon().get("hostfile")
+    if hostfile is None:
+        raise RunError(f"cluster {place.name} has no daemon: hvd-elastic up HOSTFILE starts one")
+    store = JobStore.read_only(place.database)
+    uses = []
+    for job in store.with_status(JobStatus.RUNNING):
+        progress = RunProgress(RunFolder(runs_folder() / job.run_id))
+        progress.poll()
+        uses.append(Use(job, progress.hosts.occupied, progress.hosts.lost))
+    store.close()
+    rows = ClusterHosts(Path(hostfile), lambda _: None).rows(uses, {})
+    return [{**row, "state": "unknown" if row["state"] == "up" else row["state"]} for row in rows]

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.shared_options import hostfile_of
 from hvd_elastic.cluster.run.commands import select_hosts
 from hvd_elastic.errors import UsageError
 from hvd_elastic.hosts.fanout import DEFAULT_FANOUT
@@ -21,7 +22,12 @@ from hvd_elastic.hosts.ssh import SshOptions
 from hvd_elastic.hosts.ssh_config import config_beside
 
 _HOSTFILE = Annotated[
-    Path, typer.Argument(metavar="HOSTFILE", help="One host a line: 'gpu1 slots=8', 'gpu[01-16]'.")
+    Path,
+    typer.Argument(
+        metavar="HOSTFILE",
+        parser=hostfile_of,
+        help="One host a line: 'gpu1 slots=8', 'gpu[01-16]'; or a list: gpu1:8,gpu2:8.",
+    ),
 ]
 _MAYBE_HOSTFILE = Annotated[
     Path | None,

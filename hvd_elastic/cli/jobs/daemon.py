@@ -221,11 +221,16 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
 
       hvd-elastic hosts --json
     """
+    from hvd_elastic.jobs.hosts import rows_without_daemon
     from hvd_elastic.jobs.messages import Hosts
     from hvd_elastic.jobs.place import open_cluster
     from hvd_elastic.jobs.server import ask_daemon
 
-    rows = ask_daemon(open_cluster(cluster), Hosts()).data
+    place = open_cluster(cluster)
+    is_up = place.daemon_alive()
+    rows = ask_daemon(place, Hosts()).data if is_up else rows_without_daemon(place)
+    if not is_up and not as_json:
+        warn_of_no_daemon(place)
     if as_json:
         print_json(rows)
         return
@@ -236,6 +241,15 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
             f"{row['host']:<{width}}  {row['state']:<7}  {row['slots']:>5}  {row['free']:>4}  "
             f"{_jobs_on(row)}"
         )
+
+
+def warn_of_no_daemon(place: ClusterFolder) -> None:
+    """Print that nothing is decided, since the cluster has no daemon."""
+    print(
+        f"cluster {place.name} has no daemon; jobs that run go on, none is started. Start it "
+        f"with: hvd-elastic up {place.daemon().get('hostfile', 'HOSTFILE')}",
+        file=sys.stderr,
+    )
 
 
 def _jobs_on(row: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.jobs.daemon import ClusterOption
+from hvd_elastic.cli.jobs.daemon import ClusterOption, warn_of_no_daemon
 from hvd_elastic.cli.jobs.naming import find_numbers, submitted_last
 from hvd_elastic.cli.numbers import parse_duration, parse_number
 from hvd_elastic.cli.output import print_json
@@ -67,11 +67,7 @@ def queue(
         print_json([job_fields(job) for job in [*active, *ended]])
         return
     if not alive:
-        print(
-            f"cluster {place.name} has no daemon; jobs that run go on, none is started. Start it "
-            f"with: hvd-elastic up {place.daemon().get('hostfile', 'HOSTFILE')}",
-            file=sys.stderr,
-        )
+        warn_of_no_daemon(place)
     if not active and not ended:
         print(f"no job was submitted to cluster {place.name} yet")
         return

@@ -19,7 +19,11 @@ from hvd_elastic.cli.jobs.queue import parse_after
 from hvd_elastic.cli.numbers import number_option, parse_duration, whole_number_option
 from hvd_elastic.cli.runs.run_options import RunOptions, raise_together, takes_options
 from hvd_elastic.cli.runs.scaling_options import ScalingOptions
-from hvd_elastic.cli.shared_options import AsJson, SshConfigOption  # noqa: F401  (RunOptions names it)
+from hvd_elastic.cli.shared_options import (  # RunOptions names the last two
+    AsJson,
+    SshConfigOption,  # noqa: F401
+    hostfile_option,  # noqa: F401
+)
 from hvd_elastic.errors import UsageError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from hvd_elastic.cli.planning.scaling_tables import (
     tables_of,
     write_scaling,
 )
-from hvd_elastic.cli.shared_options import AsJson, SshConfigOption
+from hvd_elastic.cli.shared_options import AsJson, SshConfigOption, hostfile_option
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words, number_words, plural
 from hvd_elastic.json_text import parse_json
@@ -101,7 +101,7 @@ def input_(
 
 @bench.command()
 def synthetic(
-    hostfile: Annotated[Path, typer.Option("--hostfile", "-H", help="hosts and slots")],
+    hostfile: Annotated[Path, hostfile_option("--hosts", help="hosts and slots")],
     np: Annotated[
         str | None,
         typer.Option(
@@ -208,7 +208,7 @@ def _sizes(text: str | None, slots: int) -> list[int]:
 
 @bench.command()
 def allreduce(
-    hostfile: Annotated[Path, typer.Option("--hostfile", "-H", help="hosts and slots")],
+    hostfile: Annotated[Path, hostfile_option("--hosts", help="hosts and slots")],
     np: Annotated[
         int | None, whole_number_option("--np", "-n", help="number of slots (default: all)")
     ] = None,

@@ -13,7 +13,7 @@ import typer
 
 from hvd_elastic.cli.numbers import number_option, parse_duration, whole_number_option
 from hvd_elastic.cli.output import print_json
-from hvd_elastic.cli.shared_options import AsJson
+from hvd_elastic.cli.shared_options import AsJson, hostfile_option
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 from hvd_elastic.formatting import count, number_words
 
@@ -59,9 +59,7 @@ def plan(
         bool,
         typer.Option("--probe", help="train on some sizes first; the command follows after --"),
     ] = False,
-    hostfile: Annotated[
-        Path | None, typer.Option("--hostfile", "-H", help="hosts and slots for --probe")
-    ] = None,
+    hostfile: Annotated[Path | None, hostfile_option(help="hosts and slots for --probe")] = None,
     probe_for: Annotated[
         str, typer.Option(metavar="TIME", help="total training time of --probe")
     ] = "2m",

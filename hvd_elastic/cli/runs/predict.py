@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import sys
@@ -14,23 +13,24 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from hvd_elastic.checkpoint.url import is_url
 from hvd_elastic.checkpoint.whole_files import write_json
 from hvd_elastic.cli.jobs.naming import source_of
 from hvd_elastic.cli.numbers import whole_number_option
 from hvd_elastic.cli.runs.leading import lead
 from hvd_elastic.cli.runs.run_options import RunOptions
-from hvd_elastic.cli.shared_options import EventsAsJson, SshConfigOption
+from hvd_elastic.cli.shared_options import EventsAsJson, SshConfigOption, hostfile_option
 from hvd_elastic.config import runs_folder
 from hvd_elastic.data.files import sha256_of
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.json_text import parse_json
 from hvd_elastic.records.outputs import INDEX_FILE, TOTAL_FILE, joined, output_name, output_ranges
+from hvd_elastic.records.process_lock import take_lock
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.replaced_files import replacing
 from hvd_elastic.training.model_source import find_source
 from hvd_elastic.training.prediction import VARIABLE, Prediction
+from hvd_elastic.urls import is_url
 
 _ASKED = "asked.json"
 """File in the folder of outputs that says what they are of, and which runs computed them."""
@@ -53,9 +53,7 @@ def predict(
     ] = None,
     hostfile: Annotated[
         Path | None,
-        typer.Option(
-            "--hostfile", "-H", help="hosts and slots; without it the GPUs of this machine"
-        ),
+        hostfile_option("--hosts", help="hosts and slots; without it the GPUs of this machine"),
     ] = None,
     np: Annotated[
         int | None,
@@ -197,13 +195,13 @@ class _Outputs:
             asked = {"checkpoint": checkpoint, "data": data, "weights": weights, "runs": []}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / ".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = take_lock(folder / ".lock")
+            if lock is None:
+                raise RunError(f"another process is writing outputs into {folder}")
+            with os.fdopen(lock):
                 made = cls(folder, weights, asked)
                 made._write()
                 yield made
-        except BlockingIOError as error:
-            raise RunError(f"another process is writing outputs into {folder}") from error
         except OSError as error:
             raise RunError(
                 f"--out {folder} cannot be written: {error.strerror or error}. What is there stays"

@@ -9,6 +9,9 @@ import pytest
 from hvd_elastic.agent.spool import Spool
 from hvd_elastic.cli.app import main
 from hvd_elastic.cli.runs import run_options
+from hvd_elastic.cli.shared_options import hostfile_of
+from hvd_elastic.errors import HostfileError
+from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
@@ -235,3 +238,17 @@ def test_mpi_has_nobody_who_writes_for_tensorboard(capsys: pytest.CaptureFixture
     status, message = call("--mpi", "--tensorboard", "--", "true", capsys=capsys)
     assert status == 2
     assert "leave --tensorboard out and set HVD_ELASTIC_RUN_FOLDER" in message
+
+
+def test_a_list_of_hosts_is_taken_as_horovodrun_takes_it(
+    tmp_path: Path,
+) -> None:
+    written = hostfile_of("gpu[01-02]:8,login:1")
+    found = {host.name: host.slots for host in parse_hostfile(written).hosts}
+    assert found == {"gpu01": 8, "gpu02": 8, "login": 1}
+    assert hostfile_of("gpu[01-02]:8,login:1") == written
+    assert hostfile_of("hosts") == Path("hosts")
+    (tmp_path / "a,b").touch()
+    assert hostfile_of(tmp_path / "a,b") == tmp_path / "a,b", "a path is no list"
+    with pytest.raises(HostfileError, match=r"list of hosts 'a:x,b:2'.*whole number"):
+        hostfile_of("a:x,b:2")

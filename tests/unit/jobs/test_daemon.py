@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hvd_elastic.cli.jobs.daemon import hosts as print_hosts
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import parse_hostfile
@@ -85,6 +87,7 @@ class Running:
             status = 1
             try:
                 with place.lock():
+                    place.describe_daemon(hostfile)
                     Daemon(place, hostfile, None, begin).run()
                 status = 0
             finally:
@@ -100,7 +103,7 @@ class Running:
             store.close()
 
     def until(self, condition: Callable[[], Any]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while True:
             with contextlib.suppress(RunError):  # no daemon yet
                 if condition():
@@ -208,6 +211,19 @@ def test_job_goes_to_another_host_if_one_lacks_python_and_fails_if_all_do(
     daemon.down(leave_jobs=False)
 
 
+def test_hosts_are_told_without_a_daemon(
+    place: ClusterFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place, TRAINS="1")
+    daemon.until(lambda: leads(daemon, number))
+    daemon.kill()
+    print_hosts(cluster="test", as_json=False)
+    out, err = capsys.readouterr()
+    assert re.fullmatch(rf"a +unknown +1 +0 +train-{number}-\w+: 1", out.splitlines()[1])
+    assert "has no daemon" in err
+
+
 def test_silent_host_is_lost_if_other_runs_hear_from_theirs(place: ClusterFolder) -> None:
     hosts(place).write_text("a slots=1\nb slots=1\n")
     daemon = Running(place, hosts(place))
@@ -287,13 +303,12 @@ def test_leader_that_dies_is_started_again(place: ClusterFolder) -> None:
     daemon = Running(place, hosts(place))
     number = submit(place)
     folder = RunFolder(runs_folder() / daemon.job(number).run_id)
-    daemon.until(folder.events.exists)
-    daemon.until(lambda: folder.leader().get("pid"))
-    os.kill(folder.leader()["pid"], signal.SIGKILL)
 
     def started() -> list[bool]:
         return [e["resumed"] for e in folder.read_events() if e["kind"] == "run_started"]
 
+    daemon.until(lambda: started() == [False] and folder.leader().get("pid"))
+    os.kill(folder.leader()["pid"], signal.SIGKILL)
     daemon.until(lambda: started() == [False, True])
     assert daemon.job(number).status is JobStatus.RUNNING
     daemon.down(leave_jobs=False)
