@@ -36,7 +36,7 @@ from PIL import Image
 from benchmarks.peers.pictures import BATCH, QUALITY, write_ours
 from benchmarks.step_time import interval
 from benchmarks.testbed.command import Say, at_least_one, run_benchmark
-from benchmarks.testbed.environments import PeerEnvironment, PeerMissingError
+from benchmarks.testbed.environments import LITDATA, STREAMING, PeerMissingError
 from benchmarks.testbed.figures import Result, conditions
 from hvd_elastic.data import ShardDataset, load_index
 from hvd_elastic.errors import RunError
@@ -73,12 +73,7 @@ def write_pictures(folder: Path, count: int) -> None:
 
 # -- libraries, each in a process of its own ---------------------------------------------------
 
-ENVIRONMENTS = {
-    # Its torchvision does not load with PyTorch for CPUs, and it does without.
-    "litdata": PeerEnvironment("litdata", ("litdata",), "litdata", without=("torchvision",)),
-    # It does not, and brings a PyTorch of its own.
-    "mosaicml-streaming": PeerEnvironment("streaming", ("mosaicml-streaming",), "streaming"),
-}
+ENVIRONMENTS = {"litdata": LITDATA, "mosaicml-streaming": STREAMING}
 CALLS = {
     "ours": "ours",
     "bare loop": "nothing",

@@ -52,12 +52,13 @@ install() {
 
 measure() {
     failed=0
+    touch "$ENVIRONMENT/began"
     gpu="python benchmarks/gpu.py --rounds"
     step 90 $gpu 2 --parts faults --out "$RESULTS/gpu.json" || failed=1
     step 90 $gpu 1 --parts template --out "$RESULTS/gpu_template.json" || failed=1
     step 600 $gpu 3 --parts overhead --out "$RESULTS/gpu_overhead.json" || failed=1
     if [ -n "${OUT:-}" ]; then
-        cp "$RESULTS"/gpu*.json "$OUT"
+        find "$RESULTS" -name "gpu*.json" -newer "$ENVIRONMENT/began" -exec cp {} "$OUT" ";"
     fi
     return "$failed"
 }

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from benchmarks.testbed.environments import import_streaming
 from datasets_prep import frame, pictures
 from hvd_elastic.data import RandomCrop, ShardDataset
 from hvd_elastic.data.processes import in_processes
@@ -197,7 +198,7 @@ def read_litdata(folder: str, processes: int) -> None:
 
 def write_streaming(source: str, out: str, resize: int, _: int) -> None:
     """Write shards with ``MDSWriter``, which is one process."""
-    import streaming
+    streaming = import_streaming()
 
     columns = {"jpg": "bytes", "cls": "int"}
     with streaming.MDSWriter(out=out, columns=columns, size_limit=CHUNK.lower()) as writer:
@@ -207,9 +208,9 @@ def write_streaming(source: str, out: str, resize: int, _: int) -> None:
 
 @lru_cache
 def _streaming(folder: str) -> Any:
-    import streaming
+    base: Any = import_streaming().StreamingDataset
 
-    class Cropped(streaming.StreamingDataset):
+    class Cropped(base):
         def __getitem__(self, at: Any) -> tuple[np.ndarray, int]:
             return _decoded(super().__getitem__(at))
 

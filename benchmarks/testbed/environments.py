@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import platformdirs
 
@@ -34,14 +35,10 @@ class PeerEnvironment:
         name: name of the environment.
         requirements: requirements for pip.
         module: module that must be importable afterwards.
-        without: packages to remove again, which come along and do not work with this PyTorch.
     """
 
-    def __init__(
-        self, name: str, requirements: Sequence[str], module: str, without: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, name: str, requirements: Sequence[str], module: str) -> None:
         self.name = name
-        self._without = tuple(without)
         self._requirements = tuple(requirements)
         self._module = module
 
@@ -72,8 +69,6 @@ class PeerEnvironment:
         self._link()
         pip = (sys.executable, "-m", "pip", "--python", str(self.python))
         self._run([*pip, "install", "--quiet", "--no-input", *self._requirements])
-        if self._without:
-            self._run([*pip, "uninstall", "--quiet", "--yes", *self._without])
         if not self._importable():
             raise PeerMissingError(f"{self._module} was installed and cannot be imported")
         return self.folder
@@ -114,3 +109,31 @@ class PeerEnvironment:
             lines = [line for line in done.stderr.splitlines() if "ERROR" in line.upper()]
             why = lines[-1] if lines else done.stderr.strip()[-200:]
             raise PeerMissingError(f"{', '.join(self._requirements)} cannot be installed: {why}")
+
+
+# Both ask for torchvision, whose builds do not load beside PyTorch for CPUs, and do without.
+LITDATA = PeerEnvironment(
+    "litdata-alone",
+    (
+        *("--no-deps", "litdata", "boto3", "botocore", "jmespath", "lightning-utilities"),
+        *("obstore", "python-dateutil", "s3transfer", "tifffile"),
+    ),
+    "litdata",
+)
+STREAMING = PeerEnvironment(
+    "mosaicml-streaming-alone",
+    (
+        *("--no-deps", "mosaicml-streaming", "Brotli", "catalogue", "cramjam"),
+        *("huggingface-hub<1", "python-snappy", "regex", "safetensors", "tokenizers<0.23"),
+        *("tqdm", "transformers<5", "xxhash", "zstd<2"),
+    ),
+    "transformers, snappy, zstd",
+)
+
+
+def import_streaming() -> ModuleType:
+    """Import mosaicml-streaming without its sets of pictures, which need torchvision."""
+    sys.modules["streaming.vision"] = ModuleType("streaming.vision")
+    import streaming
+
+    return streaming

@@ -51,6 +51,7 @@ SlurmdTimeout={down_after_s}
 KillWait=5
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=0
+GresTypes=gpu
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -63,6 +64,8 @@ def missing_programs() -> list[str]:
 
 class SlurmCluster:
     """All hosts of a virtual cluster as nodes of one partition.
+
+    The first one has two GPUs and the others have one, as far as Slurm is concerned.
 
     Args:
         cluster: the virtual hosts.
@@ -85,11 +88,17 @@ class SlurmCluster:
             slurmd_port=port + 1,
             down_after_s=DOWN_AFTER_S,
         )
-        for host in cluster.state.hosts:
+        devices = ""
+        for number in range(2):
+            (folder / f"gpu{number}").touch()  # in place of a device
+        for number, host in enumerate(cluster.state.hosts):
+            gpus = 1 if number else 2
             config += (
                 f"NodeName={host.name} NodeAddr={host.address} NodeHostname={host.name} "
-                f"CPUs={cpus} RealMemory=1000\n"
+                f"CPUs={cpus} RealMemory=1000 Gres=gpu:{gpus}\n"
             )
+            devices += f"NodeName={host.name} Name=gpu File={folder}/gpu[0-{gpus - 1}]\n"
+        (folder / "gres.conf").write_text(devices, encoding="utf-8")
         self.config = folder / "slurm.conf"
         self.config.write_text(config, encoding="utf-8")
         self._daemons: list[subprocess.Popen[bytes]] = []

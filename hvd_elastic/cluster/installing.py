@@ -42,7 +42,8 @@ from hvd_elastic.hosts.ssh import connect
 STEP_S = 600.0
 # Python compiles for itself; the stamp tells what a copy has installed.
 LEFT_OUT = ("__pycache__", STAMP)
-CHECKED = ("python", *COMPARED, "framework", "cuda", "hvd_elastic code")
+CHECKED = ("python", *COMPARED, "framework", "hvd_elastic code")
+_OF_ITS_OWN = ", and compiled packages do not work there. Run `make horovod` on it instead"
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,11 @@ class Installation:
         apart = [host for host in self._well(self.hosts) if host not in shared]
         present = [host for host in apart if looked[host.name]["exists"]]
         found = self._copy(present, self.environment.prefix, dry_run=True)
-        same = [host for host in self._well(present) if not _changes(found[host.name])]
+        same = [
+            host
+            for host in self._well(present)
+            if not (found[host.name].files or found[host.name].touched or found[host.name].removed)
+        ]
         changing = [host for host in self._well(apart) if host not in same]
         for name, why in why_kept({host.name: looked[host.name] for host in changing}).items():
             self._fail(name, why)
@@ -178,8 +183,9 @@ class Installation:
             copied = found[host.name]
             sizes = (copied.files, copied.size_bytes, len(copied.removed))
             done[host.name] = Installed("installed", *sizes)
-        if self.wheel is not None and not self.dry_run:
-            self._bring_wheel(self.wheel, done)
+        whole = self._well(self.hosts)
+        if self.wheel is not None and whole and not self.dry_run:
+            self._bring_wheel(self.wheel, whole, done)
         for host in self.hosts:
             result = HostResult(host, Outcome.OK, self._seconds(), done.get(host.name))
             yield self._failed.get(host.name, result)
@@ -248,7 +254,9 @@ class Installation:
                 (package, f"{target}/{inside}", LEFT_OUT),
             ]
         total = {host.name: Copied(0, 0, 0, 0, ()) for host in hosts}
-        for source, place, spared in sources if hosts else ():
+        for source, place, spared in sources:
+            if not self._well(hosts):
+                break
             self.on_step("comparing" if dry_run else "copying")
             settings = CopySettings(
                 delete=True, exclude=spared, dry_run=dry_run, fanout=self.fanout
@@ -296,9 +304,8 @@ class Installation:
 
         return check
 
-    def _bring_wheel(self, wheel: Path, done: dict[str, Installed]) -> None:
+    def _bring_wheel(self, wheel: Path, hosts: Sequence[Host], done: dict[str, Installed]) -> None:
         """Copy the kept wheel of Horovod; a host without it works as well, and gets a note."""
-        hosts = [host for host in self._well(self.hosts) if host.name in done]
         target = f"~/.cache/hvd_elastic/wheels/{wheel.name}"
         settings = CopySettings(fanout=self.fanout)
         for result in copy_to_hosts(hosts, f"{wheel}/", target, self.options, settings):
@@ -316,9 +323,12 @@ def why_not(facts: Mapping[str, Any], environment: Environment) -> str:
     """
     if facts["machine"] != platform.machine():
         return f"its processor is {facts['machine']}, here it is {platform.machine()}{_OF_ITS_OWN}"
-    if facts["libc"] != libc() and not _is_newer(facts["libc"], libc()):
+    (name, _, version), (name_here, _, here) = (
+        text.partition(" ") for text in (facts["libc"], libc())
+    )
+    if name != name_here or (version and Version(version) < Version(here)):
         there = facts["libc"] or "another C library"
-        return f"it has {there}, here it is {libc()}{_OF_ITS_OWN}"
+        return f"it has {there}, here it is {libc() or 'another'}{_OF_ITS_OWN}"
     base, version_here = environment.base, platform.python_version()
     if base is not None and facts["base"].split(".")[:2] != version_here.split(".")[:2]:
         what = f"is Python {facts['base']} there" if facts["base"] else "does not run there"
@@ -328,17 +338,6 @@ def why_not(facts: Mapping[str, Any], environment: Environment) -> str:
             how = f"Copy it: copyclust HOSTFILE {base.parents[1]} {base.parents[1]}"
         return f"{base} {what}, and this environment was made by it, Python {version_here}. {how}"
     return ""
-
-
-def _is_newer(libc_there: str, libc_here: str) -> bool:
-    (name, _, there), (name_here, _, here) = (
-        text.partition(" ") for text in (libc_there, libc_here)
-    )
-    return bool(there and here) and name == name_here and Version(there) > Version(here)
-
-
-def _changes(copied: Copied) -> bool:
-    return bool(copied.files or copied.touched or copied.removed)
 
 
 def why_kept(looked: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -362,9 +361,6 @@ def why_kept(looked: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return why
 
 
-_OF_ITS_OWN = ", and compiled packages do not work there. Run `make horovod` on it instead"
-
-
 def uninstall(
     hosts: Sequence[Host],
     prefix: str,
@@ -376,7 +372,7 @@ def uninstall(
 
     Args:
         hosts: the hosts.
-        prefix: folder of the environment.
+        prefix: folder of the environment; "" if there is none.
         names: of ``environment``, ``cache`` and ``runs``, what is removed.
         options: ssh options.
         fanout: maximum number of hosts at a time.

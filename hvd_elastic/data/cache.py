@@ -81,8 +81,13 @@ class ShardCache:
         return {**self.__dict__, "_coming": deque()}
 
     def path(self, shard: Shard) -> Path:
-        """Return where a shard lies while it is in the cache; its table lies beside it."""
-        return self._folder / f"{shard.sha256[:16]}-{Path(shard.name).name}"
+        """Return where a shard lies while it is in the cache; its table lies beside it.
+
+        The same shard has another table where it was indexed otherwise.
+        """
+        kind = f"{shard.sha256} {self._index.version} {self._index.columns(shard)}"
+        name = hashlib.sha256(kind.encode()).hexdigest()[:16]
+        return self._folder / f"{name}-{Path(shard.name).name}"
 
     def open(self, shard: Shard) -> int:
         """Return a descriptor of a shard, which stays in the cache until it is closed.

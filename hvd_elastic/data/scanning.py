@@ -16,7 +16,7 @@ from hvd_elastic.data.files import file_size, sha256_of
 from hvd_elastic.data.index import LAYOUTS, Index, Shard, fields_of, make_table, save_table
 from hvd_elastic.data.remote import RemoteFolder, refuse_web_page
 from hvd_elastic.data.shard import read_all
-from hvd_elastic.data.tfrecord import FROM_0, LIST, place
+from hvd_elastic.data.tfrecord import LIST, place
 from hvd_elastic.errors import DataError
 
 _BEGIN_BYTES = 64
@@ -119,6 +119,11 @@ def add_kinds(found: dict[str, str], more: dict[str, str], where: object) -> Non
     for field, kind in more.items():
         before = found.setdefault(field, kind)
         if before != kind:
+            if field == "cls":
+                raise DataError(
+                    f"{where}: labels are in image/class/label in some examples, and in label or "
+                    "cls in others; a data set needs one name for them"
+                )
             if before.removesuffix(LIST) != kind.removesuffix(LIST):
                 raise DataError(
                     f"{where}: {field} holds {kind.removesuffix(LIST)} values here, and "
@@ -129,11 +134,7 @@ def add_kinds(found: dict[str, str], more: dict[str, str], where: object) -> Non
 
 def stored_kinds(kinds: dict[str, str]) -> dict[str, str]:
     """Return the kinds that an index names."""
-    return {
-        name: kind
-        for name, kind in kinds.items()
-        if kind != "bytes" and (name != "cls" or kind == FROM_0)
-    }
+    return {name: kind for name, kind in kinds.items() if kind != "bytes"}
 
 
 def labels_of(

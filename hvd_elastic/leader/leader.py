@@ -42,6 +42,8 @@ from hvd_elastic.records.tensorboard import TensorBoardWriter
 from hvd_elastic.wire import messages as msg
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from hvd_elastic.hosts.engine import Engine
 
 
@@ -53,12 +55,14 @@ def lead(
     show_output: ShowOutput,
     *,
     resumed: bool = False,
-    engine: Engine | None = None,
+    engine: AbstractContextManager[Engine] | None = None,
 ) -> tuple[cmd.Finish, bool]:
     """Lead a run to its end, as the only leader on this machine.
 
     Args:
-        spec, folder, environment, show, show_output, resumed, engine: see :class:`Leader`.
+        spec, folder, environment, show, show_output, resumed: see :class:`Leader`.
+        engine: entered when this process has the lock of the run, since an engine writes the hosts
+            of a run, which are those of the other leader if there is one; see :class:`Leader`.
 
     Returns:
         How the run ended, and whether this leader gave way to another one without having started
@@ -72,7 +76,11 @@ def lead(
     def warn(message: str) -> None:
         show({"t": time.time(), "kind": "warning", "message": message})
 
-    with folder.take_lead(), TensorBoardWriter(folder.tensorboard, warn) as board:
+    with (
+        folder.take_lead(),
+        engine or contextlib.nullcontext() as hosts,
+        TensorBoardWriter(folder.tensorboard, warn) as board,
+    ):
 
         def show_and_draw(event: Mapping[str, Any]) -> None:
             show(event)
@@ -80,7 +88,7 @@ def lead(
                 board.note(event)
 
         leader = Leader(
-            spec, folder, environment, show_and_draw, show_output, resumed=resumed, engine=engine
+            spec, folder, environment, show_and_draw, show_output, resumed=resumed, engine=hosts
         )
         return leader.run(), leader.gave_way
 

@@ -14,8 +14,8 @@ _TAIL_BYTES = 256 * 1024  # holds the last events of a run
 
 def run_row(folder: RunFolder) -> dict[str, Any]:
     """Return a row of the list of runs, read from the last events only to be fast."""
+    alive = folder.leader_alive()  # before its last events are read
     summary = summarize(read_last_events(folder.events, _TAIL_BYTES))
-    alive = folder.leader_alive()
     until = None if alive else folder.leaderless_until(summary.ended)
     last = summary.last
     status = "running" if summary.status == "unknown" and summary.ended else summary.status

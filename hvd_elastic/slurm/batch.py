@@ -10,8 +10,16 @@ from pathlib import Path
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import duration_words
+from hvd_elastic.hosts.hostfile import expand_hosts
+from hvd_elastic.slurm.sbatch_options import SbatchOption, as_line, parse_options
 
 _TIME = re.compile(r"((?P<days>\d+)-)?(?P<rest>\d+(:\d+){0,2})")
+
+START_S = 60.0
+"""Least time that an allocation must have before it is left again [s]: workers have to start."""
+_ONCE = ("--begin", "--dependency", "--hold")
+_APART = (*_ONCE, "--nodelist", "--exclude")
+"""Options that are not the same for all allocations of a run."""
 
 
 def parse_time(text: str) -> float | None:
@@ -35,9 +43,11 @@ def parse_time(text: str) -> float | None:
 def parse_left(text: str) -> float:
     """Return the time that squeue prints as left until a job's limit [s]; infinite if it has none.
 
-    >>> parse_left("59:30"), parse_left("UNLIMITED")
-    (3570.0, inf)
+    >>> parse_left("59:30"), parse_left("UNLIMITED"), parse_left("INVALID")
+    (3570.0, inf, 0.0)
     """
+    if text == "INVALID":  # the limit has passed
+        return 0.0
     left_s = parse_time(text) if ":" in text else None
     return math.inf if left_s is None else left_s
 
@@ -78,6 +88,29 @@ class Submission:
     sbatch: tuple[str, ...] = ()
 
     @property
+    def options(self) -> list[SbatchOption]:
+        """Return the further options for sbatch."""
+        return [option for text in self.sbatch for option in parse_options(text)]
+
+    @property
+    def once(self) -> list[str]:
+        """Return those that are for the first submission alone, and so not in a script."""
+        return [str(option) for option in self.options if option.name in _ONCE]
+
+    @property
+    def nodelist(self) -> list[str]:
+        """Return the nodes that the run asks for by name before any other."""
+        return [*expand_hosts(found[-1])] if (found := self._values("--nodelist")) else []
+
+    @property
+    def exclude(self) -> list[str]:
+        """Return lists of the nodes that the run does not take."""
+        return self._values("--exclude")
+
+    def _values(self, name: str) -> list[str]:
+        return [option.value for option in self.options if option.name == name]
+
+    @property
     def job_name(self) -> str:
         """Name of the job in which the run is led."""
         return f"hvd-{self.run_id}"
@@ -99,6 +132,10 @@ class Submission:
                 f"{self.leave_before_s:g} s before that. Give more time, or a smaller "
                 f"--leave-before: hvd-elastic slurm submit --resume {self.run_id} --time TIME"
             )
+
+    def log_of(self, job_id: str) -> str:
+        """Return where the output of a job goes."""
+        return (self._values("--output") or [f"{self.folder}/slurm-{job_id}.log"])[-1]
 
     @property
     def first_script(self) -> Path:
@@ -135,6 +172,8 @@ class Submission:
                 f"--signal=B:USR1@{math.ceil(self.leave_before_s)}",
                 # The run goes on without a node that fails.
                 "--no-kill",
+                *([f"--nodelist={','.join(self.nodelist[: self.least])}"] if self.nodelist else []),
+                *([f"--exclude={','.join(self.exclude)}"] if self.exclude else []),
             ],
             f"# Leads run {self.run_id}: begins it, or goes on with it.",
             "trap '' USR1  # which may come before the leader can take it\n"
@@ -148,7 +187,7 @@ class Submission:
             ["--nodes=1", "--no-requeue"],
             f"# Adds a node to run {self.run_id}. Its leader starts by srun what runs here, and\n"
             "# cancels this job; without a leader, it ends itself.",
-            _HOLD.format(name=shlex.quote(self.job_name)),
+            _HOLD.format(name=self.job_name, script=shlex.quote(str(self.first_script))),
         )
 
     def _script(self, name: str, options: list[str], what: str, body: str) -> str:
@@ -157,33 +196,25 @@ class Submission:
         lines += [f"--partition={self.partition}"] if self.partition else []
         lines += [
             "--open-mode=append",
-            f"--output={self.folder}/slurm-%j.log",
+            f"--output={self.folder.replace('%', '%%')}/slurm-%j.log",
             f"--chdir={self.cwd}",
-            *self.sbatch,
+            *(str(option) for option in self.options if option.name not in _APART),
         ]
-        head = "".join(f"#SBATCH {_quoted(line)}\n" for line in lines)
+        head = "".join(f"{as_line(line)}\n" for line in lines)
         return f"#!/bin/bash\n{head}\n{what}\n{body}"
 
 
 _HOLD = """\
+unset ${{!SQUEUE_@}}  # which are options of squeue
+leader={script}
 alone=0
 while [ $alone -lt 3 ]; do
     sleep 30 &
     wait $!
-    if leaders=$(squeue --noheader --me --states=RUNNING --name={name} --format=%A); then
-        if [ -n "$leaders" ]; then alone=0; else alone=$((alone + 1)); fi
+    if jobs=$(squeue --noheader --me --states=RUNNING --name={name} --format=%o); then
+        if grep -Fqx -- "$leader" <<<"$jobs"; then alone=0; else alone=$((alone + 1)); fi
     fi
 done
 """
 """Waits until the leader's job has not run for more than a minute; a slurmctld that does not answer
 says nothing about it."""
-
-
-def _quoted(option: str) -> str:
-    """Return an option for an ``#SBATCH`` line, in which blanks separate options.
-
-    >>> _quoted("--comment=a b")
-    '--comment="a b"'
-    """
-    name, equals, value = option.partition("=")
-    return f'{name}{equals}"{value}"' if re.search(r"\s", value) else option

@@ -11,23 +11,24 @@ from hvd_elastic.errors import RunError
 
 _TIMEOUT_S = 60.0
 """Time limit of a command [s]; a busy slurmctld answers after some seconds."""
-_OF_AN_ALLOCATION = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_")
-_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
+_OPTIONS = ("SLURM_", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_ARRAY_")
+"""What the names of variables begin with that are kept."""
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for Slurm's commands, without the variables of the own allocation.
+    """Return an environment for Slurm's commands, without variables that are options of theirs.
 
-    They are options of the commands as well: a batch script's ``--ntasks`` would be taken for that
-    of each ``srun`` in it.
+    A batch script's ``--ntasks`` would be taken for that of each ``srun`` in it, and a user's
+    ``SQUEUE_PARTITION`` would hide jobs of the run.
 
-    >>> clean_environment({"SLURM_NTASKS": "8", "SLURM_CONF": "/etc/slurm.conf", "HOME": "/root"})
-    {'SLURM_CONF': '/etc/slurm.conf', 'HOME': '/root'}
+    >>> clean_environment({"SLURM_NTASKS": "8", "SLURM_ARRAY_TASK_ID": "1", "HOME": "/root"})
+    {'SLURM_ARRAY_TASK_ID': '1', 'HOME': '/root'}
     """
     return {
         name: value
         for name, value in environment.items()
-        if name in _KEPT or not name.startswith(_OF_AN_ALLOCATION)
+        if name.startswith(_KEPT) or not name.startswith(_OPTIONS)
     }
 
 

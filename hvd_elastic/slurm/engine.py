@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from hvd_elastic.errors import SshError
@@ -17,9 +20,17 @@ from hvd_elastic.slurm.commands import clean_environment
 
 _STEP_S = 10
 """How long srun may wait for a node to take a step [s]; longer, and the node counts as lost."""
+_HEAR_S = 1.0
+"""How long the last words of an srun that has failed are waited for [s]."""
 _TELL_ADDRESS = "export HVD_ELASTIC_LEADER_ADDRESS=$SLURM_LAUNCH_NODE_IPADDR; "
 """The agent finds by it which of the node's addresses the other hosts use."""
 _OF_SRUN = re.compile(rb"(?m)^srun: (error: \S+: task 0: |.*lacks support for cpu binding).*\n")
+_FOR_GOOD = re.compile(
+    rb"srun: error: Unable to create step for job \d+: (Invalid generic resource|Invalid job id|"
+    rb"Job/step already completing|Access/permission denied|More processors requested than|"
+    rb"Memory required by task is not available)"
+)
+"""What srun says of a step that this job will never have; other errors may be over soon."""
 
 
 class SrunError(SshError):
@@ -39,6 +50,7 @@ class SlurmEngine:
     def __init__(self, folder: RunFolder, allocation: Allocation) -> None:
         self._folder = folder
         self._jobs: dict[str, str] = {}
+        self._gres: dict[str, str] = {}
         self._hosts: dict[str, Host] = {}
         self._connections: list[SrunConnection] = []
         self._changing = threading.Lock()
@@ -54,6 +66,7 @@ class SlurmEngine:
         with self._changing:
             for host in allocation.hosts:
                 self._jobs[host.name] = allocation.job_id
+                self._gres[host.name] = allocation.gres.get(host.name, "")
                 self._hosts[host.name] = host
         self._write()
 
@@ -74,7 +87,8 @@ class SlurmEngine:
             job_id = self._jobs.get(host.name)
             if job_id is None:
                 raise SrunError(f"host {host.name} is in no Slurm allocation of this run")
-            connection = SrunConnection(host, job_id, self._folder.run_json)
+            gres = self._gres[host.name]
+            connection = SrunConnection(host, job_id, self._folder.run_json, gres)
             self._connections = [each for each in self._connections if each.alive] + [connection]
             return connection
 
@@ -85,6 +99,12 @@ class SlurmEngine:
         write_hostfile(self._folder.hosts, self._hosts.values())
 
 
+@contextlib.contextmanager
+def slurm_engine(folder: RunFolder, allocation: Allocation) -> Iterator[SlurmEngine]:
+    """Yield the nodes of an allocation as the hosts of a run, which they are from then on."""
+    yield SlurmEngine(folder, allocation)
+
+
 class SrunConnection(ProgramConnection):
     """A node of an allocation: each command is a step of the job.
 
@@ -93,13 +113,15 @@ class SrunConnection(ProgramConnection):
         job_id: number of the job.
         seen: file of this machine with a content of its own, by which to find out whether the node
             sees the same files.
+        gres: what the job has on the node of its generic resources, such as ``gpu:2``.
     """
 
     error = SrunError
 
-    def __init__(self, host: Host, job_id: str, seen: Path) -> None:
+    def __init__(self, host: Host, job_id: str, seen: Path, gres: str = "") -> None:
         super().__init__(host)
         self.job_id = job_id
+        self._gres = gres
         self._seen = seen
         self._looking = threading.Lock()
         self._files: Connection | None = None
@@ -118,7 +140,7 @@ class SrunConnection(ProgramConnection):
         environment = clean_environment(os.environ)
         # The variables of the user's ssh session do not belong to this node.
         environment = {k: v for k, v in environment.items() if not k.startswith("SSH_")}
-        argv = srun_command(self.job_id, self.host.name, command)
+        argv = srun_command(self.job_id, self.host.name, command, self._gres)
         return _SrunEnds(start_here(argv, cwd="/", env=environment), self.host.name)
 
     def close(self) -> None:
@@ -130,21 +152,42 @@ class SrunConnection(ProgramConnection):
 class _SrunEnds(PopenEnds):
     """Pipes of a step, without what srun itself says about a command that has failed.
 
-    Those would be the last lines, which messages quote.
+    Those would be the last lines, which messages quote. The exit status of a step that Slurm will
+    never give is ``EX_NOPERM``: trying again is of no use.
     """
 
+    def __init__(self, popen: subprocess.Popen[bytes], host: str) -> None:
+        self._refused = False
+        self._heard = threading.Event()
+        super().__init__(popen, host)
+
     def read_stderr(self, size: int) -> bytes:
-        data = super().read_stderr(size)
-        rest = _OF_SRUN.sub(b"", data)
-        return rest or (self.read_stderr(size) if data else b"")
+        while data := super().read_stderr(size):
+            self._refused = self._refused or _FOR_GOOD.search(data) is not None
+            if rest := _OF_SRUN.sub(b"", data):
+                return rest
+        self._heard.set()
+        return b""
+
+    def wait(self, timeout: float | None) -> int | None:
+        status = super().wait(timeout)
+        if status == 1:  # of srun itself, or of the command
+            self._heard.wait(_HEAR_S)
+        return os.EX_NOPERM if status == 1 and self._refused else status
 
 
-def srun_command(job_id: str, host: str, command: str) -> list[str]:
+def srun_command(job_id: str, host: str, command: str, gres: str = "") -> list[str]:
     """Return the command that runs a shell command on a node of an allocation.
 
     Without ``--unbuffered``, which would put a terminal between that changes bytes. The step shares
-    the node with the other steps, and gets all CPUs and devices that the job has there.
+    the node with the other steps, and gets all CPUs and devices that the job has there. ``gres``
+    says which: otherwise it asks for the GPUs of all nodes if the user has (``--gpus``), and for
+    those of one task if they are by task. GPUs are asked for all together, since Slurm refuses a
+    number for each node that another node of the job does not have.
     """
+    devices = gres.split(",")
+    gpus = ",".join(each.removeprefix("gpu:") for each in devices if each.startswith("gpu:"))
+    others = ",".join(each for each in devices if not each.startswith("gpu:"))
     return [
         "srun",
         f"--jobid={job_id}",
@@ -152,6 +195,8 @@ def srun_command(job_id: str, host: str, command: str) -> list[str]:
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={host}",
+        *([f"--gpus={gpus}"] if gpus else []),
+        *([f"--gres={others}"] if others else []),
         f"--immediate={_STEP_S}",
         "--cpu-bind=none",
         "--mpi=none",

@@ -6,8 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
@@ -16,10 +15,11 @@ from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import EventFollower
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import RunSummary, take_event
-from hvd_elastic.slurm.allocation import Allocation
-from hvd_elastic.slurm.batch import Submission, parse_left
+from hvd_elastic.slurm.allocation import Allocation, gres_of_nodes
+from hvd_elastic.slurm.batch import START_S, Submission
 from hvd_elastic.slurm.commands import call
 from hvd_elastic.slurm.engine import SlurmEngine
+from hvd_elastic.slurm.queue import Job, queue_of
 
 _LOOK_S = 5.0
 """Time between two looks at the queue [s]; slurmctld answers one user's jobs in milliseconds."""
@@ -30,40 +30,8 @@ _LOST_S = 60.0
 _LONGEST_PAUSE_S = 7200.0
 
 
-@dataclass(frozen=True)
-class Job:
-    """An allocation of one node, in the queue or granted.
-
-    Attributes:
-        job_id: number of the job.
-        state: Slurm's word for its state.
-        node: its node; empty while it waits.
-        left_s: time until its limit [s].
-    """
-
-    job_id: str
-    state: str
-    node: str = ""
-    left_s: float = math.inf
-
-    @property
-    def runs(self) -> bool:
-        return self.state == "RUNNING"
-
-
-_FORMAT = "%A|%T|%N|%L"
-_LIVE = "PENDING,CONFIGURING,RUNNING,SUSPENDED"
-"""States of a job that has a node or will have one; not that of one that is about to end."""
-
-
-def parse_queue(text: str) -> list[Job]:
-    r"""Return the jobs that squeue has printed in ``_FORMAT``.
-
-    >>> parse_queue("7|PENDING||1:00:00\n8|RUNNING|gpu3|UNLIMITED\n")[0].left_s
-    3600.0
-    """
-    rows = (line.split("|") for line in text.splitlines())
-    return [Job(job_id, state, node, parse_left(left)) for job_id, state, node, left in rows]
+def _nearly_over(job: Job) -> str:
+    return f"its time limit is {duration_words(job.left_s)} away"
 
 
 class Growth:
@@ -99,7 +67,8 @@ class Growth:
         self._ask = ask
         self._joined: dict[str, str] = {}
         """Nodes of the further allocations in the run, by job."""
-        self._leaving: set[str] = set()
+        self._leaving: dict[str, str] = {}
+        """Nodes of allocations that the run has left or not taken, by job, until they end."""
         self._lost: dict[str, float] = {}
         """When nodes were lost, by name [monotonic s]."""
         self._unused: dict[str, float] = {}
@@ -122,9 +91,7 @@ class Growth:
         Raises:
             RunError: as of :meth:`look`.
         """
-        for job in self._queue():
-            if job.runs:
-                self._join(job)
+        self._take_started({job.job_id: job for job in self._queue()}, time.monotonic())
 
     def look(self, now: float) -> None:
         """Look at the queue and do what is due.
@@ -133,65 +100,81 @@ class Growth:
             RunError: Slurm does not answer, or refuses.
         """
         jobs = {job.job_id: job for job in self._queue()}
+        self._leaving = {each: node for each, node in self._leaving.items() if each in jobs}
         for job_id in [job_id for job_id in self._joined if job_id not in jobs]:
             self._leave(job_id, "its allocation has ended")
         for job in jobs.values():
-            if job.runs and job.job_id not in self._joined and job.job_id not in self._leaving:
-                self._join(job)
-            elif job.job_id in self._joined and job.left_s <= self._submission.leave_before_s:
-                self._leave(job.job_id, f"its time limit is {duration_words(job.left_s)} away")
+            if job.job_id in self._joined and job.left_s <= self._submission.leave_before_s:
+                self._leave(job.job_id, _nearly_over(job))
+        self._take_started(jobs, now)
         self._note_use(now)
         for job_id in self._unwanted(now):
             self._leave(job_id, "it is given back")
-        self._cancel_left(jobs)
+        for job_id in self._leaving.keys() & jobs.keys():
+            if not self._engine.in_use(job_id):
+                self._ask("scancel", job_id)
         self._submit([job for job in jobs.values() if job.job_id not in self._leaving], now)
 
-    def end(self) -> None:
-        """Give back all further allocations, and those that are waiting."""
-        with contextlib.suppress(RunError):
-            self._ask("scancel", "--me", f"--name={self._submission.further_name}")
-
     def _queue(self) -> list[Job]:
-        """Return the run's further allocations, granted or not."""
-        name = self._submission.further_name
-        options = ("--me", f"--name={name}", f"--states={_LIVE}", f"--format={_FORMAT}")
-        return parse_queue(self._ask("squeue", "--noheader", *options))
+        """Return the run's further allocations, granted or not; those with most time come first."""
+        submission = self._submission
+        jobs = queue_of(submission.further_name, submission.further_script, self._ask)
+        return sorted(jobs, key=lambda job: job.left_s, reverse=True)
 
     # -- nodes that come and go ------------------------------------------------------------
 
+    def _take_started(self, jobs: Mapping[str, Job], now: float) -> None:
+        """Take the allocations that have started into the run, or cancel them."""
+        ending = {*self._leaving.values()}
+        ending |= {node for each, node in self._joined.items() if not self._lasts(jobs[each])}
+        for job in jobs.values():
+            if not job.runs or job.job_id in self._joined or job.job_id in self._leaving:
+                continue
+            if not self._lasts(job):
+                self._cancel(job, _nearly_over(job))
+            elif job.node in ending:
+                pass  # it is taken when the other allocation on its node has ended
+            elif job.node in self._hosts(now):
+                # Two that waited were granted on one node, which has room for both.
+                self._cancel(job, f"{job.node} is in the run already")
+            else:
+                self._join(job)
+
     def _join(self, job: Job) -> None:
-        if job.node in self._hosts():
-            # Two that waited were granted on one node, which has room for both.
-            self._tell(f"job {job.job_id} is cancelled: {job.node} is in the run already")
-            self._ask("scancel", job.job_id)
-            return
+        self.first = tuple(name for name in self.first if name != job.node)  # lost, and back
+        self._lost.pop(job.node, None)
         self._joined[job.job_id] = job.node
         self._tell(f"{job.node} joins: job {job.job_id} has started")
         host = Host(job.node, slots=self._submission.slots_per_node)
-        self._engine.add(Allocation(job.job_id, (host,)))
+        gres = gres_of_nodes(job.job_id, self._ask)
+        self._engine.add(Allocation(job.job_id, (host,), gres=gres))
+
+    def _lasts(self, job: Job) -> bool:
+        """Return whether there is time to train in an allocation before it is left again."""
+        return job.left_s >= self._submission.leave_before_s + START_S
+
+    def _cancel(self, job: Job, why: str) -> None:
+        self._tell(f"job {job.job_id} is cancelled: {why}")
+        self._leaving[job.job_id] = job.node
 
     def _leave(self, job_id: str, why: str) -> None:
         node = self._joined.pop(job_id)
         self._lost.pop(node, None)
         self._unused.pop(node, None)
-        self._leaving.add(job_id)
+        self._leaving[job_id] = node
         self._tell(f"the run leaves {node}: {why} (job {job_id})")
         self._engine.remove(job_id)
 
-    def _cancel_left(self, jobs: dict[str, Job]) -> None:
-        """End the allocations that the run has left."""
-        for job_id in [*self._leaving]:
-            if job_id not in jobs:
-                self._leaving.discard(job_id)
-            elif not self._engine.in_use(job_id):
-                self._ask("scancel", job_id)
-
     def _note_use(self, now: float) -> None:
-        unused = {*self._hosts()} - {*self.run.generation_hosts}
+        unused = {*self._hosts(now)} - {*self.run.generation_hosts}
         self._unused = {name: self._unused.get(name, now) for name in unused}
 
-    def _hosts(self) -> list[str]:
-        return [*self.first, *self._joined.values()]
+    def _hosts(self, now: float) -> list[str]:
+        """Return the nodes of the run, without those of the first allocation that stay lost."""
+        return [*self._of_first(now), *self._joined.values()]
+
+    def _of_first(self, now: float) -> list[str]:
+        return [name for name in self.first if now - self._lost.get(name, now) < _LOST_S]
 
     # -- how many --------------------------------------------------------------------------
 
@@ -211,7 +194,7 @@ class Growth:
 
     def wanted(self, now: float) -> int:
         """Return how many further nodes the run should have."""
-        first = sum(now - self._lost.get(name, now) < _LOST_S for name in self.first)
+        first = len(self._of_first(now))
         limit = self._submission.most
         processes = self.run.scaled_to or self._spec.np or self._spec.max_np
         if self._spec.policy != "fixed":
@@ -224,21 +207,59 @@ class Growth:
 
     def _submit(self, jobs: list[Job], now: float) -> None:
         pending = [job for job in jobs if not job.runs]
-        missing = self.wanted(now) - len(self._joined) - len(pending)
+        coming = [job for job in jobs if job.job_id not in self._joined]
+        missing = self.wanted(now) - len(self._joined) - len(coming)
         for job in pending[: max(0, -missing)]:
             self._ask("scancel", job.job_id)
             self._tell(f"no further node is needed: job {job.job_id} is cancelled")
         new = min(missing, _MOST_PENDING - len(pending))
-        for _ in range(new):
-            script = str(self._submission.further_script)
-            self._ask("sbatch", f"--exclude={','.join(self._hosts())}", script)
+        hosts = self._hosts(now)
+        excluded = ",".join([*self._submission.exclude, *hosts])
+        exclude = [f"--exclude={excluded}"] if excluded else []
+        there = {*hosts, *(job.asked for job in coming)}
+        named = [name for name in self._submission.nodelist if name not in there]
+        for number in range(new):
+            nodelist = [f"--nodelist={name}" for name in named[number : number + 1]]
+            self._ask("sbatch", *exclude, *nodelist, str(self._submission.further_script))
         if new > 0:
             self._tell(f"{count(new, 'further node')} asked for")
 
 
+def give_back(submission: Submission, ask: Callable[..., str] = call) -> None:
+    """Give back all further allocations of a run, and those that are waiting."""
+    with contextlib.suppress(RunError):
+        jobs = queue_of(submission.further_name, submission.further_script, ask)
+        if jobs:
+            ask("scancel", *(job.job_id for job in jobs))
+
+
 @contextlib.contextmanager
-def growing(growth: Growth, folder: RunFolder, warn: Callable[[str], None]) -> Iterator[None]:
-    """Have a run grow, in a thread, until the end of the block."""
+def growing_engine(
+    folder: RunFolder,
+    allocation: Allocation,
+    submission: Submission,
+    spec: RunSpec,
+    tell: Callable[[str], None],
+) -> Iterator[SlurmEngine]:
+    """Yield the hosts of a run, which grows by further allocations until the end of the block.
+
+    Args:
+        folder: folder of the run, whose lock this process holds.
+        allocation: the allocation that the run is led in.
+        submission, spec, tell: see :class:`Growth`.
+
+    Raises:
+        RunError: Slurm does not answer.
+    """
+    engine = SlurmEngine(folder, allocation)
+    growth = Growth(engine, submission, spec, tell)
+    growth.adopt()
+    with _growing(growth, folder, tell):
+        yield engine
+
+
+@contextlib.contextmanager
+def _growing(growth: Growth, folder: RunFolder, warn: Callable[[str], None]) -> Iterator[None]:
     over = threading.Event()
 
     def follow() -> None:

@@ -79,12 +79,16 @@ class GradientAverager(Averager):
         self._unbuilt: Callable[[], None] | None = None
         """Sets variables that were made in a rehearsal back to their first values."""
         self._begun = self._waits = self._rehearses = False
-        self._checks = self._context.worker.on_not_finite != "ignore"
         self._left_out: str | None = None
         """Whose gradients of the step, which is left out, are not finite here; None: it is not."""
         self._is_taken = tf.Variable(True, trainable=False, name="hvd_elastic_is_taken")
         self.raised: BaseException | None = None
         self._context.register_averager(self)
+
+    @property
+    def _checks(self) -> bool:
+        """Whether it is looked at whether gradients are finite."""
+        return self._context.worker.on_not_finite != "ignore"
 
     # -- in the script's graph -------------------------------------------------------------
 

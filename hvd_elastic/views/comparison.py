@@ -34,11 +34,12 @@ def write_comparison(folders: Sequence[RunFolder], out: Path) -> list[RunSummary
         raise RunError(f"at most {len(COLORS)} runs can be compared, not {len(folders)}")
     found = []
     for folder in folders:
+        alive = folder.leader_alive()  # before its last events are read
         summary = summarize_for_plots(iter_events(folder.events))
         if summary.started is None:
             raise RunError(f"run {folder.run_id} has no events yet, so there is nothing to compare")
         summary.run_id = folder.run_id
-        summary.status = run_state(summary.status, alive=folder.leader_alive())
+        summary.status = run_state(summary.status, alive=alive)
         found.append(summary)
     write_page(out, render_comparison(found))
     return found

@@ -102,10 +102,12 @@ class LiveRun:
 
     def state(self) -> str:
         """Return the state of the run in a word; see :func:`run_state`."""
+        alive = self.folder.leader_alive()  # before its last events are read
+        if not alive and self._summary.status not in ENDED:
+            self._read_at = 0.0  # what was read a moment ago is not its last
         summary = self.read()
         if self._unread:
             return READING
-        alive = self.folder.leader_alive()
         until = None if alive else self.folder.leaderless_until(summary.ended)
         waiting = bool(summary.waiting)
         return run_state(summary.status, alive=alive, waiting=waiting, until=until)

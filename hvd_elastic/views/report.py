@@ -21,7 +21,7 @@ from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import iter_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import MetricSeries, Rescale, RunSummary
-from hvd_elastic.records.wording import departure_words
+from hvd_elastic.records.wording import departure_words, run_state
 from hvd_elastic.views.allocation import hosts_section
 from hvd_elastic.views.costs import time_section
 from hvd_elastic.views.page import (
@@ -76,6 +76,7 @@ def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
     Raises:
         RunError: the run has no events yet, or ``out`` cannot be written.
     """
+    alive = folder.leader_alive()  # before its last events are read
     summary = summarize_for_plots(iter_events(folder.events))
     if summary.started is None:
         raise RunError(
@@ -83,9 +84,8 @@ def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
             f"hvd-elastic status {folder.run_id}"
         )
     summary.run_id = folder.run_id
-    if summary.status == "running" and not folder.leader_alive():
-        trains = folder.leaderless_until(summary.ended) is not None
-        summary.status = "leaderless" if trains else "died"
+    until = None if alive else folder.leaderless_until(summary.ended)
+    summary.status = run_state(summary.status, alive=alive, until=until)
     finished = summary.status == "succeeded"
     audit = check_audit(
         iter_events(folder.audit),

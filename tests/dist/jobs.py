@@ -181,12 +181,13 @@ class Job:
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
         """Wait for ``condition``, as long as the run lives."""
         deadline = time.monotonic() + timeout_s
-        while not (value := condition()):
-            ended = self.process.poll()
+        while True:
+            ended = self.process.poll()  # before the look: its last act may be what is waited for
+            if value := condition():
+                return value
             assert ended is None, f"ended with {ended} before: {what}\n{self.text}"
             assert time.monotonic() < deadline, f"did not come true: {what}\n{self.text}"
             time.sleep(0.05)
-        return value
 
     def until_trains(self, size: int | None = None) -> None:
         """Wait until steps are made by ``size`` processes."""

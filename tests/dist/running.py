@@ -114,6 +114,8 @@ class RunningJob:
         stdout: where the first leader prints; None: into ``output``.
     """
 
+    home_name = "home"
+
     def __init__(
         self,
         stage: Stage,
@@ -130,7 +132,7 @@ class RunningJob:
         self.run_id = f"job-{secrets.token_hex(4)}"
         self.folder = stage.folder / self.run_id
         self.folder.mkdir()
-        self.home = self.folder / "home"
+        self.home = self.folder / self.home_name
         self.hostfile = self.folder / "hosts"
         where = []
         if hosts is not None:
@@ -420,7 +422,8 @@ class RunningJob:
     def digests(self) -> list[dict[str, Any]]:
         """What the ranks said they hold."""
         path = self.folder / "digests.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
+        # The last line may be incomplete while a rank appends to it.
+        lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
     def check_equal_parameters(self) -> None:

@@ -258,6 +258,10 @@ REFUSED = {
     ),
     "no cardinality": (ENDLESS, "has to come from hvd.dataset"),
     "a step of one rank": (SKIPS, "was left out on rank 1 alone, of 2"),
+    "a step of one rank, run_eagerly": (
+        SKIPS.replace("fit(model)", "fit(model, run_eagerly=True)"),
+        "was left out on rank 1 alone, of 2",
+    ),
     "another optimizer": (
         GAN.replace("optimizer()]", "keras.optimizers.Adam()]"),
         "this Adam applies gradients that are not averaged",

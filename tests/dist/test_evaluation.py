@@ -172,7 +172,9 @@ SCRIPTS = {
 
 def said(job: RunningJob) -> list[dict[str, Any]]:
     path = job.folder / "said"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    # The last line may be incomplete while rank 0 appends to it.
+    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 @EVERY_STYLE

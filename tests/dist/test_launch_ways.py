@@ -150,9 +150,12 @@ def test_horovodrun_elastic_with_a_slot_that_is_added_and_taken_away(
 
         def until(condition: Callable[[], Any]) -> None:
             deadline = time.monotonic() + START_S
-            while not condition():
+            while True:
+                ended = process.poll() is not None
+                if condition():
+                    return
                 said = output.read_text(errors="replace")
-                assert process.poll() is None, said
+                assert not ended, said
                 assert time.monotonic() < deadline, said
                 time.sleep(0.05)
 

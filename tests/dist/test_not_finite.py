@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.checkpoint.manifests import find_checkpoints
-from tests.dist.jobs import Job, environment, write_script
+from tests.dist.jobs import Job, call, environment, write_script
 from tests.paths import COSTLY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -65,6 +65,23 @@ def train(state):
 
 train(hvd.State(model=model, optimizer=optimizer, step_number=0))
 '''
+
+
+LOAD = {
+    "torch": """
+import sys, torch
+from hvd_elastic.torch import load_model
+model = load_model(sys.argv[1], torch.nn.Linear(2, 1))
+print("finite", bool(model.weight.isfinite().all()))
+""",
+    "keras": """
+import sys, keras, numpy as np
+from hvd_elastic.keras import load_model
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+load_model(sys.argv[1], model)
+print("finite", bool(np.isfinite(model.get_weights()[0]).all()))
+""",
+}
 
 
 def flat(values: Any) -> list[float]:
@@ -125,3 +142,37 @@ def test_each_of_thirty_bad_steps_is_left_out_and_each_checkpoint_is_healthy(
     after = {next((step for step in steps if step > each), None) for each in bad[:-2]}
     assert None not in after
     assert len(after) > 10, "a checkpoint is written after most of them, before the next"
+
+
+@COSTLY
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+def test_a_resumed_run_and_load_model_pass_over_a_checkpoint_that_is_not_finite(
+    tmp_path: Path, framework: str
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=1\n", encoding="utf-8")
+    script = Path(__file__).parent / "scripts" / "spoilt_weights.py"
+    options = ["--hostfile", hosts, "--checkpoint-every", 0.2, "--on-not-finite", "ignore"]
+    train = [sys.executable, script, framework, tmp_path]
+    with Job(*options, "--", *train, home=tmp_path) as job:
+        assert job.wait(240) == 1, job.text
+        kept = find_checkpoints(job.folder / "checkpoints")
+        finite = max(each.step for each in kept if not each.not_finite)
+        (finished,) = job.events("run_finished")
+        assert finished["checkpoint_step"] == finite < max(each.step for each in kept)
+        told = call("status", job.run_id, home=tmp_path).stdout
+        assert "holds NaN or infinity in" in told, told
+        loaded = subprocess.run(
+            [sys.executable, "-c", LOAD[framework], job.run_id],
+            env=environment(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert loaded.stdout == "finite True\n", loaded.stderr
+        done = call("run", "--resume", job.run_id, home=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (restored,) = job.events("restored")
+        assert restored["step"] == finite
+    assert "NaN" in done.stdout + done.stderr
+    assert "finite True" in done.stdout + done.stderr

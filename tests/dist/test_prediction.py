@@ -128,11 +128,13 @@ class Predicting:
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
         end = time.monotonic() + 90
-        while not (found := condition()):
+        while True:
+            ended = self.started[-1].poll() is not None
+            if found := condition():
+                return found
             assert time.monotonic() < end, f"{what}: {self.said()}"
-            assert self.started[-1].poll() is None, f"ended before {what}: {self.said()}"
+            assert not ended, f"ended before {what}: {self.said()}"
             time.sleep(POLL_S)
-        return found
 
     def files(self) -> int:
         return len(list(self.folder.glob("home/runs/*/saved/outputs-*")))

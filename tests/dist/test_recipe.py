@@ -71,8 +71,11 @@ class Recipe:
 
     def wait_for(self, process: Any, condition: Callable[[], Any], what: str) -> None:
         end = time.monotonic() + 120
-        while not condition():
-            assert process.poll() is None, f"ended before {what}: {self.said()}"
+        while True:
+            ended = process.poll() is not None
+            if condition():
+                return
+            assert not ended, f"ended before {what}: {self.said()}"
             assert time.monotonic() < end, f"{what}: {self.said()}"
             time.sleep(POLL_S)
 

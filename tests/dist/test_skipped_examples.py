@@ -11,11 +11,14 @@ import pytest
 
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_events
-from tests.dist.jobs import Job, environment, write_script
+from hvd_elastic.virtual import VirtualCluster
+from tests.dist import jobs
+from tests.dist.jobs import Job, environment, hostfile_of, write_script
 from tests.paths import COSTLY, NEEDS_TENSORFLOW
 from tests.unit.data.shards import damage, write_numbers
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+hosts, shared = jobs.hosts, jobs.shared
 
 SCRIPT = '''\
 """One weight, and the gradient of a step is the mean of the numbers in its batch."""
@@ -23,12 +26,20 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from hvd_elastic.data import ShardDataset
 
 folder, shards, framework, reader = Path(sys.argv[1]), *sys.argv[2:]
-dataset = ShardDataset(shards, on_error="skip")
+
+
+def seen(value):
+    (folder / f"read-on-{os.environ.get('HVD_ELASTIC_HOST')}").touch()
+    return value
+
+
+dataset = ShardDataset(shards, seen if reader == "input host" else None, on_error="skip")
 own = {"seed_examples": reader != "plain"}
 if framework == "torch":
     import torch
@@ -71,6 +82,8 @@ def train(state):
     for epoch in hvd.epochs(2):
         for batch in loader:
             state.steps += 1
+            while reader == "input host" and epoch == 1 and not (folder / "joined").exists():
+                time.sleep(0.05)
             step(batch)
             mark = folder / "died"
             if hvd.size() > 1 and state.steps == 3 and hvd.rank() == 1 and not mark.exists():
@@ -134,4 +147,36 @@ def test_examples_that_cannot_be_decoded_count_nothing_at_any_number_of_ranks(
     assert audit.skipped == 2 * len(DAMAGED)
     assert "; 8 uses skipped: cannot be decoded" in audit.sentence()
     found = json.loads((tmp_path / "end.json").read_text())
+    assert found == pytest.approx(WEIGHT, rel=1e-6)
+
+
+@COSTLY
+@pytest.mark.parametrize("framework", ["torch", pytest.param("tensorflow", marks=NEEDS_TENSORFLOW)])
+def test_an_input_host_leaves_them_out_too(
+    shared: Path, hosts: VirtualCluster, framework: str
+) -> None:
+    """It joins before the second epoch, and reads for the ranks then."""
+    folder = shared / f"skipped-{framework}"
+    folder.mkdir()
+    shards = write_numbers(folder / "shards", [20, 25])
+    damage(shards, DAMAGED)
+    script = write_script(folder, SCRIPT)
+    *ranks, reads = hosts.hosts
+    options = ["-H", hostfile_of(folder / "hosts", ranks), "-F", hosts.ssh_config, "--audit"]
+    options += ["--input-hosts", reads, "--np", 3]
+    train = [sys.executable, script, folder, shards, framework, "input host"]
+    with Job(*options, "--", *train, home=folder) as job:
+        job.until(lambda: job.events("input_host_joined"), "an input host")
+        (folder / "joined").touch()
+        assert job.wait(240) == 0, job.text
+        records = [*read_events(job.folder / "audit.jsonl")]
+        skipped = job.events("example_skipped")
+    assert {each["example"].rpartition(" ")[2] for each in skipped} == {
+        f"'k{number:04d}'" for number in DAMAGED
+    }
+    audit = check_audit(records, finished=True)
+    assert audit.ok
+    assert audit.skipped == 2 * len(DAMAGED)
+    assert (folder / f"read-on-{reads}").exists()
+    found = json.loads((folder / "end.json").read_text())
     assert found == pytest.approx(WEIGHT, rel=1e-6)

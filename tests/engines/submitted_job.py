@@ -17,6 +17,8 @@ POLL_S = 0.5
 class SubmittedJob(RunningJob):
     """``hvd-elastic slurm submit`` with the probe script, which gets ``script_options``."""
 
+    home_name = "home #50%j"  # as little as Slurm makes of such a name
+
     def __init__(
         self,
         slurm: SlurmCluster,

@@ -107,7 +107,14 @@ def test_the_next_leader_goes_on_in_the_same_processes(stage, two_nodes) -> None
 
 
 def test_a_submitted_run_grows_shrinks_and_outlives_its_time_limit(stage, nodes, slurm) -> None:
-    with SubmittedJob(slurm, stage, "--nodes", "1-3", "--time", "30") as job:
+    spare = nodes[-1]
+    options = ("--nodes", "1-3", "--time", "30", f"--sbatch=-x {spare}")
+    with SubmittedJob(slurm, stage, *options) as job:
+        # Of another run with this name, which has another HVD_ELASTIC_HOME.
+        theirs = slurm.call(
+            *("sbatch", "--parsable", f"--nodelist={spare}", f"--job-name=hvd-{job.run_id}+"),
+            "--wrap=sleep 1000",
+        ).stdout.strip()
         job.wait_size(3)
         joined = [event["pause_s"] for event in job.kinds("rescale_finished")][1:]
         assert max(joined) <= 1.0
@@ -115,12 +122,23 @@ def test_a_submitted_run_grows_shrinks_and_outlives_its_time_limit(stage, nodes,
 
         # An administrator, or a preemption, takes a node away: another one is asked for.
         since = job.mark()
-        first, second = job.further_jobs()
+        first, second = (each for each in job.further_jobs() if each != theirs)
         slurm.call("scancel", first)
         job.wait_size(2, since)
         job.wait_size(3, since)
         assert first not in job.further_jobs()
         assert second in job.further_jobs()
+
+        # A leader in another allocation is refused before it has done anything.
+        resume = [sys.executable, "-m", "hvd_elastic.cli.app", "run", "--resume", job.run_id]
+        done = slurm.call(
+            *("salloc", "--quiet", f"--nodelist={spare}", *resume),
+            check=False,
+            env=job.environment(),
+        )
+        assert "has a live leader" in done.stderr
+        assert job.size() == 3
+        assert not job.kinds("hosts_changed", since)[2:]
 
         # Slurm announces the time limit to the batch script.
         since = job.mark()
@@ -131,7 +149,10 @@ def test_a_submitted_run_grows_shrinks_and_outlives_its_time_limit(stage, nodes,
         assert restored["step"] == finished["steps"]
         job.wait_size(3, since)
         end_well(job)
-        job.wait_for(lambda: not job.further_jobs(), "the end of all allocations", ended_too=True)
+        job.wait_for(
+            lambda: job.further_jobs() == [theirs], "the end of all allocations", ended_too=True
+        )
+        slurm.call("scancel", theirs)
 
 
 def test_an_unused_node_is_given_back(stage, nodes, slurm) -> None:
@@ -177,12 +198,26 @@ def test_a_limit_of_the_partition_that_leaves_no_time_is_said(stage, nodes, slur
         slurm.call("scontrol", "update", "PartitionName=main", "MaxTime=INFINITE")
 
 
+def test_each_node_has_the_gpus_that_slurm_has_given_it(stage, nodes, slurm) -> None:
+    """Three GPUs are asked for together, so that the steps of the nodes need a number each."""
+    hosts = ",".join(nodes[:2])
+    with (
+        slurm.allocation("--nodes=2", f"--nodelist={hosts}", "--gpus=3", "--no-kill"),
+        RunningJob(stage, None, script=["sleep", "1000"]) as job,
+    ):
+        for node in nodes[:2]:
+            job.wait_event("agent_started", 0, host=node)
+        assert job.events[0]["hosts"] == [[nodes[0], 2], [nodes[1], 1]]
+        job.process.terminate()
+        job.wait()
+
+
 def test_gpus_that_no_node_has_are_refused(nodes, slurm) -> None:
     submit = [sys.executable, "-m", "hvd_elastic.cli.app", "slurm", "submit", "--nodes", "1"]
-    done = slurm.call(*submit, "--sbatch=--gpus-per-node=1", "--", "true", check=False)
+    done = slurm.call(*submit, "--sbatch=--gpus-per-node=9", "--", "true", check=False)
     assert done.returncode == 1
     assert "sbatch --parsable failed: " in done.stderr
-    assert "generic resource" in done.stderr
+    assert "node configuration is not available" in done.stderr
 
 
 def test_a_command_that_srun_starts_several_times_says_so(nodes, slurm) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from hvd_elastic.bench.digits_data import write_digits
 from hvd_elastic.hosts.programs.environment import new_name
 from hvd_elastic.virtual import VirtualCluster, netns
-from tests.paths import ROOT
+from tests.paths import ALL, ROOT
 
 NO_NAMESPACES = netns.why_no_namespaces()
 pytestmark = [
@@ -53,7 +54,7 @@ class Bed:
     def start(self, *words: str) -> subprocess.Popen[str]:
         command = [str(self.prefix / "bin/python"), "-m", "hvd_elastic.cli.app", words[0]]
         return subprocess.Popen(
-            [*command, str(self.cluster.hostfile), *words[1:], "--json"],
+            [*command, str(self.cluster.hostfile), *words[1:], "--json", "--connect-timeout", "60"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -79,6 +80,27 @@ class Bed:
         return self.cluster.run_on(host, argv, stdout=subprocess.PIPE, timeout=60).stdout.strip()
 
 
+def run_there(bed: Bed) -> None:
+    """Train on the two hosts with what was installed."""
+    script = ROOT / "scripts" / "examples" / "digits.py"
+    data = bed.prefix.parents[1] / "data"
+    write_digits(data)
+    python = str(bed.prefix / "bin" / "python")
+    only = ["--hosts", ",".join(bed.cluster.hosts[:2])]
+    copy = [python, "-m", "hvd_elastic.cli.app", "cluster", "copy", str(bed.cluster.hostfile)]
+    subprocess.run([*copy, f"{data}/", str(data), *only], env=bed.environment, check=True)
+    hosts = data / "two hosts"
+    hosts.write_text("\n".join(bed.cluster.hosts[:2]))
+    run = [python, "-m", "hvd_elastic.cli.app", "run", "--hostfile", str(hosts), "--np", "2"]
+    where = ["--ssh-config", str(bed.cluster.ssh_config)]
+    train = ["--", "python", str(script), "--data", str(data), "--epochs", "1", "--quiet"]
+    done = subprocess.run(
+        [*run, *where, *train], env=bed.environment, cwd="/", capture_output=True, text=True
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert "training on 2 slots" in done.stdout
+
+
 @pytest.fixture
 def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
@@ -93,7 +115,7 @@ def test_an_environment_comes_whole_or_not_at_all(bed: Bed) -> None:
     bed.on(2, f"mkdir -p '{folder}' && mount -t tmpfs -o size=4m none '{folder}'")
     process = bed.start("install")
     deadline = time.monotonic() + 100
-    while not bed.on(0, f"find '{new}' -size +1M"):
+    while not bed.on(0, f"find '{new}' -size +1M 2> /dev/null"):
         assert time.monotonic() < deadline, "nothing is copied"
         assert process.poll() is None, process.communicate()
     process.kill()
@@ -110,6 +132,9 @@ def test_an_environment_comes_whole_or_not_at_all(bed: Bed) -> None:
         there = bed.on(number, f"'{prefix}/bin/python' {package}")
         assert there == f"{prefix} {site}/hvd_elastic/__init__.py"
         assert bed.on(number, f"ls '{folder}'") == "env"
+
+    if ALL:
+        run_there(bed)
 
     # A run uses it on one host: nothing changes anywhere, and what has not changed is no matter.
     command = ["env", "HVD_ELASTIC_RUN_ID=digits-1", f"{prefix}/bin/python", "-c", "input()"]

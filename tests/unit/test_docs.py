@@ -121,7 +121,10 @@ def test_options_named_in_prose_exist(page: Path) -> None:
         # uv, docker
         *("--seed", "--build-arg", "--network", "--ipc"),
         # sbatch
-        *("--cpus-per-task", "--ntasks", "--ntasks-per-node", "--requeue"),
+        *("--begin", "--chdir", "--comment", "--cpus-per-gpu", "--cpus-per-task", "--dependency"),
+        *("--exclude", "--exclusive", "--export", "--gpus", "--gpus-per-node", "--gpus-per-task"),
+        *("--hold", "--job-name", "--mail-type", "--mem", "--nodefile", "--nodelist", "--ntasks"),
+        *("--ntasks-per-node", "--requeue", "--signal", "--test-only", "--wait"),
     }
     for code in _CODE.findall(_FENCE.sub("", read(page))):
         word = code.split(" ")[0].partition("=")[0]

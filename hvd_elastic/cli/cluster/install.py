@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -109,33 +110,34 @@ def uninstall(
 
       hvd-elastic uninstall hosts --only environment --yes
     """
+    from hvd_elastic.cluster.installing import own_environment
     from hvd_elastic.cluster.installing import uninstall as remove_from_hosts
 
     for name in only or ():
         if name not in PARTS:
             raise UsageError(f"--only {name}: there is no such part; give {', '.join(PARTS)}")
     names = only or PARTS[:2]
+    prefix = ""
+    with contextlib.suppress(UsageError):  # the system's Python is nothing to remove
+        prefix = own_environment().prefix
     printer = Printer(chosen.hosts)
 
-    def in_words(result: HostResult[list[dict[str, Any]]]) -> str:
-        lines = []
-        for each in result.answer:
-            state = "removed" if each["removed"] else "to remove"
-            if each["stays"]:
-                state = f"stays: {each['stays']}"
-            elif each["name"] not in names:
-                state = f"stays, unless you give --only {each['name']}"
-            lines.append(f"{each['name']}  {each['path']}  {bytes_words(each['bytes'])}  {state}")
-        return "\n".join(lines) or "nothing"
+    def in_words(each: dict[str, Any]) -> str:
+        state = "removed" if each["removed"] else "to remove"
+        if each["stays"]:
+            state = f"stays: {each['stays']}"
+        elif each["name"] not in names:
+            state = f"stays, unless you give --only {each['name']}"
+        return f"{each['name']}  {each['path']}  {bytes_words(each['bytes'])}  {state}"
 
-    finish(
-        chosen,
-        remove_from_hosts(
-            chosen.hosts, sys.prefix, names if yes else (), chosen.ssh, chosen.fanout
-        ),
-        printer,
-        lambda result: {"found": result.value or []},
-        in_words,
-    )
+    def shown() -> Iterator[HostResult[list[dict[str, Any]]]]:
+        asked = names if yes else ()
+        for result in remove_from_hosts(chosen.hosts, prefix, asked, chosen.ssh, chosen.fanout):
+            if result.value is not None and not chosen.as_json:
+                text = "\n".join(map(in_words, result.value)) or "nothing"
+                printer.lines(result.host, "stdout", text)
+            yield result
+
+    finish(chosen, shown(), printer, lambda result: {"found": result.value or []})
     if not yes and not chosen.as_json:
         print('Nothing was removed; --yes removes what is listed as "to remove"', file=sys.stderr)

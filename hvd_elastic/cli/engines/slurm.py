@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -35,8 +36,8 @@ from hvd_elastic.records.summary import summarize
 from hvd_elastic.slurm.allocation import own_allocation
 from hvd_elastic.slurm.batch import Submission
 from hvd_elastic.slurm.commands import call, require_commands
-from hvd_elastic.slurm.engine import SlurmEngine
-from hvd_elastic.slurm.growth import Growth, growing
+from hvd_elastic.slurm.growth import give_back, growing_engine
+from hvd_elastic.slurm.queue import queue_of
 
 _STOPPED = 130
 
@@ -80,7 +81,11 @@ def submit(context: typer.Context, options: SubmitOptions) -> None:
         options.check()
         submission = options.submission(check_run_id(options.run_id or new_run_id()))
         folder = RunFolder(runs_folder() / submission.run_id)
+    # A job that goes on later, or is submitted again, waits for nothing of that.
+    once = submission.once if options.resume is None or "sbatch" in given else []
     if options.dry_run:
+        if once:
+            print(f"# --- submitted with {shlex.join(once)} ---")
         print(submission.first())
         if submission.most > submission.least:
             print(f"# --- for each further node ---\n{submission.further()}", end="")
@@ -89,11 +94,11 @@ def submit(context: typer.Context, options: SubmitOptions) -> None:
     if options.resume is None:
         fields = {**options.spec().as_dict(), "slurm": asdict(submission)}
         folder = RunFolder.create(submission.run_id, fields)
-    else:
-        folder.write_run({**folder.read_run(), "slurm": asdict(submission)})
     try:
-        submission.write_scripts()
-        job_id = _sbatch(submission)
+        with folder.take_lead():  # the files are those of the leader, if there is one
+            folder.write_run({"slurm": asdict(submission)})
+            submission.write_scripts()
+        job_id = _sbatch(submission, once)
     except RunError:
         if options.resume is None:
             shutil.rmtree(folder.path, ignore_errors=True)  # so that the id stays free
@@ -105,8 +110,8 @@ def submit(context: typer.Context, options: SubmitOptions) -> None:
     print(
         f"job {job_id} {'begins' if options.resume is None else 'goes on with'} run "
         f"{folder.run_id} on {submission.least} of at most {count(submission.most, 'node')}: "
-        f"hvd-elastic status {folder.run_id}, squeue --me. Output: "
-        f"{submission.folder}/slurm-{job_id}.log",
+        f"hvd-elastic status {folder.run_id}, squeue --me. "
+        f"Output: {submission.log_of(job_id)}",
         file=sys.stderr,
     )
 
@@ -131,6 +136,11 @@ def _again(options: SubmitOptions, given: set[str]) -> tuple[RunFolder, Submissi
     if folder.leader_alive():
         raise RunError(f"run {folder.run_id} is running: hvd-elastic status {folder.run_id}")
     check_not_complete(folder)
+    for job in () if options.dry_run else queue_of(submission.job_name, submission.first_script):
+        raise RunError(
+            f"run {folder.run_id} has been submitted already: job {job.job_id} is {job.state}. "
+            f"Wait for it, or cancel it first: scancel {job.job_id}"
+        )
     changes = {name: getattr(options, name) for name in given & {*OF_ALLOCATIONS}}
     if "nodes" in changes:
         changes["least"], changes["most"] = parse_nodes(changes.pop("nodes"))
@@ -152,16 +162,14 @@ def lead_in_allocation(run_id: str) -> None:
     spec = RunSpec.from_dict(folder.read_run(), run_id)
     allocation = own_allocation(os.environ, submission.slots_per_node)
     submission.check_left(allocation.left_s)
-    engine = SlurmEngine(folder, allocation)
-    growth = Growth(engine, submission, spec, _tell)
-    growth.adopt()
-    with _time_limit() as limit, growing(growth, folder, _tell):
+    with _time_limit() as limit:
+        engine = growing_engine(folder, allocation, submission, spec, _tell)
         resumed = past.attempts > 0
         status = lead(spec, folder, resumed=resumed, as_json=False, engine=engine)
     if status == _STOPPED and limit.is_near:
         reached = summarize(folder.iter_events()).steps
         if reached <= past.steps:
-            growth.end()
+            give_back(submission)
             raise RunError(
                 f"no step was trained within the time limit of job {allocation.job_id}, so the "
                 "run is not submitted again. Give more time: hvd-elastic slurm submit "
@@ -170,7 +178,7 @@ def lead_in_allocation(run_id: str) -> None:
         job_id = _sbatch(submission)
         _tell(f"step {reached} is reached, and job {job_id} goes on with the run")
         return
-    growth.end()
+    give_back(submission)
     raise typer.Exit(status)
 
 
@@ -195,9 +203,9 @@ def _submitted(run_id: str) -> tuple[RunFolder, Submission]:
         raise RunError(f"run {run_id}: its run.json cannot be used ({error})") from error
 
 
-def _sbatch(submission: Submission) -> str:
+def _sbatch(submission: Submission, options: Sequence[str] = ()) -> str:
     """Submit the first allocation of a run; return the number of its job."""
-    printed = call("sbatch", "--parsable", str(submission.first_script))
+    printed = call("sbatch", "--parsable", *options, str(submission.first_script))
     return printed.strip().partition(";")[0]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -20,24 +21,26 @@ from hvd_elastic.cli.shared_options import (  # RunOptions names the last two
     hostfile_option,  # noqa: F401
 )
 from hvd_elastic.config import home, runs_folder
-from hvd_elastic.errors import UsageError
+from hvd_elastic.errors import HostfileError, UsageError
 from hvd_elastic.hosts.hostfile import Host, Hostfile
 from hvd_elastic.slurm.allocation import Allocation
-from hvd_elastic.slurm.batch import Submission, parse_time
+from hvd_elastic.slurm.batch import START_S, Submission, parse_time
+from hvd_elastic.slurm.sbatch_options import SbatchOption, options_in
 
-_START_S = 60.0
-"""Least time that an allocation must have before it is left again [s]: workers have to start."""
 _NODES = re.compile(r"(?P<least>\d+)(-(?P<most>\d+))?")
 _OF_OURS = {
-    **dict.fromkeys(("--nodes", "-N"), "--nodes"),
-    **dict.fromkeys(("--time", "-t"), "--time"),
-    **dict.fromkeys(("--partition", "-p"), "--partition"),
-    **dict.fromkeys(("--ntasks-per-node", "--ntasks", "-n"), "--slots-per-node"),
+    "--nodes": "--nodes",
+    "--time": "--time",
+    "--partition": "--partition",
+    **dict.fromkeys(("--ntasks-per-node", "--ntasks"), "--slots-per-node"),
     "--signal": "--leave-before",
-    **dict.fromkeys(("--job-name", "-J"), "--run-id"),
-    **dict.fromkeys(("--chdir", "-D"), "the folder in which the command is called"),
+    "--job-name": "--run-id",
+    "--chdir": "the folder in which the command is called",
+    "--test-only": "--dry-run",
 }
 """Options of sbatch that are set from options of ours."""
+_NO_OPTION = ("--help", "--version", "--usage")
+_UNLIMITED = ("UNLIMITED", "INFINITE", "-1")
 
 
 @dataclass(frozen=True)
@@ -109,20 +112,22 @@ class SubmitOptions(RunOptions):
             UsageError: an option is not valid.
         """
         least, most = parse_nodes(self.nodes or "")
+        asked = {option.name: option for option in options_in(os.environ)}
+        time, partition = asked.pop("--time", None), asked.pop("--partition", None)
         found = Submission(
             run_id=run_id,
             least=least,
             most=most,
-            folder=str(runs_folder() / run_id / "slurm"),
+            folder=str(runs_folder().absolute() / run_id / "slurm"),
             cwd=str(Path.cwd()),
             python=sys.executable,
             home=str(home().absolute()),
             slots_per_node=self.slots_per_node,
-            time=self.time,
-            partition=self.partition,
+            time=self.time or (time.value if time else None),
+            partition=self.partition or (partition.value if partition else None),
             leave_before_s=self.leave_before_s,
             give_back_after_s=self.give_back_after_s,
-            sbatch=tuple(self.sbatch or ()),
+            sbatch=(*map(str, asked.values()), *(self.sbatch or ())),  # the last one counts
         )
         check_submission(found)
         return found
@@ -168,32 +173,65 @@ def check_submission(asked: Submission) -> None:
     Raises:
         UsageError: an option is not valid; says what is.
     """
-    for option in asked.sbatch:
-        name = option.partition("=")[0]
-        if name in ("--array", "-a"):
-            raise UsageError(
-                f"--sbatch {option}: each task of an array would lead the same run. Submit "
-                "one run for each, with --run-id"
-            )
-        if not name.startswith("-"):
-            raise UsageError(
-                f"--sbatch {option!r} is no option of sbatch: write it as one word, such as "
-                "--sbatch=--account=vision"
-            )
-        if name in _OF_OURS:
-            raise UsageError(f"--sbatch {option}: this is set by {_OF_OURS[name]}; use that")
-    if asked.time is None:
+    for option in asked.options:
+        _check_option(option, asked)
+    for text in (asked.folder, asked.cwd):
+        if "\n" in text:
+            raise UsageError(f"{text!r} has a line break, which a script for sbatch cannot have")
+    if "\\" in asked.folder:
+        raise UsageError(
+            f"Slurm cannot write its log to {asked.folder}, because of the backslash. Set "
+            "HVD_ELASTIC_HOME to a folder without one"
+        )
+    if asked.time is None or asked.time.upper() in _UNLIMITED:
         return
     limit_s = parse_time(asked.time)
     if limit_s is None:
         raise UsageError(
             f"--time {asked.time!r} is no time of Slurm: give minutes, hours:minutes:seconds or "
-            "days-hours:minutes"
+            "days-hours:minutes, or UNLIMITED if the partition has no limit"
         )
-    least_s = asked.leave_before_s + _START_S
+    least_s = asked.leave_before_s + START_S
     if limit_s < least_s:
         raise UsageError(
             f"--time {asked.time} leaves no time to train: the run leaves its nodes "
             f"{asked.leave_before_s:g} s before the limit (--leave-before), and workers need "
-            f"about {_START_S:g} s to start. Give at least {math.ceil(least_s / 60)} minutes"
+            f"about {START_S:g} s to start. Give at least {math.ceil(least_s / 60)} minutes"
         )
+
+
+def _check_option(option: SbatchOption, asked: Submission) -> None:
+    name, said = option.name, f"--sbatch {option}"
+    if name == "--array":
+        raise UsageError(
+            f"{said}: each task of an array would lead the same run. Submit one run for each, "
+            "with --run-id"
+        )
+    if name in _OF_OURS:
+        raise UsageError(f"{said}: this is set by {_OF_OURS[name]}; use that")
+    if name == "--wait":
+        raise UsageError(
+            f"{said} would wait for the end of one job, and a run goes on in others: look at it "
+            "with hvd-elastic status"
+        )
+    if name in _NO_OPTION:
+        raise UsageError(f"{said} submits nothing: call sbatch itself for that")
+    if name == "--nodefile" or (name in ("--nodelist", "--exclude") and "/" in option.value):
+        raise UsageError(
+            f"{said} names a file: write the nodes themselves, such as --sbatch=--nodelist=gpu[1-4]"
+        )
+    if name == "--gpus" and asked.most > 1:
+        raise UsageError(
+            f"{said} is a number for an allocation, and those of a run have different numbers of "
+            "nodes. Say how many each node has: --sbatch=--gpus-per-node=4"
+        )
+    if name == "--nodelist":
+        try:
+            nodes = asked.nodelist
+        except HostfileError as error:
+            raise UsageError(f"{said}: {error}") from error
+        if len(nodes) > asked.most:
+            raise UsageError(
+                f"{said} names {len(nodes)} nodes, and Slurm gives all of those: the run may have "
+                f"at most {asked.most} (--nodes)"
+            )

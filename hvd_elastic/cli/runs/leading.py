@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,7 @@ def lead(
     as_json: bool,
     forget: bool = False,
     on_start: Callable[[], None] = lambda: None,
-    engine: Engine | None = None,
+    engine: AbstractContextManager[Engine] | None = None,
 ) -> int:
     """Lead a run to its end; return the exit status.
 
@@ -41,7 +42,8 @@ def lead(
         as_json: print every event as a JSON line.
         forget: remove the folder if another leader leads the run and this one started nothing.
         on_start: called at each event; the first call means that the run has begun.
-        engine: has the hosts of the run; None: they are found as its specification says.
+        engine: has the hosts of the run, and is entered when this process has its lock; None: they
+            are found as its specification says.
     """
     from hvd_elastic.leader import leader
     from hvd_elastic.views.terminal import LastingView
@@ -50,9 +52,9 @@ def lead(
     if spec.engine == "slurm":
         from hvd_elastic.slurm.allocation import own_allocation
         from hvd_elastic.slurm.commands import clean_environment
-        from hvd_elastic.slurm.engine import SlurmEngine
+        from hvd_elastic.slurm.engine import slurm_engine
 
-        engine = engine or SlurmEngine(folder, own_allocation(os.environ))
+        engine = engine or slurm_engine(folder, own_allocation(os.environ))
         # Workers have the variables of their own node's step.
         environment = clean_environment(environment)
         spec = replace(spec, hostfile=str(folder.hosts))

@@ -88,7 +88,7 @@ def report(
             }
         )
     else:
-        rows = _report_rows(result.summary, result.audit, folder.leader_alive())
+        rows = _report_rows(result.summary, result.audit)
         print_rows([*rows, ("report", str(result.path))])
     if open_:
         _open(result.path)
@@ -142,9 +142,9 @@ def _open(path: Path) -> None:
         print(f"no browser found here; open {path} yourself", file=sys.stderr)
 
 
-def _report_rows(summary: RunSummary, audit: AuditResult, alive: bool) -> list[tuple[str, str]]:
+def _report_rows(summary: RunSummary, audit: AuditResult) -> list[tuple[str, str]]:
     """Return the rows of a report: label and text."""
-    state = run_state(summary.status, alive=alive, waiting=bool(summary.waiting))
+    state = run_state(summary.status, alive=True, waiting=bool(summary.waiting))
     rows = [
         ("run", f"{summary.run_id}: {_outcome(summary, state)}"),
         ("took", duration_words(summary.duration_s)),

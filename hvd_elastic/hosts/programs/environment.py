@@ -96,10 +96,15 @@ def users_of(prefix: str) -> list[str]:
             read(pid, "cmdline").startswith(inside) or b" " + inside in read(pid, "maps")
         ):
             continue
-        with contextlib.suppress(OSError):
-            if os.path.samestat(Path(f"/proc/{pid}/root{prefix}").stat(), here):
-                run = environment(pid).get("HVD_ELASTIC_RUN_ID")
-                found.add(f"run {run}" if run else f"process {pid}")
+        try:
+            seen = Path(f"/proc/{pid}/root{prefix}").stat()
+        except PermissionError:  # another user's
+            seen = here
+        except OSError:
+            continue
+        if os.path.samestat(seen, here):
+            run = environment(pid).get("HVD_ELASTIC_RUN_ID")
+            found.add(f"run {run}" if run else f"process {pid}")
     runs = {each for each in found if each.startswith("run ")}
     return sorted(runs or found)
 
@@ -157,7 +162,7 @@ def left(prefix: str) -> list[dict[str, Any]]:
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "hvd_elastic")
     home = Path(os.environ.get("HVD_ELASTIC_HOME") or Path("~/.hvd_elastic").expanduser())
-    places = [("environment", Path(prefix + end)) for end in ("", NEW, OLD)]
+    places = [("environment", Path(prefix + end)) for end in ("", NEW, OLD) if prefix]
     places += [("cache", cache), ("runs", home)]
     found = []
     for name, path in places:
@@ -165,7 +170,7 @@ def left(prefix: str) -> list[dict[str, Any]]:
             continue
         why = ""
         if name == "environment" and str(path) == prefix and not (path / STAMP).exists():
-            name, why = "own environment", "`hvd-elastic install` has not made it; see rm -r"
+            name, why = "own environment", "`hvd-elastic install` has not brought it"
         elif not own(path):
             why = "it is another user's, or a link"
         elif name == "environment":

@@ -150,7 +150,7 @@ class Watch:
         async def follow() -> None:
             watching = asyncio.ensure_future(self._watch.watch())
             for number, step in enumerate(steps):
-                end = time.monotonic() + 20
+                end = time.monotonic() + 60
                 while not step():
                     assert time.monotonic() < end, (number, self.notices, self.troubles)
                     await asyncio.sleep(0.01)

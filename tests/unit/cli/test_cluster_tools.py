@@ -194,3 +194,28 @@ def test_bytes_of_a_host_are_printed_as_they_came(capfdbinary: Any) -> None:
     host = Host("n1")
     Printer([host]).lines(host, "stdout", b"a\xff\xc3\xbc".decode("utf-8", "surrogateescape"))
     assert capfdbinary.readouterr().out == b"n1: a\xff\xc3\xbc\n"
+
+
+def test_uninstall_of_this_machine_lists_first_and_keeps_runs(tmp_path: Path) -> None:
+    """Without a hostfile; what was made here by hand is not removed either."""
+    for name in ("cache/hvd_elastic/wheels", "home/runs/digits-1"):
+        (tmp_path / name).mkdir(parents=True)
+    folders = {"XDG_CACHE_HOME": f"{tmp_path}/cache", "HVD_ELASTIC_HOME": f"{tmp_path}/home"}
+
+    def uninstall(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "hvd_elastic.cli.app", "uninstall", *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, **folders}, timeout=100
+        )
+
+    wrong = uninstall("--only", "everything")
+    assert wrong.returncode == 2
+    assert "--only everything: there is no such part; give environment, cache" in wrong.stderr
+    listed = uninstall()
+    assert f"cache  {tmp_path}/cache/hvd_elastic  0 B  to remove" in listed.stdout
+    assert f"runs  {tmp_path}/home  0 B  stays, unless you give --only runs" in listed.stdout
+    assert (tmp_path / "cache/hvd_elastic/wheels").is_dir()
+    done = uninstall("--yes")
+    assert done.returncode == 0, done.stderr
+    assert f"cache  {tmp_path}/cache/hvd_elastic  0 B  removed" in done.stdout
+    assert [path.name for path in tmp_path.glob("*/*")] == ["runs"]

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from benchmarks.testbed.environments import import_streaming
 
 KEYS = ("a", "sub/für", "long-" * 30)
 FIELDS = ("png", "cls", "json", "npy", "txt")
@@ -159,19 +160,11 @@ def from_litdata(folder: str) -> Iterable[dict[str, Any]]:
     return found
 
 
-def mosaic() -> ModuleType:
-    """Import mosaicml-streaming without its sets of pictures, which need torchvision."""
-    sys.modules["streaming.vision"] = ModuleType("streaming.vision")
-    import streaming
-
-    return streaming
-
-
 def write_streaming(folder: str, given: Iterable[dict[str, Any]] | None = None) -> None:
     """Write a folder of mosaicml-streaming."""
     columns = {"__key__": "str", "png": "bytes", "cls": "int"}
     columns |= {"json": "json", "npy": "ndarray", "txt": "str"}
-    with mosaic().MDSWriter(out=folder, columns=columns) as writer:
+    with import_streaming().MDSWriter(out=folder, columns=columns) as writer:
         for example in given or examples():
             writer.write(example)
 
@@ -179,7 +172,7 @@ def write_streaming(folder: str, given: Iterable[dict[str, Any]] | None = None) 
 def from_streaming(folder: str) -> Iterable[dict[str, Any]]:
     """Return the examples of a folder of mosaicml-streaming."""
     found: Iterable[dict[str, Any]]
-    found = mosaic().StreamingDataset(local=folder, shuffle=False, batch_size=1)
+    found = import_streaming().StreamingDataset(local=folder, shuffle=False, batch_size=1)
     return found
 
 

@@ -68,6 +68,7 @@ def features(
     """Write a TFRecord file of ``tf.train.Example``, and return its folder."""
     from hvd_elastic.data import tfrecord
 
+    folder.mkdir(exist_ok=True)
     with (folder / name).open("wb") as file:
         for record in records:
             body = b""

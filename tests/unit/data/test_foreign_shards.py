@@ -18,7 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.testbed.environments import PeerEnvironment, PeerMissingError
+from benchmarks.testbed.environments import (
+    LITDATA,
+    STREAMING,
+    PeerEnvironment,
+    PeerMissingError,
+)
 from hvd_elastic.data import ShardDataset, build_index, load_index, verify
 from hvd_elastic.errors import DataError
 from tests.paths import COSTLY, ROOT
@@ -309,14 +314,8 @@ train(hvd.State(model=model, optimizer=optimizer))
 """
 
 
-def python_with(package: str, module: str, *alone: str) -> str:
-    """Return a Python that has a package beside those of this one.
-
-    ``alone``: with these, and not with all that it asks for, such as a PyTorch of its own.
-    """
-    name = package.replace("==", "-") + ("-alone" if alone else "")
-    options = ("--no-deps", *alone) if alone else ()
-    environment = PeerEnvironment(name, (*options, package), module)
+def python_of(environment: PeerEnvironment) -> str:
+    """Return the Python of an environment."""
     try:
         environment.make()
     except PeerMissingError as error:
@@ -328,7 +327,10 @@ def python_with(package: str, module: str, *alone: str) -> str:
 def test_a_dataset_of_hugging_face_works_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not built; see make horovod")
     (tmp_path / "train.py").write_text(HUGGING_FACE)
-    command = [python_with("datasets", "datasets"), str(tmp_path / "train.py")]
+    command = [
+        python_of(PeerEnvironment("datasets", ("datasets",), "datasets")),
+        str(tmp_path / "train.py"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     read = [line for line in done.stdout.splitlines() if line.startswith("READ")]
@@ -337,39 +339,29 @@ def test_a_dataset_of_hugging_face_works_as_it_is(tmp_path: Path) -> None:
 
 
 PEERS = {
-    "webdataset": "webdataset",
-    "webdataset==0.2.111": "webdataset",
-    "webdataset==0.2.48": "webdataset",
-    "tensorflow": "tensorflow",
-    "litdata": "litdata",
-    "mosaicml-streaming": "streaming",
-}
-
-
-ALONE = {
-    "litdata": (
-        "boto3 botocore jmespath lightning-utilities obstore python-dateutil s3transfer tifffile"
+    "webdataset": None,
+    "webdataset==0.2.111": PeerEnvironment(
+        "webdataset-0.2.111", ("webdataset==0.2.111",), "webdataset"
     ),
-    "mosaicml-streaming": (
-        "Brotli catalogue cramjam huggingface-hub<1 python-snappy regex safetensors "
-        "tokenizers<0.23 tqdm transformers<5 xxhash zstd<2"
+    "webdataset==0.2.48": PeerEnvironment(
+        "webdataset-0.2.48", ("webdataset==0.2.48",), "webdataset"
     ),
+    "tensorflow": None,
+    "litdata": LITDATA,
+    "streaming": STREAMING,
 }
-"""What a library needs here of what it asks for."""
+"""Other libraries and their environments; None: this one."""
 
 
 @COSTLY
 @pytest.mark.parametrize("peer", PEERS)
 def test_what_another_library_wrote_is_read_and_it_reads_ours(tmp_path: Path, peer: str) -> None:
-    module = PEERS[peer]
+    module, environment = peer.partition("=")[0], PEERS[peer]
     python = sys.executable
-    if peer in ("webdataset", "tensorflow"):
-        if find_spec(module) is None:  # imported, it would leave variables behind here
-            pytest.skip(f"{module} is not installed")
-    else:
-        # Importing streaming as it is needs torchvision; peer_shards.py does without.
-        needed = "transformers, snappy, zstd" if module == "streaming" else module
-        python = python_with(peer, needed, *ALONE.get(peer, "").split())
+    if environment is not None:
+        python = python_of(environment)
+    elif find_spec(module) is None:  # imported, it would leave variables behind here
+        pytest.skip(f"{module} is not installed")
     folders = [tmp_path / name for name in ("theirs", "ours", "again")]
     for folder in folders:
         folder.mkdir()
@@ -381,7 +373,7 @@ def test_what_another_library_wrote_is_read_and_it_reads_ours(tmp_path: Path, pe
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
-    if peer in ("litdata", "mosaicml-streaming"):  # formats of their own
+    if peer in ("litdata", "streaming"):  # formats of their own
         assert call("convert", module, theirs, ours, again) == expected()
         assert shown_ours(ours) == expected()
         with pytest.raises(DataError, match="holds neither tar nor TFRecord files"):

@@ -19,7 +19,9 @@ import pytest
 
 from benchmarks.testbed.file_server import CUT, FileServer
 from hvd_elastic.data import ShardDataset, load_index, remote
+from hvd_elastic.data.cache import ShardCache
 from hvd_elastic.data.index import table_path
+from hvd_elastic.data.remote import RemoteFolder
 from hvd_elastic.errors import DataError
 from tests.small_disk import mounted
 from tests.unit.data.shards import write_numbers
@@ -295,8 +297,9 @@ def test_a_shard_that_is_being_fetched_by_another_is_not_fetched_ahead(
 ) -> None:
     cache = tmp_path / "cache"
     dataset = ShardDataset(server.url, cache=cache)
-    first = load_index(server.folder).shards[0]
-    lock = cache / f".{first.sha256[:16]}-{first.name}.lock"
+    index = load_index(server.folder)
+    path = ShardCache(RemoteFolder(server.url), cache, index, None, None).path(index.shards[0])
+    lock = path.with_name(f".{path.name}.lock")
     with lock.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         dataset.prefetch_blocks(range(6))

@@ -26,6 +26,6 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
         path.chmod(0o755)
 
     script("srun", "exit 1")
-    script("scontrol", 'test "$*" = "show hostnames gpu[1-2]" && echo gpu1 && echo gpu2')
-    script("squeue", "echo RUNNING 1:00")
+    script("scontrol", 'case "$*" in "show hostnames gpu[1-2]") echo gpu1; echo gpu2;; esac')
+    script("squeue", 'case "$*" in *--jobs=17*) echo RUNNING 1:00;; esac')
     return script

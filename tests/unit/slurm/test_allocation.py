@@ -10,6 +10,7 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.slurm.allocation import own_allocation, slots_of_nodes
 from hvd_elastic.slurm.commands import call
+from hvd_elastic.slurm.engine import srun_command
 from tests.unit.slurm.conftest import VARIABLES, Write
 
 
@@ -54,16 +55,50 @@ def test_a_job_that_has_ended_is_refused(write: Write, squeue: str, said: str) -
 @pytest.mark.parametrize("cpus", ["", "8", "8(x3)", "eight(x2)"])
 def test_numbers_that_do_not_fit_the_nodes_are_refused(cpus: str) -> None:
     with pytest.raises(RunError, match="not a number for each of the 2 nodes"):
-        slots_of_nodes({"SLURM_JOB_CPUS_PER_NODE": cpus}, 2)
+        slots_of_nodes({"SLURM_JOB_CPUS_PER_NODE": cpus}, [0, 0])
 
 
 def test_gpus_come_before_tasks_and_tasks_before_cpus() -> None:
     cpus = {"SLURM_JOB_CPUS_PER_NODE": "8", "SLURM_TASKS_PER_NODE": "1"}
     tasks = {**cpus, "SLURM_NTASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "2"}
-    assert slots_of_nodes(cpus, 1) == [8]
-    assert slots_of_nodes({**cpus, "SLURM_CPUS_PER_TASK": "16"}, 1) == [1]
-    assert slots_of_nodes(tasks, 1) == [2]
-    assert slots_of_nodes({**tasks, "SLURM_GPUS_ON_NODE": "4"}, 1) == [4]
+    assert slots_of_nodes(cpus, [0]) == [8]
+    assert slots_of_nodes({**cpus, "SLURM_CPUS_PER_TASK": "16"}, [0]) == [1]
+    assert slots_of_nodes(tasks, [0]) == [2]
+    assert slots_of_nodes({**tasks, "SLURM_GPUS_ON_NODE": "1"}, [4]) == [4]
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus"), [("gres:gpu:4", "3"), ("gres:gpu:v100:2,gres:gpu:a100:2", "a100:2,v100:1")]
+)
+def test_a_slot_for_each_gpu_that_the_job_has_on_a_node(
+    write: Write, asked: str, gpus: str
+) -> None:
+    write(
+        "scontrol",
+        f"""case "$*" in
+"show job --details 17") echo '   JOB_GRES=gpu:a100:2,gpu:v100:2,nvme:1
+     Nodes=gpu1 CPU_IDs=0 Mem=0 GRES=gpu:a100:2(IDX:0,3),gpu:v100:1(IDX:1),nvme:1(CNT:1)
+     Nodes=gpu2 CPU_IDs=0 Mem=0 GRES=gpu:v100:1(IDX:0)
+   TresPerJob={asked}
+';;
+*\\[*) echo gpu1 gpu2;;
+*) echo "$3";;
+esac""",
+    )
+    found = own_allocation(VARIABLES)
+    assert [host.slots for host in found.hosts] == [3, 1]
+    command = srun_command("17", "gpu1", "true", found.gres["gpu1"])
+    assert {f"--gpus={gpus}", "--gres=nvme:1"} <= {*command}
+
+
+def test_nodes_without_gpus_beside_others_are_refused() -> None:
+    with pytest.raises(RunError, match="1 of the 3 nodes of the allocation have no GPU"):
+        slots_of_nodes({}, [2, 0, 2])
+
+
+def test_a_job_of_several_components_is_refused() -> None:
+    with pytest.raises(UsageError, match="the Slurm job 17 is heterogeneous: it has 2 components"):
+        own_allocation({"SLURM_JOB_ID": "17", "SLURM_HET_SIZE": "2"})
 
 
 def test_a_command_of_slurm_does_not_take_the_variables_of_the_allocation_for_options(
@@ -71,10 +106,12 @@ def test_a_command_of_slurm_does_not_take_the_variables_of_the_allocation_for_op
 ) -> None:
     write("scontrol", "env")
     monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SQUEUE_PARTITION", "gpu")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
     printed = call("scontrol").splitlines()
     assert "SLURM_CONF=/etc/slurm/slurm.conf" in printed
     assert "SLURM_NTASKS=8" not in printed
+    assert "SQUEUE_PARTITION=gpu" not in printed
 
 
 def test_a_command_that_fails_is_quoted(write: Write) -> None:

@@ -60,9 +60,23 @@ def test_nodes_that_make_no_sense_are_refused(text: str, said: str) -> None:
     ("changes", "said"),
     [
         ({"sbatch": ("--array=1-3",)}, "would lead the same run"),
-        ({"sbatch": ("-a",)}, "would lead the same run"),
+        ({"sbatch": ("-a1-3",)}, "would lead the same run"),
+        ({"sbatch": ("-Ha1-3",)}, "would lead the same run"),
+        ({"sbatch": ("--arr=1-3",)}, "would lead the same run"),
         ({"sbatch": ("account=vision",)}, "as one word"),
+        ({"sbatch": ("--account=vision --qos=high",)}, "a --sbatch of its own"),
         ({"sbatch": ("--nodes=4",)}, "set by --nodes"),
+        ({"sbatch": ("-N4",)}, "set by --nodes"),
+        ({"sbatch": ("-t 10",)}, "set by --time"),
+        ({"sbatch": ("--wait",)}, "goes on in others"),
+        ({"sbatch": ("-V",)}, "submits nothing"),
+        ({"sbatch": ("-G4",)}, "Say how many each node has"),
+        ({"sbatch": ("-x", "./bad")}, "no option of sbatch"),
+        ({"sbatch": ("-x./bad",)}, "names a file"),
+        ({"sbatch": ("--nodelist=gpu[1",)}, "gpu\\[1"),
+        ({"sbatch": ("-wgpu[1-9]",)}, "names 9 nodes"),
+        ({"cwd": "/home/ann/a\nb"}, "has a line break"),
+        ({"folder": "/home/ann/a\\b"}, "because of the backslash"),
         ({"sbatch": ("--signal=USR2@30",)}, "set by --leave-before"),
         ({"time": "soon"}, "no time of Slurm"),
         ({"time": "2:59"}, "Give at least 3 minutes"),
@@ -74,7 +88,21 @@ def test_options_that_cannot_work_are_refused(changes: dict[str, Any], said: str
         check_submission(replace(SUBMISSION, **changes))
 
 
-@pytest.mark.parametrize("time", [None, "3", "3:00", "1-0", "0:03:00"])
+def test_odd_names_reach_sbatch_as_they_are() -> None:
+    odd = replace(
+        SUBMISSION,
+        folder="/a#b/50%j",
+        sbatch=('--comment=a "b" c', "-x gpu7", "-wgpu[1-4]", "-d singleton"),
+    )
+    assert odd.once == ["--dependency=singleton"]
+    first, further = odd.first().splitlines(), odd.further().splitlines()
+    assert {'#SBATCH --output="/a#b/50%%j/slurm-%j.log"', "#SBATCH --exclude=gpu7"} <= {*first}
+    assert "#SBATCH --nodelist=gpu1,gpu2" in first
+    assert '#SBATCH --comment="a \\"b\\" c"' in further
+    assert not [line for line in further if "nodelist" in line or "singleton" in line]
+
+
+@pytest.mark.parametrize("time", [None, "3", "3:00", "1-0", "0:03:00", "UNLIMITED", "infinite"])
 def test_times_that_suffice_are_taken(time: str | None) -> None:
     check_submission(replace(SUBMISSION, time=time))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.unit.slurm.conftest import VARIABLES, Write
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
-    for name in VARIABLES:
+    for name in (*VARIABLES, *(name for name in os.environ if name.startswith("SBATCH_"))):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -84,6 +85,53 @@ def test_a_run_is_submitted_with_its_script(queue, capsys) -> None:
     fields = folder.read_run()
     assert (fields["engine"], fields["np"], fields["hostfile"]) == ("slurm", 4, None)
     assert (fields["slurm"]["least"], fields["slurm"]["most"]) == (2, 8)
+
+
+def test_what_the_environment_asks_of_sbatch_is_asked_for(queue, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "gpu")
+    monkeypatch.setenv("SBATCH_QOS", "high")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "1:00:00")
+    monkeypatch.setenv("SBATCH_JOB_NAME", "mine")
+    arguments = ("--nodes", "2-8", "--time", "30", "--sbatch=--qos=low", "--dry-run", "--", "true")
+    _, out, _ = submit(capsys, *arguments)
+    assert out.count("#SBATCH --partition=gpu\n") == 2
+    assert out.count("#SBATCH --qos=high\n#SBATCH --qos=low\n") == 2
+    assert out.count("#SBATCH --time=30\n") == 2
+    assert "mine" not in out
+
+
+def test_only_the_first_submission_is_held(queue, capsys) -> None:
+    submit(capsys, "--nodes", "2", "--run-id", "a", "--sbatch=-H", "--", "true")
+    assert queue.read_text().startswith("--parsable --hold /")
+    assert "hold" not in (RunFolder.open("a").path / "slurm" / "first.sh").read_text()
+    submit(capsys, "--resume", "a")
+    assert queue.read_text().splitlines()[1].startswith("--parsable /")
+
+
+def test_nothing_of_a_run_is_written_without_its_lock(inside, write, queue, capsys) -> None:
+    write("squeue", 'case "$*" in *--jobs=17*) echo RUNNING 1:00:00;; esac')
+    submit(capsys, "--nodes", "2", "--run-id", "a", "--", "true")
+    folder = RunFolder.open("a")
+    folder.hosts.write_text("gpu9 slots=1\n")
+    files = [path for path in folder.path.rglob("*") if path.is_file() and path != folder.lock]
+    before = {path: path.read_bytes() for path in files}
+    with folder.take_lead():
+        for words in (("run", "--resume"), ("slurm", "lead"), ("slurm", "submit", "--resume")):
+            status, _, message = call(capsys, *words, "a")
+            assert status == 1
+            assert "run a has a live leader" in message or "run a is running" in message
+    assert {path: path.read_bytes() for path in before} == before
+    assert not folder.events.exists()
+
+
+def test_a_run_that_waits_in_the_queue_is_not_submitted_again(write, queue, capsys) -> None:
+    submit(capsys, "--nodes", "2", "--run-id", "a", "--", "true")
+    script = RunFolder.open("a").path / "slurm" / "first.sh"
+    write("squeue", f"echo '7|PENDING||1:00||/other/first.sh'; echo '42|PENDING||1:00||{script}'")
+    status, _, message = submit(capsys, "--resume", "a", "--nodes", "3")
+    assert status == 1
+    assert "run a has been submitted already: job 42 is PENDING" in message
+    assert "--nodes=2\n" in script.read_text()
 
 
 def test_a_dry_run_prints_the_scripts_alone(queue, capsys, tmp_path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_elastic.tensorflow as hvd
+from hvd_elastic.checkpoint.manifests import find_checkpoints
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.saving import save_again
@@ -101,6 +102,23 @@ def test_weights_of_a_checkpoint_and_of_a_module_are_loaded(alone: Context, tmp_
     module.table.assign([0.0, 0.0])
     hvd.load_model(saved(alone, "module"), module)
     assert module.table.numpy().astype(float).tolist() == [1.0, 2.0]
+
+
+def test_a_newest_checkpoint_that_is_not_finite_is_skipped(
+    alone: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = state_of()
+    before = state.model.get_weights()
+    finite = write(state, alone, tmp_path)
+    alone.worker.progress.step = 9
+    kernel = state.model.weights[0]
+    kernel.assign(kernel * np.nan)
+    assert write(state, alone, tmp_path) == finite
+    assert len(find_checkpoints(tmp_path)) == 2
+    hvd.load_model(tmp_path, state.model)
+    for here, there in zip(state.model.get_weights(), before, strict=True):
+        assert np.array_equal(here, there)
+    assert "holds NaN or infinity" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["best.keras", "best.weights.h5", "best"])

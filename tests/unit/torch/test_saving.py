@@ -68,6 +68,7 @@ def write_checkpoint(folder: Path, step: int = 5, **objects: torch.nn.Module) ->
     nested = {"objects": {**state, "optimizer": optimizer.state_dict()}, "plain": {"steps": step}}
     told = Told()
     content = TorchContent(nested, tensors_of(nested))
+    content.weights = lambda name: name.startswith(tuple(objects))
     shard = new_shard(content, Progress(step=step), 0, 1)
     assert shard is not None
     writer = told.writer(folder)
@@ -201,6 +202,16 @@ def test_a_damaged_newest_checkpoint_is_skipped(run: RunFolder) -> None:
     (shard,) = run.checkpoints.glob("*8-0-of-1-*.shard")
     os.truncate(shard, 100)
     assert equal(hvd.load_model("digits-1", Net(seed=1)), Net(seed=9))
+
+
+def test_a_newest_checkpoint_that_is_not_finite_is_skipped(
+    run: RunFolder, trained: Net, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoilt = Net(seed=5)
+    spoilt.first.bias.data[1] = torch.nan
+    write_checkpoint(run.checkpoints, 9, model=spoilt)
+    assert equal(hvd.load_model("digits-1", Net(seed=1)), trained)
+    assert "model.first.bias holds NaN or infinity" in caplog.text
 
 
 def test_a_run_with_checkpoints_elsewhere_is_found_there(trained: Net, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.run_state import run_row
 from hvd_elastic.records.summary import RunSummary, summarize
 from hvd_elastic.views import points
 from hvd_elastic.views.comparison import write_comparison
+from hvd_elastic.views.live_run import LiveRun
 from hvd_elastic.views.points import MAX_POINTS, downsample, summarize_for_plots
 from hvd_elastic.views.report import render_report, write_report
 from tests.unit.records.sample_run import sample_events, sample_folder
@@ -52,6 +54,42 @@ def test_a_report_has_plots_marks_tables_and_verdict(tmp_path: Path) -> None:
     assert '<th class="n">training waited</th>' in page
     assert ">1.8 ms</td>" in page
     assert "Permission is hereby granted" in page  # uPlot's licence goes with its code
+
+
+@pytest.mark.parametrize(
+    "state_of",
+    [
+        lambda run: run_row(run)["status"],
+        lambda run: write_report(run).summary.status,
+        lambda run: write_comparison([run], run.path / "c.html")[0].status,
+        lambda run: LiveRun(run).state(),
+    ],
+    ids=["list", "report", "comparison", "live"],
+)
+def test_a_run_that_ends_while_it_is_looked_at_has_not_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state_of: Callable[[RunFolder], str]
+) -> None:
+    run = sample_folder(tmp_path)
+    *begin, end = run.events.read_bytes().splitlines(keepends=True)
+    assert b"run_finished" in end
+    run.events.write_bytes(b"".join(begin))
+
+    def ends(_: RunFolder) -> bool:
+        run.events.write_bytes(b"".join([*begin, end]))
+        return False
+
+    monkeypatch.setattr(RunFolder, "leader_alive", ends)
+    assert state_of(run) == "succeeded"
+
+
+def test_a_live_run_that_was_just_read_and_has_ended_has_not_died(tmp_path: Path) -> None:
+    run = sample_folder(tmp_path)
+    whole = run.events.read_bytes()
+    run.events.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    live = LiveRun(run)
+    live.read()
+    run.events.write_bytes(whole)
+    assert live.state() == "succeeded"
 
 
 def test_a_batch_that_adapts_has_a_panel_and_tiles_that_mean_something() -> None:

@@ -146,5 +146,5 @@ def test_every_port_of_ours_is_served_by_it() -> None:
         for path in PACKAGE.rglob("*.py")
         if re.search(r"\.accept\(\)", path.read_text(encoding="utf-8"))
     }
-    others = {"agent/failover.py", "agent/agent.py", "jobs/server.py"}
+    others = {"agent/failover.py", "agent/agent.py", "jobs/server.py", "training/breakpoints.py"}
     assert found == {"hosts/programs/accept_peers.py", *others}
