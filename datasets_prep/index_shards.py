@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from datasets_prep.pictures import read_classes
 from hvd_elastic.data.indexing import build_index, verify
-from hvd_elastic.data.remote import is_url, selection
+from hvd_elastic.data.remote import selection
 from hvd_elastic.errors import DataError
+from hvd_elastic.urls import is_url
 
 _SHOWN = 5
 

@@ -25,7 +25,6 @@ if str(ROOT) not in sys.path:
 
 from hvd_elastic.config import home  # noqa: E402
 from hvd_elastic.errors import BuildError, HvdElasticError  # noqa: E402
-from hvd_elastic.install.file_lock import file_lock  # noqa: E402
 from hvd_elastic.install.pinned import (  # noqa: E402
     BUILD_REQUIREMENTS,
     RUN_REQUIREMENTS,
@@ -42,6 +41,7 @@ from hvd_elastic.install.prerequisites import (  # noqa: E402
     missing,
 )
 from hvd_elastic.install.quiet import run_quietly  # noqa: E402
+from hvd_elastic.records.process_lock import lock_held  # noqa: E402
 
 BASE_PACKAGES = ("pip", *BUILD_REQUIREMENTS, *RUN_REQUIREMENTS)
 PATCH = next((ROOT / "hvd_elastic" / "install").glob("horovod-*.patch"))
@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     log = venv / "setup.log"
     try:
         venv.mkdir(parents=True, exist_ok=True)
-        with file_lock(venv / ".lock", lambda: _say_waiting(venv)):
+        with lock_held(venv / ".lock", lambda: _say_waiting(venv)):
             log.unlink(missing_ok=True)
             check_folders()
             ensure_system_packages(log, wanted, arguments.horovod and may_build())

@@ -16,8 +16,9 @@ from hvd_elastic.checkpoint.manifests import (
     newest_valid,
 )
 from hvd_elastic.checkpoint.shards import ShardInfo
-from hvd_elastic.checkpoint.url import CheckpointUrl, is_url
+from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import CheckpointError
+from hvd_elastic.urls import is_url
 
 
 def check_new_place(place: str) -> None:

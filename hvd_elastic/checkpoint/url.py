@@ -26,17 +26,9 @@ from hvd_elastic.checkpoint.shards import SHARD, DamagedShardError, receive_shar
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.json_text import parse_json
+from hvd_elastic.urls import file_system
 
 _CHUNK_BYTES = 4 << 20  # per read of a download; large enough to make requests cheap
-
-
-def is_url(place: str) -> bool:
-    """Return whether a ``--checkpoint-dir`` is a URL instead of a folder.
-
-    >>> is_url("s3://bucket/run"), is_url("/data/run")
-    (True, False)
-    """
-    return "://" in place
 
 
 class CheckpointUrl:
@@ -49,15 +41,9 @@ class CheckpointUrl:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        try:
-            import fsspec
-        except ImportError as error:
-            raise CheckpointError(
-                f"--checkpoint-dir {url} needs the package fsspec, which is not installed: "
-                "pip install fsspec"
-            ) from error
         with self._explained("used"):
-            self._files, self._root = fsspec.core.url_to_fs(self.url)
+            named = f"--checkpoint-dir {url}"
+            self._files, self._root = file_system(self.url, named, CheckpointError)
 
     def __str__(self) -> str:
         return self.url
@@ -205,6 +191,8 @@ class CheckpointUrl:
     def _explained(self, what: str) -> Iterator[None]:
         try:
             yield
+        except CheckpointError:
+            raise
         except ImportError as error:
             # The message of fsspec names the package, as in "Install s3fs to access S3".
             raise CheckpointError(

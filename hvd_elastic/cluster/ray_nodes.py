@@ -25,8 +25,8 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.programs.ray_node import START_S, TOKEN
 from hvd_elastic.hosts.remote_python import run_script
 from hvd_elastic.hosts.ssh import SshOptions, connect, is_local, own_address_towards
-from hvd_elastic.install.file_lock import file_lock
 from hvd_elastic.own_files import private_folder
+from hvd_elastic.records.process_lock import lock_held
 from hvd_elastic.replaced_files import write_whole
 
 _LIMIT_S = START_S + 30.0
@@ -133,7 +133,7 @@ class ClusterRecord:
     def locked(self, waiting: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Return the lock, without which two commands at once would start two clusters."""
         private_folder(self._folder)
-        return file_lock(self._folder / "lock", waiting)
+        return lock_held(self._folder / "lock", waiting)
 
     def read(self) -> RayCluster | None:
         """Return the cluster; None if there is none.

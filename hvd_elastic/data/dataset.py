@@ -23,10 +23,11 @@ from hvd_elastic.data.index import (
     require_size,
     restore,
 )
-from hvd_elastic.data.remote import RemoteFolder, is_url, selection
+from hvd_elastic.data.remote import RemoteFolder, selection
 from hvd_elastic.data.shard import OpenShard
 from hvd_elastic.errors import DataError, SkippedExampleError
 from hvd_elastic.model.sharding import Blocks
+from hvd_elastic.urls import is_url
 
 _OPEN_SHARDS = 128
 """Shards that a process keeps open. With their tables they are a quarter of the 1,024 files that a

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from hvd_elastic.errors import DataError
+from hvd_elastic.urls import file_system, is_url
 
 _CHUNK_BYTES = 1 << 20
 _TIMEOUT_S = 60.0
@@ -29,15 +30,6 @@ _TRANSIENT = {408, 425, 429, *range(500, 600)}
 WEB_PAGE = "check the URL, and whether the server wants a login"
 
 Taken = TypeVar("Taken")
-
-
-def is_url(place: object) -> bool:
-    """Return whether data lie behind a URL instead of in a folder.
-
-    >>> is_url("s3://bucket/train"), is_url("/data/train")
-    (True, False)
-    """
-    return "://" in str(place)
 
 
 def selection(place: object) -> tuple[str, list[str] | None]:
@@ -156,13 +148,7 @@ class RemoteFolder:
                 # Not sent on to another server.
                 request.add_unredirected_header("Authorization", f"Basic {encoded}")
             return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
-        try:
-            import fsspec
-        except ModuleNotFoundError:
-            raise DataError(
-                f"{self} needs the package fsspec, which is not installed: pip install fsspec"
-            ) from None
-        files, place = fsspec.core.url_to_fs(urlunsplit(self._url._replace(path=path)))
+        files, place = file_system(urlunsplit(self._url._replace(path=path)), str(self), DataError)
         return files.open(place, "rb")
 
     def _shown(self, path: str) -> str:

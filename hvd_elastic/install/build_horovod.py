@@ -44,7 +44,6 @@ from hvd_elastic.install.cuda import (
     find_nccl_library,
     toolkit_packages,
 )
-from hvd_elastic.install.file_lock import file_lock
 from hvd_elastic.install.horovod_wheel import (
     HOROVOD_VERSION,
     INSTALLED_BUILD_FILE,
@@ -66,6 +65,7 @@ from hvd_elastic.install.prerequisites import (
     missing,
 )
 from hvd_elastic.install.quiet import make_percentage, run_quietly
+from hvd_elastic.records.process_lock import lock_held
 
 PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")
 
@@ -381,7 +381,7 @@ def provide_horovod(inputs: BuildInputs, *, rebuild: bool = False, jobs: int | N
     cache = wheel_cache()
     log = cache / f"{inputs.name}.log"
     waiting = "Another build of the same Horovod is running; waiting for its wheel …"
-    with file_lock(cache / f"{inputs.name}.lock", lambda: print(waiting, flush=True)):
+    with lock_held(cache / f"{inputs.name}.lock", lambda: print(waiting, flush=True)):
         log.unlink(missing_ok=True)
         _install_missing(RUN_REQUIREMENTS, "what Horovod imports", log)
         wheel = None if rebuild else cached_wheel(inputs)

@@ -46,7 +46,7 @@ class RecordNotWrittenError(RunError):
 
 
 class EventLog(AbstractContextManager["EventLog"]):
-    """Appends records to a file; safe for several threads, but only one process at a time.
+    """Appends records to a file, each in one write; safe for several threads.
 
     Args:
         path: path of the file; created with mode 0600 if missing. If an earlier writer left an

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _TRIES = 20  # those that look whether it is locked hold the lock for a moment
@@ -53,3 +55,16 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(fd)  # frees this shared lock too
     return False
+
+
+@contextlib.contextmanager
+def lock_held(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock at ``path``; call ``waiting`` once if another process holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.checkpoint.manifests import MANIFEST, find_checkpoints, newest_valid
-from hvd_elastic.checkpoint.url import is_url
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import CheckpointError, UsageError
 from hvd_elastic.records.run_folder import RunFolder, check_run_id
+from hvd_elastic.urls import is_url
 
 _NAMED = 5
 """Most names that an error lists."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER
-from hvd_elastic.records.json_lines import encode_line
+from hvd_elastic.records.json_lines import EventLog, Record, RecordNotWrittenError
 from hvd_elastic.records.tensorboard import TensorBoardWriter, check_tensorboard
 from hvd_elastic.training.agent_link import AgentLink
 from hvd_elastic.wire import messages as msg
@@ -79,6 +78,7 @@ class FileSink(Sink):
         self.checkpoint_every_s = float(os.environ.get("HVD_ELASTIC_CHECKPOINT_EVERY", "0"))
         self.checkpoint_folder = str(folder / "checkpoints")
         self.saved_folder = str(folder / SAVED_FOLDER)
+        self._logs: dict[str, EventLog] = {}
         self._board: TensorBoardWriter | None = None
         if os.environ.get("HVD_ELASTIC_TENSORBOARD") == "1":
             check_tensorboard("HVD_ELASTIC_TENSORBOARD=1")
@@ -88,24 +88,23 @@ class FileSink(Sink):
     def send(self, message: msg.WorkerToAgent) -> None:
         if not isinstance(message, msg.WorkerReport):
             return
-        kind = message.__struct_config__.tag
-        fields = {"kind": kind, **message.event_fields()}
+        kind = str(message.__struct_config__.tag)
+        fields = message.event_fields()
         if isinstance(message, _EVENTS):
-            record = {**fields, "t": time.time(), "mono": time.monotonic(), "kind": kind}
-            self._append("events.jsonl", record)
+            record = self._append("events.jsonl", kind, fields)
             if self._board is not None:
                 self._board.note(record)
         if isinstance(message, _AUDITED) and self.audit:
-            self._append("audit.jsonl", fields)
+            self._append("audit.jsonl", kind, fields)
 
-    def _append(self, name: str, record: dict[str, Any]) -> None:
-        line = encode_line(record)
-        # A single write to a file opened for appending keeps the lines of several ranks apart.
-        descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    def _append(self, name: str, kind: str, fields: dict[str, Any]) -> Record:
+        if name not in self._logs:  # most ranks have nothing to record
+            self._logs[name] = EventLog(self._folder / name)
         try:
-            os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
+            return self._logs[name].append(kind, fields)
+        except RecordNotWrittenError as error:
+            log.warning("%s", error)
+            return error.record
 
 
 def open_sink(link: AgentLink | None) -> Sink:

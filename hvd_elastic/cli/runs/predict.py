@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import sys
@@ -14,7 +13,6 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from hvd_elastic.checkpoint.url import is_url
 from hvd_elastic.checkpoint.whole_files import write_json
 from hvd_elastic.cli.jobs.naming import source_of
 from hvd_elastic.cli.numbers import whole_number_option
@@ -27,10 +25,12 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.json_text import parse_json
 from hvd_elastic.records.outputs import INDEX_FILE, TOTAL_FILE, joined, output_name, output_ranges
+from hvd_elastic.records.process_lock import take_lock
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.replaced_files import replacing
 from hvd_elastic.training.model_source import find_source
 from hvd_elastic.training.prediction import VARIABLE, Prediction
+from hvd_elastic.urls import is_url
 
 _ASKED = "asked.json"
 """File in the folder of outputs that says what they are of, and which runs computed them."""
@@ -195,13 +195,13 @@ class _Outputs:
             asked = {"checkpoint": checkpoint, "data": data, "weights": weights, "runs": []}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / ".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = take_lock(folder / ".lock")
+            if lock is None:
+                raise RunError(f"another process is writing outputs into {folder}")
+            with os.fdopen(lock):
                 made = cls(folder, weights, asked)
                 made._write()
                 yield made
-        except BlockingIOError as error:
-            raise RunError(f"another process is writing outputs into {folder}") from error
         except OSError as error:
             raise RunError(
                 f"--out {folder} cannot be written: {error.strerror or error}. What is there stays"
