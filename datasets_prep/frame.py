@@ -47,11 +47,11 @@ from hvd_elastic.data.index import (
 from hvd_elastic.data.processes import in_processes
 from hvd_elastic.data.writer import ShardWriter
 from hvd_elastic.errors import DataError
-from hvd_elastic.model.sharding import permutation
+from hvd_elastic.model.sharding import epoch_order
 
 _STEM = 48  # most characters of a source's name in a key
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_VERSION = 1  # raised when the same sources and settings give other shards
+_VERSION = 2  # raised when the same sources and settings give other shards
 _PLACE_DIGITS = 8  # of a source's place in the order, with which a key begins
 
 
@@ -187,7 +187,7 @@ def prepare(
     if twice := [name for name, count in Counter(classes).items() if count > 1]:
         raise DataError(f"two classes have the name {twice[0]!r}; each needs a name of its own")
     count = len(sources)
-    order = permutation(0, 0, count) if settings.shuffle else np.arange(count)
+    order = epoch_order(0, 0, count, shuffle=settings.shuffle)(np.arange(count))
     sources = _Ordered(sources, order[: settings.sample])
     labelled = sources[0].label >= 0
     fields = (*settings.fields, "cls") if labelled else settings.fields

@@ -44,7 +44,7 @@ def remove_made(folder: Path) -> None:
     """
     names = [SKIPPED, JOURNAL]
     if (folder / INDEX).exists():
-        index = load_index(folder)
+        index = load_index(folder, outdated=True)
         if "sources_sha256" not in index.made_from:
             raise DataError(
                 f"{folder} holds shards that were indexed, not made; remove it yourself"

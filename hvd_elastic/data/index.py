@@ -46,16 +46,6 @@ class Layout(Protocol):
     ) -> tuple[bytes, Example]:
         """Return the record of an example, and where in it each value lies; it starts at 0."""
 
-    def require_key(self, record: bytes, key: bytes, field: str, offset: int, size: int) -> None:
-        """Raise ValueError if a record is not that of the example with this key, as far as it says.
-
-        Args:
-            record: of the example.
-            key: of the example.
-            field: that the record stores first.
-            offset, size: of its value in the record.
-        """
-
     def scan(
         self, path: Path, left_out: Counter[str] | None = None, *, label: bool = True
     ) -> Iterator[Example]:
@@ -118,11 +108,6 @@ class Index(msgspec.Struct, frozen=True):
     source: str = ""
     format: str = _FORMAT
     version: int = VERSION
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether an older release made it of shards that it had not written itself."""
-        return self.version < VERSION and not self.made_from
 
     @property
     def labelled(self) -> bool:
@@ -199,7 +184,7 @@ def parse_index(text: bytes, folder: object, *, outdated: bool = False) -> Index
     Args:
         text: of the file.
         folder: where it lies, for messages.
-        outdated: whether one is taken that an older release made of shards which it read otherwise.
+        outdated: whether one of another version is taken.
 
     Raises:
         DataError: it is damaged, or of another version.
@@ -214,7 +199,7 @@ def parse_index(text: bytes, folder: object, *, outdated: bool = False) -> Index
                 f"{path} is not an index of hvd_elastic, but of another program; index the shards "
                 f"in another folder: python datasets_prep/index_shards.py {folder} --index OTHER"
             )
-        if head.get("version") not in range(1, VERSION + 1):
+        if head.get("version") != VERSION and not outdated:
             raise DataError(
                 f"{path} has version {head.get('version')} of the index, and this release reads "
                 f"version {VERSION}; {_again(folder)}"
@@ -233,11 +218,6 @@ def parse_index(text: bytes, folder: object, *, outdated: bool = False) -> Index
                     f"{path} gives {shard.name!r} the SHA-256 {shard.sha256!r}, which is none; "
                     f"{_again(folder)}"
                 )
-        if index.is_outdated and not outdated:
-            raise DataError(
-                f"{path} was made by an older release, which read some shards otherwise (labels of "
-                f"TFRecord files among others); {_again(folder)}"
-            )
     except (msgspec.MsgspecError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}); {_again(folder)}") from error
     return index
@@ -282,9 +262,7 @@ def load_table(shard: Path, fields: int, examples: int) -> np.ndarray:
         file_size(path)
         # As a plain array: each access to a memmap costs microseconds.
         table = np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-        names = _dtype(1, fields).names or ()
-        # Older releases stored no checksums.
-        if table.dtype.names not in (names, names[:-1]) or table["size"].shape[1:] != (fields,):
+        if table.dtype.names != _dtype(1, fields).names or table["size"].shape[1:] != (fields,):
             raise ValueError("it has other columns")
         if len(table) != examples:
             raise ValueError(f"it has {len(table)} rows instead of {examples}")

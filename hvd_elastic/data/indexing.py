@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from hvd_elastic.data.example import readable
 from hvd_elastic.data.files import compression, sha256_of, sole_writer, write_whole
@@ -144,8 +143,7 @@ def verify(folder: Path, index_folder: Path | None = None) -> Index:
         fields = index.columns(shard)
         table = load_table(tables / shard.name, len(fields), shard.examples)
         scanned = LAYOUTS[index.layout].scan(path, label=LABEL not in fields)
-        found = make_table(list(scanned), fields)
-        if any(not np.array_equal(found[name], table[name]) for name in table.dtype.names or ()):
+        if make_table(list(scanned), fields).tobytes() != table.tobytes():
             raise DataError(
                 f"the table of {path} does not fit the shard; make the index again: "
                 f"python datasets_prep/index_shards.py {folder}"
@@ -267,10 +265,10 @@ def _earlier(out: Path, layout: str, source: Path | RemoteFolder, *, again: bool
         index = None
     if index is None or (index.layout, index.source) != (layout, place):
         return _Earlier(head, None, noted, noted)
-    if index.is_outdated:
-        log.warning("%s was made by an older release; all shards are read again", out / INDEX)
+    if index.version != VERSION:
+        log.warning("%s was made by another release; all shards are read again", out / INDEX)
     entries: dict[str, _Entry] = {}
-    if isinstance(source, Path) and not (head.again or index.is_outdated):
+    if isinstance(source, Path) and index.version == VERSION and not head.again:
         noted_ns = (out / INDEX).stat().st_mtime_ns
         for shard in index.shards:
             fields = index.columns(shard)

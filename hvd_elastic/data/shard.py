@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hvd_elastic.data.index import LAYOUTS, Index, Shard, restore
+from hvd_elastic.data.index import Index, Shard, restore
+from hvd_elastic.data.tar import require_key
 from hvd_elastic.data.tfrecord import CHECKSUM_BYTES, SEVERAL, decode_value
 from hvd_elastic.errors import DataError
 
@@ -31,11 +32,10 @@ class OpenShard:
     ) -> None:
         self.path = path
         self._file, self._remedy = file, remedy
-        self._layout = LAYOUTS[index.layout]
         self._fields = index.columns(shard)
         self._kinds = {name: kind for name, kind in index.kinds.items() if name != "cls"}
         self._columns = {name: table[name] for name in table.dtype.names or ()}
-        self._checksums = self._columns.get("checksum") if index.layout == "tfrecord" else None
+        self._checksums = table["checksum"] if index.layout == "tfrecord" else None
         self._labels_from = index.labels_from
         self._label = self._fields.index("cls") if "cls" in self._fields else None
 
@@ -97,7 +97,7 @@ class OpenShard:
             first = min((each for each in offsets if each >= 0), default=0)
         if first:
             place, key = offsets.index(first), self._columns["key"][row]
-            self._layout.require_key(record, key, self._fields[place], first, sizes[place])
+            require_key(record, key, self._fields[place], first, sizes[place])
 
     def _value(self, place: int, record: bytes, offset: int, size: int, start: int) -> Any:
         if offset < 0:  # of a hard link in a tar file, to an example before this one

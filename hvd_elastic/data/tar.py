@@ -56,16 +56,6 @@ class Tar:
         place = Example(key, 0, length, tuple(fields), tuple(offsets), sizes, label)
         return b"".join(pieces), place
 
-    def require_key(self, record: bytes, key: bytes, field: str, offset: int, size: int) -> None:
-        """Raise ValueError unless a record has the header of its first member before the data."""
-        begin, name = offset - _BLOCK, b"%b.%b" % (key, field.encode(errors="surrogateescape"))
-        if record[begin : begin + len(name) + 1] != name + b"\0":
-            _require_name(record[:offset], name)
-        if record[begin:offset][_SIZE] != b"%011o" % size and size < 1 << 33:
-            if int(record[begin:offset][_SIZE].strip(b"\0 ") or b"0", 8) != size:
-                shown = name.decode(errors="replace")
-                raise ValueError(f"{shown} has another size in its place")
-
     def scan(
         self, path: Path, left_out: Counter[str] | None = None, *, label: bool = True
     ) -> Iterator[Example]:
@@ -105,6 +95,24 @@ class Tar:
             raise DataError(
                 f"{path} is not a whole tar file ({error}); copy or make it again"
             ) from error
+
+
+def require_key(record: bytes, key: bytes, field: str, offset: int, size: int) -> None:
+    """Raise ValueError unless a record has the header of its first member before the data.
+
+    Args:
+        record: of the example.
+        key: of the example.
+        field: that the record stores first.
+        offset, size: of its value in the record.
+    """
+    begin, name = offset - _BLOCK, b"%b.%b" % (key, field.encode(errors="surrogateescape"))
+    if record[begin : begin + len(name) + 1] != name + b"\0":
+        _require_name(record[:offset], name)
+    if record[begin:offset][_SIZE] != b"%011o" % size and size < 1 << 33:
+        if int(record[begin:offset][_SIZE].strip(b"\0 ") or b"0", 8) != size:
+            shown = name.decode(errors="replace")
+            raise ValueError(f"{shown} has another size in its place")
 
 
 def _require_name(headers: bytes, name: bytes) -> None:

@@ -80,12 +80,6 @@ class TFRecord:
         example = Example(key, 0, len(record), tuple(fields), offsets, tuple(sizes), label)
         return record, example._replace(checksum=_number(checksum))
 
-    def require_key(self, record: bytes, key: bytes, field: str, offset: int, size: int) -> None:
-        """Raise ValueError unless the record begins with its length and that one's checksum."""
-        head = struct.pack("<Q", len(record) - _HEAD - _TAIL)
-        if record[:_HEAD] != head + _masked_crc(head):
-            raise ValueError("there is no record of its length in its place")
-
     def scan(
         self, path: Path, left_out: Counter[str] | None = None, *, label: bool = True
     ) -> Iterator[Example]:

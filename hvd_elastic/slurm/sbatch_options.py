@@ -116,10 +116,11 @@ def options_in(environment: Mapping[str, str]) -> list[SbatchOption]:
 def as_line(option: str) -> str:
     r"""Return a ``#SBATCH`` line with one option, in which blanks and ``#`` would end it.
 
-    >>> as_line('--comment=a "b" #c')
-    '#SBATCH --comment="a \\"b\\" #c"'
+    >>> as_line('--comment=a "b" #c'), as_line("-La b")
+    ('#SBATCH --comment="a \\"b\\" #c"', '#SBATCH -L"a b"')
     """
-    name, equals, value = option.partition("=")
+    cut = option.find("=") + 1 if option.startswith("--") else 2
+    name, value = option[:cut], option[cut:]
     if re.search(r"""[\s"'\\#]""", value):
         value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
-    return f"#SBATCH {name}{equals}{value}"
+    return f"#SBATCH {name}{value}"

@@ -153,12 +153,11 @@ def test_a_resumed_run_and_load_model_pass_over_a_checkpoint_that_is_not_finite(
     hosts.write_text("localhost slots=1\n", encoding="utf-8")
     script = Path(__file__).parent / "scripts" / "spoilt_weights.py"
     options = ["--hostfile", hosts, "--checkpoint-every", 0.2, "--on-not-finite", "ignore"]
-    options += ["--checkpoint-dir", tmp_path / "kept"]
-    train = [sys.executable, script, framework, tmp_path / "kept"]
+    train = [sys.executable, script, framework, tmp_path]
     with Job(*options, "--", *train, home=tmp_path) as job:
         assert job.wait(240) == 1, job.text
-        kept = find_checkpoints(tmp_path / "kept")
-        (finite,) = {max(each.step for each in kept if not each.not_finite)}
+        kept = find_checkpoints(job.folder / "checkpoints")
+        finite = max(each.step for each in kept if not each.not_finite)
         (finished,) = job.events("run_finished")
         assert finished["checkpoint_step"] == finite < max(each.step for each in kept)
         told = call("status", job.run_id, home=tmp_path).stdout

@@ -136,11 +136,10 @@ def _again(options: SubmitOptions, given: set[str]) -> tuple[RunFolder, Submissi
     if folder.leader_alive():
         raise RunError(f"run {folder.run_id} is running: hvd-elastic status {folder.run_id}")
     check_not_complete(folder)
-    if jobs := queue_of(submission.job_name, submission.first_script):
-        job_id = jobs[0].job_id
+    for job in () if options.dry_run else queue_of(submission.job_name, submission.first_script):
         raise RunError(
-            f"run {folder.run_id} has been submitted already: job {job_id} is {jobs[0].state}. "
-            f"Wait for it, or cancel it first: scancel {job_id}"
+            f"run {folder.run_id} has been submitted already: job {job.job_id} is {job.state}. "
+            f"Wait for it, or cancel it first: scancel {job.job_id}"
         )
     changes = {name: getattr(options, name) for name in given & {*OF_ALLOCATIONS}}
     if "nodes" in changes:

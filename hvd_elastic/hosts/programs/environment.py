@@ -96,10 +96,15 @@ def users_of(prefix: str) -> list[str]:
             read(pid, "cmdline").startswith(inside) or b" " + inside in read(pid, "maps")
         ):
             continue
-        with contextlib.suppress(OSError):
-            if os.path.samestat(Path(f"/proc/{pid}/root{prefix}").stat(), here):
-                run = environment(pid).get("HVD_ELASTIC_RUN_ID")
-                found.add(f"run {run}" if run else f"process {pid}")
+        try:
+            seen = Path(f"/proc/{pid}/root{prefix}").stat()
+        except PermissionError:  # another user's
+            seen = here
+        except OSError:
+            continue
+        if os.path.samestat(seen, here):
+            run = environment(pid).get("HVD_ELASTIC_RUN_ID")
+            found.add(f"run {run}" if run else f"process {pid}")
     runs = {each for each in found if each.startswith("run ")}
     return sorted(runs or found)
 

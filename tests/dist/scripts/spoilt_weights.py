@@ -1,6 +1,6 @@
 """Weights become NaN once a checkpoint is there, and the run fails once one has them.
 
-After a resume it takes five steps. ``python spoilt_weights.py FRAMEWORK CHECKPOINTS``
+After a resume it takes five steps. ``python spoilt_weights.py torch|keras HOME``
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-folder = Path(sys.argv[2])
+home = Path(sys.argv[2])
 steps = 0
 
 
 def step_ended(spoil: Any, stop: Any) -> None:
     global steps
     steps += 1
-    kept = [json.loads(path.read_text())["shards"] for path in folder.glob("step-*.json")]
-    bad = [any(shard["not_finite"] for shard in shards) for shards in kept]
-    died = folder / "died"
-    if died.exists():
+    if (home / "died").exists():
         if steps == 5:
-            stop()
-    elif any(bad):
-        died.touch()
+            stop("five steps")
+        return
+    (events,) = home.glob("runs/*/events.jsonl")
+    lines = [line for line in events.read_text().splitlines() if '"kind":"checkpoint"' in line]
+    kept = [json.loads(line)["not_finite"] for line in lines if line.endswith("}")]
+    if any(kept):
+        (home / "died").touch()
         raise RuntimeError("the loss is NaN")
-    elif kept:
+    if kept:
         spoil()
 
 

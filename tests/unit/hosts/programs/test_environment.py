@@ -23,6 +23,8 @@ from hvd_elastic.hosts.programs.environment import (
     switch,
     users_of,
 )
+from tests import other_user
+from tests.other_user import open_folder as open_folder
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +94,21 @@ def test_an_environment_in_use_is_neither_replaced_nor_removed(tmp_path: Path) -
     assert remove(str(prefix), ["environment"])[0]["removed"]
 
 
+@other_user.needs_root
+def test_a_process_of_another_user_counts_too(open_folder: Path) -> None:
+    prefix = make(open_folder / "env", "")
+    command = [str(prefix / "bin" / "python"), "-c", "print(1, flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+
+        def look_as_nobody() -> None:
+            assert users_of(str(prefix)) == [f"process {process.pid}"]
+
+        other_user.call(look_as_nobody)
+        process.communicate(b"\n")
+
+
 def test_the_same_folder_is_told_from_a_copy(tmp_path: Path) -> None:
     prefix = make(tmp_path / "env", "")
     own = identity(str(prefix))
@@ -105,7 +122,7 @@ def test_the_same_folder_is_told_from_a_copy(tmp_path: Path) -> None:
     assert "or a link" in look(str(tmp_path / "link"), None, [])["kept"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="to give away a folder needs root")
+@other_user.needs_root
 def test_another_users_environment_and_cache_stay(tmp_path: Path, folders: Path) -> None:
     prefix = make(tmp_path / "env", "")
     (prefix / STAMP).touch()
