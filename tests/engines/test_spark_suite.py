@@ -19,7 +19,7 @@ OTHERWISE = {
     "test_encryption_fails": "_check_encryption",
     "test_execute_command": "_execute_command",
     "test_create_torchrun_command": "_create_torchrun_command",
-    "test_local_training_succeeds": "use_gpu=True, and this machine",
+    "test_local_training_succeeds": "_run_local_training",
     "test_dist_training_succeeds": "_run_distributed_training",
     "test_get_num_tasks_distributed": "_get_num_tasks",
     "test_get_num_tasks_locally": "use_gpu=True, and this machine",
