@@ -79,9 +79,7 @@ def parse_duration(name: str, text: str) -> float:
     parts = _DURATION.findall(text)
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
     if "".join(number + unit for number, unit in parts) != text or seconds <= 0:
-        raise UsageError(
-            f"{name} takes a time such as 45 (seconds), 90m, 6h or 1h30m, not '{text}'"
-        )
+        raise UsageError(f"{name} takes a time such as 45s, 90m or 1h30m, or seconds, not '{text}'")
     return seconds
 
 

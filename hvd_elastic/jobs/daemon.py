@@ -238,15 +238,16 @@ class Daemon:
         heard = {
             host
             for _, progress in running
-            if not progress.hosts.cut_off
-            for host in progress.hosts.used
+            if not progress.hosts.silent
+            for host in progress.hosts.occupied
         }
         self._silent = {}
         for job, progress in running:
-            if not progress.hosts.cut_off:
+            silent = progress.hosts.silent
+            if not silent:
                 continue
-            cause = f"no answer since {clock_words(progress.hosts.silent_since)}"
-            hosts = progress.hosts.used & self._hosts.listed.keys() - heard
+            cause = f"no answer since {clock_words(min(silent.values()))}"
+            hosts = silent.keys() & self._hosts.listed.keys() - heard
             if heard and not progress.is_tried and now >= progress.cut_off_at + _CUT_OFF_S:
                 progress.is_tried = True
                 at = time.monotonic()
@@ -334,7 +335,7 @@ class Daemon:
         ready = self._queue.ready()
         running = self._queue.with_status(JobStatus.RUNNING)
         candidates = [
-            Candidate(job, progress.measured, progress.hosts.occupied, progress.hosts.cut_off)
+            Candidate(job, progress.measured, progress.hosts.occupied, progress.hosts.unheard)
             if (progress := self._runs.progress(job) if job.attempts else None)
             else Candidate(job)
             for job in [*(job for job in running if not job.stop), *ready]
@@ -407,8 +408,8 @@ class Daemon:
         for name, held in granted.items():
             job = active[int(name)]
             reason = self._reasons.get(job.number, job.reason)
-            if cut_off := self._runs.progress(job).hosts.cut_off if job.attempts else "":
-                reason = cut_off
+            if unheard := self._runs.progress(job).hosts.unheard if job.attempts else "":
+                reason = unheard
             elif waits := awaited.get(name):
                 leaving = {host: [active[int(n)].run_id for n in waits[host]] for host in waits}
                 reason = awaited_words(reason, leaving, runs=job.status is JobStatus.RUNNING)

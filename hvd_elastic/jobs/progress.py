@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hvd_elastic.jobs.measured import Measured
 from hvd_elastic.records.json_lines import EventFollower, Record
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.records.wording import cut_off_words
+from hvd_elastic.records.wording import cut_off_words, silent_words
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class RunProgress:
 
     def poll(self) -> bool:
         """Read new events; return whether they may change a decision of the scheduler."""
-        before = self.measured.slots, self.hosts.cut_off
+        before = self.measured.slots, self.hosts.unheard
         for event in self._follower.poll():
             self.measured.note(event)
             self.hosts.note(event)
             self._note(event)
-        return before != (self.measured.slots, self.hosts.cut_off)
+        return before != (self.measured.slots, self.hosts.unheard)
 
     def _note(self, event: Record) -> None:
         kind, at = event["kind"], float(event.get("t") or 0.0)
@@ -75,8 +75,8 @@ class RunHosts:
         unfit: hosts on which its present leader can start no agent as they are, with the cause: the
             fault may be the host's or the job's.
         lost: hosts that its present leader has lost, and not reached again.
-        cut_off: that its leader hears from none of its hosts, in words; empty: it does.
-        silent_since: since when it does not [Unix s].
+        silent: hosts that its leader heard from before it was cut off, and has not reached again,
+            with the time since when [Unix s].
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,15 @@ class RunHosts:
         self._lost: dict[str, str] = {}
         self._processes: dict[tuple[str, int], bool] = {}
         """Host and slot of each live process of the run; whether it has started."""
-        self.cut_off, self.silent_since = "", 0.0
+        self.silent: dict[str, float] = {}
+        self._cut_off = ""
+
+    @property
+    def unheard(self) -> str:
+        """That its leader does not hear from its hosts, in words; empty: it does."""
+        if self._cut_off or not self.silent:
+            return self._cut_off
+        return silent_words(self.silent)
 
     @property
     def occupied(self) -> dict[str, int]:
@@ -114,20 +122,28 @@ class RunHosts:
             self._lost.clear()
             self.lost.clear()
             self.unfit.clear()
-            self.cut_off = ""
+            self.silent.clear()
+            self._cut_off = ""
         elif kind == "leader_cut_off":
-            silent_s = float(event.get("silent_s") or 0.0)
-            self.cut_off, self.silent_since = cut_off_words(event), float(event["t"]) - silent_s
-        elif kind == "hosts_changed" and self.cut_off:
+            since = float(event["t"]) - float(event.get("silent_s") or 0.0)
+            self._cut_off = cut_off_words(event)
+            self.silent |= dict.fromkeys([host for host, _ in self._processes], since)
+        elif kind == "hosts_changed" and self._cut_off:
             # It leads again; processes of which it does not say so now have ended meanwhile.
-            self.cut_off = ""
+            self._cut_off = ""
             self._processes.clear()
         elif kind == "taken_over":
-            self._processes |= {(str(h), int(r)): True for h, r in event.get("processes") or []}
+            found = {(str(h), int(r)): True for h, r in event.get("processes") or []}
+            self._processes |= found
+            for reached, _ in found:
+                self.silent.pop(reached, None)
         elif kind == "rescale_started":
             self._occupy(event)
+        elif kind == "rescale_finished":
+            self.silent.clear()
         elif kind == "worker_started":
             self._processes.setdefault(slot, False)
+            self.silent.pop(host, None)
         elif kind == "worker_standby":
             self._processes[slot] = True
             self._lost.pop(host, None)
@@ -136,6 +152,7 @@ class RunHosts:
         elif kind == "host_lost":
             self._lost[host] = str(event.get("cause") or "lost")
             self.lost.add(host)
+            self.silent.pop(host, None)
             for each in [each for each in self._processes if each[0] == host]:
                 del self._processes[each]
         elif kind == "warning" and "unusable_host" in event:
@@ -143,9 +160,11 @@ class RunHosts:
         elif kind == "agent_started":
             self._lost.pop(host, None)
             self.lost.discard(host)
+            self.silent.pop(host, None)
             self.unfit.pop(host, None)
         elif kind == "run_finished":
-            self.cut_off = ""
+            self._cut_off = ""
+            self.silent.clear()
             self._processes.clear()
 
     def _note_unusable(self, event: Record) -> None:

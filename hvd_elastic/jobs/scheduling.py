@@ -35,13 +35,13 @@ class Candidate:
         job: the job.
         measured: what was measured of its run; None: it never began.
         occupied: slots of each host in which processes of its run live or start.
-        cut_off: that its leader hears from none of its hosts, in words; empty: it does.
+        unheard: that its leader does not hear from its hosts, in words; empty: it does.
     """
 
     job: Job
     measured: Measured | None = None
     occupied: Mapping[str, int] = field(default_factory=dict)
-    cut_off: str = ""
+    unheard: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def plan_slots(
             plan.reasons[number] = assignment.reason
     ends = {
         each.job.number: None
-        if each.cut_off  # nobody knows whether it trains
+        if each.unheard  # nobody knows whether it trains
         else _end(jobs[str(each.job.number)], plan.slots[each.job.number], now)
         for each in considered
         if plan.slots[each.job.number]

@@ -198,6 +198,16 @@ def cut_off_words(event: Mapping[str, Any]) -> str:
     )
 
 
+def silent_words(silent: Mapping[str, float]) -> str:
+    """Return which hosts a leader has not reached again, by the time since when [Unix s].
+
+    >>> silent_words({"node3": 0.0})[:49]
+    'its leader has not reached node3 again: no answer'
+    """
+    since = clock_words(min(silent.values()))
+    return f"its leader has not reached {', '.join(silent)} again: no answer since {since}"
+
+
 def _host_draining(event: Mapping[str, Any]) -> str:
     left = event.get("leave_in_s")
     when = "" if left is None else f", it has {duration_words(float(left))}"

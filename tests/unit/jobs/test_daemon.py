@@ -37,7 +37,8 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
     """Fork a leader that trains until it is asked to stop.
 
     EXIT: it ends at once. UNFIT: it cannot use host a. TRAINS: it says that it trains. CUT_OFF: and
-    that it hears from no host any more. COMES_BACK: until there is a file "heals".
+    that it hears from no host any more. COMES_BACK: it leads again as soon as
+    there is a file "grace", and reaches its host when there is "heals".
     """
     child = os.fork()
     if child:
@@ -67,10 +68,13 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
         if "CUT_OFF" in environment:
             log.append("leader_cut_off", {"silent_s": 5.0, "grace_s": 60.0, "tries_s": 55.0})
             if "COMES_BACK" in environment:
-                while not (folder.path / "heals").exists():
+                while not (folder.path / "grace").exists():
                     time.sleep(0.01)
                 names = parse_hostfile(spec.hostfile or "").names
                 log.append("hosts_changed", {"hosts": [[name, 1] for name in names]})
+                while not (folder.path / "heals").exists():
+                    time.sleep(0.01)
+                log.append("agent_started", {"host": names[0]})
         while not folder.take_requests():
             time.sleep(0.01)
         log.append("run_finished", {"status": "stopped", "message": "asked to"})
@@ -258,9 +262,13 @@ def test_run_whose_leader_leads_again_hears_from_its_hosts(place: ClusterFolder)
         return [row["state"] for row in ask_daemon(place, Hosts()).data]
 
     daemon.until(lambda: states() == ["silent", "up"])
-    (RunFolder(runs_folder() / daemon.job(number).run_id).path / "heals").touch()
+    folder = runs_folder() / daemon.job(number).run_id
+    (folder / "grace").touch()
+    daemon.until(lambda: "has not reached a again" in daemon.job(number).reason)
+    assert states() == ["silent", "up"]
+    (folder / "heals").touch()
     daemon.until(lambda: states() == ["up", "up"])
-    daemon.until(lambda: "hears from none" not in daemon.job(number).reason)
+    daemon.until(lambda: "not reached" not in daemon.job(number).reason)
     daemon.down(leave_jobs=False)
 
 

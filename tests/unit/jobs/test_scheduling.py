@@ -279,6 +279,11 @@ def test_processes_that_ended_without_a_leader_occupy_no_slots(run: Written) -> 
     run.add("hosts_changed", 70.0, hosts=[["a", 2]])
     progress.poll()
     assert progress.hosts.occupied == {}, "the grace is over, and no host has told of any"
+    assert progress.hosts.silent == {"a": 4.0}
+    assert "has not reached a again" in progress.hosts.unheard
+    run.add("agent_started", 71.0, host="a")
+    progress.poll()
+    assert not progress.hosts.unheard
 
 
 def test_processes_that_a_new_leader_finds_occupy_their_slots(run: Written) -> None:

@@ -149,7 +149,7 @@ def test_what_cannot_be_pickled_is_refused_and_the_earlier_file_stays(
 
 @pytest.mark.root
 def test_a_full_disk_is_an_error_that_a_script_can_catch(alone: Context, tmp_path: Path) -> None:
-    with mounted(tmp_path / "small", "64k") as disk:
+    with mounted(tmp_path / "small", "64k", lazy=True) as disk:
         alone.worker.sink = FileSink(disk)
         hvd.save("best.pt", {"a": torch.zeros(10)})
         with pytest.raises(CheckpointError, match=r"hvd.save\('best.pt'\) has not .* is full"):
