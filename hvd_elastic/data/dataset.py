@@ -97,6 +97,9 @@ class ShardDataset:
     ) -> None:
         if shuffle_window < 1:
             raise DataError(f"shuffle_window is {shuffle_window}, it must be 1 or more")
+        for name, value in (("fields", fields), ("optional", optional)):
+            if isinstance(value, str):
+                raise DataError(f"{name} is {value!r}, it must be a tuple of names: ({value!r},)")
         if on_error not in ("raise", "skip"):
             raise DataError(f'on_error is {on_error!r}, it must be "raise" or "skip"')
         self._skips = on_error == "skip"
