@@ -217,9 +217,10 @@ class ShardDataset:
             return self._decoders[number](value)
         except (OSError, ValueError, SyntaxError, DataError) as error:
             example = f"{shard.path}: example {shard.key(row)!r}"
+            field = f"its {self._stored[number]}: " if len(self._stored) > 1 else ""
             if self._skips:
-                raise SkippedExampleError(example, str(error).rstrip(".")) from error
-            raise DataError(f"{example} cannot be decoded: {error}") from error
+                raise SkippedExampleError(example, f"{field}{error}".rstrip(".")) from error
+            raise DataError(f"{example} cannot be decoded: {field}{error}") from error
 
     def _shard(self, number: int) -> tuple[OpenShard, list[int]]:
         found = self._opened.get(number)

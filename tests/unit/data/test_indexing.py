@@ -115,6 +115,14 @@ def test_what_may_be_secret_in_a_url_is_not_said(
     assert not [word for word in ("PASS", "SIGN", "user") if word in said]
 
 
+def test_an_error_names_the_field_that_cannot_be_decoded(tmp_path: Path) -> None:
+    build_index(tar(tmp_path / "a.tar", [("k.txt", b"t"), ("k.json", b"{")]))
+    with pytest.raises(DataError, match=r"example 'k' cannot be decoded: its json: "):
+        ShardDataset(tmp_path)[0]
+    with pytest.raises(DataError, match=r"example 'k'.*its json: "):
+        ShardDataset(tmp_path, on_error="skip")[0]
+
+
 def test_one_name_is_no_list_of_fields(tmp_path: Path) -> None:
     build_index(tar(tmp_path / "a.tar", texts(1)))
     with pytest.raises(DataError, match=r"fields is 'txt', it must be a tuple .*: \('txt',\)"):
