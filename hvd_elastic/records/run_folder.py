@@ -39,6 +39,7 @@ from hvd_elastic.json_text import parse_json
 from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.json_lines import EventFollower, Record, iter_events, read_events
 from hvd_elastic.records.process_lock import is_locked, take_lock
+from hvd_elastic.records.wording import IN_QUEUE
 from hvd_elastic.replaced_files import write_whole
 
 COMMAND_TIMEOUT_S = 20.0
@@ -215,6 +216,17 @@ class RunFolder:
             return {}
         return found if isinstance(found, dict) else {}
 
+    @property
+    def is_submitted(self) -> bool:
+        """Return whether the run was submitted to Slurm, in whose queue it waits without a leader."""
+        return "slurm" in self.read_run()
+
+    @property
+    def resume_command(self) -> str:
+        """Return the command with which the run goes on."""
+        verb = "slurm submit" if self.is_submitted else "run"
+        return f"hvd-elastic {verb} --resume {self.run_id}"
+
     def write_run(self, fields: Mapping[str, Any]) -> None:
         """Set these fields of run.json and keep the others; the file is replaced as a whole."""
         _write_json(self.run_json, {**self.read_run(), **fields})
@@ -390,7 +402,9 @@ class RunFolder:
             if record["kind"] == "run_finished":
                 ended = f"it has {record.get('status', 'finished')}"
             elif record["kind"] == "run_started":
-                ended = f"its leader died; go on with: hvd-elastic run --resume {self.run_id}"
+                ended = f"its leader died; go on with: {self.resume_command}"
+        if self.is_submitted:
+            ended += f". {IN_QUEUE}"
         raise RunError(f"run {self.run_id} has no live leader, so '{op}' cannot reach it: {ended}.")
 
     def _leader_words(self) -> str:
@@ -399,7 +413,7 @@ class RunFolder:
 
     def _in_use(self) -> str:
         state = "it is not running"
-        way_on = f"continue it with: hvd-elastic run --resume {self.run_id}"
+        way_on = f"continue it with: {self.resume_command}"
         if self.leader_alive():
             state = "it is running"
             way_on = (

@@ -312,15 +312,26 @@ def run_state(
     return status
 
 
-def state_words(summary: RunSummary, state: str, until: float | None) -> str:
+IN_QUEUE = (
+    "squeue --me shows whether it waits in Slurm's queue to begin or to go on, and scancel takes it "
+    "from there"
+)
+"""What else there is to know about a run without a leader that was submitted to Slurm."""
+
+
+def state_words(
+    summary: RunSummary, state: str, until: float | None, *, submitted: bool = False
+) -> str:
     """Return a state of :func:`run_state` with what there is to know about it, or to do.
 
     Args:
         summary: summary of the run.
         state: its state.
         until: time until which the hosts train on without a leader [Unix s].
+        submitted: whether it was submitted to Slurm.
     """
-    resume = f"hvd-elastic run --resume {summary.run_id}"
+    verb = "slurm submit" if submitted else "run"
+    resume = f"hvd-elastic {verb} --resume {summary.run_id}"
     words = {
         "leaderless": (
             "the leader is gone, and the hosts train on without one until about "
@@ -334,6 +345,9 @@ def state_words(summary: RunSummary, state: str, until: float | None) -> str:
         "stopped": f"stopped: {summary.message}" if summary.message else "stopped",
         "succeeded": "succeeded",
     }
+    if submitted:
+        words["never began"] = f"has not begun: {IN_QUEUE}"
+        words["died"] += f". {IN_QUEUE}"
     if summary.message and (summary.stopped_for or summary.plain):
         words["succeeded"] = f"succeeded: {summary.message}"
     return words.get(state, state)
@@ -432,7 +446,13 @@ def _lost_words(summary: RunSummary) -> str:
 
 
 def status_rows(
-    summary: RunSummary, state: str, until: float | None, folder: str, now: float
+    summary: RunSummary,
+    state: str,
+    until: float | None,
+    folder: str,
+    now: float,
+    *,
+    submitted: bool = False,
 ) -> list[tuple[str, str]]:
     """Return what there is to say of a run: label and text of each row.
 
@@ -442,6 +462,7 @@ def status_rows(
         until: time until which the hosts train on without a leader [Unix s].
         folder: path of its folder.
         now: present time [Unix s].
+        submitted: whether it was submitted to Slurm.
     """
     failure = checkpoint = ""
     trains = summary.started is not None and not summary.plain
@@ -468,7 +489,7 @@ def status_rows(
     decided = [said.text for said in summary.decisions if said.kind == "decision"]
     rows = [
         ("run", summary.run_id),
-        ("status", state_words(summary, state, until)),
+        ("status", state_words(summary, state, until, submitted=submitted)),
         ("started", time_words(summary, state, now)),
         ("progress", progress_words(reached, summary.size) if trains else ""),
         ("metrics", metric_words(own)),

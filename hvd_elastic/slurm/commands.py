@@ -62,7 +62,8 @@ def call(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RunError(f"{' '.join(command[:2])} failed: {error}") from error
     if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip().splitlines()
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        said = [line for line in lines if not line.startswith('Try "')]  # sbatch --help
         last = said[-1] if said else f"exit status {done.returncode}"
         raise RunError(f"{' '.join(command[:2])} failed: {last}")
     return done.stdout

@@ -29,7 +29,7 @@ from hvd_elastic.records.json_lines import EventFollower, LineFollower, Record, 
 from hvd_elastic.records.run_folder import RunFolder, list_runs
 from hvd_elastic.records.run_state import run_row
 from hvd_elastic.records.summary import summarize
-from hvd_elastic.records.wording import Line, Narrator, run_state, status_rows
+from hvd_elastic.records.wording import IN_QUEUE, Line, Narrator, run_state, status_rows
 
 _POLL_S = 0.1  # between two readings of files that are followed
 _TAIL_BYTES = 256 * 1024  # holds most tails of logs
@@ -64,7 +64,8 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
             }
         )
         return
-    print_rows(status_rows(summary, state, until, str(folder.path), time.time()))
+    path, submitted = str(folder.path), folder.is_submitted
+    print_rows(status_rows(summary, state, until, path, time.time(), submitted=submitted))
     if latest:
         print("\nlatest")
     for event, line in latest:
@@ -197,7 +198,8 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
     if ended is None:
         raise RunError(
             f"the leader of run {folder.run_id} is not alive and the run is not finished. "
-            f"Go on with: hvd-elastic run --resume {folder.run_id}"
+            f"Go on with: {folder.resume_command}"
+            + (f". {IN_QUEUE}" if folder.is_submitted else "")
         )
     if ended.get("status") != "succeeded":
         raise typer.Exit(1)

@@ -81,6 +81,7 @@ def top(
     from hvd_elastic.views.points import thin_out
 
     folder = open_run(run)
+    submitted = folder.is_submitted
     follower, narrator, summary = EventFollower(folder.events), Narrator(), RunSummary()
     latest: deque[str] = deque(maxlen=8)
 
@@ -101,7 +102,10 @@ def top(
         state = run_state(summary.status, alive=alive, waiting=waiting, until=until)
         shown = Table.grid(padding=(0, 2))
         rate = summary.last.get("throughput")
-        for name, text in status_rows(summary, state, until, str(folder.path), time.time()):
+        path = str(folder.path)
+        for name, text in status_rows(
+            summary, state, until, path, time.time(), submitted=submitted
+        ):
             shown.add_row(name, plain(text))
             if name == "progress" and rate and summary.size:
                 shown.add_row("speed", f"{rate:,.0f} examples/s on {count(summary.size, 'worker')}")

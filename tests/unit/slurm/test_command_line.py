@@ -134,6 +134,20 @@ def test_a_run_that_waits_in_the_queue_is_not_submitted_again(write, queue, caps
     assert "--nodes=2\n" in script.read_text()
 
 
+def test_a_run_without_a_leader_is_said_to_be_in_the_queue(queue, capsys) -> None:
+    assert submit(capsys, "--nodes", "1", "--run-id", "s1", "--", "true")[0] == 0
+    _, rows, _ = call(capsys, "status", "s1")
+    assert "has not begun: squeue --me shows" in rows
+    for command in (["stop", "s1"], ["attach", "s1"]):
+        status, _, message = call(capsys, *command)
+        assert (status, "scancel takes it from there" in message) == (1, True)
+    with EventLog(RunFolder.open("s1").events) as log:
+        log.append("run_started", {"run_id": "s1"})
+    for command in (["stop", "s1"], ["attach", "s1"], ["status", "s1"]):
+        _, rows, message = call(capsys, *command)
+        assert "with: hvd-elastic slurm submit --resume s1" in rows + message
+
+
 def test_a_dry_run_prints_the_scripts_alone(queue, capsys, tmp_path) -> None:
     status, out, _ = submit(capsys, "--nodes", "2-8", "--run-id", "a", "--dry-run", "--", "true")
     assert status == 0
