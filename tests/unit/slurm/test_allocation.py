@@ -118,7 +118,10 @@ def test_a_command_that_fails_is_quoted(write: Write) -> None:
     write("sbatch", "echo first >&2; echo sbatch: error: Invalid account >&2; exit 1")
     with pytest.raises(RunError, match="sbatch --parsable failed: sbatch: error: Invalid account"):
         call("sbatch", "--parsable", "script.sh")
-    write("sbatch", """echo "sbatch: unrecognized option '--acount'
-Try \\"sbatch --help\\" for more information" >&2; exit 255""")
+    write(
+        "sbatch",
+        """echo "sbatch: unrecognized option '--acount'
+Try \\"sbatch --help\\" for more information" >&2; exit 255""",
+    )
     with pytest.raises(RunError, match="unrecognized option '--acount'"):
         call("sbatch", "--parsable", "script.sh")

@@ -476,7 +476,8 @@ def test_runs_are_compared_on_one_page(viewer: Viewer, folder: Path) -> None:
 def test_a_file_too_long_to_be_read_at_once_is_shown_as_it_is_read(
     viewer: Viewer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_run, "_READ_S", 1e-4)  # a piece of 2 MB each time
+    monkeypatch.setattr(live_run, "_READ_S", 1e-4)  # a piece each time
+    monkeypatch.setattr(live_run, "_PIECE_BYTES", 1 << 19)
     begin = json.loads((folder / "events.jsonl").read_text().splitlines()[0])["t"]
     number = 60_000
     with (folder / "events.jsonl").open("a") as file:
