@@ -313,8 +313,8 @@ def run_state(
 
 
 IN_QUEUE = (
-    "squeue --me shows whether it waits in Slurm's queue to begin or to go on, and scancel takes it "
-    "from there"
+    "squeue --me shows whether it waits in Slurm's queue to begin or to go on, and scancel takes "
+    "it from there"
 )
 """What else there is to know about a run without a leader that was submitted to Slurm."""
 
