@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from datasets_prep.common import whole_number
+from datasets_prep.common import interrupted, whole_number
 from datasets_prep.frame import Convert, Settings
 from datasets_prep.on_hosts import ON_HOST, OnHost
 from datasets_prep.resuming import SKIPPED
@@ -28,7 +28,8 @@ def options(description: str, *, per_shard: int | None = 1000) -> argparse.Argum
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit status: 0 all well, 1 something is wrong and was named, 2 wrong usage, 130\n"
-        "interrupted. The same call goes on where an interrupted or killed one stopped.",
+        "interrupted. The same call, without --again, goes on where an interrupted or killed one\n"
+        "stopped.",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument(
@@ -109,7 +110,7 @@ def main(
         print(f"error: {error.filename or given.out}: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same call goes on where this one stopped", file=sys.stderr)
+        print(interrupted(again=given.again), file=sys.stderr)
         return 130
     if given.json:
         print(json.dumps(found))

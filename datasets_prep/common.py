@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: a progress bar, and numbers as options."""
+"""What the scripts of this folder share: a progress bar, what they say, numbers as options."""
 
 from __future__ import annotations
 
@@ -51,6 +51,12 @@ def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
             print(f"{label}: {done} of {total} ({rate:,.0f}/s{left})", file=sys.stderr, flush=True)
 
     yield advance
+
+
+def interrupted(*, again: bool) -> str:
+    """Return what to say of a call that Ctrl-C ends; ``again``: whether it was to redo all."""
+    which = "the same call without --again" if again else "the same call"
+    return f"interrupted; {which} goes on where this one stopped"
 
 
 def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from array import array
 from collections import Counter
@@ -19,7 +20,7 @@ TEXTS, LINES = (".txt", ".md", ".text"), (".jsonl", ".ndjson")
 _PACKED_PIECE_BYTES, _PACKED_PIECES = 16 << 20, 64
 """A packed file is unpacked from its start for each piece, so there are few of them."""
 _BLOCK = 1 << 16  # within which a line should end
-_SHOWN_LINES = 3
+_SHOWN_LINES, _SHOWN_LETTERS = 3, 40
 _DAMAGED = -1  # in place of a size
 _CHANGED = "it has changed since it was listed"
 _MOST_DAMAGED = 0.3  # share of the characters of a text
@@ -339,7 +340,11 @@ def _text_of(line: bytes, place: int, field: str) -> tuple[str, str]:
         found = parse_json(source)
     except ValueError:
         raise DataError("is no JSON") from None
-    if not isinstance(found, dict) or not isinstance(found.get(field), str):
+    if isinstance(found, dict) and not isinstance(found.get(field, ""), str):
+        raise DataError(
+            f"has no text in {field!r}, but {json.dumps(found[field])[:_SHOWN_LETTERS]}"
+        )
+    if not isinstance(found, dict) or field not in found:
         fields = ", ".join(map(str, found)) if isinstance(found, dict) else "none"
         raise DataError(f"has no text {field!r}; its fields are {fields}")
     text: str = found[field]

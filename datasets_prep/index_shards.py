@@ -6,7 +6,8 @@ python datasets_prep/index_shards.py /data/shards --verify
 python datasets_prep/index_shards.py /read-only/shards --index /data/index
 python datasets_prep/index_shards.py 'https://store/train-{000..127}.tar' --index /data/index
 
-A second call reads only the shards that have changed, and what an interrupted one has not read.
+A second call reads only the shards that have changed, and what an interrupted one has not read;
+one with --again reads all.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from datasets_prep.common import interrupted
 from datasets_prep.pictures import read_classes
 from hvd_elastic.data.indexing import build_index, verify
-from hvd_elastic.data.remote import selection
+from hvd_elastic.data.remote import RemoteFolder, selection
 from hvd_elastic.errors import DataError
 from hvd_elastic.urls import is_url
 
@@ -51,13 +53,17 @@ def main() -> int:
     parser.add_argument("--verify", action="store_true", help="compare the shards with the index")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     given = parser.parse_args()
-    if given.verify and (given.classes is not None or given.again):
-        parser.error("--classes and --again go with indexing, not with --verify")
+    for name in ("classes", "labels_from", "again"):
+        if given.verify and getattr(given, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} goes with indexing, not with --verify")
     if given.verify and (is_url(given.folder) or selection(given.folder)[1] is not None):
         parser.error("--verify takes the folder of the shards, not a URL or names with braces")
     if given.processes < 1:
         parser.error("--processes must be 1 or more")
+    shown = given.folder
     try:
+        if is_url(shown):
+            shown = str(RemoteFolder(shown))  # without what may be secret
         if given.verify:
             index = verify(Path(given.folder), given.index)
         else:
@@ -74,10 +80,10 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"error: {error.filename or given.folder}: {error.strerror}", file=sys.stderr)
+        print(f"error: {error.filename or shown}: {error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same call goes on where this one stopped", file=sys.stderr)
+        print(interrupted(again=given.again), file=sys.stderr)
         return 130
     examples = sum(shard.examples for shard in index.shards)
     left_out = Counter[str]()
@@ -89,7 +95,7 @@ def main() -> int:
         print(json.dumps({"examples": examples, "shards": len(index.shards), **found}))
         return 0
     what = "fit the index" if given.verify else "indexed"
-    print(f"{given.folder}: {examples} examples in {len(index.shards)} shards {what}")
+    print(f"{shown}: {examples} examples in {len(index.shards)} shards {what}")
     print(f"fields: {', '.join(index.fields)}")
     for name, number in lacking.items():
         print(f"{number} examples have no field {name}; read it as optional, or leave it out")

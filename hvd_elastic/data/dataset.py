@@ -97,6 +97,9 @@ class ShardDataset:
     ) -> None:
         if shuffle_window < 1:
             raise DataError(f"shuffle_window is {shuffle_window}, it must be 1 or more")
+        for name, value in (("fields", fields), ("optional", optional)):
+            if isinstance(value, str):
+                raise DataError(f"{name} is {value!r}, it must be a tuple of names: ({value!r},)")
         if on_error not in ("raise", "skip"):
             raise DataError(f'on_error is {on_error!r}, it must be "raise" or "skip"')
         self._skips = on_error == "skip"
@@ -214,9 +217,10 @@ class ShardDataset:
             return self._decoders[number](value)
         except (OSError, ValueError, SyntaxError, DataError) as error:
             example = f"{shard.path}: example {shard.key(row)!r}"
+            field = f"its {self._stored[number]}: " if len(self._stored) > 1 else ""
             if self._skips:
-                raise SkippedExampleError(example, str(error).rstrip(".")) from error
-            raise DataError(f"{example} cannot be decoded: {error}") from error
+                raise SkippedExampleError(example, f"{field}{error}".rstrip(".")) from error
+            raise DataError(f"{example} cannot be decoded: {field}{error}") from error
 
     def _shard(self, number: int) -> tuple[OpenShard, list[int]]:
         found = self._opened.get(number)

@@ -173,6 +173,8 @@ def load_index(folder: Path, *, outdated: bool = False) -> Index:
             f"{folder} {what}; prepare data with the scripts of datasets_prep/, or index shards "
             "that you have: python datasets_prep/index_shards.py FOLDER"
         ) from None
+    except NotADirectoryError:
+        raise DataError(f"{folder} is a file; name its folder, or shards with braces") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     return parse_index(text, folder, outdated=outdated)

@@ -88,21 +88,28 @@ def build_index(
     """
     place, names = selection(folder)
     if is_url(place):
+        source: Path | RemoteFolder = RemoteFolder(place)
         if names is None or out is None:
             raise DataError(
-                f"{place}: a server does not list its files, nor keep an index; name the shards "
+                f"{source}: a server does not list its files, nor keep an index; name the shards "
                 "and a folder for the index: index_shards.py 'https://…/train-{000..127}.tar' "
                 "--index FOLDER"
             )
-        source: Path | RemoteFolder = RemoteFolder(place)
     else:
         source = Path(place)
         if not source.is_dir():
+            if source.exists():
+                raise DataError(f"{source} is a file; name its folder, or shards with braces")
             raise DataError(f"there is no folder {source}")
         names = _names(source, subfolders=subfolders) if names is None else names
     if odd := [readable(name) for name in names if readable(name) != name]:
         raise DataError(f"{source} holds a shard whose name is not UTF-8, {odd[0]}; rename it")
     layout = _layout(source, names)
+    if layout == "tar" and labels_from is not None:
+        raise DataError(
+            f"{source}: the labels of tar shards are read as they are; --labels-from "
+            "(labels_from=) is for TFRecord"
+        )
     out = source if out is None and isinstance(source, Path) else Path(out or "")
     out.mkdir(parents=True, exist_ok=True)
     with sole_writer(out):

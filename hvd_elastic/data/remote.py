@@ -87,7 +87,10 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str) -> None:
-        self._url = urlsplit(url)
+        try:
+            self._url = urlsplit(url)
+        except ValueError as error:
+            raise DataError(f"a URL is not valid: {error}") from None
 
     def __str__(self) -> str:
         return self._shown(self._url.path.rstrip("/"))

@@ -50,6 +50,8 @@ CREATE INDEX jobs_by_environment ON jobs (environment);
 """
 _MOST_VALUES = 900
 """Values in one statement; SQLite takes 999 or more."""
+_MOST_INTEGER = 2**63 - 1
+"""The largest number that SQLite knows."""
 _ACTIVE = (JobStatus.QUEUED.value, JobStatus.RUNNING.value)
 # Result codes of SQLite (sqlite3.h); the module has names for them from Python 3.11 on.
 _BUSY, _LOCKED, _READONLY, _IOERR, _CORRUPT, _FULL, _CANTOPEN, _PERM, _NOTADB = (
@@ -243,7 +245,7 @@ class JobStore:
         with _explained(self.path):
             rows = self._db.execute(
                 "SELECT number FROM jobs WHERE number BETWEEN ? AND ? ORDER BY number",
-                (first, last),
+                (min(first, _MOST_INTEGER), min(last, _MOST_INTEGER)),
             ).fetchall()
         return [int(number) for (number,) in rows]
 
@@ -254,7 +256,7 @@ class JobStore:
             words: a job's number, name, name and number (``train-3``), or run id.
         """
         if words.isascii() and words.isdigit():
-            return self._select("WHERE number = ?", (int(words),))
+            return self._select("WHERE number = ?", (min(int(words), _MOST_INTEGER),))
         one = self._select("WHERE ? IN (run_id, name || '-' || number)", (words,))
         return one or self._select("WHERE name = ? ORDER BY number", (words,))
 

@@ -51,16 +51,16 @@ class TimingRules:
         shift: factor by which times must be longer, or shorter, than before to have shifted.
         shift_windows: number of consecutive windows that must show a shift, and number of windows
             needed before them.
-        refits: numbers of windows of a configuration that lead to a new fit.
+        refits: number of first windows of a configuration, each of which leads to a new fit.
         keep_others: whether times of other configurations are kept after a shift: those on one host
-            as they are if it was seen across hosts, others as much longer or shorter.
+            if it was seen across hosts, and all, as much longer or shorter, if on one host.
         configurations: number of configurations kept; the least recently timed one is dropped.
     """
 
     windows: int
     shift: float
     shift_windows: int
-    refits: tuple[int, ...]
+    refits: int
     keep_others: bool
     configurations: int = 48
 
@@ -71,9 +71,9 @@ LEADER_RULES = TimingRules(
     shift=1.25,
     shift_windows=4,
     # After each fit the leader scores all allocations again, so fit rarely.
-    refits=(1, _FIT_WEIGHT),
-    # Most likely the machine has other work, or the link has, which other worlds would feel too;
-    # measuring them again would take rescales.
+    refits=1,
+    # Most likely the link has changed, or a host has other work, which other numbers of ranks feel
+    # too; measuring other worlds again would take rescales.
     keep_others=True,
 )
 RANK_RULES = TimingRules(
@@ -84,7 +84,7 @@ RANK_RULES = TimingRules(
     # A false alarm costs little: the next reviews time the same configuration again.
     shift_windows=3,
     # The first reviews choose the batch, so they use each new time.
-    refits=(1, 2, 3, 4),
+    refits=4,
     # Only the present world matters for the batch, and with old times the fit would take slower
     # compute for a slower all-reduce.
     keep_others=False,
@@ -132,9 +132,9 @@ class StepTimings:
         Returns:
             Whether the times have shifted.
 
-        A machine that has other work, or a link, slows all configurations that use it. So others
-        are taken to have shifted as much; else the priors would make a job that is as fast on one
-        rank as on two look worth growing again and again.
+        A machine that has other work slows all numbers of ranks on it. So they are taken to have
+        shifted as much; else the priors would make a job that is as fast on one rank as on two look
+        worth growing again and again. How much a link slows depends on their number.
         """
         returns = bool(self._steps) and next(reversed(self._steps)) != where
         windows = self._append(self._steps, where, self.rules.configurations)
@@ -146,16 +146,20 @@ class StepTimings:
         if not self._has_shifted(windows, self.rules.shift_windows):
             return False
         factor = windows.keep_last(self.rules.shift_windows)
-        if not self.rules.keep_others:
-            self._steps = {where: windows}
+        if where.hosts > 1 or not self.rules.keep_others:
+            self._steps = {
+                other: kept
+                for other, kept in self._steps.items()
+                if other == where or (self.rules.keep_others and other.hosts == 1)
+            }
         # If it has shifted while others were timed, nobody knows which of their times are newer.
         is_here = windows.since_return > self.rules.shift_windows
         until = now if is_here else windows.left_at
-        for other, kept in self._steps.items():
-            if other != where and kept.timed_at <= until and not where.hosts > 1 == other.hosts:
-                kept.scale(factor)
         if where.hosts == 1:
             self._alone = {}
+            for other, kept in self._steps.items():
+                if other != where and kept.timed_at <= until:
+                    kept.scale(factor)
         self.fitted = None
         return True
 
@@ -260,10 +264,7 @@ class StepTimings:
 
     def _summary(self) -> dict[tuple[bool, Configuration], tuple[int, float]]:
         found = {
-            (True, where): (
-                sum(len(windows.times) >= count for count in self.rules.refits),
-                windows.step_s,
-            )
+            (True, where): (min(len(windows.times), self.rules.refits), windows.step_s)
             for where, windows in self._steps.items()
         }
         alone = {(False, where): (1, windows.step_s) for where, windows in self._alone.items()}

@@ -46,7 +46,7 @@ SEEN_IN_HOST = Path("/run/virtclust")
 """Path of a host's own folder inside the host."""
 
 UNSHARE = ["--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child=KILL"]
-NSENTER = ["--net", "--uts", "--mount", "--ipc", "--pid"]
+NSENTER = ["--net", "--uts", "--mount", "--ipc", "--pid", "--root"]
 # Each virtual host has its own address, so all can use the standard port.
 SSH_PORT = 22
 HIDDEN = ("/tmp", "/data", "/run")  # noqa: S108  # names of folders; nothing is written to them

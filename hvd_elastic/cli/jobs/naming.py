@@ -35,7 +35,7 @@ def find_numbers(
     found: dict[int, None] = {}
     for text in texts:
         first, dash, last = text.partition("-")
-        if dash and first.isdigit() and last.isdigit():
+        if dash and first.isdecimal() and last.isdecimal():
             numbers = store.numbers(int(first), int(last))
         else:
             jobs = store.find(text)
@@ -81,9 +81,7 @@ def run_of_job(words: str) -> RunFolder | None:
         RunError: it has not begun, or several are meant.
     """
     jobs = _jobs_named(words)
-    if len(jobs) > 1:
-        ids = ", ".join(job.run_id for job in jobs[:5]) + (", …" if len(jobs) > 5 else "")
-        raise RunError(f"{words!r} stands for {len(jobs)} jobs. Name the run of one of them: {ids}")
+    need_one(words, [job.run_id for job in jobs])
     for job in jobs:
         if not job.attempts:
             raise RunError(
@@ -92,6 +90,15 @@ def run_of_job(words: str) -> RunFolder | None:
             )
         return RunFolder.open(job.run_id)
     return None
+
+
+def need_one(words: str, run_ids: Sequence[str]) -> None:
+    """Raise RunError if words of a user stand for several jobs, whose run ids these are."""
+    if len(run_ids) > 1:
+        ids = ", ".join(run_ids[:5]) + (", …" if len(run_ids) > 5 else "")
+        raise RunError(
+            f"{words!r} stands for {len(run_ids)} jobs. Name the run of one of them: {ids}"
+        )
 
 
 def run_id_of(words: str) -> str:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.cli.jobs.daemon import ClusterOption, warn_of_no_daemon
-from hvd_elastic.cli.jobs.naming import find_numbers, submitted_last
+from hvd_elastic.cli.jobs.naming import find_numbers, need_one, submitted_last
 from hvd_elastic.cli.numbers import parse_duration, parse_number
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.shared_options import AsJson
@@ -170,8 +170,9 @@ def why(
       hvd-elastic why resnet --json
     """
     place, store = _open(cluster)
-    number = find_numbers(store, place, [job])[-1]
-    found = store.jobs([number])[number]
+    jobs = store.jobs(find_numbers(store, place, [job]))
+    need_one(job, [each.run_id for each in jobs.values()])
+    (found,) = jobs.values()
     if as_json:
         print_json(job_fields(found))
         return

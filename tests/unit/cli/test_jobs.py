@@ -155,6 +155,22 @@ def test_why_tells_what_hides_the_start_or_end_of_a_job(
     store.close()
 
 
+def test_why_explains_one_job(place: ClusterFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    store = JobStore.create(place.database)
+    sweep = JobRequest("sweep", {"command": ["true"], "cwd": "/"}, kind=JobKind.PLAIN, max_np=1)
+    both = store.add([sweep, sweep], {}, now=3.0)
+    store.close()
+    for words in ("sweep", f"{both[0].number}-{both[1].number}"):
+        with pytest.raises(SystemExit, match="1"):
+            main(["why", words])
+        said = capsys.readouterr().err
+        assert f"'{words}' stands for 2 jobs" in said
+        assert all(job.run_id in said for job in both)
+    with pytest.raises(SystemExit, match="1"):
+        main(["why", "²-³"])
+    assert "has no job '²-³'" in capsys.readouterr().err
+
+
 def test_two_clusters_that_are_up_share_no_host(
     place: ClusterFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -432,7 +432,7 @@ def test_drain_of_a_run_that_ends_meanwhile(call: Call) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--in", "soon"), "--in takes a time such as 45 (seconds)"),
+        (("--in", "soon"), "--in takes a time such as 45s, 90m or 1h30m, or seconds"),
         (("--in", "9s", "--undo"), "give one of them"),
     ],
 )

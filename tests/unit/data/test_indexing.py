@@ -22,8 +22,13 @@ from tests.unit.data.shards import features, tar, texts, write_numbers
 SCRIPT = ROOT / "datasets_prep/index_shards.py"
 
 
-@pytest.mark.parametrize(("processes", "moment"), [(1, "reads"), (2, "reads"), (2, "begins")])
-def test_an_interrupted_call_says_so(tmp_path: Path, processes: int, moment: str) -> None:
+@pytest.mark.parametrize(
+    ("processes", "moment", "option"),
+    [(1, "reads", []), (2, "reads", ["--again"]), (2, "begins", [])],
+)
+def test_an_interrupted_call_says_so(
+    tmp_path: Path, processes: int, moment: str, option: list[str]
+) -> None:
     """Also while its processes are loaded: Python would print where each of them was."""
     shards = tmp_path / "shards"
     for number in range(2):
@@ -40,7 +45,7 @@ def test_an_interrupted_call_says_so(tmp_path: Path, processes: int, moment: str
         "elif '--multiprocessing-fork' in sys.argv:\n"
         "    tell()\n"
     )
-    words = [sys.executable, str(SCRIPT), str(shards), "--processes", str(processes)]
+    words = [sys.executable, str(SCRIPT), str(shards), "--processes", str(processes), *option]
     with subprocess.Popen(
         words,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
@@ -51,10 +56,9 @@ def test_an_interrupted_call_says_so(tmp_path: Path, processes: int, moment: str
         with (tmp_path / "pipe").open("rb", buffering=0) as pipe:
             assert pipe.read(1) == b"x"
         os.killpg(call.pid, signal.SIGINT)
-        assert (
-            call.communicate(timeout=60)[1]
-            == "interrupted; the same call goes on where this one stopped\n"
-        )
+        same = "the same call without --again" if option else "the same call"
+        said = call.communicate(timeout=60)[1]
+        assert said == f"interrupted; {same} goes on where this one stopped\n"
     assert call.returncode == 130
 
 
@@ -66,6 +70,65 @@ def test_verifying_takes_a_folder(
     with pytest.raises(SystemExit, match="2"):
         index_shards.main()
     assert "--verify takes the folder of the shards" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--again", "--classes=x", "--labels-from=0"])
+def test_what_goes_with_indexing_does_not_go_with_verifying(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["index_shards.py", "/d", "--verify", option])
+    with pytest.raises(SystemExit, match="2"):
+        index_shards.main()
+    assert f"{option.partition('=')[0]} goes with indexing" in capsys.readouterr().err
+
+
+def test_the_labels_of_tar_files_count_as_they_are(tmp_path: Path) -> None:
+    tar(tmp_path / "a.tar", [("k.txt", b"t"), ("k.cls", b"1")])
+    with pytest.raises(DataError, match="the labels of tar shards are read as they are; --labels-"):
+        build_index(tmp_path, labels_from=1)
+
+
+def test_one_shard_is_no_folder(tmp_path: Path) -> None:
+    shard = tar(tmp_path / "a.tar", texts(1)) / "a.tar"
+    for use in (ShardDataset, build_index):
+        with pytest.raises(DataError, match=r"a\.tar is a file; name its folder"):
+            use(shard)
+
+
+def test_what_may_be_secret_in_a_url_is_not_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether all is well or not."""
+    tar(tmp_path / "shards/0.tar", texts(1))
+    index = ["--index", str(tmp_path / "index"), "--processes", "1"]
+    with FileServer(tmp_path / "shards").serving() as server:
+        url = server.url.replace("://", "://user:PASS@")
+        for words in ([f"{url}/{{0..0}}.tar?sig=SIGN", *index], [f"{url}?sig=SIGN"]):
+            monkeypatch.setattr(sys, "argv", ["index_shards.py", *words])
+            index_shards.main()
+        monkeypatch.setattr(sys, "argv", ["index_shards.py", "http://[PASS/{0..1}.tar", *index])
+        assert index_shards.main() == 1
+    said = "".join(capsys.readouterr())
+    assert "1 examples in 1 shards" in said
+    assert "a server does not list its files" in said
+    assert "a URL is not valid" in said
+    assert not [word for word in ("PASS", "SIGN", "user") if word in said]
+
+
+def test_an_error_names_the_field_that_cannot_be_decoded(tmp_path: Path) -> None:
+    build_index(tar(tmp_path / "a.tar", [("k.txt", b"t"), ("k.json", b"{")]))
+    with pytest.raises(DataError, match=r"example 'k' cannot be decoded: its json: "):
+        ShardDataset(tmp_path)[0]
+    with pytest.raises(DataError, match=r"example 'k'.*its json: "):
+        ShardDataset(tmp_path, on_error="skip")[0]
+
+
+def test_one_name_is_no_list_of_fields(tmp_path: Path) -> None:
+    build_index(tar(tmp_path / "a.tar", texts(1)))
+    with pytest.raises(DataError, match=r"fields is 'txt', it must be a tuple .*: \('txt',\)"):
+        ShardDataset(tmp_path, fields="txt")
+    with pytest.raises(DataError, match=r"optional is 'txt', it must be a tuple"):
+        ShardDataset(tmp_path, optional="txt")
 
 
 def test_an_index_lies_elsewhere_and_has_shards_of_subfolders(tmp_path: Path) -> None:

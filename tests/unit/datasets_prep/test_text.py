@@ -124,7 +124,7 @@ no
         "empty.txt: it is empty (0 bytes)",
         "half.jsonl: the line at byte 18 has no text 'text'; its fields are none",
         "half.jsonl: the line at byte 22 has no text 'text'; its fields are body",
-        "half.jsonl: the line at byte 36 has no text 'text'; its fields are text",
+        "half.jsonl: the line at byte 36 has no text in 'text', but 5",
         "half.jsonl: half a character at the line of byte 56 is ? now",
         "half.jsonl: 2 more such lines before byte 75",
         "wide.txt: it is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8",

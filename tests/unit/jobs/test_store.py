@@ -70,7 +70,8 @@ def test_find_by_number_run_id_and_name(store: JobStore) -> None:
         return [job.number for job in store.find(words)]
 
     assert (found("2"), found("a-3"), found("a"), found("c")) == ([2], [3], [1, 3], [])
-    assert store.numbers(2, 9) == [2, 3]
+    assert store.numbers(2, 9) == store.numbers(2, 10**30) == [2, 3]
+    assert found("9" * 30) == []
 
 
 @pytest.mark.parametrize(("version", "which"), [(1, "an earlier"), (VERSION + 1, "a newer")])

@@ -57,7 +57,7 @@ def test_sums_are_part_of_the_state(ctx: Context, state_first: bool) -> None:
     totals.synchronize()
     content = decode_values(state.content().values, {}, ())
     totals.clear()
-    state.load({**content, "progress": ctx.worker.progress.as_dict()}, "there")
+    state.load({**content, "progress": ctx.worker.progress.as_state()}, "there")
     assert totals["hits"] == 5.0
 
 
@@ -98,7 +98,7 @@ def test_the_mean_is_over_the_examples_that_were_seen(ctx: Context) -> None:
     assert (totals.mean("loss"), totals.mean("hits")) == (3.0, 0.5)
     others.load_state_dict(totals.state_dict())
     assert others.mean("loss") == 3.0
-    others.load_state_dict({"sums": {"loss": 3.0}, "times": 1})
+    others.load_state_dict({"sums": {"loss": 3.0}, "examples": {"loss": 0}, "times": 1})
     with pytest.raises(ScriptError, match=r"give their number first: add\(len\(targets\), loss"):
         others.mean("loss")
     with pytest.raises(ScriptError, match="has no sum 'accuracy'"):
@@ -155,10 +155,10 @@ def test_what_another_rank_has_in_its_sums_is_not_added_again(alone: Context) ->
     """A synchronisation that failed on this rank went through on the one whose state all take."""
     totals = hvd.Accumulator()
     totals.add(hits=3)
-    totals.load_state_dict({"sums": {"hits": 10.0}, "times": 1})
+    totals.load_state_dict({"sums": {"hits": 10.0}, "examples": {"hits": 0}, "times": 1})
     totals.synchronize()
     assert totals["hits"] == 10
     totals.add(hits=2)
-    totals.load_state_dict({"sums": {"hits": 10.0}, "times": 2})
+    totals.load_state_dict({"sums": {"hits": 10.0}, "examples": {"hits": 0}, "times": 2})
     totals.synchronize()
     assert totals["hits"] == 12, "this time it failed on both"
