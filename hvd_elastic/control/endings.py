@@ -62,6 +62,7 @@ class StopCause(enum.Enum):
     TERMINATE = "SIGTERM"
     HANGUP = "SIGHUP"
     COMMAND = "stop command"
+    ALLOCATION = "the allocation of its hosts has ended"
 
 
 class _ScriptCause(enum.Enum):

@@ -95,7 +95,8 @@ class Steering:
         hosts, draining = self._run.hostfile.hosts, self._executor.machine.draining
         match op:
             case "stop":
-                self._stopping.ask(StopCause.COMMAND)
+                asked = {cause.value: cause for cause in StopCause}
+                self._stopping.ask(asked.get(str(fields.get("reason")), StopCause.COMMAND))
                 return Answer("the run is being stopped")
             case "scale":
                 run_id, wanted = self._run.folder.run_id, fields.get("np")

@@ -26,8 +26,9 @@ _SIGNALS = {
     signal.SIGTERM: StopCause.TERMINATE,
     signal.SIGHUP: StopCause.HANGUP,
 }
-_SHUTDOWN = {StopCause.TERMINATE, StopCause.HANGUP}
-"""A machine that shuts down may send both signals in a row; together they are one request."""
+_SHUTDOWN = {StopCause.TERMINATE, StopCause.HANGUP, StopCause.ALLOCATION}
+"""A machine that shuts down may send both signals in a row, and Slurm one at an allocation's end;
+together they are one request."""
 
 
 class Stopping:
@@ -74,7 +75,7 @@ class Stopping:
     def ask(self, cause: StopCause) -> None:
         """Stop the run: at the first request after a last checkpoint, at the second immediately."""
         if self.cause is not None:
-            if {self.cause, cause} != _SHUTDOWN:
+            if self.cause is cause or not {self.cause, cause} <= _SHUTDOWN:
                 self._stop_now()
                 if self._executor.finish is not None:
                     self._run.loop.stop()  # without what is still to be fetched

@@ -218,7 +218,7 @@ class RunFolder:
 
     @property
     def is_submitted(self) -> bool:
-        """Whether the run was submitted to Slurm, in whose queue it waits without a leader."""
+        """Return whether the run was submitted to Slurm, in whose queue it may be."""
         return "slurm" in self.read_run()
 
     @property

@@ -148,6 +148,15 @@ def time_left(job_id: str) -> float:
     )
 
 
+def has_ended(job_id: str) -> bool:
+    """Return whether a job has ended for certain; a slurmctld that does not answer says nothing."""
+    try:
+        states = call("squeue", "--noheader", f"--jobs={job_id}", "--states=all", "--format=%T")
+    except RunError as error:
+        return "Invalid job id" in str(error)  # some minutes after its end
+    return not {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED"} & {*states.split()}
+
+
 def slots_of_nodes(environment: Mapping[str, str], gpus: Sequence[int]) -> list[int]:
     """Return the number of slots of each node of an allocation.
 

@@ -10,25 +10,30 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from hvd_elastic.errors import SshError
+from hvd_elastic.control.endings import StopCause
+from hvd_elastic.errors import RunError, SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.hostfile import Host, write_hostfile
 from hvd_elastic.hosts.local import LocalConnection, PopenEnds, ProgramConnection, start_here
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.slurm.allocation import Allocation
+from hvd_elastic.slurm.allocation import Allocation, has_ended
 from hvd_elastic.slurm.commands import clean_environment
 
 _STEP_S = 10
 """How long srun may wait for a node to take a step [s]; longer, and the node counts as lost."""
+_LOOK_S = 15.0
+"""Time between two looks at whether the allocation has ended [s]."""
 _HEAR_S = 1.0
 """How long the last words of an srun that has failed are waited for [s]."""
 _TELL_ADDRESS = "export HVD_ELASTIC_LEADER_ADDRESS=$SLURM_LAUNCH_NODE_IPADDR; "
 """The agent finds by it which of the node's addresses the other hosts use."""
 _OF_SRUN = re.compile(rb"(?m)^srun: (error: \S+: task 0: |.*lacks support for cpu binding).*\n")
 _FOR_GOOD = re.compile(
-    rb"srun: error: Unable to create step for job \d+: (Invalid generic resource|Invalid job id|"
-    rb"Job/step already completing|Access/permission denied|More processors requested than|"
-    rb"Memory required by task is not available)"
+    rb"srun: error: (Slurm job \d+ has expired|"
+    rb"Unable to (create step|confirm allocation) for job \d+: "
+    rb"(Invalid generic resource|Invalid job id|Job/step already completing|"
+    rb"Access/permission denied|More processors requested than|"
+    rb"Memory required by task is not available))"
 )
 """What srun says of a step that this job will never have; other errors may be over soon."""
 
@@ -101,8 +106,27 @@ class SlurmEngine:
 
 @contextlib.contextmanager
 def slurm_engine(folder: RunFolder, allocation: Allocation) -> Iterator[SlurmEngine]:
-    """Yield the nodes of an allocation as the hosts of a run, which they are from then on."""
-    yield SlurmEngine(folder, allocation)
+    """Yield the nodes of an allocation as the hosts of a run, which they are from then on.
+
+    The run is stopped when the allocation has ended, if its leader outlives it: that of a shell of
+    ``salloc`` does, and the nodes do not come back.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_LOOK_S):
+            if has_ended(allocation.job_id):
+                with contextlib.suppress(RunError):  # of a full disk: tried again
+                    folder.send_request("stop", {"reason": StopCause.ALLOCATION.value})
+                    return
+
+    thread = threading.Thread(target=watch, name="allocation", daemon=True)
+    engine = SlurmEngine(folder, allocation)
+    thread.start()
+    try:
+        yield engine
+    finally:
+        over.set()
 
 
 class SrunConnection(ProgramConnection):

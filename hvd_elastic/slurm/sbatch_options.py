@@ -83,11 +83,7 @@ def parse_options(text: str) -> Iterator[SbatchOption]:
         value = match[2] or ""
         if name not in _SHORTENED:
             name = next((each for each in _SHORTENED if each.startswith(name)), name)
-        if name not in _FREE_TEXT and re.search(r"\s--?[A-Za-z]", value):
-            raise UsageError(
-                f"--sbatch {text!r} has several options: give each one by a --sbatch of its own"
-            )
-        yield SbatchOption(name, value)
+        yield _one(text, name, value)
         return
     rest = text[1:]
     while rest:
@@ -96,8 +92,16 @@ def parse_options(text: str) -> Iterator[SbatchOption]:
         if letter in _FLAGS:
             yield SbatchOption(name)
         else:
-            yield SbatchOption(name, rest.strip())
+            yield _one(text, name, rest.strip())
             return
+
+
+def _one(text: str, name: str, value: str) -> SbatchOption:
+    if name not in _FREE_TEXT and re.search(r"\s--?[A-Za-z]", value):
+        raise UsageError(
+            f"--sbatch {text!r} has several options: give each one by a --sbatch of its own"
+        )
+    return SbatchOption(name, value)
 
 
 def options_in(environment: Mapping[str, str]) -> list[SbatchOption]:

@@ -227,6 +227,14 @@ def test_a_command_that_srun_starts_several_times_says_so(nodes, slurm) -> None:
     assert done.returncode == 2
 
 
+def test_a_leader_that_outlives_its_allocation_ends(stage, nodes, slurm) -> None:
+    with slurm.allocation("--nodes=2", "--ntasks-per-node=1"), RunningJob(stage, None) as job:
+        job.wait_size(2)
+        slurm.call("scancel", "--me")
+        finished = job.wait_event("run_finished", 0)
+        assert finished["message"] == "the allocation of its hosts has ended"
+
+
 def test_an_allocation_that_has_ended_is_said(stage, two_nodes, slurm) -> None:
     slurm.call("scancel", "--me")
     with RunningJob(stage, None) as job:

@@ -8,7 +8,7 @@ import pytest
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.slurm.allocation import own_allocation, slots_of_nodes
+from hvd_elastic.slurm.allocation import has_ended, own_allocation, slots_of_nodes
 from hvd_elastic.slurm.commands import call
 from hvd_elastic.slurm.engine import srun_command
 from tests.unit.slurm.conftest import VARIABLES, Write
@@ -50,6 +50,24 @@ def test_a_job_that_has_ended_is_refused(write: Write, squeue: str, said: str) -
     write("squeue", squeue)
     with pytest.raises(RunError, match=said):
         own_allocation(VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("squeue", "ended"),
+    [
+        ("echo RUNNING", False),
+        ("echo COMPLETING", True),
+        ("echo TIMEOUT", True),
+        ("exit 0", True),
+        ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", True),
+        ("echo slurm_load_jobs error: Unable to contact slurm controller >&2; exit 1", False),
+    ],
+)
+def test_a_slurmctld_that_does_not_answer_ends_no_allocation(
+    write: Write, squeue: str, ended: bool
+) -> None:
+    write("squeue", squeue)
+    assert has_ended("17") is ended
 
 
 @pytest.mark.parametrize("cpus", ["", "8", "8(x3)", "eight(x2)"])

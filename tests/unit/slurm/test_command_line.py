@@ -172,6 +172,7 @@ def test_what_sbatch_refuses_leaves_the_run_id_free(write, queue, capsys) -> Non
         (["--nodes", "8-2"], "--nodes 8-2: the most nodes come second"),
         (["--nodes", "2-3", "--np", "4"], "--np 4 is above the 3 slots of --nodes 2-3"),
         (["--nodes", "2", "--sbatch", "--array=1-4"], "--sbatch --array=1-4: each task"),
+        (["--nodes", "2", "--sbatch", "-Ax -q y"], "--sbatch '-Ax -q y' has several options"),
         (["--nodes", "2", "--time", "1"], "--time 1 leaves no time to train"),
         (["--nodes", "2", "--hostfile", "hosts"], "no such option: --hostfile"),
     ],

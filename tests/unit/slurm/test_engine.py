@@ -19,6 +19,8 @@ REFUSED = "srun: error: Unable to create step for job 17: "
     [
         (f"{REFUSED}Invalid generic resource (gres) specification", os.EX_NOPERM),
         (f"{REFUSED}Job/step already completing or completed", os.EX_NOPERM),
+        ("srun: error: Slurm job 17 has expired", os.EX_NOPERM),
+        ("srun: error: Unable to confirm allocation for job 17: Invalid job id", os.EX_NOPERM),
         (f"{REFUSED}Requested nodes are busy", 1),
         ("srun: error: Unable to contact slurm controller (connect failure)", 1),
         ("said by the command itself", 1),
