@@ -21,11 +21,13 @@ from hvd_elastic.training.worker import Worker
 def install_breakpoints(worker: Worker) -> None:
     """Have ``breakpoint()`` wait for a user; ``PYTHONBREAKPOINT`` of the user's stays.
 
+    ``pdb.set_trace()`` does the same, since a worker has no terminal for pdb.
     While the rank stands still, its step has not begun, so it counts as busy for no deadline. Its
     heartbeats go on.
     """
     if worker.link is not None and "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = _Breakpoints(worker)
+        pdb.set_trace = sys.breakpointhook
 
 
 class _Breakpoints:

@@ -65,7 +65,9 @@ def up(
     if policy not in POLICIES:
         raise UsageError(f"--policy {policy!r} is not known; valid: {', '.join(POLICIES)}")
     parse_hostfile(hostfile)  # an error is told before anything is made
-    place = ClusterFolder.create(name or name_of_hostfile(hostfile))
+    name = name or name_of_hostfile(hostfile)
+    _refuse_shared_hosts(name, hostfile)  # before it has a folder, which would count as a cluster
+    place = ClusterFolder.create(name)
     config = ssh_config_for(hostfile, ssh_config)
     serve = functools.partial(_serve, place, hostfile, config, POLICIES[policy])
     on_up = functools.partial(_tell_up, place, hostfile, as_json)
@@ -87,7 +89,7 @@ def _serve(
     from hvd_elastic.jobs.daemon import Daemon
 
     with place.lock():
-        _refuse_shared_hosts(place, hostfile)
+        _refuse_shared_hosts(place.name, hostfile)
         hostfile = hostfile.absolute()
         daemon = Daemon(place, hostfile, config, begin_leader, policy)
         place.describe_daemon(hostfile)
@@ -95,14 +97,14 @@ def _serve(
         daemon.run()
 
 
-def _refuse_shared_hosts(place: ClusterFolder, hostfile: Path) -> None:
+def _refuse_shared_hosts(name: str, hostfile: Path) -> None:
     """Raise RunError if another cluster that is up has one of the hosts."""
     from hvd_elastic.hosts.hostfile import parse_hostfile
     from hvd_elastic.jobs.place import list_clusters
 
     own = {host.name for host in parse_hostfile(hostfile).hosts}
     for other in list_clusters():
-        if other.name == place.name or not other.daemon_alive():
+        if other.name == name or not other.daemon_alive():
             continue
         theirs = other.daemon().get("hostfile", "")
         with contextlib.suppress(HostfileError):  # it is being edited

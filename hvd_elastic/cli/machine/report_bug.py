@@ -36,12 +36,13 @@ _NAME = (
     r"(?:[\w-]*[_-])?"
     r"(?:(?:api|access|secret|private)[_-]?key|token|secret|password|passwd|passphrase)"
 )
+_QUOTE = r"(?:\\*[\"'])?"  # escaped, where JSON is text in JSON
 _VALUE = r"([^\s\"',;&]+)"
 _SECRETS = (
-    re.compile(rf"(?i)((?<![\w-])-*{_NAME}[\"']?\s*[=:]\s*[\"']?){_VALUE}"),
-    re.compile(rf"(?i)(--{_NAME}[\"']?,?\s+[\"']?){_VALUE}"),
+    re.compile(rf"(?i)((?<![\w-])-*{_NAME}{_QUOTE}\s*[=:]\s*{_QUOTE}){_VALUE}"),
+    re.compile(rf"(?i)(--{_NAME}{_QUOTE},?\s+{_QUOTE}){_VALUE}"),
     re.compile(r"(?i)(\b\w[\w+.-]*://)([^\s/@]+)(?=@)"),
-    re.compile(r"(?i)(\bbearer\s+)(\S+)"),
+    re.compile(rf"(?i)(\bbearer\s+|\bauthorization{_QUOTE}\s*[=:]\s*{_QUOTE}\w+\s+){_VALUE}"),
     re.compile(r"()(\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\b(?:ghp|gho|hf|sk|xox[abp])[_-][\w-]{16,})"),
 )
 """What stands before a value, and the value."""

@@ -13,7 +13,7 @@ from hvd_elastic.cli.jobs.naming import find_numbers, run_id_of, source_of
 from hvd_elastic.cli.jobs.queue import parse_after
 from hvd_elastic.jobs.job import After, JobKind, JobRequest, JobStatus
 from hvd_elastic.jobs.messages import Answer, Submit
-from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.jobs.place import ClusterFolder, list_clusters
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.records.run_folder import RunFolder
 
@@ -181,3 +181,4 @@ def test_two_clusters_that_are_up_share_no_host(
         with pytest.raises(SystemExit, match="1"):
             main(["up", str(tmp_path / "one"), "--name", "other"])
     assert "cluster test, which is up, has host b too" in capsys.readouterr().err
+    assert "other" not in [cluster.name for cluster in list_clusters()]

@@ -19,7 +19,9 @@ from hvd_elastic.records.run_folder import RunFolder
         ("--wandb-token hunter22 --lr 0.1", "--wandb-token [removed] --lr 0.1"),
         ("AWS_SECRET_ACCESS_KEY=hunter22", "AWS_SECRET_ACCESS_KEY=[removed]"),
         ('{"password": "hunter22", "x": 1}', '{"password": "[removed]", "x": 1}'),
+        (r'["-c", "{\"api_key\": \"hunter22\"}"]', r'["-c", "{\"api_key\": \"[removed]"}"]'),
         ("Authorization: Bearer hunter22", "Authorization: Bearer [removed]"),
+        ("{'Authorization': 'Basic aHVudGVy'}", "{'Authorization': 'Basic [removed]'}"),
         (
             "GET https://me:hunter22@store/x?token=hunter22",
             "GET https://[removed]@store/x?token=[removed]",
