@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from datasets_prep.common import progress_bar
@@ -256,7 +257,7 @@ def prepare(
                     note(journal, {"number": number, **result._asdict()})
                     done[number] = result
                     advance(result.sources)
-        shards = [Shard(**done[number].shard) for number in range(len(paths))]
+        shards = [msgspec.convert(done[number].shard, Shard) for number in range(len(paths))]
         skipped = [_one_line(line) for number in range(len(paths)) for line in done[number].skipped]
         counts = Counter[str]()
         for each in done.values():

@@ -232,7 +232,10 @@ def _image_field(name: str, value: bytes, features: Container[str]) -> str:
 def _class_number(name: str, kind: str, value: bytes) -> int | None:
     """Return the number that a label's feature stores; None: it stores something else."""
     if kind == "int64":
-        return _read_varint(value, 0)[0]
+        number = _read_varint(value, 0)[0]
+        if number == -(1 << 63):
+            raise DataError(f"{name} is {number}, which is no class, but NaN made an integer")
+        return number
     is_number = kind == "bytes" and name == _CLASS and _DECIMAL.fullmatch(value)
     return int(value) if is_number else None
 

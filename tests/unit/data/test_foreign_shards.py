@@ -232,6 +232,12 @@ def test_records_with_the_names_of_webdataset_have_their_labels_and_keys(
     assert ShardDataset(tmp_path, fields=("__key__", "txt", "cls"))[0] == ("k7", "t", 3)
 
 
+def test_a_label_that_was_nan_is_named(tmp_path: Path) -> None:
+    folder = features(tmp_path, {"label": 1}, {"label": 1 << 63})  # as the bits of a negative one
+    with pytest.raises(DataError, match=r"record 1: label is -9223372036854775808, which is no cl"):
+        build_index(folder)
+
+
 @pytest.mark.parametrize("record", [{"cls": b"cat"}, {"cls": 1, "label": 2}, {"__key__": 1}])
 def test_features_that_are_no_labels_or_keys_do_not_pass_for_them(
     tmp_path: Path, record: dict[str, int | bytes]
