@@ -120,9 +120,9 @@ def predict(
         asked = Prediction(outputs.weights, place, done)
         os.environ[VARIABLE] = msgspec.json.encode(asked).decode()
         spec = options.spec()
+        folder = RunFolder.create(options.run_id, spec.as_dict())
         if size := options.says_size():
             print(size, file=sys.stderr)
-        folder = RunFolder.create(options.run_id, spec.as_dict())
         outputs.add_run(folder.run_id)
         try:
             status = lead(spec, folder, resumed=False, as_json=as_json)

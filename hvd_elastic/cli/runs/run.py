@@ -70,8 +70,6 @@ def run(context: typer.Context, options: RunOptions) -> None:
 
         options.check()
         spec = options.spec()
-        if size := options.says_size():
-            print(size, file=sys.stderr)
         if options.mpi:
             from hvd_elastic.leader.mpi import run_mpi
 
@@ -79,6 +77,8 @@ def run(context: typer.Context, options: RunOptions) -> None:
         if spec.checkpoint_folder is not None:
             check_new_place(spec.checkpoint_folder)  # before the run id is in use
         folder = RunFolder.create(options.run_id, spec.as_dict())
+        if size := options.says_size():
+            print(size, file=sys.stderr)
     if options.detach:
         _lead_in_background(spec, folder, resumed=resumed)
         return
