@@ -18,7 +18,7 @@ from hvd_elastic.hosts.programs.processes import environment
 from hvd_elastic.hosts.programs.ray_node import MARK
 from hvd_elastic.virtual import VirtualCluster
 
-_LIMIT_S = 200.0
+_LIMIT_S = 380.0
 
 
 class VirtualRay:
