@@ -11,11 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from datasets_prep.common import interrupted, whole_number
+from datasets_prep.common import interrupted, result_of, whole_number
 from datasets_prep.frame import Convert, Settings
 from datasets_prep.on_hosts import ON_HOST, OnHost
 from datasets_prep.resuming import SKIPPED
-from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.hosts.programs.cores import usable_cores
 
 _SHOWN = 5
@@ -101,17 +100,10 @@ def main(
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names of files need not be UTF-8
             stream.reconfigure(errors="backslashreplace")
-    try:
-        found = [each for each in run(given) if each]
-    except HvdElasticError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or given.out}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(interrupted(again=given.again), file=sys.stderr)
-        return 130
+    made, status = result_of(lambda: run(given), given.out, interrupted(again=given.again))
+    if made is None:
+        return status
+    found = [each for each in made if each]
     if given.json:
         print(json.dumps(found))
         return 0

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: a progress bar, what they say, numbers as options."""
+"""What the scripts of this folder share: a progress bar, how they end, numbers as options."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from hvd_elastic.errors import HvdElasticError
+
+Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
@@ -57,6 +62,28 @@ def interrupted(*, again: bool) -> str:
     """Return what to say of a call that Ctrl-C ends; ``again``: whether it was to redo all."""
     which = "the same call without --again" if again else "the same call"
     return f"interrupted; {which} goes on where this one stopped"
+
+
+def result_of(
+    work: Callable[[], Result], place: object, interruption: str
+) -> tuple[Result | None, int]:
+    """Return what work gives, and 0; or None, and the exit status of what was printed instead.
+
+    Args:
+        work: what a script does.
+        place: what an error of the system is about where it names no file.
+        interruption: what is printed after Ctrl-C.
+    """
+    try:
+        return work(), 0
+    except HvdElasticError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {error.filename or place}: {error.strerror or error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(interruption, file=sys.stderr)
+        return None, 130
+    return None, 1
 
 
 def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:

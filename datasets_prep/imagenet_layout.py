@@ -29,7 +29,7 @@ if str(ROOT) not in sys.path:
 try:
     from PIL import Image, UnidentifiedImageError
 
-    from datasets_prep.common import progress_bar, whole_number
+    from datasets_prep.common import interrupted, progress_bar, result_of, whole_number
     from datasets_prep.shapes import DRAWING, MOST_CLASSES, draw_picture, look_of
     from hvd_elastic.data.files import file_size, sole_writer
     from hvd_elastic.data.processes import in_processes
@@ -387,18 +387,12 @@ def main() -> int:
         for name in ("classes", "per_class", "val_per_class", "size", "seed", "dry_run"):
             if getattr(given, name) is not None:
                 parser.error(f"--{name.replace('_', '-')} goes with --out, not with --verify")
-    try:
-        return _verify(given) if given.verify is not None else _prepare(given)
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        where = error.filename or given.out or given.verify
-        print(f"error: {where}: {error.strerror}", file=sys.stderr)
-    except KeyboardInterrupt:
-        more = "; the same call goes on where this one stopped" if given.out else ""
-        print(f"interrupted{more}", file=sys.stderr)
-        return 130
-    return 1
+    found, status = result_of(
+        lambda: _verify(given) if given.verify is not None else _prepare(given),
+        given.out or given.verify,
+        interrupted(again=False) if given.out else "interrupted",
+    )
+    return status if found is None else found
 
 
 def _prepare(given: argparse.Namespace) -> int:

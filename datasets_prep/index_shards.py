@@ -21,11 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from datasets_prep.common import interrupted
+from datasets_prep.common import interrupted, result_of
 from datasets_prep.pictures import read_classes
+from hvd_elastic.data.index import Index
 from hvd_elastic.data.indexing import build_index, verify
 from hvd_elastic.data.remote import RemoteFolder, selection
-from hvd_elastic.errors import DataError
 from hvd_elastic.urls import is_url
 
 _SHOWN = 5
@@ -60,31 +60,13 @@ def main() -> int:
         parser.error("--verify takes the folder of the shards, not a URL or names with braces")
     if given.processes < 1:
         parser.error("--processes must be 1 or more")
-    shown = given.folder
-    try:
-        if is_url(shown):
-            shown = str(RemoteFolder(shown))  # without what may be secret
-        if given.verify:
-            index = verify(Path(given.folder), given.index)
-        else:
-            index = build_index(
-                given.folder,
-                read_classes(given.classes) if given.classes is not None else (),
-                out=given.index,
-                subfolders=given.subfolders,
-                labels_from=given.labels_from,
-                processes=given.processes,
-                again=given.again,
-            )
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or shown}: {error.strerror}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(interrupted(again=given.again), file=sys.stderr)
-        return 130
+    at_interrupt = interrupted(again=given.again)
+    shown, status = result_of(lambda: _without_secrets(given.folder), "", at_interrupt)
+    if shown is None:
+        return status
+    index, status = result_of(lambda: _index(given), shown, at_interrupt)
+    if index is None:
+        return status
     examples = sum(shard.examples for shard in index.shards)
     left_out = Counter[str]()
     for shard in index.shards:
@@ -108,6 +90,24 @@ def main() -> int:
     if index.labelled and index.layout == "tfrecord":
         print(f"labels: {index.labels_from} is the first class (--labels-from), and read as 0")
     return 0
+
+
+def _without_secrets(folder: str) -> str:
+    return str(RemoteFolder(folder)) if is_url(folder) else folder
+
+
+def _index(given: argparse.Namespace) -> Index:
+    if given.verify:
+        return verify(Path(given.folder), given.index)
+    return build_index(
+        given.folder,
+        read_classes(given.classes) if given.classes is not None else (),
+        out=given.index,
+        subfolders=given.subfolders,
+        labels_from=given.labels_from,
+        processes=given.processes,
+        again=given.again,
+    )
 
 
 if __name__ == "__main__":
