@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -81,15 +80,9 @@ def simulate_workload(options: argparse.Namespace) -> None:
 
 def _figures(outcome: FairOutcome) -> dict[str, Any]:
     return {
-        "mean_completion_s": outcome.mean_completion_s,
-        "p99_completion_s": outcome.percentile_completion_s(99),
+        **outcome.figures(),
         "mean_fairness": outcome.mean_fairness,
         "worst_fairness": outcome.worst_fairness,
-        "rescales": outcome.rescales,
-        "slot_s": outcome.slot_s,
-        "span_s": outcome.span_s,
-        "mean_decision_s": statistics.fmean(outcome.decision_s),
-        "max_decision_s": max(outcome.decision_s),
         "jobs": outcome.completion_s,
         "fairness_of_jobs": outcome.fairness,
         "changes": [{**vars(change), "slots": change.slots} for change in outcome.changes],

@@ -15,6 +15,7 @@ from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import (
     INPUT_LABEL,
     Host,
+    Hostfile,
     hostfile_stamp,
     parse_hostfile,
     require_prices,
@@ -24,6 +25,17 @@ from hvd_elastic.leader.spec import RunSpec
 _REPLACED_WITHIN_S = 2.0
 """How long the hostfile may be missing without a warning [s]: some editors replace it by renaming,
 which leaves no file for a moment."""
+
+
+def hosts_of(spec: RunSpec) -> Hostfile:
+    """Return the hosts of a run as its hostfile has them now, or this machine if there is none.
+
+    Raises:
+        HostfileError: the hostfile cannot be used.
+    """
+    if spec.hostfile_path is None:
+        return Hostfile((Host("localhost", slots=spec.slots),), "this machine")
+    return parse_hostfile(spec.hostfile_path)
 
 
 class HostfileWatch:
@@ -65,16 +77,14 @@ class HostfileWatch:
             HostfileError: the hostfile cannot be used; ``hosts`` is unchanged.
         """
         path = self._spec.hostfile_path
-        if path is None:
-            hosts = [Host("localhost", slots=self._spec.slots)]
-        else:
-            with contextlib.suppress(OSError):  # parse_hostfile reports the problem
+        if path is not None:
+            with contextlib.suppress(OSError):  # hosts_of reports the problem
                 self._stamp = hostfile_stamp(path)
-            hostfile = parse_hostfile(path)
-            hosts = list(hostfile.hosts)
-            if self._spec.objective == "cost":
-                require_prices(hostfile)
-                hosts = self._cheapest_first(hosts)
+        hostfile = hosts_of(self._spec)
+        hosts = list(hostfile.hosts)
+        if path is not None and self._spec.objective == "cost":
+            require_prices(hostfile)
+            hosts = self._cheapest_first(hosts)
         reads = input_hosts(hosts, self._spec.input_hosts, str(path))
         self.input_hosts = {host.name: host for host in reads}
         self.hosts = {host.name: host for host in hosts if host.name not in self.input_hosts}

@@ -18,13 +18,13 @@ import typer
 from hvd_elastic import __version__
 from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.machine.doctor import diagnose, render
+from hvd_elastic.cli.runs.show import last_lines
 from hvd_elastic.cli.shared_options import OptionalRun
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.records.run_folder import RunFolder
 
 _EVENTS, _LINES, _LOGS = 400, 200, 16
-_MOST_BYTES = 1 << 20
 _PACKAGES = re.compile(
     r"(hvd.elastic|horovod|torch.*|triton|tensorflow.*|keras|numpy|nvidia-.*|msgspec|paramiko|fabric"
     r"|lightning|transformers|accelerate|ray|pyspark|mpi4py)$",
@@ -128,17 +128,16 @@ def _parts(folder: RunFolder | None) -> Iterator[str]:
         return
     yield f"\n## run {folder.run_id}\n\n{json.dumps(folder.read_run())}"
     yield f"\n## its last events ({folder.events.name})\n"
-    yield from _last_lines(folder.events, _EVENTS)
+    yield from _end_of(folder.events, _EVENTS)
     logs = sorted(folder.logs.glob("*"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in (folder.leader_log, *logs[:_LOGS]):
         if path.is_file():
             yield f"\n## the end of {path.name}\n"
-            yield from _last_lines(path, _LINES)
+            yield from _end_of(path, _LINES)
     if left_out := [path.name for path in logs[_LOGS:]]:
         yield f"\nleft out: {', '.join(left_out)}"
 
 
-def _last_lines(path: Path, most: int) -> list[str]:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _MOST_BYTES))
-        return file.read().decode(errors="backslashreplace").splitlines()[-most:]
+def _end_of(path: Path, lines: int) -> list[str]:
+    found, _ = last_lines(path, lines, whole=False)
+    return [line.decode(errors="backslashreplace") for line in found]

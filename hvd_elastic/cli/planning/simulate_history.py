@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.errors import UsageError
@@ -63,8 +63,8 @@ def simulate_past(
         "jobs_of_unknown_speed": guessed,
         "added_hosts": added_hosts,
         "measured_mean_completion_s": measured_s,
-        "without": _summary(without),
-        "with": _summary(added),
+        "without": without.figures(),
+        "with": added.figures(),
         "ratio": ratio,
     }
     if as_json:
@@ -105,15 +105,3 @@ def _draw(outcome: Outcome, hosts: Sequence[HostSlots], name: str, heading: str,
 
     summary = summarize_cluster(queue_events(outcome, hosts), name)
     write_page(out, render_cluster(summary, heading))
-
-
-def _summary(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "mean_completion_s": outcome.mean_completion_s,
-        "p99_completion_s": outcome.percentile_completion_s(99),
-        "rescales": outcome.rescales,
-        "slot_s": outcome.slot_s,
-        "span_s": outcome.span_s,
-        "mean_decision_s": statistics.fmean(outcome.decision_s),
-        "max_decision_s": max(outcome.decision_s),
-    }

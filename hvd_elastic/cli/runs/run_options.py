@@ -304,7 +304,7 @@ class RunOptions:
             "cwd": str(Path.cwd()),
             "hostfile": None if self.hostfile is None else str(self.hostfile.absolute()),
             "engine": None if self.allocation is None else "slurm",
-            "slots": (self.np or self.max_np or self._default_np()) + self.spares,
+            "slots": (self.np or self.max_np or max(self.min_np, self._gpus)) + self.spares,
             "python": self.python or sys.executable,
             "ssh_config": ssh_config_for(self.hostfile, self.ssh_config),
             "input_hosts": self._input_hosts(),
@@ -320,12 +320,14 @@ class RunOptions:
         """Return a sentence on the size of a run for which the user has named none; else ""."""
         if self.hostfile or self.allocation or self.np or self.max_np:
             return ""
-        gpus, workers = usable_gpus(os.environ), count(self._default_np(), "worker")
+        gpus, workers = self._gpus, count(max(self.min_np, self._gpus), "worker")
         what = f"its {gpus} GPUs" if gpus > 1 else "its GPU" if gpus else "it has no GPU to use"
         return f"{workers} on this machine ({what}); --np and --hostfile change that"
 
-    def _default_np(self) -> int:
-        return max(self.min_np, usable_gpus(os.environ))
+    @functools.cached_property
+    def _gpus(self) -> int:
+        """Number of GPUs that have a worker each; 0 if the hosts are named."""
+        return 0 if self.hostfile or self.allocation else usable_gpus(os.environ)
 
     def _pinned(self) -> list[Host]:
         if self.pin_hosts is None:

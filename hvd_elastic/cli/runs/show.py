@@ -140,7 +140,7 @@ def logs(
     if not paths and not (follow and alive):
         _explain_no_logs(folder, host, leader, alive)
     for path in paths:
-        found, followers[path] = _last_lines(path, lines, whole=follow)
+        found, followers[path] = last_lines(path, lines, whole=follow)
         for line in found:
             _print_log_line(path, line, as_json)
     # Whether the leader is alive is checked before reading, so that its last output is shown.
@@ -282,7 +282,7 @@ def _explain_no_logs(folder: RunFolder, host: str | None, leader: bool, alive: b
     print(f"the workers of run {folder.run_id} {printed}", file=sys.stderr)
 
 
-def _last_lines(path: Path, count: int, *, whole: bool) -> tuple[list[bytes], LineFollower]:
+def last_lines(path: Path, count: int, *, whole: bool) -> tuple[list[bytes], LineFollower]:
     """Return the last lines of a file (0 = all), and a follower for later lines.
 
     With ``whole``, an incomplete last line is left to the follower.

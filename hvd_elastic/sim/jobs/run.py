@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,18 @@ class Outcome:
     def percentile_completion_s(self, percent: float) -> float:
         """Return a percentile of the completion times [s]."""
         return float(np.percentile(list(self.completion_s.values()), percent))
+
+    def figures(self) -> dict[str, Any]:
+        """Return what sums it up, for JSON."""
+        return {
+            "mean_completion_s": self.mean_completion_s,
+            "p99_completion_s": self.percentile_completion_s(99),
+            "rescales": self.rescales,
+            "slot_s": self.slot_s,
+            "span_s": self.span_s,
+            "mean_decision_s": statistics.fmean(self.decision_s),
+            "max_decision_s": max(self.decision_s),
+        }
 
 
 J = TypeVar("J", bound=JobInTime)
