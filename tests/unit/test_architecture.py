@@ -20,7 +20,7 @@ LEVELS = (
     {"agent", "leader", "communicator", "training"},
     {"torch", "tensorflow", "cluster", "jobs", "virtual", "views", "install"}
     | {"engines", "slurm"},
-    {"keras", "bench", "cli", "ray", "spark"},
+    {"keras", "lightning", "bench", "cli", "ray", "spark"},
 )
 """Rooms, each of which may import those of lower levels, of its own level and nothing above."""
 
