@@ -28,16 +28,16 @@ from hvd_elastic.cli.runs.leading import lead
 from hvd_elastic.cli.runs.run import check_not_complete
 from hvd_elastic.cli.runs.run_options import takes_options
 from hvd_elastic.config import runs_folder
+from hvd_elastic.engines.slurm.allocation import own_allocation
+from hvd_elastic.engines.slurm.batch import Submission
+from hvd_elastic.engines.slurm.commands import call, require_commands
+from hvd_elastic.engines.slurm.growth import give_back, growing_engine
+from hvd_elastic.engines.slurm.queue import queue_of
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder, check_run_id, new_run_id
 from hvd_elastic.records.summary import summarize
-from hvd_elastic.slurm.allocation import own_allocation
-from hvd_elastic.slurm.batch import Submission
-from hvd_elastic.slurm.commands import call, require_commands
-from hvd_elastic.slurm.growth import give_back, growing_engine
-from hvd_elastic.slurm.queue import queue_of
 
 _STOPPED = 130
 

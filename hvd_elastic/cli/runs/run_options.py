@@ -19,6 +19,7 @@ from hvd_elastic.agent.gpus import usable_gpus
 from hvd_elastic.cli.numbers import number_option, whole_number_option
 from hvd_elastic.cli.runs.scaling_options import ScalingOptions
 from hvd_elastic.cli.shared_options import EventsAsJson, SshConfigOption, hostfile_option
+from hvd_elastic.engines.slurm.allocation import Allocation, is_inside, own_allocation
 from hvd_elastic.errors import HostfileError, HvdElasticError, SeveralErrors, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts, parse_hostfile
@@ -26,7 +27,6 @@ from hvd_elastic.hosts.ssh_config import config_beside
 from hvd_elastic.leader.hostfile_watch import input_hosts
 from hvd_elastic.leader.spec import SHORTEST_HEARTBEAT_S, RunSpec
 from hvd_elastic.records.tensorboard import check_tensorboard
-from hvd_elastic.slurm.allocation import Allocation, is_inside, own_allocation
 from hvd_elastic.urls import is_url
 from hvd_elastic.wire.messages import NOT_FINITE_CHOICES
 
