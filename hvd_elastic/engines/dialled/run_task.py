@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -31,6 +32,8 @@ from hvd_elastic.hosts.programs.dial_back import FOLDER_VARIABLE
 
 _LOOK_S = 0.1
 """Time between two looks whether there is a new process group [s]."""
+_OF_FIXED_RANKS = re.compile(r"\b((LOCAL_)?RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT)\b")
+"""Variables of torchrun, by which a function that needs fixed ranks fails without them."""
 
 
 def main() -> None:
@@ -61,10 +64,16 @@ def _run_elastic(folder: Path) -> None:
             raise RunError(
                 f"{task.name} has ended without training. It was run elastically, which is for "
                 "what calls hvd.init() of hvd_elastic.torch, .keras or .tensorflow, and trains in "
-                "a function under @hvd.run"
+                "a function under @hvd.run; DDP, Lightning and others need elastic=False"
             )
     except Exception as error:  # noqa: BLE001  # as the interpreter handles it
         error = error.with_traceback(_of_the_task(error))
+        if not context.is_initialized() and (asked := _OF_FIXED_RANKS.search(str(error))):
+            error = RunError(
+                f"{asked[0]} is asked for ({type(error).__name__}: {error}), and ranks are not "
+                "fixed where training is elastic: give elastic=False for DDP, Lightning and the "
+                "like, or train with hvd_elastic.torch (docs/migration.md)"
+            )
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
     worker = context.current().worker

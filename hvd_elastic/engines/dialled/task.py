@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import pickle
 import platform
-import re
 import runpy
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, ModuleType
 from typing import Any
 
 from hvd_elastic.errors import ArgumentError, RunError
@@ -26,8 +23,6 @@ LENGTH = struct.Struct("!Q")
 """Precedes an outcome in a pipe, whose end is no sign of its end: children may hold it open."""
 COMMAND = (f"python3.{sys.version_info.minor}", "-m", "hvd_elastic.engines.dialled.run_task")
 """Command of a worker, with the interpreter of the same minor version on its host."""
-_FRONTEND = re.compile(r"\bhvd_elastic(\.(torch|keras|tensorflow)\b|$| import\b)")
-"""What names a module of this package that scripts train with."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +119,6 @@ class Task:
             raise ArgumentError(f"the script {train} cannot be read: {error.strerror}") from error
         return cls(str(Path(train).absolute()), source=source, args=tuple(map(str, args)))
 
-    @property
-    def is_elastic(self) -> bool:
-        """Return whether it trains with this package, so that its ranks may come and go."""
-        if self.function is None:
-            return _FRONTEND.search(self.source.decode(errors="replace")) is not None
-        return _uses_package(self.function, set())
-
     def pack(self) -> bytes:
         """Return the task as a pickle, for processes of the user that have this package.
 
@@ -222,37 +210,3 @@ def _parts(task: Task) -> Iterator[tuple[str, Any]]:
         found = inspect.getclosurevars(task.function)
         for name, value in {**found.nonlocals, **found.globals}.items():
             yield f"variable {name!r}", value
-
-
-def _uses_package(value: Any, seen: set[int]) -> bool:
-    """Return whether a function trains with this package, or one that it calls does."""
-    if isinstance(value, ModuleType):
-        return _is_ours(value.__name__)
-    if id(value) in seen:
-        return False
-    seen.add(id(value))
-    if _is_ours(getattr(value, "__module__", None)):
-        return True
-    value = inspect.unwrap(getattr(value, "__func__", getattr(value, "func", value)))
-    if not inspect.isfunction(value):
-        return False
-    if any(_is_ours(name) for name in _imports(value.__code__)):
-        return True
-    found = inspect.getclosurevars(value)
-    return any(
-        _uses_package(each, seen) for each in [*found.nonlocals.values(), *found.globals.values()]
-    )
-
-
-def _imports(code: CodeType) -> Iterator[str]:
-    """Yield the modules that a function's code imports, inner functions included."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "IMPORT_NAME":
-            yield str(instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _imports(constant)
-
-
-def _is_ours(module: object) -> bool:
-    return isinstance(module, str) and _FRONTEND.match(module) is not None

@@ -54,14 +54,20 @@ class Sizes:
 
     Attributes:
         wanted: number of processes to begin with.
-        least, most: bounds of an elastic run; None: as if not given.
+        least, most: bounds of an elastic run; None: 1, and ``wanted``.
+        elastic: whether ranks may come and go.
     """
 
     wanted: int
     least: int | None = None
     most: int | None = None
+    elastic: bool = True
 
     def __post_init__(self) -> None:
+        if not self.elastic and (self.least is not None or self.most is not None):
+            raise ArgumentError(
+                "with elastic=False the number of processes stays the same: leave its bounds out"
+            )
         for name in ("least", "wanted", "most"):
             value = getattr(self, name)
             if value is None and name != "wanted":
@@ -80,13 +86,10 @@ class Sizes:
                 f"most {self.most or self.wanted}: the first must be between the others"
             )
 
-    def is_elastic(self, task: Task) -> bool:
-        """Return whether ranks of the task may come and go: if bounds were given, or it can."""
-        return self.least is not None or self.most is not None or task.is_elastic
-
-    def least_for(self, task: Task) -> int:
-        """Return the fewest processes that the task runs with."""
-        return (self.least or 1) if self.is_elastic(task) else self.wanted
+    @property
+    def fewest(self) -> int:
+        """Return the smallest number of processes."""
+        return (self.least or 1) if self.elastic else self.wanted
 
     @property
     def limit(self) -> int:
@@ -105,8 +108,7 @@ def train(
 ) -> Any:
     """Run a task on the hosts of an engine; return the function's value at rank 0.
 
-    A task that uses this package, or whose sizes have bounds, runs elastically: as a run with a run
-    folder. Any other one has fixed ranks.
+    An elastic task is a run with a run folder. Any other one has fixed ranks.
 
     Args:
         task: what to run.
@@ -129,17 +131,17 @@ def train(
         raise ArgumentError(
             f"{', '.join(sorted(unknown))}: no option of a run; valid are {', '.join(OPTIONS)}"
         )
-    if options and not sizes.is_elastic(task):
+    if options and not sizes.elastic:
         raise ArgumentError(
-            f"{task.name} has fixed ranks, since it does not use hvd_elastic: options of a run "
-            f"({', '.join(options)}) are for elastic ones"
+            f"{task.name} has fixed ranks (elastic=False), and options of a run "
+            f"({', '.join(options)}) are for elastic ones: leave one of them out"
         )
     if options.get("tensorboard"):
         check_tensorboard("the option tensorboard")
     with tempfile.TemporaryFile() as packed:  # without a name, so that no end leaves it behind
         packed.write(task.pack())
         having = functools.partial(_hosts, address, acquire, {TASK_FILE: packed, **(files or {})})
-        if not sizes.is_elastic(task):
+        if not sizes.elastic:
             with having(None) as (hosts, check):
                 return FixedRanks(hosts, sizes.wanted, _show_line, _tell, check).run()
         run_id = options.pop("run_id", None)
@@ -147,7 +149,7 @@ def train(
             command=COMMAND,
             cwd=".",
             engine=engine,
-            min_np=sizes.least_for(task),
+            min_np=sizes.fewest,
             max_np=sizes.limit,
             **options,
         )

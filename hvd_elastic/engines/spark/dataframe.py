@@ -164,7 +164,8 @@ def _get_spark_partition_data_loader(
     if "RANK" not in os.environ:
         raise ScriptError(
             "a loader of one rank's rows cannot follow ranks that come and go: use "
-            "hvd.DataLoader(hvd_elastic.spark.rows(), batch_size), whose batch size is that of all"
+            "hvd.DataLoader(hvd_elastic.spark.rows(), batch_size), whose batch size is that of "
+            "all, or TorchDistributor(..., elastic=False)"
         )
     every: Any = rows()
     own = range(int(os.environ["RANK"]), len(every), int(os.environ["WORLD_SIZE"]))

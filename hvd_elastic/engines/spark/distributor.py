@@ -38,8 +38,9 @@ _GPUS_OF_TASK = "spark.task.resource.gpu.amount"
 class TorchDistributor:
     """Runs a function or a script on several processes, on this machine or on Spark's executors.
 
-    A function or script that uses ``hvd_elastic`` runs elastically: a lost executor is a lost host,
-    and one that comes later joins. Any other one (DDP, Lightning) finds ``RANK``, ``LOCAL_RANK``,
+    They use :mod:`hvd_elastic.torch`, :mod:`hvd_elastic.keras` or :mod:`hvd_elastic.tensorflow`,
+    and run elastically: a lost executor is a lost host, and one that comes later joins. With
+    ``elastic=False`` any other one (DDP, Lightning) finds ``RANK``, ``LOCAL_RANK``,
     ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, and starts again if a rank is lost.
 
     Args:
@@ -51,6 +52,7 @@ class TorchDistributor:
         min_processes, max_processes: bounds of an elastic run; None: 1, and ``num_processes``.
         run_options: options of an elastic run by their names in ``hvd-elastic run``, such as
             ``{"run_id": "resnet", "checkpoint_folder": "/nfs/resnet", "policy": "goodput"}``.
+        elastic: whether processes may come and go; False: ranks are fixed, as with Spark's class.
 
     Attributes:
         num_processes, local_mode, use_gpu: as given.
@@ -76,8 +78,9 @@ class TorchDistributor:
         min_processes: int | None = None,
         max_processes: int | None = None,
         run_options: Mapping[str, Any] | None = None,
+        elastic: bool = True,
     ) -> None:
-        self._sizes = Sizes(num_processes, min_processes, max_processes)
+        self._sizes = Sizes(num_processes, min_processes, max_processes, elastic)
         self.num_processes = self._sizes.wanted
         self.local_mode = local_mode
         self.use_gpu = use_gpu
@@ -183,8 +186,8 @@ class TorchDistributor:
     def _train(self, task: Task, files: Mapping[str, BinaryIO] | None = None) -> Any:
         if not self.local_mode and is_stopped(self.spark):
             raise RunError("the Spark session was stopped: make a distributor with the new one")
-        acquire, options = self._acquire(task), self._options
-        return train(task, self._sizes, self._address(), "spark", acquire, options, files)
+        address, acquire = self._address(), self._acquire()
+        return train(task, self._sizes, address, "spark", acquire, self._options, files)
 
     def _address(self) -> str:
         if self.local_mode:
@@ -195,11 +198,11 @@ class TorchDistributor:
             return own_address_towards(Host(self.spark.client.host))
         return str(self.spark.conf.get("spark.driver.host"))
 
-    def _acquire(self, task: Task) -> Acquire:
+    def _acquire(self) -> Acquire:
         if self.local_mode:
             return on_this_machine(self._slots, {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus)})
         slots = self._slots
-        least = math.ceil(self._sizes.least_for(task) / slots)
+        least = math.ceil(self._sizes.fewest / slots)
         request = Request(self._sizes.limit // slots, least, slots, self.use_gpu)
         return lambda hosts: Executors(self.spark, hosts, request)
 

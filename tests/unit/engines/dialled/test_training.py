@@ -37,7 +37,7 @@ def run(
     **kwargs: Any,
 ) -> Any:
     env = {**LITTLE_WORK, "PYTHONPATH": WORKER_PYTHONPATH}
-    task, wanted = Task.of(what, args, kwargs), sizes or Sizes(size)
+    task, wanted = Task.of(what, args, kwargs), sizes or Sizes(size, elastic=False)
     return train(task, wanted, "127.0.0.1", "test", on_this_machine(wanted.limit, env), options)
 
 
@@ -182,7 +182,7 @@ def train():
     import time
     print("trains", flush=True)
     time.sleep(3600)
-TorchDistributor(1, local_mode=True, use_gpu=False).run(train)
+TorchDistributor(1, local_mode=True, use_gpu=False, elastic=False).run(train)
 """
 
 
@@ -245,11 +245,11 @@ def test_an_elastic_function_returns_its_value_at_rank_0(
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
     before = signal.getsignal(signal.SIGINT)
     options = {"run_id": "drawn", "tensorboard": True}
-    assert run(elastic, 5, options=options) == (2, bytes(3 << 20))
+    assert run(elastic, 5, sizes=Sizes(2), options=options) == (2, bytes(3 << 20))
     assert read_scalars(tmp_path / "runs/drawn/tensorboard")["size/world_size"][-1][1] == 2.0
     assert signal.getsignal(signal.SIGINT) is before
     assert capfd.readouterr().out == "trained with 2\n"
-    assert run(elastic, 5, exits=True, size=1) is None
+    assert run(elastic, 5, exits=True, sizes=Sizes(1)) is None
     with pytest.raises(RunError) as raised:
         run(elastic, 5, fail=True, sizes=Sizes(1, 1, 2))
     assert re.search(r"run \S+ failed: .*", str(raised.value))
@@ -259,12 +259,14 @@ def test_an_elastic_function_returns_its_value_at_rank_0(
 def test_an_elastic_function_that_does_not_train_says_so(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
     with pytest.raises(RunError, match=r"error: len has ended without training\. It was run"):
-        run(len, "no training", sizes=Sizes(1, 1, 1))
+        run(len, "no training", sizes=Sizes(1))
+    with pytest.raises(RunError, match=r"error: RANK is asked for .* give elastic=False"):
+        run(tell_ranks, sizes=Sizes(1))
 
 
 def test_unknown_options_are_refused_with_the_valid_ones():
     task = Task.of(tell_ranks, (), {})
     with pytest.raises(UsageError, match="colour: no option of a run; valid are run_id, audit"):
         train(task, Sizes(1), "127.0.0.1", "test", on_this_machine(1), {"colour": 1})
-    with pytest.raises(UsageError, match=r"tell_ranks has fixed ranks, .* \(audit\) are for"):
-        train(task, Sizes(1), "127.0.0.1", "test", on_this_machine(1), {"audit": True})
+    with pytest.raises(UsageError, match=r"tell_ranks has fixed ranks .* \(audit\) are for"):
+        run(tell_ranks, options={"audit": True})

@@ -66,6 +66,8 @@ def test_numbers_of_processes_are_checked_at_once():
         TorchDistributor(4, use_gpu=False, max_processes=3)
     with pytest.raises(ValueError, match="is 0; it must be a positive integer"):
         TorchDistributor(0, use_gpu=False)
+    with pytest.raises(ValueError, match=r"elastic=False the number .* leave its bounds out"):
+        TorchDistributor(2, use_gpu=False, min_processes=1, elastic=False)
 
 
 def test_attributes_of_sparks_class_exist_without_a_session():
