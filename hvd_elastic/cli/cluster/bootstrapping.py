@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import typer
 
-from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cluster.bootstrap import bring_key, find_leader_key
 from hvd_elastic.cluster.trust import ShownKey, TrustState, trust_hosts
@@ -20,7 +20,7 @@ from hvd_elastic.hosts.ssh import own_known_hosts
 REFUSED = (TrustState.DECLINED, TrustState.REFUSED, TrustState.UNREACHABLE)
 
 
-def accept_host_keys(chosen: Chosen, yes: bool, also: str = "") -> list[ShownKey]:
+def accept_host_keys(chosen: HostOptions, yes: bool, also: str = "") -> list[ShownKey]:
     """Show the unknown keys of the hosts, ask once, and accept them.
 
     Args:
@@ -75,7 +75,7 @@ def accept_host_keys(chosen: Chosen, yes: bool, also: str = "") -> list[ShownKey
     return shown
 
 
-def bootstrap_hosts(chosen: Chosen, yes: bool) -> None:
+def bootstrap_hosts(chosen: HostOptions, yes: bool) -> None:
     """Accept host keys and install the leader's key on the hosts that lack it.
 
     Raises:
@@ -110,7 +110,7 @@ def bootstrap_hosts(chosen: Chosen, yes: bool) -> None:
     print(f"key {key.path}: {', '.join(words) or 'on no host'}", file=sys.stderr)
 
 
-def _ask(chosen: Chosen, what: str) -> bool:
+def _ask(chosen: HostOptions, what: str) -> bool:
     if chosen.as_json or not sys.stdin.isatty():
         if not chosen.as_json:
             print(f"{what}? Not asked: this is no terminal; --yes accepts", file=sys.stderr)

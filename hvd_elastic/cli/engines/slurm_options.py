@@ -13,13 +13,8 @@ from typing import Annotated
 
 import typer
 
-from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.options import AsJson, number_option, whole_number_option
 from hvd_elastic.cli.runs.run_options import RunOptions
-from hvd_elastic.cli.shared_options import (  # RunOptions names the last two
-    AsJson,
-    SshConfigOption,  # noqa: F401
-    hostfile_option,  # noqa: F401
-)
 from hvd_elastic.config import home, runs_folder
 from hvd_elastic.engines.slurm.allocation import Allocation
 from hvd_elastic.engines.slurm.batch import START_S, Submission, parse_time

@@ -25,6 +25,7 @@ from hvd_elastic.errors import ArgumentError, RunError
 from hvd_elastic.formatting import count
 from hvd_elastic.leader.leader import lead
 from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.policy.objective import Objective
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.tensorboard import check_tensorboard
 from hvd_elastic.views.terminal import LastingView
@@ -145,12 +146,19 @@ def train(
             with having(None) as (hosts, check):
                 return FixedRanks(hosts, sizes.wanted, _show_line, _tell, check).run()
         run_id = options.pop("run_id", None)
+        objective = Objective(
+            options.pop("objective", Objective.kind),
+            options.pop("min_speedup_per_slot", Objective.min_speedup_per_slot),
+            deadline_s=options.pop("deadline_s", None),
+            target=options.pop("target_examples", None),
+        )
         spec = RunSpec(
             command=COMMAND,
             cwd=".",
             engine=engine,
             min_np=sizes.fewest,
             max_np=sizes.limit,
+            objective=objective,
             **options,
         )
         folder = RunFolder.create(run_id, spec.as_dict())
