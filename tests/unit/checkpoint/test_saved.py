@@ -241,7 +241,8 @@ def test_a_worker_that_loads_a_file_gets_the_newest_or_why_not(tmp_path: Path) -
 
     def answer() -> msg.SavedBrought:
         told = node1.answers.get(timeout=30)
-        assert isinstance(told.message, msg.SavedBrought) and told.worker == "worker-1"
+        assert isinstance(told.message, msg.SavedBrought)
+        assert told.worker == "worker-1"
         return told.message
 
     run.collector.bring("best.pt", "worker-1", node1)

@@ -135,7 +135,7 @@ def test_the_script_loads_what_it_saved_by_its_name(
     for share in (False, True):
         assert equal(hvd.load_model("best.pt", Net(), share=share), Net(seed=1))
     monkeypatch.setattr(type(alone.worker.communicator), "rank", 1)
-    with pytest.raises(ScriptError, match="on rank 1: rank 0 has.* share=True"):
+    with pytest.raises(ScriptError, match=r"on rank 1: rank 0 has.* share=True"):
         hvd.load_model("best.pt", Net())
 
 
