@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import typer
 
-from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cluster.bootstrap import bring_key, find_leader_key
 from hvd_elastic.cluster.trust import ShownKey, TrustState, trust_hosts
@@ -22,7 +22,7 @@ REFUSED = (TrustState.DECLINED, TrustState.REFUSED, TrustState.UNREACHABLE)
 
 
 def accept_host_keys(
-    chosen: Chosen,
+    chosen: HostOptions,
     yes: bool,
     also: str = "",
     then: Callable[[list[ShownKey]], None] = lambda _: None,
@@ -87,7 +87,7 @@ def accept_host_keys(
     return shown
 
 
-def bootstrap_hosts(chosen: Chosen, yes: bool) -> None:
+def bootstrap_hosts(chosen: HostOptions, yes: bool) -> None:
     """Accept host keys and install the leader's key on the hosts that lack it.
 
     Raises:
@@ -127,7 +127,7 @@ def bootstrap_hosts(chosen: Chosen, yes: bool) -> None:
     print(f"key {key.path}: {', '.join(words) or 'on no host'}", file=sys.stderr)
 
 
-def _ask(chosen: Chosen, what: str) -> bool:
+def _ask(chosen: HostOptions, what: str) -> bool:
     if chosen.as_json or not sys.stdin.isatty():
         if not chosen.as_json:
             print(f"{what}? Not asked: this is no terminal; --yes accepts", file=sys.stderr)
