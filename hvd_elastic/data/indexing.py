@@ -306,14 +306,14 @@ def _find_all(tasks: Sequence[Task], before: _Earlier, processes: int) -> list[F
     """Index the shards that have changed; note each, so that an interrupted call can go on."""
     found = {task.name: _unchanged(task, before.entries.get(task.name)) for task in tasks}
     written = before.written
-    for shard in () if written is None else written.shards:
-        if LABEL in written.columns(shard) and found.get(shard.name) is None:
-            # It may be why the others have lists of numbers in place of labels.
-            found = {
-                name: each and (None if LABEL in each.shard.fields else each)
-                for name, each in found.items()
-            }
-            break
+    if written and any(
+        LABEL in written.columns(shard) and found.get(shard.name) is None
+        for shard in written.shards
+    ):  # That shard may be why the others have lists of numbers in place of labels.
+        found = {
+            name: each and (None if LABEL in each.shard.fields else each)
+            for name, each in found.items()
+        }
     out, encode = tasks[0].out, msgspec.json.encode
     lines = [encode(each) + b"\n" for each in (before.head, *before.noted.values())]
     write_whole(out / _JOURNAL, b"".join(lines))

@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.cli.jobs.naming import open_run
-from hvd_elastic.cli.numbers import whole_number_option
+from hvd_elastic.cli.options import AsJson, OptionalRun, whole_number_option
 from hvd_elastic.cli.output import print_json, print_rows
-from hvd_elastic.cli.shared_options import AsJson, OptionalRun
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import (
