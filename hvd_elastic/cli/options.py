@@ -222,12 +222,14 @@ def parse_duration(name: str, text: str) -> float:
     >>> [parse_duration("--deadline", text) for text in ("1.5h", "1h30m", "90")]
     [5400.0, 5400.0, 90.0]
     """
-    if _PLAIN_SECONDS.fullmatch(text):
-        text += "s"
-    parts = _DURATION.findall(text)
+    whole = text + "s" if _PLAIN_SECONDS.fullmatch(text) else text
+    parts = _DURATION.findall(whole)
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
-    if "".join(number + unit for number, unit in parts) != text or seconds <= 0:
-        raise UsageError(f"{name} takes a time such as 45s, 90m or 1h30m, or seconds, not '{text}'")
+    if "".join(number + unit for number, unit in parts) != whole or seconds <= 0:
+        above = " above 0" if parts and seconds <= 0 else ""
+        raise UsageError(
+            f"{name} takes a time{above} such as 45s, 90m or 1h30m, or seconds, not '{text}'"
+        )
     return seconds
 
 

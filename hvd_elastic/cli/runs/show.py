@@ -69,7 +69,9 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
         print("\nlatest")
     for event, line in latest:
         stamp = clock_words(event.get("t"))
-        print(f"  {stamp}  {line.text.splitlines()[0] if line.text else ''}")
+        first, *more = line.text.splitlines() or [""]
+        # Of a traceback the last line says what was wrong.
+        print(f"  {stamp}  {first} {more[-1].strip()}" if more else f"  {stamp}  {first}")
 
 
 def list_(

@@ -15,6 +15,7 @@ from hvd_elastic.hosts.hostfile import Host
 _COUNTS = re.compile(r"(?P<count>\d+)(\(x(?P<times>\d+)\))?")
 _GRES = re.compile(r"^ +Nodes=(?P<nodes>\S+) .*\bGRES=(?P<gres>\S+)", re.MULTILINE)
 """A line of ``scontrol show job --details`` about nodes that have generic resources in a job."""
+_KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
 _TYPED = re.compile(r"\bTresPer\w+=\S*\bgpu:(?!\d+(,|\s|$))")
 """That a job has asked for GPUs by their type, in what ``scontrol show job`` prints."""
 
@@ -28,12 +29,14 @@ class Allocation:
         hosts: its nodes with their slots, in Slurm's order.
         left_s: time until its limit, when it was looked at [s].
         gres: what the job has on each node of its generic resources, such as ``gpu:2``.
+        kill_wait_s: time between SIGTERM and SIGKILL at the end of a job [s].
     """
 
     job_id: str
     hosts: tuple[Host, ...]
     left_s: float = math.inf
     gres: Mapping[str, str] = field(default_factory=dict)
+    kill_wait_s: float = 30.0
 
 
 def is_inside(environment: Mapping[str, str]) -> bool:
@@ -81,7 +84,9 @@ def own_allocation(environment: Mapping[str, str], slots_per_node: int | None = 
     else:
         slots = [slots_per_node] * len(names)
     hosts = tuple(Host(name, slots=number) for name, number in zip(names, slots, strict=True))
-    return Allocation(job_id, hosts, left_s, gres)
+    said = _KILL_WAIT.search(call("scontrol", "show", "config"))
+    kill_wait_s = float(said[1]) if said else Allocation.kill_wait_s
+    return Allocation(job_id, hosts, left_s, gres, kill_wait_s)
 
 
 def gres_of_nodes(job_id: str, ask: Callable[..., str] = call) -> dict[str, str]:

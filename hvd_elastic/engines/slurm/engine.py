@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
+import shlex
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from hvd_elastic.agent.preemption.notice import AFTER_SIGTERM
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.engines.slurm.allocation import Allocation, has_ended, is_inside, own_allocation
 from hvd_elastic.engines.slurm.commands import clean_environment
@@ -28,6 +31,9 @@ _HEAR_S = 1.0
 """How long the last words of an srun that has failed are waited for [s]."""
 _TELL_ADDRESS = "export HVD_ELASTIC_LEADER_ADDRESS=$SLURM_LAUNCH_NODE_IPADDR; "
 """The agent finds by it which of the node's addresses the other hosts use."""
+_TELL_SEEN = "echo hvd_elastic sees: $(sha256sum <{} 2>/dev/null) >&2; "
+_SEEN = re.compile(rb"(?m)^hvd_elastic sees: ?(\w*).*\n")
+"""What the first command on a node says of a file: a job that is ending gets no further step."""
 _OF_SRUN = re.compile(rb"(?m)^srun: (error: \S+: task 0: |.*lacks support for cpu binding).*\n")
 _FOR_GOOD = re.compile(
     rb"srun: error: (Slurm job \d+ has expired|"
@@ -58,6 +64,7 @@ class SlurmEngine:
         self._jobs: dict[str, str] = {}
         self._gres: dict[str, str] = {}
         self._hosts: dict[str, Host] = {}
+        self._kill_wait_s = allocation.kill_wait_s
         self._connections: list[SrunConnection] = []
         self._changing = threading.Lock()
         self.add(allocation)
@@ -94,7 +101,9 @@ class SlurmEngine:
             if job_id is None:
                 raise SrunError(f"host {host.name} is in no Slurm allocation of this run")
             gres = self._gres[host.name]
-            connection = SrunConnection(host, job_id, self._folder.run_json, gres)
+            connection = SrunConnection(
+                host, job_id, self._folder.run_json, gres, self._kill_wait_s
+            )
             self._connections = [each for each in self._connections if each.alive] + [connection]
             return connection
 
@@ -158,34 +167,52 @@ class SrunConnection(ProgramConnection):
         seen: file of this machine with a content of its own, by which to find out whether the node
             sees the same files.
         gres: what the job has on the node of its generic resources, such as ``gpu:2``.
+        kill_wait_s: time between SIGTERM and SIGKILL at the end of the job [s].
     """
 
     error = SrunError
 
-    def __init__(self, host: Host, job_id: str, seen: Path, gres: str = "") -> None:
+    def __init__(
+        self,
+        host: Host,
+        job_id: str,
+        seen: Path,
+        gres: str = "",
+        kill_wait_s: float = Allocation.kill_wait_s,
+    ) -> None:
         super().__init__(host)
         self.job_id = job_id
         self._gres = gres
+        self._kill_wait_s = kill_wait_s
         self._seen = seen
         self._looking = threading.Lock()
+        self._first: _SrunEnds | None = None
         self._files: Connection | None = None
 
     @property
     def files(self) -> Connection:
         """Return this machine where it has the same files: srun carries some 10 MB/s."""
+        if self._first is None:
+            self.run("true", timeout_s=_STEP_S + 20)
         with self._looking:
             if self._files is None:
-                there = self.run(["cat", str(self._seen)], timeout_s=_STEP_S + 20)
-                same = there.ok and there.stdout == self._seen.read_bytes()
+                assert self._first is not None
+                here = hashlib.sha256(self._seen.read_bytes()).hexdigest()
+                same = self._first.sees(_STEP_S + 20) == here
                 self._files = LocalConnection(self.host) if same else self
             return self._files
 
     def begin(self, command: str) -> PopenEnds:
+        if self._first is None:
+            command = _TELL_SEEN.format(shlex.quote(str(self._seen))) + command
+        command = f"export {AFTER_SIGTERM}={self._kill_wait_s:g}; {command}"
         environment = clean_environment(os.environ)
         # The variables of the user's ssh session do not belong to this node.
         environment = {k: v for k, v in environment.items() if not k.startswith("SSH_")}
         argv = srun_command(self.job_id, self.host.name, command, self._gres)
-        return _SrunEnds(start_here(argv, cwd="/", env=environment), self.host.name)
+        ends = _SrunEnds(start_here(argv, cwd="/", env=environment), self.host.name)
+        self._first = self._first or ends
+        return ends
 
     def close(self) -> None:
         super().close()
@@ -203,14 +230,26 @@ class _SrunEnds(PopenEnds):
     def __init__(self, popen: subprocess.Popen[bytes], host: str) -> None:
         self._refused = False
         self._heard = threading.Event()
+        self._seen = ""
+        self._has_seen = threading.Event()
         super().__init__(popen, host)
+
+    def sees(self, timeout_s: float) -> str:
+        """Return what the command said of a file by ``_TELL_SEEN``; empty: nothing."""
+        self._has_seen.wait(timeout_s)
+        return self._seen
 
     def read_stderr(self, size: int) -> bytes:
         while data := super().read_stderr(size):
             self._refused = self._refused or _FOR_GOOD.search(data) is not None
+            if seen := _SEEN.search(data):
+                self._seen = seen[1].decode()
+                self._has_seen.set()
+                data = _SEEN.sub(b"", data)
             if rest := _OF_SRUN.sub(b"", data):
                 return rest
         self._heard.set()
+        self._has_seen.set()
         return b""
 
     def wait(self, timeout: float | None) -> int | None:
