@@ -213,6 +213,6 @@ def _refuse_samplers(**given: object) -> None:
                 f"DataLoader({name}={type(value).__name__}): leave it out: batch_size is "
                 "that of all ranks together, shuffle=True and seed=... draw the order of an epoch, "
                 "and each rank is given its share of every batch, so no DistributedSampler and no "
-                "set_epoch() is needed. For another order, by weight (WeightedRandomSampler) or grouped "
-                "by length, give a function of the epoch: order=lambda epoch: indices"
+                "set_epoch() is needed. For another order, by weight (WeightedRandomSampler) or by "
+                "length, give a function of the epoch: order=lambda epoch: indices"
             )
