@@ -19,7 +19,7 @@ from hvd_elastic.checkpoint.saved import SAVED_FOLDER, find_stored, receive_file
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.formatting import bytes_words
-from hvd_elastic.wire.messages import DropSaved, SavedFile
+from hvd_elastic.wire.messages import DropSaved, SavedBrought, SavedFile, Tell
 
 _RETRY_S = 2.0
 """Time before a file that could not be fetched is tried again [s]."""
@@ -93,6 +93,8 @@ class SavedFileCollector:
         self._wanted: dict[str, _Source] = {}
         self._introduced: set[HostFiles] = set()
         """Connections whose agent has said what is in its host's spool."""
+        self._asked: dict[str, tuple[str, HostFiles]] = {}
+        """File and connection of each worker that is to load a file, and has no answer yet."""
         self._complaints: set[tuple[str, str]] = set()
         """Name of a file, and why it could not be fetched, that users were told."""
         self._working = False
@@ -154,6 +156,7 @@ class SavedFileCollector:
                     f"there; it will be fetched when the host is back. {self._left_words(source)}"
                 )
         self._begin()
+        self._answer()
 
     def _left_words(self, source: _Source) -> str:
         stored = self._stored.get(source.saved.name)
@@ -214,8 +217,48 @@ class SavedFileCollector:
                 self._complaints.add(complaint)
                 self._warn(f"{wanted.words} is not in the run folder: {error}; trying again")
         self._begin()
+        self._answer()
         if not self._wanted:
             self._on_idle()
+
+    # -- loading -----------------------------------------------------------------------------
+
+    def bring(self, name: str, worker: str, agent: HostFiles) -> None:
+        """Bring the newest file of a name to the host of a worker, which waits for it.
+
+        Args:
+            name: name that the script gave it.
+            worker: the worker, which is told by :class:`SavedBrought`.
+            agent: connection to the agent of its host.
+        """
+        self._asked[worker] = name, agent
+        self._answer()
+
+    def _answer(self) -> None:
+        """Answer the workers whose file is here, or will not be here soon."""
+        for worker, (name, agent) in [*self._asked.items()]:
+            wanted = self._wanted.get(name)
+            if wanted is not None and not wanted.error and not wanted.is_lost:
+                continue
+            del self._asked[worker]
+            if wanted is not None or name not in self._stored:
+                why = "" if wanted is None else f"{wanted.words} is not in the run folder: "
+                lost = "" if wanted is None else wanted.error or f"host {wanted.host} was lost"
+                agent.send(Tell(worker, SavedBrought(name, error=why + lost)))
+            else:
+                threading.Thread(
+                    target=self._put, args=(name, worker, agent), name="load file", daemon=True
+                ).start()
+
+    def _put(self, name: str, worker: str, agent: HostFiles) -> None:
+        """Copy a file to the host of a worker, and tell the worker; runs in a thread."""
+        assert agent.info is not None
+        path, error = f"{agent.info.spool}/{SAVED_FOLDER}/.loaded-{name}", ""
+        try:
+            agent.put(self._folder / name, path)
+        except (HvdElasticError, OSError) as failure:
+            path, error = "", str(failure)
+        agent.send(Tell(worker, SavedBrought(name, path, error)))
 
     # -- the end ---------------------------------------------------------------------------
 

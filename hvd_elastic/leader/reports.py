@@ -194,11 +194,18 @@ class Reports:
                 kind, fields = said.as_event()
                 path = self._fetching.sender.restored_from
                 self._run.journal.emit(kind, {**fields, "path": path})
-            case msg.CheckpointWritten() | msg.CheckpointFailed() | msg.FileSaved():
+            case (
+                msg.CheckpointWritten()
+                | msg.CheckpointFailed()
+                | msg.FileSaved()
+                | msg.SavedWanted()
+            ):
                 self._on_file(worker, said)
 
     def _on_file(
-        self, worker: str, said: msg.CheckpointWritten | msg.CheckpointFailed | msg.FileSaved
+        self,
+        worker: str,
+        said: msg.CheckpointWritten | msg.CheckpointFailed | msg.FileSaved | msg.SavedWanted,
     ) -> None:
         host, _ = self._run.workers.places[worker]
         checkpoints = self._fetching.checkpoints
@@ -214,3 +221,5 @@ class Reports:
                 checkpoints.failed(host, text)
             case msg.FileSaved(file=saved, seconds=seconds):
                 self._fetching.saved.saved(host, self._run.agents.by_host[host], saved, seconds)
+            case msg.SavedWanted(name=name):
+                self._fetching.saved.bring(name, worker, self._run.agents.by_host[host])

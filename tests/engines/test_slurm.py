@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.testbed.slurm import SlurmCluster, missing_programs
+from hvd_elastic.engines.slurm.engine import SrunConnection
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.slurm.engine import SrunConnection
 from tests.dist.running import RunningJob, Stage
 from tests.engines.submitted_job import SubmittedJob
 

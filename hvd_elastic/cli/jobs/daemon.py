@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hvd_elastic.cli.options import AsJson, SshConfigOption
 from hvd_elastic.cli.output import print_json, wait_until
-from hvd_elastic.cli.shared_options import AsJson, SshConfigOption
 from hvd_elastic.errors import HostfileError, HvdElasticError, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -56,8 +56,9 @@ def up(
 
       hvd-elastic queue
     """
-    from hvd_elastic.cli.runs.run_options import check_ssh_config, ssh_config_for
+    from hvd_elastic.cli.runs.run_options import check_ssh_config
     from hvd_elastic.hosts.hostfile import parse_hostfile
+    from hvd_elastic.hosts.ssh_config import ssh_config_for
     from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile
     from hvd_elastic.policy.schedule.policies import POLICIES
 
