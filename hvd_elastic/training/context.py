@@ -28,6 +28,7 @@ from hvd_elastic.training.launch import (
 from hvd_elastic.training.membership import Membership
 from hvd_elastic.training.metrics import Metrics
 from hvd_elastic.training.planning.planner import Planner
+from hvd_elastic.training.profiling import StepProfile
 from hvd_elastic.training.progress import Phase, Progress
 from hvd_elastic.training.replica_check import ReplicaCheck
 from hvd_elastic.training.rollback import Rollback
@@ -72,6 +73,7 @@ class Context:
         self.metrics = Metrics(self.worker)
         self.idle_check = IdleCheck(self.worker)
         self.replica_check = ReplicaCheck(self.worker)
+        self._profile = StepProfile(self.worker) if self.worker.options.profile >= 0 else None
         self.state_parts = StateParts()
         self.data = ScriptData()
         self.membership = Membership(
@@ -426,6 +428,8 @@ class Context:
         """
         self.metrics.step_finished(self._planned)
         self.idle_check.step_counted()
+        if self._profile is not None:
+            self._profile.step_counted()
         progress, skipped = self.worker.progress, self.planner.skipped
         if progress.skipped_at == progress.step - 1 and skipped.are_too_many:
             self.training_ends()
@@ -536,6 +540,8 @@ class Context:
     def training_ends(self) -> None:
         """Send metrics that nobody has been told yet."""
         self.metrics.training_ends(self._planned)
+        if self._profile is not None:
+            self._profile.training_ends()
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Add numbers to the metrics of the next step; outside of training, send them at once."""
