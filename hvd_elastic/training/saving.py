@@ -15,13 +15,13 @@ from typing import Any
 
 from hvd_elastic.checkpoint.saved import (
     SAVED_FOLDER,
-    Write,
     check_name,
     drop_spooled,
     find_spooled,
     spool_file,
     store_file,
 )
+from hvd_elastic.checkpoint.whole_files import Write
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.training import context
 from hvd_elastic.training.worker import Worker

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 
-from hvd_elastic.checkpoint.saved import Write
+from hvd_elastic.checkpoint.whole_files import Write
 from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.communicator.ring import HorovodCommunicator
