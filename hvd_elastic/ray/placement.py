@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import platform
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hvd_elastic.engines.failures import last_error, missing_package
+from hvd_elastic.engines.host_process import HostProcess
 from hvd_elastic.errors import DataError, RunError
 from hvd_elastic.formatting import count
-from hvd_elastic.ray.host import HostActor
+from hvd_elastic.ray.data import RowServer, StoredRows
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +25,27 @@ _PAUSE_S = 5.0
 """Pause before an actor is placed where others have failed to start [s]."""
 _THREADS = 2
 """Methods that an actor executes at a time: one waits for the end."""
+
+
+class HostActor:
+    """A place for a worker in a Ray cluster: runs a host process, and serves rows to the worker.
+
+    Args:
+        invitation: of the leader; it reaches the actor through Ray, with the cluster's token.
+        datasets: names of the data sets that will be offered.
+    """
+
+    def __init__(self, invitation: Mapping[str, Any], datasets: Collection[str]) -> None:
+        self._rows = RowServer(datasets)
+        self._process = HostProcess(invitation, platform.node(), 1, self._rows.variables)
+
+    def serve(self) -> None:
+        """Wait until the leader has no more use for this host; see :meth:`HostProcess.wait`."""
+        self._process.wait()
+
+    def offer(self, name: str, stored: StoredRows | DataError) -> None:
+        """Serve a data set, or say why there is none."""
+        self._rows.offer(name, stored)
 
 
 def room_for(nodes: Sequence[Mapping[str, float]], each: Mapping[str, float]) -> int:

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from hvd_elastic.cluster.copy.node.comparison import StoreError, check_free
 from hvd_elastic.cluster.copy.node.frames import LinkError, pack, unpack
 from hvd_elastic.cluster.copy.node.node import Destination
-from hvd_elastic.cluster.copy.node.pull_command import fill, placeholders
 from hvd_elastic.cluster.copy.node.store import SharedError, Target, lock_folder, open_own_folder
 from hvd_elastic.cluster.copy.node.tree import (
     FETCHED,
@@ -40,6 +39,7 @@ from hvd_elastic.cluster.copy.node.tree import (
     shown,
     walk,
 )
+from hvd_elastic.cluster.copy.pulling.command import fill, placeholders
 from hvd_elastic.hosts.programs.hold_command import become_subreaper
 from hvd_elastic.hosts.programs.processes import descendants, end_processes
 
