@@ -5,6 +5,7 @@ The leader passes on the reports of workers and agents. Of each name only the ne
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -12,8 +13,9 @@ from pathlib import Path
 
 from hvd_elastic.checkpoint.collector import Callbacks, Collector, HostFiles, Parcel, Source
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER, find_stored, receive_file
+from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.formatting import bytes_words
-from hvd_elastic.wire.messages import Release, SavedFile
+from hvd_elastic.wire.messages import Release, SavedBrought, SavedFile, Tell
 
 
 class SavedFileCollector(Collector[SavedFile, SavedFile]):
@@ -43,6 +45,8 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
         """Connections whose agent has said what is in its host's spool."""
         self._lost: set[Parcel[SavedFile]] = set()
         """Those of which was told that their host was lost."""
+        self._asked: dict[str, tuple[str, HostFiles]] = {}
+        """File and connection of each worker that is to load a file, and has no answer yet."""
 
     # -- reports ---------------------------------------------------------------------------
 
@@ -102,6 +106,7 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
                     f"there; it will be fetched when the host is back. Until then {self._folder} "
                     f"has {until}"
                 )
+        self._answer()
 
     def _next_due(self, now: float) -> Parcel[SavedFile] | None:
         return next((each for each in self._awaited() if now >= each.retry.at), None)
@@ -120,13 +125,55 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
         wanted = self._wanted.get(stored.name)
         if wanted is not None and wanted.sources[0].entry == stored:
             del self._wanted[stored.name]
+        self._answer()
         return ()
 
     def _note_failed(self, parcel: Parcel[SavedFile]) -> Sequence[str]:
+        self._answer()
         (source,) = parcel.sources
         if self._wanted.get(parcel.subject) is not parcel or not self._is_there(source):
             return ()  # a newer file has taken its place meanwhile, or its host was lost
         return [f"{_words(source)} is not in the run folder: {parcel.error}; trying again"]
+
+    # -- loading -----------------------------------------------------------------------------
+
+    def bring(self, name: str, worker: str, agent: HostFiles) -> None:
+        """Bring the newest file of a name to the host of a worker, which waits for it.
+
+        Args:
+            name: name that the script gave it.
+            worker: the worker, which is told by :class:`SavedBrought`.
+            agent: connection to the agent of its host.
+        """
+        self._asked[worker] = name, agent
+        self._answer()
+
+    def _answer(self) -> None:
+        """Answer the workers whose file is here, or will not be here soon."""
+        for worker, (name, agent) in [*self._asked.items()]:
+            wanted = self._wanted.get(name)
+            if wanted is not None and not wanted.error and wanted not in self._lost:
+                continue
+            del self._asked[worker]
+            if wanted is not None:
+                why = f"{_words(wanted.sources[0])} is not in the run folder: {self._why(wanted)}"
+                agent.send(Tell(worker, SavedBrought(name, error=why)))
+            elif name not in self._stored:
+                agent.send(Tell(worker, SavedBrought(name)))
+            else:
+                threading.Thread(
+                    target=self._put, args=(name, worker, agent), name="load file", daemon=True
+                ).start()
+
+    def _put(self, name: str, worker: str, agent: HostFiles) -> None:
+        """Copy a file to the host of a worker, and tell the worker; runs in a thread."""
+        assert agent.info is not None
+        path, error = f"{agent.info.spool}/{SAVED_FOLDER}/.loaded-{name}", ""
+        try:
+            agent.put(self._folder / name, path)
+        except (HvdElasticError, OSError) as failure:
+            path, error = "", str(failure)
+        agent.send(Tell(worker, SavedBrought(name, path, error)))
 
     # -- the end ---------------------------------------------------------------------------
 
@@ -151,10 +198,7 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
         parts = []
         for parcel in self._wanted.values():
             (source,) = parcel.sources
-            why = parcel.error or "it has not arrived"
-            if not self._is_there(source):
-                why = f"host {source.host} was lost before it had been fetched"
-            parts.append(f"{_words(source)} is not in the run folder: {why}")
+            parts.append(f"{_words(source)} is not in the run folder: {self._why(parcel)}")
         if not parts:
             return ""
         hosts = dict.fromkeys(parcel.sources[0].host for parcel in self._wanted.values())
@@ -162,6 +206,13 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
             f"{'; '.join(parts)}. It stays on the disk of host {', '.join(hosts)}, and "
             "hvd-elastic run --resume fetches it from there"
         )
+
+    def _why(self, parcel: Parcel[SavedFile]) -> str:
+        """Return why a file is not here."""
+        (source,) = parcel.sources
+        if not self._is_there(source):
+            return f"host {source.host} was lost before it had been fetched"
+        return parcel.error or "it has not arrived"
 
     def end(self) -> None:
         """Let the hosts empty their spools at the end of the run, except for missing files."""

@@ -122,6 +122,8 @@ class RunMachine:
         self._finishing_since: float | None = None
         self._endings = Endings()
         self._last_word_at = 0.0
+        # all hosts that train and will go, with the time of that, when a checkpoint was requested
+        self._prepared: dict[str, float | None] = {}
         self._waiting = WaitingReport(self._out, config, self._plan, self._fleet)
 
     # -- the interface ---------------------------------------------------------------------
@@ -219,6 +221,8 @@ class RunMachine:
                 for waiting in self._fleet.present(Stage.WAITING):
                     if waiting.saved is not None:
                         waiting.saved = event.step >= waiting.step
+                        if waiting.saved:
+                            self._waiting.saved_step = event.step
             case ev.RunTakenOver():
                 self._take_over(event, now)
             case ev.TargetChanged():
@@ -257,14 +261,6 @@ class RunMachine:
             leave_in_s=event.leave_in_s,
             asked=event.asked,
         )
-        members = self._live()
-        if (
-            until is not None
-            and self._phase is Phase.RUNNING
-            and members
-            and all(member.host in self._plan.draining for member in members)
-        ):
-            self._out.send(SaveState(members[0].name))  # the host may be lost before that time
 
     def _take_over(self, event: ev.RunTakenOver, now: float) -> None:
         """Continue a run that another leader began, from what was found of it."""
@@ -638,6 +634,7 @@ class RunMachine:
                 self._assemble(now)
             elif self._phase is Phase.RUNNING:
                 self._adjust(now)
+            self._save_before_all_go()
             self._save_what_would_go()
         else:
             self._wind_up(now)
@@ -688,6 +685,15 @@ class RunMachine:
                 self._announce([*going, *newcomers])
         elif self._plan.end_of(going) is not None or not candidates.are_replacements_awaited(now):
             self._hold(staying, going, now)
+
+    def _save_before_all_go(self) -> None:
+        """Have a checkpoint written if all hosts that train will go, maybe before the said time."""
+        if self._phase is not Phase.RUNNING:
+            return
+        ends = {member.host: self._plan.draining.get(member.host) for member in self._each_live()}
+        if ends and None not in ends.values() and not ends.items() <= self._prepared.items():
+            self._prepared = ends
+            self._out.send(SaveState(next(self._each_live()).name))
 
     def _save_what_would_go(self) -> None:
         """Have the newest state written to a checkpoint if only a drained host holds it."""

@@ -307,6 +307,7 @@ class Leader:
         cut_off_s = self._liveness.look(now)
         if cut_off_s is not None:
             self._lead_again(cut_off_s)
+        self._reports.look(now)
         self._steering.let_policy_decide(now)
         self._run.readers.look(now)
 

@@ -13,24 +13,8 @@ from hvd_elastic.control.machine import Phase, RunMachine
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.policy.objective import Objective
 from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Snapshot
-
-
-def objective_of(spec: RunSpec) -> Objective:
-    """Return the objective that a run's specification asks for.
-
-    Raises:
-        ValueError: the settings contradict each other.
-    """
-    return Objective(
-        kind=spec.objective,
-        min_speedup_per_slot=spec.min_speedup_per_slot,
-        budget=spec.budget,
-        deadline_s=spec.deadline_s,
-        target=spec.target_examples,
-    )
 
 
 class Scaler:
@@ -51,7 +35,7 @@ class Scaler:
         started_at: float,
         past: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        config = ScalingConfig(spec.min_np, spec.max_np, objective_of(spec))
+        config = ScalingConfig(spec.min_np, spec.max_np, spec.objective)
         self._controller = ScalingController(config, started_at, replay(past))
         self._controller.pause(_why_paused(past))
         self._asked = _last_asked(past)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hvd_elastic.errors import RunError
+from hvd_elastic.policy.objective import Objective
 from hvd_elastic.wire.messages import NOT_FINITE_CHOICES
 
 SHORTEST_HEARTBEAT_S = 0.1
@@ -86,8 +87,7 @@ class RunSpec:
         plain: whether the command is no training script; its exit status alone counts.
         hash_seed: the user's ``PYTHONHASHSEED``; None: it follows from the name of the run.
         policy: what decides the number of processes: ``fixed`` or ``goodput``.
-        objective, min_speedup_per_slot, budget, deadline_s, target_examples: settings of the
-            policy ``goodput``; see :class:`hvd_elastic.policy.objective.Objective`.
+        objective: what the policy ``goodput`` is after.
     """
 
     command: tuple[str, ...]
@@ -118,11 +118,7 @@ class RunSpec:
     plain: bool = False
     hash_seed: str | None = None
     policy: str = "fixed"
-    objective: str = "goodput"
-    min_speedup_per_slot: float = 0.5
-    budget: float | None = None
-    deadline_s: float | None = None
-    target_examples: float | None = None
+    objective: Objective = field(default_factory=Objective)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for run.json.

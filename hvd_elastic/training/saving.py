@@ -67,6 +67,7 @@ def save_file(worker: Worker, name: str, write: Write) -> None:
     """
     check_name(name)
     worker.check_has_ranks(f"whether this rank writes {name!r}")
+    worker.saved_names.add(name)
     if worker.saves is not None:
         worker.saves[name] = write
     if worker.communicator.rank:

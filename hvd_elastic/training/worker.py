@@ -61,6 +61,7 @@ class Worker:
         in_train: whether the training function runs.
         saves: what the script has saved since an epoch has ended, by name, with what writes it;
             None: the script itself saves it again after a failure.
+        saved_names: names under which this process has saved.
         state: the script's state; None before it is created.
         averagers: averagers of the script's optimizers.
         step_began: when the step in flight began [s, monotonic]; None: no step is in flight.
@@ -81,6 +82,7 @@ class Worker:
         self.generators = Generators(frontend.generators())
         self.in_train = False
         self.saves: dict[str, Write] | None = None
+        self.saved_names: set[str] = set()
         self.state: State | None = None
         self.averagers = Averagers()
         self.step_began: float | None = None

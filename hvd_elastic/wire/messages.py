@@ -415,6 +415,12 @@ class FileSaved(WorkerReport, tag="saved"):
         return self.file.event_fields(self.path, self.seconds)
 
 
+class SavedWanted(WorkerReport, tag="saved_wanted"):
+    """The worker is to load a file that the script has saved; answered by :class:`SavedBrought`."""
+
+    name: str
+
+
 class InputServing(WorkerReport, tag="input_serving"):
     """A worker of an input host reads for the ranks, in one process for each port."""
 
@@ -448,6 +454,7 @@ _Report = (
     | CheckpointFailed
     | InputServing
     | FileSaved
+    | SavedWanted
 )
 WorkerToAgent = WorkerHello | WorkerBeat | CheckpointAnswered | Imported | _Report
 
@@ -516,6 +523,17 @@ class UseInput(_ToWorker, tag="use_input"):
     servers: list[InputServer]
 
 
+class SavedBrought(_ToWorker, tag="saved_brought"):
+    """A file of the script is on this host, at ``path``, for this worker to load and remove.
+
+    ``path`` is empty if the run has no such file, or if it could not be brought: see ``error``.
+    """
+
+    name: str
+    path: str = ""
+    error: str = ""
+
+
 class End(_ToWorker, tag="end"):
     """End now if a SIGTERM was ignored."""
 
@@ -523,7 +541,9 @@ class End(_ToWorker, tag="end"):
 Instruction = Join | Hold | Leave
 """Messages that the training thread waits for; the others take effect at once."""
 
-AgentToWorker = Instruction | Abort | SaveState | Recorded | End | ServeInput | UseInput
+AgentToWorker = (
+    Instruction | Abort | SaveState | Recorded | End | ServeInput | UseInput | SavedBrought
+)
 
 
 # ---- leader → agent
@@ -668,7 +688,7 @@ class Tell(_ToAgent, tag="tell"):
     """Forward a message to a worker."""
 
     worker: str
-    message: Hold | Leave | SaveState | ServeInput | UseInput
+    message: Hold | Leave | SaveState | ServeInput | UseInput | SavedBrought
 
 
 class Kill(_ToAgent, tag="kill"):

@@ -18,8 +18,7 @@ LEVELS = (
     {"control"},
     {"sim", "wire", "records", "checkpoint", "hosts", "data"},
     {"agent", "leader", "communicator", "training"},
-    {"torch", "tensorflow", "cluster", "jobs", "virtual", "views", "install"}
-    | {"engines", "slurm"},
+    {"torch", "tensorflow", "cluster", "jobs", "virtual", "views", "install"} | {"engines"},
     {"keras", "bench", "cli", "ray", "spark"},
 )
 """Rooms, each of which may import those of lower levels, of its own level and nothing above."""

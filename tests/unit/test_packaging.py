@@ -213,9 +213,10 @@ def test_an_interrupt_while_a_command_is_imported_is_not_lost(tmp_path):
     program = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.path.insert(0, sys.argv[1])
-from hvd_elastic.cli.app import COMMANDS, LazyCommand, main
-COMMANDS["late"] = LazyCommand("late", "late", "Late.")
+import hvd_elastic.cli
+hvd_elastic.cli.__path__.insert(0, sys.argv[1])
+from hvd_elastic.cli.app import COMMANDS, main
+COMMANDS["late"] = ("late:late", "Late.")
 main(["late"])
 """
     done = fresh(program, str(tmp_path))

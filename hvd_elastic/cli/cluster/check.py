@@ -10,14 +10,15 @@ import typer
 
 from hvd_elastic.cli.cluster.bootstrapping import REFUSED, accept_host_keys, bootstrap_hosts
 from hvd_elastic.cli.cluster.check_report import describe_health, show_health, show_links
-from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, conclude, show_result
+from hvd_elastic.cli.options import command
 from hvd_elastic.errors import UsageError
 
 
-@over_hosts(without=["dry_run"])
+@command(HostOptions, but=["dry_run"])
 def check(
-    chosen: Chosen,
+    chosen: HostOptions,
     python: Annotated[
         str | None,
         typer.Option("--python", metavar="PATH", help="Python there (default: the leader's path)."),
@@ -95,9 +96,9 @@ def check(
     conclude(chosen, found.hosts, printer, time.monotonic() - started)
 
 
-@over_hosts(without=["hosts", "exclude_hosts", "dry_run", "identity"])
+@command(HostOptions, but=["only_hosts", "exclude_hosts", "dry_run", "identity"])
 def trust(
-    chosen: Chosen,
+    chosen: HostOptions,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Accept without asking.")] = False,
 ) -> None:
     """Show the hosts' key fingerprints and accept them into the project's own known_hosts.

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hvd_elastic.cli.cluster.copy_bar import copy_bar
-from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
 from hvd_elastic.cli.cluster.newcomers import Newcomers
-from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.options import command, number_option, whole_number_option
 from hvd_elastic.errors import UsageError
 from hvd_elastic.hosts.hostfile import Host, parse_hosts
 
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
     from hvd_elastic.cluster.copy.job import CopySettings, Pulled
 
 
-@over_hosts()
+@command(HostOptions)
 def copy(
-    chosen: Chosen,
+    chosen: HostOptions,
     places: Annotated[
         list[str],
         typer.Argument(
@@ -136,7 +135,7 @@ def copy(
         source, target = _read_places(places, listed, start)
     printer = Printer(chosen.hosts)
     newcomers = Newcomers(chosen, printer.note)
-    chosen = replace(chosen, hosts=newcomers.hosts)
+    chosen = chosen.over(newcomers.hosts)
     with copy_bar(quiet=chosen.as_json) as show:
         finish(
             chosen,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer
 from hvd_elastic.cluster.copy.job import Copied, Pulled
 from hvd_elastic.formatting import bytes_words, count
@@ -34,7 +34,7 @@ def describe_copied(result: HostResult[Copied], target: str, pulls: bool) -> dic
 
 
 def copied_in_words(
-    result: HostResult[Copied], chosen: Chosen, printer: Printer, pulled: Pulled | None
+    result: HostResult[Copied], chosen: HostOptions, printer: Printer, pulled: Pulled | None
 ) -> str:
     """Return the line of text for a host; print further notes about it."""
     value, name = result.answer, result.host.name

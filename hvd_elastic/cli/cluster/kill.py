@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
 from hvd_elastic.cli.cluster.kill_report import describe_ended, show_ended
 from hvd_elastic.cli.jobs.naming import run_id_of
-from hvd_elastic.cli.numbers import number_option
+from hvd_elastic.cli.options import command, number_option
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.hosts.fanout import HostResult
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from hvd_elastic.cluster.kill import Ended
 
 
-@over_hosts()
+@command(HostOptions)
 def kill(
-    chosen: Chosen,
+    chosen: HostOptions,
     run_id: Annotated[
         str | None,
         typer.Option("--run", metavar="RUN", help="End what this run left, or a job's run."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.hosts.hostfile import Host, hostfile_stamp
 
@@ -20,7 +20,7 @@ class Newcomers:
         hosts: all hosts so far; this list grows in place.
     """
 
-    def __init__(self, chosen: Chosen, note: Callable[[str], None]) -> None:
+    def __init__(self, chosen: HostOptions, note: Callable[[str], None]) -> None:
         self.hosts = list(chosen.hosts)
         self._chosen = chosen
         self._note = note
@@ -32,7 +32,7 @@ class Newcomers:
             return []
         self._seen = seen
         try:
-            now = self._chosen.choose()
+            now = self._chosen.read_hosts()
         except HvdElasticError as error:
             self._note(f"{error}; until that is right no host joins")
             return []

@@ -13,19 +13,14 @@ from typing import Annotated
 
 import typer
 
-from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.options import AsJson, number_option, whole_number_option
 from hvd_elastic.cli.runs.run_options import RunOptions
-from hvd_elastic.cli.shared_options import (  # RunOptions names the last two
-    AsJson,
-    SshConfigOption,  # noqa: F401
-    hostfile_option,  # noqa: F401
-)
 from hvd_elastic.config import home, runs_folder
+from hvd_elastic.engines.slurm.allocation import Allocation
+from hvd_elastic.engines.slurm.batch import START_S, Submission, parse_time
+from hvd_elastic.engines.slurm.sbatch_options import SbatchOption, options_in
 from hvd_elastic.errors import HostfileError, UsageError
 from hvd_elastic.hosts.hostfile import Host, Hostfile
-from hvd_elastic.slurm.allocation import Allocation
-from hvd_elastic.slurm.batch import START_S, Submission, parse_time
-from hvd_elastic.slurm.sbatch_options import SbatchOption, options_in
 
 _NODES = re.compile(r"(?P<least>\d+)(-(?P<most>\d+))?")
 _OF_OURS = {

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hvd_elastic.cli.options import AsJson, SshConfigOption
 from hvd_elastic.cli.output import print_json, wait_until
-from hvd_elastic.cli.shared_options import AsJson, SshConfigOption
 from hvd_elastic.errors import HostfileError, HvdElasticError, RunError, UsageError
 
 if TYPE_CHECKING:

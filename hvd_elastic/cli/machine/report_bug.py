@@ -18,8 +18,8 @@ import typer
 from hvd_elastic import __version__
 from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.machine.doctor import diagnose, render
+from hvd_elastic.cli.options import OptionalRun
 from hvd_elastic.cli.runs.show import last_lines
-from hvd_elastic.cli.shared_options import OptionalRun
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.records.run_folder import RunFolder

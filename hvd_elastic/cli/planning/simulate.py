@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.options import AsJson, command, number_option, whole_number_option
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.planning.simulate_history import simulate_past
-from hvd_elastic.cli.runs.scaling_options import ScalingOptions
-from hvd_elastic.cli.shared_options import AsJson
+from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import duration_words, number_words
 
 _POLICIES = ("fixed", "goodput")
 
 
+@command(ObjectiveOptions, but=["target_examples"])
 def simulate(
+    goal: ObjectiveOptions,
     cluster_name: Annotated[
         str | None,
         typer.Argument(metavar="[CLUSTER]", help="for --history (default: the one used last)"),
@@ -57,19 +59,6 @@ def simulate(
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="for --history: where to draw who had which slots, as HTML")
-    ] = None,
-    objective: Annotated[
-        str | None, typer.Option(help="goodput, efficiency or cost (default: goodput)")
-    ] = None,
-    min_speedup_per_slot: Annotated[
-        float | None,
-        number_option("--min-speedup-per-slot", above=True, help="for --objective efficiency"),
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="for --objective cost, such as 40/h", metavar="PRICE/h")
-    ] = None,
-    deadline: Annotated[
-        str | None, typer.Option(help="for --objective cost, such as 6h", metavar="TIME")
     ] = None,
     seed: Annotated[int, whole_number_option("--seed", least=0, help="seed of the jitter")] = 0,
     as_json: AsJson = False,
@@ -108,12 +97,13 @@ def simulate(
     if policy not in _POLICIES:
         raise UsageError(f"--policy {policy!r} is not known; valid: {', '.join(_POLICIES)}")
     found = read_trace(trace)
-    target = found.workload.examples if deadline is not None else None
-    options = ScalingOptions(policy, objective, min_speedup_per_slot, budget, deadline, target)
-    options.check(None, mpi=False, hosts=found.hosts, min_np=found.min_np)
+    if goal.deadline is not None:
+        goal = replace(goal, target_examples=found.workload.examples)
+    objective = goal.as_objective(policy)
+    goal.check_prices(found.hosts, found.min_np)
     config = None
     if policy == "goodput":
-        config = ScalingConfig(found.min_np, found.max_np, options.as_objective())
+        config = ScalingConfig(found.min_np, found.max_np, objective)
     began = time.perf_counter()
     try:
         result = run_trace(found, config, seed)

@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.cli.jobs.naming import open_run
-from hvd_elastic.cli.numbers import parse_duration, parse_whole_number
+from hvd_elastic.cli.options import AsJson, RequiredRun, parse_duration, parse_whole_number
 from hvd_elastic.cli.output import print_json, wait_until
-from hvd_elastic.cli.shared_options import AsJson, RequiredRun
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.records.json_lines import EventFollower, Record, read_last_events

@@ -50,9 +50,9 @@ def lead(
 
     environment = forwarded_environment(os.environ)
     if spec.engine == "slurm":
-        from hvd_elastic.slurm.allocation import own_allocation
-        from hvd_elastic.slurm.commands import clean_environment
-        from hvd_elastic.slurm.engine import slurm_engine
+        from hvd_elastic.engines.slurm.allocation import own_allocation
+        from hvd_elastic.engines.slurm.commands import clean_environment
+        from hvd_elastic.engines.slurm.engine import slurm_engine
 
         engine = engine or slurm_engine(folder, own_allocation(os.environ))
         # Workers have the variables of their own node's step.

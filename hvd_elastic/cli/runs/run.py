@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from hvd_elastic.cli.jobs.naming import run_id_of
+from hvd_elastic.cli.options import command, given_options
 from hvd_elastic.cli.runs.leading import STARTED, fork_leader, lead
 from hvd_elastic.cli.runs.run_options import (
     RunOptions,
@@ -23,7 +24,6 @@ from hvd_elastic.cli.runs.run_options import (
     check_tensorboard_option,
     raise_together,
     ssh_config_for,
-    takes_options,
 )
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.hosts.hostfile import parse_hostfile
@@ -37,8 +37,8 @@ _WITH_RESUME = {
 }
 
 
-@takes_options(RunOptions)
-def run(context: typer.Context, options: RunOptions) -> None:
+@command(RunOptions, pass_on=True)
+def run(options: RunOptions, context: typer.Context) -> None:
     """Train a script on the hosts of a hostfile, elastically.
 
     The script imports [bold]hvd_elastic.torch[/bold], or the modules for TensorFlow and Keras.
@@ -130,15 +130,13 @@ def check_not_complete(folder: RunFolder) -> None:
 
 def _check_resume_options(context: typer.Context) -> None:
     """Raise UsageError for options that a resumed run would otherwise ignore."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE":
-            if parameter.name not in _WITH_RESUME:
-                raise UsageError(
-                    f"{parameter.opts[0]} cannot be given with --resume: the run keeps what it was "
-                    "started with. Valid beside --resume: --hostfile, --ssh-config, --np, "
-                    "--max-np, --detach, --json."
-                )
+    for name, flag in given_options(context).items():
+        if name not in _WITH_RESUME:
+            raise UsageError(
+                f"{flag} cannot be given with --resume: the run keeps what it was "
+                "started with. Valid beside --resume: --hostfile, --ssh-config, --np, "
+                "--max-np, --detach, --json."
+            )
 
 
 def _resumed_spec(folder: RunFolder, options: RunOptions) -> RunSpec:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from hvd_elastic.agent.gpus import usable_gpus
-from hvd_elastic.cli.numbers import number_option, whole_number_option
-from hvd_elastic.cli.runs.scaling_options import ScalingOptions
-from hvd_elastic.cli.shared_options import EventsAsJson, SshConfigOption, hostfile_option
+from hvd_elastic.cli.options import (
+    EventsAsJson,
+    SshConfigOption,
+    hostfile_option,
+    number_option,
+    whole_number_option,
+)
+from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions
+from hvd_elastic.engines.slurm.allocation import Allocation, is_inside, own_allocation
 from hvd_elastic.errors import HostfileError, HvdElasticError, SeveralErrors, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts, parse_hostfile
@@ -26,38 +31,10 @@ from hvd_elastic.hosts.ssh_config import config_beside
 from hvd_elastic.leader.hostfile_watch import input_hosts
 from hvd_elastic.leader.spec import SHORTEST_HEARTBEAT_S, RunSpec
 from hvd_elastic.records.tensorboard import check_tensorboard
-from hvd_elastic.slurm.allocation import Allocation, is_inside, own_allocation
 from hvd_elastic.urls import is_url
 from hvd_elastic.wire.messages import NOT_FINITE_CHOICES
 
 _POLICIES = ("fixed", "goodput")
-Options = TypeVar("Options")
-
-
-def takes_options(
-    kind: Callable[..., Options], but: Collection[str] = ()
-) -> Callable[[Callable[[typer.Context, Options], None]], Callable[..., None]]:
-    """Return a decorator that makes a typer command of a function that takes its options as one.
-
-    Args:
-        kind: dataclass whose fields are the options and arguments of the command.
-        but: names of the fields that the command does not have.
-    """
-    options = inspect.signature(kind, eval_str=True).parameters.values()
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    context = inspect.Parameter("context", keyword, annotation=typer.Context)
-    own = [option.replace(kind=keyword) for option in options if option.name not in but]
-
-    def decorate(function: Callable[[typer.Context, Options], None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def command(context: typer.Context, **given: Any) -> None:
-            function(context, kind(**given))
-
-        command.__signature__ = inspect.Signature([context, *own])  # type: ignore[attr-defined]
-        command.__annotations__ = {each.name: each.annotation for each in (context, *own)}
-        return command
-
-    return decorate
 
 
 @dataclass(frozen=True)
@@ -99,40 +76,7 @@ class RunOptions:
     policy: Annotated[
         str, typer.Option(help="who decides the number of workers: fixed (you) or goodput")
     ] = "fixed"
-    objective: Annotated[
-        str | None,
-        typer.Option(help="of --policy goodput: goodput, efficiency or cost (default: goodput)"),
-    ] = None
-    min_speedup_per_slot: Annotated[
-        float | None,
-        number_option(
-            "--min-speedup-per-slot",
-            above=True,
-            help="of --objective efficiency: least speedup divided by slots (default: 0.5)",
-        ),
-    ] = None
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="of --objective cost: most that the hosts in use may cost, such as 40/h",
-            metavar="PRICE/h",
-        ),
-    ] = None
-    deadline: Annotated[
-        str | None,
-        typer.Option(
-            help="of --objective cost: reach --target-examples within, such as 6h or 90m",
-            metavar="TIME",
-        ),
-    ] = None
-    target_examples: Annotated[
-        float | None,
-        number_option(
-            "--target-examples",
-            above=True,
-            help="of --deadline: useful examples to be reached, such as 5e7",
-        ),
-    ] = None
+    goal: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     pin_hosts: Annotated[
         str | None,
         typer.Option(
@@ -238,11 +182,6 @@ class RunOptions:
     )
     as_json: EventsAsJson = False
 
-    @property
-    def scaling(self) -> ScalingOptions:
-        """Return the options of the policy."""
-        return ScalingOptions(*(getattr(self, field.name) for field in fields(ScalingOptions)))
-
     @functools.cached_property
     def allocation(self) -> Allocation | None:
         """Return the Slurm allocation with the hosts of the run; None: there is none, or need be.
@@ -310,7 +249,7 @@ class RunOptions:
             "input_hosts": self._input_hosts(),
             "pin_hosts": tuple(host.name for host in self._pinned()),
             "hash_seed": os.environ.get("PYTHONHASHSEED"),
-            **self.scaling.fields(),
+            "objective": self.goal.as_objective(self.policy),
         }
         if place is not None and not is_url(place):
             asked["checkpoint_folder"] = str(Path(place).absolute())
@@ -386,14 +325,16 @@ class RunOptions:
                 )
 
     def _check_scaling(self) -> None:
+        if self.mpi and self.policy == "goodput":
+            raise UsageError("a job under --mpi has a fixed size: leave --policy goodput out")
+        if self.policy in _POLICIES:
+            self.goal.as_objective(self.policy)
         try:
-            pinned = self._pinned()
+            hosts, pinned = self.hosts(), self._pinned()
         except HvdElasticError:
-            pinned = []  # _check_pinned reports the error
-        hosts = None if self.allocation is None else self.allocation.hosts
-        self.scaling.check(
-            self.hostfile, self.mpi, hosts, min_np=self.min_np, pinned=pinned, np=self.np
-        )
+            return  # other checks report the error
+        named = hosts if self.allocation is None else self.allocation.hosts
+        self.goal.check_prices(named, self.min_np, self.np, pinned)
 
     def _check_mpi(self) -> None:
         for flag, value in (

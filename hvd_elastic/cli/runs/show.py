@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.cli.jobs.naming import open_run
-from hvd_elastic.cli.numbers import whole_number_option
+from hvd_elastic.cli.options import AsJson, OptionalRun, whole_number_option
 from hvd_elastic.cli.output import print_json, print_rows
-from hvd_elastic.cli.shared_options import AsJson, OptionalRun
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import (
@@ -70,7 +69,9 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
         print("\nlatest")
     for event, line in latest:
         stamp = clock_words(event.get("t"))
-        print(f"  {stamp}  {line.text.splitlines()[0] if line.text else ''}")
+        first, *more = line.text.splitlines() or [""]
+        # Of a traceback the last line says what was wrong.
+        print(f"  {stamp}  {first} {more[-1].strip()}" if more else f"  {stamp}  {first}")
 
 
 def list_(

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hvd_elastic.cli.numbers import number_option, port_option
-from hvd_elastic.cli.shared_options import OptionalRun
+from hvd_elastic.cli.options import OptionalRun, number_option, port_option
 from hvd_elastic.formatting import clock_words, count, printable, unfiltered
 
 _PIECE_BYTES = 1 << 21

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import queue
+import shutil
 import socket
 import subprocess
 import threading
@@ -43,6 +44,7 @@ class Host:
         self.info = agent_hello(spool=str(folder))
         self.why_not = ""
         self.before: Callable[[], object] = lambda: None
+        self.answers: queue.Queue[msg.Tell] = queue.Queue()
 
     def save(self, name: str, content: bytes, **fields: Any) -> msg.SavedFile:
         return spool_file(
@@ -56,6 +58,9 @@ class Host:
         return sorted((each.name, each.step) for each in find_spooled(self.spool / SAVED_FOLDER))
 
     def send(self, message: msg.LeaderToAgent) -> None:
+        if isinstance(message, msg.Tell):
+            self.answers.put(message)
+            return
         assert isinstance(message, msg.Release)
         folder = self.spool / SAVED_FOLDER
         for saved in find_spooled(folder) if message.files is None else message.files:
@@ -73,7 +78,8 @@ class Host:
             write(content[at : at + 4096])
 
     def put(self, local: Path, remote: str) -> None:
-        raise AssertionError("nothing is sent to a host")
+        Path(remote).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(local, remote)
 
     def discard(self, remote: str) -> None:
         raise AssertionError("nothing else is removed")
@@ -230,6 +236,31 @@ def test_what_cannot_be_fetched_is_told_once_tried_again_and_missing_at_the_end(
     while run.collector.missing():
         run.step()
     assert run.read("best.pt") == b"second"
+
+
+def test_a_worker_that_loads_a_file_gets_the_newest_or_why_not(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    node0, node1 = run.hosts.values()
+
+    def answer() -> msg.SavedBrought:
+        told = node1.answers.get(timeout=30)
+        assert isinstance(told.message, msg.SavedBrought)
+        assert told.worker == "worker-1"
+        return told.message
+
+    run.collector.bring("best.pt", "worker-1", node1)
+    assert answer() == msg.SavedBrought("best.pt")
+    run.told("node0", node0.save("best.pt", b"best", step=12))
+    run.collector.bring("best.pt", "worker-1", node1)
+    assert node1.answers.empty()  # it is being fetched
+    run.step()
+    brought = answer()
+    assert Path(brought.path).read_bytes() == b"best"
+    node0.why_not = "the disk is broken"
+    run.told("node0", node0.save("best.pt", b"better", step=13, number=9))
+    run.collector.bring("best.pt", "worker-1", node1)
+    run.step()
+    assert "saved at step 13 is not in the run folder: host node0: the disk" in answer().error
 
 
 def test_a_file_that_changes_on_the_way_is_not_stored(tmp_path: Path) -> None:
