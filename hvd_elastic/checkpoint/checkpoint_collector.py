@@ -57,6 +57,8 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         self._copies = copies
         self._accepting = resumed
         self._known: dict[Key, Parcel[ShardInfo]] = {}
+        self._missed: Parcel[ShardInfo] | None = None
+        """The newest checkpoint that could not be collected and is still in the spools."""
         self._writable = True
         self.newest_step = -1
         """Step of the newest checkpoint of the current history of training; -1: none."""
@@ -211,7 +213,7 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
 
     def _note_stored(self, parcel: Parcel[ShardInfo], stored: _Collected) -> Sequence[str]:
         info, problems = stored
-        self._writable = True
+        self._writable, self._missed = True, None
         self.newest_step, self.newest_s = info.step, info.seconds
         if not info.not_finite or self.resume_step < 0:
             self.resume_step = info.step
@@ -231,6 +233,7 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         if key[0] <= self.newest_step:
             del self._known[key]
             return ()  # an earlier leader had already collected this one
+        self._missed = parcel
         again = "; trying again" if self._can_be_fetched(parcel) else ""
         return [f"{_why_not_kept(parcel)}{again}"]
 
@@ -271,20 +274,16 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         """Forget the shards of other histories: training continues from this checkpoint."""
         self._accepting = False
         self._known.clear()
+        self._missed = None
         self.newest_step = self.resume_step = -1 if newest is None else newest.step
         # A later takeover must not use shards of a history that training has abandoned.
         self._release(None)
 
     @property
-    def _missed(self) -> Parcel[ShardInfo] | None:
-        """Return the newest checkpoint that could not be collected and is still in the spools."""
-        failed = [key for key, parcel in self._known.items() if parcel.error]
-        return self._known[max(failed)] if failed else None
-
-    @property
     def why_missed(self) -> str:
         """Return why the newest checkpoint could not be collected; empty: it was."""
-        return _why_not_kept(self._missed) if self._missed else ""
+        missed = self._missed
+        return "" if missed is None else _why_not_kept(missed)
 
     def collect_rest(self) -> None:
         """Wait until what the hosts still have is collected; called from another thread."""
@@ -300,8 +299,11 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         if missed is not None and self._can_be_fetched(missed):
             missed.retry.at = 0.0
         elif missed is not None:
-            del self._known[missed.sources[0].entry.key]
+            self._known.pop(missed.sources[0].entry.key, None)
+            self._missed = None
         self.fetch_due()
+        if not self.busy:
+            self._idle.set()
 
 
 def _why_not_kept(parcel: Parcel[ShardInfo]) -> str:

@@ -131,6 +131,7 @@ class Collector(ABC, Generic[Entry, Stored]):
         """Subject and kind of the problems that users were told of."""
         self._fetching: Parcel[Entry] | None = None
         self._idle = threading.Event()
+        """Set while nothing is being fetched, for other threads."""
         self._idle.set()
         self._received_at = self._told_at = 0.0
 
@@ -145,12 +146,12 @@ class Collector(ABC, Generic[Entry, Stored]):
             return
         now = time.monotonic()
         parcel = self._next_due(now)
-        if parcel is None:
-            self._idle.set()
-            return
-        self._fetching, self._received_at = parcel, now
-        self._idle.clear()
-        threading.Thread(target=self._work, args=(parcel,), name="collector", daemon=True).start()
+        if parcel is not None:
+            self._fetching, self._received_at = parcel, now
+            self._idle.clear()
+            threading.Thread(
+                target=self._work, args=(parcel,), name="collector", daemon=True
+            ).start()
 
     def _work(self, parcel: Parcel[Entry]) -> None:
         """Fetch a parcel; runs in a thread."""
@@ -184,6 +185,7 @@ class Collector(ABC, Generic[Entry, Stored]):
             self._complain(parcel.subject, problem)
         self.fetch_due()
         if not self.busy:
+            self._idle.set()
             self._call.on_idle()
 
     def _complain(self, subject: str, message: str) -> None:

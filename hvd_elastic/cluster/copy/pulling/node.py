@@ -107,7 +107,7 @@ class Pull:
         self._work = os.path.join(self.place, encode(FETCHED))
         self.fetched = os.path.join(self._work, b"files")
 
-    def look(self) -> list[tuple[int, int, int, int]]:
+    def find_listed(self) -> list[tuple[int, int, int, int]]:
         """Return number, size, time and mode of the listed files that exist already.
 
         Raises:
@@ -341,7 +341,7 @@ class PullNode(Destination):
                 self.config["jobs"],
                 self._umask,
             )
-            self.say("listed", have=pack(self._pull.look()))
+            self.say("listed", have=pack(self._pull.find_listed()))
         elif do == "fetch":
             self._orders.put(unpack(message["files"]))
         elif do == "forget":

@@ -578,5 +578,5 @@ def test_files_of_another_user_are_compared_and_not_trusted(
     plan.settle_doubts({index: hashlib.sha256(data).digest() for index, data in CONTENTS.items()})
     assert plan.needed == [1]
     pull = Pull(os.fsencode(place), "x {dst} {path}", [Listed("a", 1)], "c", 1, 0)
-    assert pull.look() == [], "there is nothing to compare it with"
+    assert pull.find_listed() == [], "there is nothing to compare it with"
     assert pull.foreign(source) == "a"
