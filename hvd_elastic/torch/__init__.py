@@ -45,6 +45,7 @@ from hvd_elastic.training.saving import save
 from hvd_elastic.training.script_collectives import allgather, allreduce
 from hvd_elastic.training.script_ranks import local_rank, rank, report, size
 from hvd_elastic.training.step_weight import step_weight
+from hvd_elastic.training.uncaught import tell_uncaught
 
 __all__ = [
     "Accumulator",
@@ -76,6 +77,7 @@ __all__ = [
 
 check_torch(torch.__version__)
 refuse_triton_after_tensorflow()
+tell_uncaught()  # before init() too: a script of torchrun may fail at once
 
 if not TYPE_CHECKING:  # else mypy would take any name for one of this module
     __getattr__ = missing_name(__name__)

@@ -26,7 +26,6 @@ from hvd_elastic.cli.engines.slurm_options import (
 )
 from hvd_elastic.cli.options import command, given_options, group_of
 from hvd_elastic.cli.runs.leading import lead
-from hvd_elastic.cli.runs.run import check_not_complete
 from hvd_elastic.config import runs_folder
 from hvd_elastic.engines.slurm.allocation import own_allocation
 from hvd_elastic.engines.slurm.batch import Submission
@@ -35,6 +34,7 @@ from hvd_elastic.engines.slurm.growth import give_back, growing_engine
 from hvd_elastic.engines.slurm.queue import queue_of
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
+from hvd_elastic.leader.resuming import check_not_complete
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder, check_run_id, new_run_id
 from hvd_elastic.records.summary import summarize

@@ -16,7 +16,6 @@ import typer
 from hvd_elastic.cli.options import AsJson, number_option, whole_number_option
 from hvd_elastic.cli.runs.run_options import RunOptions
 from hvd_elastic.config import home, runs_folder
-from hvd_elastic.engines.slurm.allocation import Allocation
 from hvd_elastic.engines.slurm.batch import START_S, Submission, parse_time
 from hvd_elastic.engines.slurm.sbatch_options import SbatchOption, options_in
 from hvd_elastic.errors import HostfileError, UsageError
@@ -87,18 +86,18 @@ class SubmitOptions(RunOptions):
     ] = False
     as_json: AsJson = False
 
+    @property
+    def engine(self) -> str:
+        return "slurm"
+
     @functools.cached_property
-    def allocation(self) -> Allocation:
+    def given(self) -> Hostfile:
         """Return the most nodes that the run may get, under names of no meaning."""
         if self.nodes is None:
             raise UsageError("say how many nodes the run may have: --nodes 2-8")
         _, most = parse_nodes(self.nodes)
-        hosts = (Host(f"node{n}", slots=self.slots_per_node) for n in range(1, most + 1))
-        return Allocation("", tuple(hosts))
-
-    def hosts(self) -> Hostfile:
-        """Return those nodes, named for messages."""
-        return Hostfile(self.allocation.hosts, f"--nodes {self.nodes}")
+        hosts = [Host(f"node{n}", slots=self.slots_per_node) for n in range(1, most + 1)]
+        return Hostfile(tuple(hosts), f"--nodes {self.nodes}")
 
     def submission(self, run_id: str) -> Submission:
         """Return what is submitted.
@@ -128,7 +127,7 @@ class SubmitOptions(RunOptions):
         return found
 
 
-NOT_HERE = ("hostfile", "slurm", "detach", "ssh_config", "mpi", "pin_hosts", "input_hosts")
+NOT_HERE = ("hostfile", "inside", "detach", "ssh_config", "mpi", "pin_hosts", "input_hosts")
 """Options of a run that say where its hosts come from, or name hosts that nobody knows yet."""
 
 

@@ -56,8 +56,9 @@ def up(
 
       hvd-elastic queue
     """
-    from hvd_elastic.cli.runs.run_options import check_ssh_config, ssh_config_for
+    from hvd_elastic.cli.runs.run_options import check_ssh_config
     from hvd_elastic.hosts.hostfile import parse_hostfile
+    from hvd_elastic.hosts.ssh_config import ssh_config_for
     from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile
     from hvd_elastic.policy.schedule.policies import POLICIES
 

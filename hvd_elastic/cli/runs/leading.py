@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import typer
+
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.hosts.engine import Engine
 from hvd_elastic.leader.spec import RunSpec, forwarded_environment
@@ -49,14 +51,12 @@ def lead(
     from hvd_elastic.views.terminal import LastingView
 
     environment = forwarded_environment(os.environ)
-    if spec.engine == "slurm":
-        from hvd_elastic.engines.slurm.allocation import own_allocation
-        from hvd_elastic.engines.slurm.commands import clean_environment
-        from hvd_elastic.engines.slurm.engine import slurm_engine
+    if spec.engine is not None:
+        from hvd_elastic.engines.base import engine_named
 
-        engine = engine or slurm_engine(folder, own_allocation(os.environ))
-        # Workers have the variables of their own node's step.
-        environment = clean_environment(environment)
+        source = engine_named(spec.engine)
+        engine = engine or source.lead(folder, os.environ)
+        environment = source.clean(environment)
         spec = replace(spec, hostfile=str(folder.hosts))
     view = LastingView(live=False if as_json else None)
     with view:
@@ -173,3 +173,55 @@ def begin_leader(
         return lambda text: None if text == STARTED else print(text.decode(), file=sys.stderr)
 
     return fork_leader(spec, folder, resumed=resumed, prepare=prepare)
+
+
+def _await_leader(child: int, answer: int, folder: RunFolder) -> None:
+    """Wait until the forked leader has begun the run, or print why it cannot.
+
+    Args:
+        child: process id of the leader.
+        answer: descriptor of a pipe from the leader.
+        folder: run folder.
+    """
+    with open(answer, "rb") as told:
+        try:
+            said = told.read()
+        except KeyboardInterrupt:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGINT)
+            raise
+    if said == STARTED:
+        print(folder.run_id)
+        print(
+            f"running in the background: hvd-elastic attach {folder.run_id}, "
+            f"hvd-elastic stop {folder.run_id}",
+            file=sys.stderr,
+        )
+        return
+    status, _, text = said.decode(errors="replace").partition(" ")
+    if not text:
+        status, text = "1", f"error: the leader ended before it began; see {folder.leader_log}"
+    print(text, file=sys.stderr)
+    raise typer.Exit(int(status))
+
+
+def lead_in_background(spec: RunSpec, folder: RunFolder, *, resumed: bool) -> None:
+    """Fork a leader that survives the end of this terminal; its output goes to leader.log.
+
+    Raises:
+        typer.Exit: the leader could not begin; the reason was printed.
+    """
+    answer, to_terminal = os.pipe()
+
+    def prepare() -> Callable[[bytes], None]:
+        os.close(answer)
+        return tell
+
+    def tell(text: bytes) -> None:
+        with contextlib.suppress(OSError):  # after Ctrl-C, the other end of the pipe is closed
+            os.write(to_terminal, text)
+        os.close(to_terminal)
+
+    child = fork_leader(spec, folder, resumed=resumed, prepare=prepare)
+    os.close(to_terminal)
+    _await_leader(child, answer, folder)

@@ -9,16 +9,17 @@ import re
 import shlex
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from hvd_elastic.agent.preemption.notice import AFTER_SIGTERM
 from hvd_elastic.control.endings import StopCause
-from hvd_elastic.engines.slurm.allocation import Allocation, has_ended
+from hvd_elastic.engines.slurm.allocation import Allocation, has_ended, is_inside, own_allocation
 from hvd_elastic.engines.slurm.commands import clean_environment
 from hvd_elastic.errors import RunError, SshError
 from hvd_elastic.hosts.connection import Connection
-from hvd_elastic.hosts.hostfile import Host, write_hostfile
+from hvd_elastic.hosts.hostfile import Host, Hostfile, write_hostfile
 from hvd_elastic.hosts.local import LocalConnection, PopenEnds, ProgramConnection, start_here
 from hvd_elastic.records.run_folder import RunFolder
 
@@ -136,6 +137,25 @@ def slurm_engine(folder: RunFolder, allocation: Allocation) -> Iterator[SlurmEng
         yield engine
     finally:
         over.set()
+
+
+class SlurmSource:
+    """The allocation that this process runs in, as a ``HostSource``."""
+
+    def is_around(self, environment: Mapping[str, str]) -> bool:
+        return is_inside(environment)
+
+    def hosts(self, environment: Mapping[str, str]) -> Hostfile:
+        allocation = own_allocation(environment)
+        return Hostfile(allocation.hosts, f"Slurm job {allocation.job_id}")
+
+    def lead(
+        self, folder: RunFolder, environment: Mapping[str, str]
+    ) -> AbstractContextManager[SlurmEngine]:
+        return slurm_engine(folder, own_allocation(environment))
+
+    def clean(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return clean_environment(environment)  # workers have the variables of their own node's step
 
 
 class SrunConnection(ProgramConnection):

@@ -210,6 +210,16 @@ def test_clipping_what_is_on_its_way_is_refused(
         optimizer.step()
 
 
+def test_clipping_before_the_average_is_refused_at_one_rank_too(alone: Context) -> None:
+    model = linear()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    hand_out(alone)
+    model(torch.ones(1, 1)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ScriptError, match=r"'weight' was changed .* optimizer.synchronize\(\)"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_backward_passes_for_one_step_are_refused_with_a_way_out(
     alone: Context, request: pytest.FixtureRequest, ranks: int
