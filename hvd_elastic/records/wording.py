@@ -635,7 +635,7 @@ def progress_words(metrics: Mapping[str, Any], size: int) -> str:
     """Return the newest metrics as one line.
 
     >>> progress_words({"step": 120, "epoch": 3, "loss": 0.41237, "throughput": 812.4}, 3)
-    'step 120 · epoch 3 · loss 0.412 · 812 examples/s · 3 workers'
+    'step 120 · epoch 3 · loss 0.412 (rank 0) · 812 examples/s · 3 workers'
     """
     parts = []
     if metrics.get("step") is not None:
@@ -643,7 +643,8 @@ def progress_words(metrics: Mapping[str, Any], size: int) -> str:
     if metrics.get("epoch") is not None:
         parts.append(f"epoch {metrics['epoch']}")
     if "loss" in metrics:
-        parts.append(f"loss {number_words(metrics['loss'])}")
+        of = " (rank 0)" if size > 1 else ""  # the script's own, of its share of the batch
+        parts.append(f"loss {number_words(metrics['loss'])}{of}")
     if metrics.get("throughput") is not None:
         parts.append(f"{number_words(metrics['throughput'])} examples/s")
     if size:

@@ -30,8 +30,7 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.engines.slurm.allocation import own_allocation
 from hvd_elastic.engines.slurm.batch import Submission
 from hvd_elastic.engines.slurm.commands import call, require_commands
-from hvd_elastic.engines.slurm.growth import give_back, growing_engine
-from hvd_elastic.engines.slurm.queue import queue_of
+from hvd_elastic.engines.slurm.growth import give_back, growing_engine, queue_of
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.leader.resuming import check_not_complete
@@ -118,8 +117,8 @@ def _again(options: SubmitOptions, given: set[str]) -> tuple[RunFolder, Submissi
     check_not_complete(folder)
     for job in () if options.dry_run else queue_of(submission.job_name, submission.first_script):
         raise RunError(
-            f"run {folder.run_id} has been submitted already: job {job.job_id} is {job.state}. "
-            f"Wait for it, or cancel it first: scancel {job.job_id}"
+            f"run {folder.run_id} has been submitted already: job {job.grant_id} is {job.state}. "
+            f"Wait for it, or cancel it first: scancel {job.grant_id}"
         )
     changes = {name: getattr(options, name) for name in given & {*OF_ALLOCATIONS}}
     if "nodes" in changes:

@@ -191,7 +191,11 @@ class ElasticTrainer:
             if spare_cpus < 1:  # the first workers would leave nothing for the transforms
                 wait_for_rows(stored)
             placement = Placement(
-                hosts.dial_in.invitation, self._resources, (self._least, self._most), stored
+                hosts.dial_in.invitation,
+                self._resources,
+                (self._least, self._most),
+                stored,
+                hosts.take_released,
             )
             try:
                 yield lambda: placement.check(is_short=hosts.slots < self._least)

@@ -67,14 +67,14 @@ class SlurmEngine:
         self._kill_wait_s = allocation.kill_wait_s
         self._connections: list[SrunConnection] = []
         self._changing = threading.Lock()
-        self.add(allocation)
+        self.add_allocation(allocation)
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """Return the names of the hosts that the run has been given."""
         return tuple(self._hosts)
 
-    def add(self, allocation: Allocation) -> None:
+    def add_allocation(self, allocation: Allocation) -> None:
         """Give the run the hosts of an allocation."""
         with self._changing:
             for host in allocation.hosts:
@@ -83,7 +83,7 @@ class SlurmEngine:
                 self._hosts[host.name] = host
         self._write()
 
-    def remove(self, job_id: str) -> None:
+    def remove_job(self, job_id: str) -> None:
         """Take the hosts of an allocation from the run, which then leaves them."""
         with self._changing:
             for name in [name for name, job in self._jobs.items() if job == job_id]:
