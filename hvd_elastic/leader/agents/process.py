@@ -156,8 +156,8 @@ class AgentProcess:
         if missing is not None:
             cause = (
                 f"host {name}: the agent cannot start: {last}. The environment of {self.python} is "
-                "not whole there, or that Python was updated: 'hvd-elastic install HOSTFILE' brings "
-                "what is missing."
+                "not whole there, or that Python was updated: 'hvd-elastic install HOSTFILE' "
+                "brings what is missing."
             )
             return cause, True
         return f"host {name}: the agent did not start: {last}", False
