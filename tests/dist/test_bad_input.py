@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shlex
 import shutil
 import signal
@@ -154,6 +155,7 @@ def test_a_checkpoint_folder_of_another_run(home: Path, script: Path) -> None:
     ("python", "words"),
     [
         ("missing", ["has no Python at", "--python"]),
+        ("other processor", ["is there and does not run", "hvd-elastic install", "--python"]),
         ("without package", ["has no package hvd_elastic", "Install it there", "--python"]),
         ("other minor", ["has Python 3.8.1", "the leader has 3.", "--python"]),
         ("other version", ["has hvd_elastic 0.0.0", "Install the same version on every host"]),
@@ -178,6 +180,12 @@ def interpreter(folder: Path, kind: str) -> Path:
     """A Python with a fault, as a host may have it."""
     path = folder / f"python-{kind.replace(' ', '-')}"
     if kind == "missing":
+        return path
+    if kind == "other processor":
+        program = bytearray(Path(shutil.which("true") or "").read_bytes())
+        program[18:20] = (183 if platform.machine() == "x86_64" else 62).to_bytes(2, sys.byteorder)
+        path.write_bytes(program)  # ELF of aarch64, or of x86-64
+        path.chmod(0o755)
         return path
     python = shlex.quote(sys.executable)
     if kind == "without package":
