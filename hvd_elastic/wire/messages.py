@@ -39,6 +39,7 @@ class WorkerOptions(_Plain):
         input_hosts: whether input hosts read for the ranks.
         on_not_finite: what is done about a step whose gradients are not finite, of
             ``NOT_FINITE_CHOICES``.
+        profile: rank whose steps are profiled; -1: none.
     """
 
     heartbeat_s: float = 1.0
@@ -46,6 +47,7 @@ class WorkerOptions(_Plain):
     checkpoint_every_s: float = 0.0
     input_hosts: bool = False
     on_not_finite: str = NOT_FINITE_CHOICES[0]
+    profile: int = -1
 
 
 SAVED_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z"

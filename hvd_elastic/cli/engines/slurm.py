@@ -39,6 +39,8 @@ from hvd_elastic.records.run_folder import RunFolder, check_run_id, new_run_id
 from hvd_elastic.records.summary import summarize
 
 _STOPPED = 130
+_AGAIN_S = 10.0
+"""Time before a job that goes on with a run is submitted again [s]."""
 
 
 @command(SubmitOptions, but=NOT_HERE, pass_on=True)
@@ -151,7 +153,7 @@ def lead_in_allocation(run_id: str) -> None:
                 "run is not submitted again. Give more time: hvd-elastic slurm submit "
                 f"--resume {run_id} --time TIME"
             )
-        job_id = _sbatch(submission)
+        job_id = _sbatch_again(submission)
         _tell(f"step {reached} is reached, and job {job_id} goes on with the run")
         return
     give_back(submission)
@@ -183,6 +185,24 @@ def _sbatch(submission: Submission, options: Sequence[str] = ()) -> str:
     """Submit the first allocation of a run; return the number of its job."""
     printed = call("sbatch", "--parsable", *options, str(submission.first_script))
     return printed.strip().partition(";")[0]
+
+
+def _sbatch_again(submission: Submission) -> str:
+    """Submit the next allocation of a run; slurmctld may be away for half of the time that is left.
+
+    Raises:
+        RunError: that time is over; says how the run goes on.
+    """
+    deadline = time.monotonic() + submission.leave_before_s / 2
+    while True:
+        try:
+            return _sbatch(submission)
+        except RunError as error:
+            if time.monotonic() + _AGAIN_S > deadline:
+                go_on = f"hvd-elastic slurm submit --resume {submission.run_id}"
+                raise RunError(f"{error}. The run was not submitted again: {go_on}") from error
+            _tell(f"{error}; trying again in {_AGAIN_S:g} s")
+        time.sleep(_AGAIN_S)
 
 
 def _tell(text: str) -> None:
