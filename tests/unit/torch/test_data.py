@@ -823,8 +823,9 @@ def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
 
     assert limits(np.int64) == limits(int)
     assert read(np.int64) == read(np.uint8) == read(int)
+    wrong: Any = np.bool_(False)
     with pytest.raises(ScriptError, match=r"batch_size=np.False_\)"):
-        DataLoader(Numbers(4), np.bool_(False), context=fake())
+        DataLoader(Numbers(4), wrong, context=fake())
 
 
 def test_pytorch_refuses_its_own_options_at_once() -> None:
