@@ -238,6 +238,7 @@ class Leader:
                 "exact": run.progress.is_exact,
                 "checkpoint_step": resumes if resumes >= 0 else None,
                 "led_elsewhere": run.fence.led_elsewhere,
+                "resume": run.folder.resume_command,
             },
         )
         run.workers.close()
@@ -273,7 +274,7 @@ class Leader:
             self._run.journal.warn(
                 f"the leader fails ({type(error).__name__}: {error}). The hosts go on without it "
                 f"for {self._run.spec.leader_grace_s:g} s (--leader-grace), and then leave a "
-                f"checkpoint: hvd-elastic run --resume {self._run.folder.run_id} leads on"
+                f"checkpoint: {self._run.folder.resume_command} leads on"
             )
 
     # -- the loop --------------------------------------------------------------------------

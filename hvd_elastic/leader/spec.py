@@ -60,7 +60,7 @@ class RunSpec:
         command: training command with its arguments.
         cwd: working directory of the command on every host.
         hostfile: path of the hostfile; None: the run uses this machine only.
-        engine: what owns the hosts and writes the hostfile: ``slurm``; None: the user.
+        engine: name of what owns the hosts and writes the hostfile; None: the user.
         slots: number of processes on this machine when there is no hostfile.
         np: requested number of processes; None: as many as allowed.
         min_np, max_np: bounds of the number of processes; ``max_np`` None: all slots.

@@ -566,8 +566,8 @@ def resume_words(event: Mapping[str, Any]) -> str:
     'its checkpoint is of step 7, so 2 steps will be done again; go on with: hvd-elastic run --resume r1'
     >>> resume_words({"status": "stopped", "run_id": "r1", "steps": 9, "checkpoint_step": None})
     'it has no checkpoint here: --resume goes on from one that is still on a host, or begins anew'
-    >>> resume_words({"status": "stopped", "run_id": "r1", "steps": 0, "checkpoint_step": 9})
-    'its checkpoint is of step 9; go on with: hvd-elastic run --resume r1'
+    >>> resume_words({"status": "stopped", "steps": 0, "checkpoint_step": 9, "resume": "sbatch x"})
+    'its checkpoint is of step 9; go on with: sbatch x'
     >>> resume_words({"status": "failed", "steps": 9, "checkpoint_step": 7, "led_elsewhere": True})
     ''
     """  # noqa: E501
@@ -585,10 +585,8 @@ def resume_words(event: Mapping[str, Any]) -> str:
             "or begins anew"
         )
     undone = f", so {count(steps - step, 'step')} will be done again" if step < steps else ""
-    return (
-        f"its checkpoint is of step {step}{undone}; "
-        f"go on with: hvd-elastic run --resume {event.get('run_id')}"
-    )
+    command = event.get("resume") or f"hvd-elastic run --resume {event.get('run_id')}"
+    return f"its checkpoint is of step {step}{undone}; go on with: {command}"
 
 
 def outcome_words(

@@ -197,9 +197,9 @@ def interpreter(folder: Path, kind: str) -> Path:
             "other version": "import hvd_elastic; hvd_elastic.__version__ = '0.0.0'",
         }[kind]
         root = Path(__file__).resolve().parents[2]
-        program = f"import sys; sys.path.insert(0, {str(root)!r}); {fault}; import runpy; "
-        program += "runpy.run_module('hvd_elastic.agent.agent', run_name='__main__')"
-        path.write_text(f"#!/bin/sh\nexec {python} -c {shlex.quote(program)}\n")
+        sent = f"import sys; sys.path.insert(0, {str(root)!r}); {fault}; import runpy; "
+        sent += "runpy.run_module('hvd_elastic.agent.agent', run_name='__main__')"
+        path.write_text(f"#!/bin/sh\nexec {python} -c {shlex.quote(sent)}\n")
     path.chmod(0o755)
     return path
 

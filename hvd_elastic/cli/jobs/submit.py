@@ -23,8 +23,8 @@ from hvd_elastic.cli.options import (
     parse_duration,
     whole_number_option,
 )
-from hvd_elastic.cli.runs.run_options import RunOptions, raise_together
-from hvd_elastic.errors import UsageError
+from hvd_elastic.cli.runs.run_options import RunOptions
+from hvd_elastic.errors import UsageError, raise_together
 
 if TYPE_CHECKING:
     from hvd_elastic.jobs.job import JobRequest
@@ -94,8 +94,8 @@ class SubmitOptions(RunOptions):
     as_json: AsJson = False
 
     @property
-    def allocation(self) -> None:
-        """Return None: the daemon chooses the hosts, inside of a Slurm allocation too."""
+    def engine(self) -> None:
+        """Return None: the daemon chooses the hosts, wherever this process runs."""
         return
 
     def check(self) -> None:
@@ -163,7 +163,7 @@ class SubmitOptions(RunOptions):
 
 
 _OF_THE_CLUSTER = (
-    *("hostfile", "slurm", "ssh_config", "mpi", "pin_hosts", "run_id", "resume", "detach"),
+    *("hostfile", "inside", "ssh_config", "mpi", "pin_hosts", "run_id", "resume", "detach"),
     *("policy", "goal"),
 )
 """Options of a run that choose its hosts, or what the daemon does for a job."""

@@ -99,8 +99,10 @@ def list_(
     print(f"{'RUN':<{width}}  {'STATUS':<10} {'STARTED':<16} {'STEPS':>9}  WORKERS")
     for row in rows:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
+        queued = row["submitted"] and row["status"] == "never began"
+        state = "in queue?" if queued else row["status"]
         print(
-            f"{row['run_id']:<{width}}  {row['status']:<10} {started} {_steps_of(row):>9}  "
+            f"{row['run_id']:<{width}}  {state:<10} {started} {_steps_of(row):>9}  "
             f"{row['size'] or ''}"
         )
     if len(rows) < len(runs):

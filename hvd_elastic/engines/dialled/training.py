@@ -220,12 +220,19 @@ def _hosts(
 def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -> Any:
     """Lead an elastic run; return the function's value."""
     failure: list[Mapping[str, Any]] = []
+    leaving = set[str]()
     with _own_signals(), LastingView(sys.stderr, live=False) as view:
 
         def show(event: Mapping[str, Any]) -> None:
             if event["kind"] == "script_failed":
                 failure.append(event)
+            elif event["kind"] == "host_draining" and event["asked"]:
+                leaving.add(event["host"])  # others go by themselves, and others take their place
+            elif event["kind"] == "host_returned":
+                leaving.discard(event["host"])
             view.show(event)
+            if event["kind"] == "host_drained" and event["host"] in leaving:
+                hosts.release_host(event["host"])
 
         def show_output(_host: str, _slot: int, line: str) -> None:
             _show_line(0, line)

@@ -9,16 +9,17 @@ import re
 import shlex
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from hvd_elastic.agent.preemption.notice import AFTER_SIGTERM
 from hvd_elastic.control.endings import StopCause
-from hvd_elastic.engines.slurm.allocation import Allocation, has_ended
+from hvd_elastic.engines.slurm.allocation import Allocation, has_ended, is_inside, own_allocation
 from hvd_elastic.engines.slurm.commands import clean_environment
 from hvd_elastic.errors import RunError, SshError
 from hvd_elastic.hosts.connection import Connection
-from hvd_elastic.hosts.hostfile import Host, write_hostfile
+from hvd_elastic.hosts.hostfile import Host, Hostfile, write_hostfile
 from hvd_elastic.hosts.local import LocalConnection, PopenEnds, ProgramConnection, start_here
 from hvd_elastic.records.run_folder import RunFolder
 
@@ -66,14 +67,14 @@ class SlurmEngine:
         self._kill_wait_s = allocation.kill_wait_s
         self._connections: list[SrunConnection] = []
         self._changing = threading.Lock()
-        self.add(allocation)
+        self.add_allocation(allocation)
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """Return the names of the hosts that the run has been given."""
         return tuple(self._hosts)
 
-    def add(self, allocation: Allocation) -> None:
+    def add_allocation(self, allocation: Allocation) -> None:
         """Give the run the hosts of an allocation."""
         with self._changing:
             for host in allocation.hosts:
@@ -82,7 +83,7 @@ class SlurmEngine:
                 self._hosts[host.name] = host
         self._write()
 
-    def remove(self, job_id: str) -> None:
+    def remove_job(self, job_id: str) -> None:
         """Take the hosts of an allocation from the run, which then leaves them."""
         with self._changing:
             for name in [name for name, job in self._jobs.items() if job == job_id]:
@@ -136,6 +137,25 @@ def slurm_engine(folder: RunFolder, allocation: Allocation) -> Iterator[SlurmEng
         yield engine
     finally:
         over.set()
+
+
+class SlurmSource:
+    """The allocation that this process runs in, as a ``HostSource``."""
+
+    def is_around(self, environment: Mapping[str, str]) -> bool:
+        return is_inside(environment)
+
+    def hosts(self, environment: Mapping[str, str]) -> Hostfile:
+        allocation = own_allocation(environment)
+        return Hostfile(allocation.hosts, f"Slurm job {allocation.job_id}")
+
+    def lead(
+        self, folder: RunFolder, environment: Mapping[str, str]
+    ) -> AbstractContextManager[SlurmEngine]:
+        return slurm_engine(folder, own_allocation(environment))
+
+    def clean(self, environment: Mapping[str, str]) -> dict[str, str]:
+        return clean_environment(environment)  # workers have the variables of their own node's step
 
 
 class SrunConnection(ProgramConnection):
