@@ -122,6 +122,7 @@ def test_options_named_in_prose_exist(page: Path) -> None:
         *("--seed", "--build-arg", "--network", "--ipc"),
         # sbatch
         *("--begin", "--chdir", "--comment", "--cpus-per-gpu", "--cpus-per-task", "--dependency"),
+        *("--gid", "--uid", "--wrap"),
         *("--exclude", "--exclusive", "--export", "--gpus", "--gpus-per-node", "--gpus-per-task"),
         *("--hold", "--job-name", "--mail-type", "--mem", "--nodefile", "--nodelist", "--ntasks"),
         *(
