@@ -115,6 +115,7 @@ class RunFolder:
         self.hosts = path / "hosts"
         self.lock = path / "leader.lock"
         self.leader_log = path / "leader.log"
+        self.secrets = path / "secrets.jsonl"
 
     # -- finding and making ----------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.formatting import as_whole
 from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.torch.input_source import LoaderSource
 from hvd_elastic.torch.plain_reading import PlainReading
@@ -121,6 +122,7 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
             isinstance(dataset, IterableDataset),
             "hvd_elastic.torch.DataLoader a map-style dataset (__getitem__ and __len__)",
         )
+        batch_size, seed = as_whole(batch_size), as_whole(seed)
         order = order_for(
             "DataLoader",
             dataset,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from hvd_elastic.checkpoint.saved import Write, check_name
+from hvd_elastic.checkpoint.saved import check_name
+from hvd_elastic.checkpoint.whole_files import Write
 from hvd_elastic.training import context
 from hvd_elastic.training.worker import Worker
 

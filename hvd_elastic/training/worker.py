@@ -12,12 +12,12 @@ from pathlib import Path
 
 from hvd_elastic.checkpoint.saved import (
     SAVED_FOLDER,
-    Write,
     drop_spooled,
     find_spooled,
     spool_file,
     store_file,
 )
+from hvd_elastic.checkpoint.whole_files import Write
 from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.communicator.ring import HorovodCommunicator

@@ -8,7 +8,7 @@ version, so there are no optional fields for older peers.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -700,16 +700,18 @@ class Kill(_ToAgent, tag="kill"):
     reason: str = "it was killed"
 
 
-class Collected(_ToAgent, tag="collected"):
-    """Shards up to this step are not needed any more; None: no shard is needed."""
+class Release(_ToAgent, tag="release"):
+    """Files that the host's spool need not keep, of one kind.
 
-    step: int | None
+    Attributes:
+        kind: shards of checkpoints, or files that the script has saved.
+        up_to_step: last step of the shards; None: all of them.
+        files: the saved files; None: all of them.
+    """
 
-
-class DropSaved(_ToAgent, tag="drop_saved"):
-    """Saved files that the host's spool need not keep; None: it need not keep any."""
-
-    files: tuple[SavedFile, ...] | None
+    kind: Literal["shards", "saved"]
+    up_to_step: int | None = None
+    files: tuple[SavedFile, ...] | None = None
 
 
 class Shutdown(_ToAgent, tag="shutdown"):
@@ -728,8 +730,7 @@ LeaderToAgent = (
     | CallOff
     | Tell
     | Kill
-    | Collected
-    | DropSaved
+    | Release
     | Shutdown
 )
 

@@ -10,7 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.cluster.bootstrapping import REFUSED, accept_host_keys, bootstrap_hosts
+from hvd_elastic.cli.cluster.bootstrapping import (
+    REFUSED,
+    Bootstrap,
+    Yes,
+    accept_host_keys,
+    bootstrap_hosts,
+)
 from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, conclude, show_result
 from hvd_elastic.cli.options import command
@@ -54,13 +60,8 @@ def check(
         bool,
         typer.Option("--gpus/--no-gpus", help="Look at GPUs (no: the job trains on processors)."),
     ] = True,
-    bootstrap: Annotated[
-        bool,
-        typer.Option("--bootstrap", help="First accept host keys and bring your own key there."),
-    ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="With --bootstrap: accept without asking.")
-    ] = False,
+    bootstrap: Bootstrap = False,
+    yes: Yes = False,
 ) -> None:
     """Report for every host what would break a run on it, and what to do about it.
 

@@ -183,7 +183,7 @@ def _read_pull(
 ) -> tuple[Pulled, str]:
     """Return what to fetch, and the destination."""
     from hvd_elastic.cluster.copy.copying import Pulled, check_destination
-    from hvd_elastic.cluster.copy.pull import check_pull, read_list
+    from hvd_elastic.cluster.copy.pulling.session import check_pull, read_list
 
     if len(places) != 1:
         raise UsageError("with --pull give DST alone; the command says where the files come from")

@@ -102,6 +102,13 @@ class ElasticTrainer:
         from hvd_elastic.engines.dialled.task import Task
         from hvd_elastic.engines.dialled.training import Sizes
 
+        if (number := getattr(scaling, "num_workers", None)) is not None:
+            of_each = getattr(scaling, "resources_per_worker", None)
+            of_each = of_each or {"GPU" if getattr(scaling, "use_gpu", False) else "CPU": 1}
+            raise ArgumentError(
+                f"scaling takes numbers of workers and no {type(scaling).__name__}: write "
+                f"scaling={number!r}, resources_per_worker={of_each!r}"
+            )
         both = tuple(scaling) if isinstance(scaling, (tuple, list)) else (scaling, scaling)
         if len(both) != 2:
             raise ArgumentError(f"scaling takes the least and largest number, not {scaling!r}")
