@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from hvd_elastic.engines.base import repeating
 from hvd_elastic.engines.dialled.fixed_ranks import FixedRanks
 from hvd_elastic.engines.dialled.host_process import HostProcess
 from hvd_elastic.engines.dialled.hosts import DialledHosts
@@ -253,24 +254,18 @@ def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -
 @contextlib.contextmanager
 def _stopped_if_hopeless(folder: RunFolder, check: Check) -> Iterator[None]:
     """Have the run stopped when no more hosts are to come; then raise the reason."""
-    over, hopeless = threading.Event(), list[RunError]()
+    hopeless: list[RunError] = []
 
-    def look() -> None:
-        while not over.wait(_LOOK_S):
-            try:
-                check()
-            except RunError as error:
-                hopeless.append(error)
-                folder.send_request("stop")
-                return
+    def look() -> bool:
+        try:
+            check()
+        except RunError as error:
+            hopeless.append(error)
+            folder.send_request("stop")
+        return bool(hopeless)
 
-    looking = threading.Thread(target=look, name="engine", daemon=True)
-    looking.start()
-    try:
+    with repeating("engine", _LOOK_S, look):
         yield
-    finally:
-        over.set()
-        looking.join()
     if hopeless:
         raise hopeless[0]
 
