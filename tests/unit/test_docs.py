@@ -15,6 +15,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from hvd_elastic.cli.app import SECTIONS
 from hvd_elastic.hosts.hostfile import parse_hosts
 from hvd_elastic.records.schema import Event
 from scripts import commands_doc
@@ -136,6 +137,11 @@ def test_options_named_in_prose_exist(page: Path) -> None:
 def test_every_command_is_in_the_manual() -> None:
     text = read(ROOT / "docs" / "commands.md")
     assert not [name for name in COMMANDS if name not in text]
+    # In the sections of --help, and in their order.
+    places = [text.index(f"\n## {title}\n") for title in SECTIONS]
+    for title, begin, end in zip(SECTIONS, places, [*places[1:], len(text)], strict=True):
+        here = set(re.findall(r"^### hvd-elastic (\S+)", text[begin:end], re.MULTILINE))
+        assert here == {name for name in SECTIONS[title] if name != "cluster"}
 
 
 def test_option_tables_are_current() -> None:
