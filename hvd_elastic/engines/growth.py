@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hvd_elastic.engines.base import repeating
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.leader.spec import RunSpec
@@ -317,26 +317,21 @@ def growing(growth: Growth, folder: RunFolder, warn: Callable[[str], None]) -> I
         folder: folder of the run, whose events it follows.
         warn: called once with each reason for which it cannot grow for now.
     """
-    over = threading.Event()
+    follower = EventFollower(folder.events)
+    said = ""
 
-    def follow() -> None:
-        follower = EventFollower(folder.events)
-        said = ""
-        while not over.wait(_LOOK_S):
-            try:
-                for event in follower.poll():
-                    growth.read_event(event, time.monotonic())
-                growth.look_at_grants(time.monotonic())
-                said = ""
-            except (RunError, OSError) as error:  # tried again at the next look
-                if str(error) != said:
-                    warn(f"the run does not grow for now: {error}")
-                said = str(error)
+    def look() -> bool:
+        nonlocal said
+        try:
+            for event in follower.poll():
+                growth.read_event(event, time.monotonic())
+            growth.look_at_grants(time.monotonic())
+            said = ""
+        except (RunError, OSError) as error:  # tried again at the next look
+            if str(error) != said:
+                warn(f"the run does not grow for now: {error}")
+            said = str(error)
+        return False
 
-    thread = threading.Thread(target=follow, name="growth", daemon=True)
-    thread.start()
-    try:
+    with repeating("growth", _LOOK_S, look):
         yield
-    finally:
-        over.set()
-        thread.join(2 * _LOOK_S)

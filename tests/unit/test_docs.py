@@ -122,9 +122,19 @@ def test_options_named_in_prose_exist(page: Path) -> None:
         *("--seed", "--build-arg", "--network", "--ipc"),
         # sbatch
         *("--begin", "--chdir", "--comment", "--cpus-per-gpu", "--cpus-per-task", "--dependency"),
+        *("--gid", "--uid", "--wrap"),
         *("--exclude", "--exclusive", "--export", "--gpus", "--gpus-per-node", "--gpus-per-task"),
         *("--hold", "--job-name", "--mail-type", "--mem", "--nodefile", "--nodelist", "--ntasks"),
-        *("--ntasks-per-node", "--requeue", "--signal", "--test-only", "--wait"),
+        *(
+            "--ntasks-per-node",
+            "--requeue",
+            "--signal",
+            "--test-only",
+            "--gid",
+            "--uid",
+            "--wait",
+            "--wrap",
+        ),
     }
     for code in _CODE.findall(_FENCE.sub("", read(page))):
         word = code.split(" ")[0].partition("=")[0]
