@@ -201,10 +201,8 @@ class Agent:
             case msg.Kill(worker=name, reason=reason):
                 self._log.killed(name, reason)
                 workers.kill(name)
-            case msg.Collected(step=step):
-                self._spool.drop_shards(step)
-            case msg.DropSaved(files=files):
-                self._spool.drop_saved(files)
+            case msg.Release():
+                self._spool.release(message)
 
     async def _announce(self, announcement: msg.Announcement, workers: Workers) -> None:
         generation = announcement.generation

@@ -237,6 +237,7 @@ def whole_number_option(
     *names: str,
     least: int = 1,
     most: int | None = None,
+    metavar: str = "N",
     help: str,  # noqa: A002
 ) -> Any:
     """Return a typer option for an integer."""
@@ -244,7 +245,7 @@ def whole_number_option(
     def parse(value: object) -> int:
         return parse_whole_number(names[0], value, least, most=most)
 
-    return _option(parse, names, "N", help)
+    return _option(parse, names, metavar, help)
 
 
 def port_option(help: str) -> Any:  # noqa: A002

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.backoff import FailureBackoff, backoff
+from hvd_elastic.control.backoff import FailureBackoff
 from hvd_elastic.control.candidates import Candidates
 from hvd_elastic.control.commands import (
     Abort,
@@ -589,7 +589,6 @@ class RunMachine:
         """Update the backoffs after a broken generation, so that failures are not repeated fast."""
         waiting = self._fleet.present(Stage.WAITING)
         newest = max((w.step for w in waiting if w.holds_state), default=-1)
-        delays = self._config.restart_backoff_s
         broken = self._current.broken
         if self._current.crashed and self._current.formed:
             if times := self._backoff.crashed(newest, now):
@@ -606,10 +605,9 @@ class RunMachine:
         elif newcomers := [w for w in waiting if not w.holds_state]:
             # Workers that have trained together can probably connect, so newcomers are suspected.
             for worker in newcomers:
-                worker.vain_tries += 1
-                worker.eligible_at = now + backoff(delays, worker.vain_tries)
-                if worker.vain_tries >= self._config.max_worker_failures:
-                    cause = f"it could not join the others {worker.vain_tries} times in a row"
+                worker.retry.failed(now)
+                if worker.retry.failures >= self._config.max_worker_failures:
+                    cause = f"it could not join the others {worker.retry.failures} times in a row"
                     self._fleet.give_up(worker.slot, f"{cause} ({self._current.broken})")
         else:
             self._backoff.did_not_form(now)

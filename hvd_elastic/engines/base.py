@@ -1,8 +1,10 @@
-"""The table of the engines that a run can be started in, and what each of them gives."""
+"""The table of the engines that a run can be started in, and what engines share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -12,6 +14,8 @@ from hvd_elastic.records.run_folder import RunFolder
 
 INSIDE = {"slurm": "the nodes of this Slurm allocation"}
 """What each engine gives to a run that is started inside of it, in words."""
+_END_S = 10.0
+"""How long the end of a block waits for a call that has begun [s]: what it asks may be busy."""
 
 
 class HostSource(Protocol):
@@ -46,3 +50,27 @@ def engine_named(name: str) -> HostSource:
 def engine_around(environment: Mapping[str, str]) -> str | None:
     """Return the engine that a process with this environment runs in; None: in none."""
     return next((name for name in INSIDE if engine_named(name).is_around(environment)), None)
+
+
+@contextlib.contextmanager
+def repeating(name: str, every_s: float, act: Callable[[], bool]) -> Iterator[None]:
+    """Call a function now and then in a thread, until it returns True or the block ends.
+
+    Args:
+        name: name of the thread.
+        every_s: time between two calls [s].
+        act: the function.
+    """
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(every_s) and not act():
+            pass
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(_END_S)

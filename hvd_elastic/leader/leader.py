@@ -8,6 +8,7 @@ calls to it.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from hvd_elastic.leader.steering import Steering
 from hvd_elastic.leader.stopping import Stopping
 from hvd_elastic.leader.workers import Workers
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.secret_digests import digests_of
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.records.tensorboard import TensorBoardWriter
 from hvd_elastic.wire import messages as msg
@@ -120,6 +122,7 @@ class Leader:
         self._resumed = resumed
         self._next_tick = time.monotonic()
         environment = spec.environment(environment, folder.run_id)
+        self._secrets = digests_of(environment, os.urandom(16))
         store = CheckpointStore(
             folder.run_id,
             folder.checkpoints,
@@ -184,6 +187,7 @@ class Leader:
                 raise
             unwritable = error  # running workers can train on without checkpoints
         run.hostfile.read()
+        self._secrets.write(run.folder.secrets)
         past = summarize(run.folder.iter_events() if self._resumed else ())
         run.progress.stopped = past.stopped_for
         self._fetching.expect_checkpoint(past)
@@ -234,6 +238,7 @@ class Leader:
                 "exact": run.progress.is_exact,
                 "checkpoint_step": resumes if resumes >= 0 else None,
                 "led_elsewhere": run.fence.led_elsewhere,
+                "resume": run.folder.resume_command,
             },
         )
         run.workers.close()
@@ -269,7 +274,7 @@ class Leader:
             self._run.journal.warn(
                 f"the leader fails ({type(error).__name__}: {error}). The hosts go on without it "
                 f"for {self._run.spec.leader_grace_s:g} s (--leader-grace), and then leave a "
-                f"checkpoint: hvd-elastic run --resume {self._run.folder.run_id} leads on"
+                f"checkpoint: {self._run.folder.resume_command} leads on"
             )
 
     # -- the loop --------------------------------------------------------------------------

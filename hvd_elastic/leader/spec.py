@@ -70,6 +70,7 @@ class RunSpec:
         audit: whether to record which examples were read.
         on_not_finite: what is done about a step whose gradients are not finite: ``skip``, ``stop``
             or ``ignore``.
+        profile: rank of which a few steps are profiled; None: none.
         tensorboard: whether to write the metrics for TensorBoard as well.
         checkpoint_every_s: time between checkpoints [s]; 0: no checkpoints.
         keep_checkpoints: number of checkpoints to keep.
@@ -103,6 +104,7 @@ class RunSpec:
     interface: str | None = None
     audit: bool = False
     on_not_finite: str = NOT_FINITE_CHOICES[0]
+    profile: int | None = None
     tensorboard: bool = False
     checkpoint_every_s: float = 30.0
     keep_checkpoints: int = 3

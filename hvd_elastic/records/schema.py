@@ -347,6 +347,7 @@ class RunFinished(_Event, tag="run_finished"):
     exact: bool
     checkpoint_step: int | None
     led_elsewhere: bool
+    resume: str | UnsetType = UNSET
 
 
 def _reported(message: type[msg.WorkerReport]) -> type[msgspec.Struct]:

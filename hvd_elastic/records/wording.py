@@ -320,7 +320,7 @@ IN_QUEUE = (
 
 
 def state_words(
-    summary: RunSummary, state: str, until: float | None, *, submitted: bool = False
+    summary: RunSummary, state: str, until: float | None, resume: str = "", *, submitted: bool
 ) -> str:
     """Return a state of :func:`run_state` with what there is to know about it, or to do.
 
@@ -328,10 +328,10 @@ def state_words(
         summary: summary of the run.
         state: its state.
         until: time until which the hosts train on without a leader [Unix s].
+        resume: command with which it goes on; empty: ``hvd-elastic run --resume``.
         submitted: whether it was submitted to Slurm.
     """
-    verb = "slurm submit" if submitted else "run"
-    resume = f"hvd-elastic {verb} --resume {summary.run_id}"
+    resume = resume or f"hvd-elastic run --resume {summary.run_id}"
     words = {
         "leaderless": (
             "the leader is gone, and the hosts train on without one until about "
@@ -451,6 +451,7 @@ def status_rows(
     until: float | None,
     folder: str,
     now: float,
+    resume: str = "",
     *,
     submitted: bool = False,
 ) -> list[tuple[str, str]]:
@@ -462,6 +463,7 @@ def status_rows(
         until: time until which the hosts train on without a leader [Unix s].
         folder: path of its folder.
         now: present time [Unix s].
+        resume: command with which it goes on; empty: ``hvd-elastic run --resume``.
         submitted: whether it was submitted to Slurm.
     """
     failure = checkpoint = ""
@@ -489,7 +491,7 @@ def status_rows(
     decided = [said.text for said in summary.decisions if said.kind == "decision"]
     rows = [
         ("run", summary.run_id),
-        ("status", state_words(summary, state, until, submitted=submitted)),
+        ("status", state_words(summary, state, until, resume, submitted=submitted)),
         ("started", time_words(summary, state, now)),
         ("progress", progress_words(reached, summary.size) if trains else ""),
         ("metrics", metric_words(own)),
@@ -566,8 +568,8 @@ def resume_words(event: Mapping[str, Any]) -> str:
     'its checkpoint is of step 7, so 2 steps will be done again; go on with: hvd-elastic run --resume r1'
     >>> resume_words({"status": "stopped", "run_id": "r1", "steps": 9, "checkpoint_step": None})
     'it has no checkpoint here: --resume goes on from one that is still on a host, or begins anew'
-    >>> resume_words({"status": "stopped", "run_id": "r1", "steps": 0, "checkpoint_step": 9})
-    'its checkpoint is of step 9; go on with: hvd-elastic run --resume r1'
+    >>> resume_words({"status": "stopped", "steps": 0, "checkpoint_step": 9, "resume": "sbatch x"})
+    'its checkpoint is of step 9; go on with: sbatch x'
     >>> resume_words({"status": "failed", "steps": 9, "checkpoint_step": 7, "led_elsewhere": True})
     ''
     """  # noqa: E501
@@ -585,10 +587,8 @@ def resume_words(event: Mapping[str, Any]) -> str:
             "or begins anew"
         )
     undone = f", so {count(steps - step, 'step')} will be done again" if step < steps else ""
-    return (
-        f"its checkpoint is of step {step}{undone}; "
-        f"go on with: hvd-elastic run --resume {event.get('run_id')}"
-    )
+    command = event.get("resume") or f"hvd-elastic run --resume {event.get('run_id')}"
+    return f"its checkpoint is of step {step}{undone}; go on with: {command}"
 
 
 def outcome_words(
@@ -637,7 +637,7 @@ def progress_words(metrics: Mapping[str, Any], size: int) -> str:
     """Return the newest metrics as one line.
 
     >>> progress_words({"step": 120, "epoch": 3, "loss": 0.41237, "throughput": 812.4}, 3)
-    'step 120 · epoch 3 · loss 0.412 · 812 examples/s · 3 workers'
+    'step 120 · epoch 3 · loss 0.412 (rank 0) · 812 examples/s · 3 workers'
     """
     parts = []
     if metrics.get("step") is not None:
@@ -645,7 +645,8 @@ def progress_words(metrics: Mapping[str, Any], size: int) -> str:
     if metrics.get("epoch") is not None:
         parts.append(f"epoch {metrics['epoch']}")
     if "loss" in metrics:
-        parts.append(f"loss {number_words(metrics['loss'])}")
+        of = " (rank 0)" if size > 1 else ""  # the script's own, of its share of the batch
+        parts.append(f"loss {number_words(metrics['loss'])}{of}")
     if metrics.get("throughput") is not None:
         parts.append(f"{number_words(metrics['throughput'])} examples/s")
     if size:

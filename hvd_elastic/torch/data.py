@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.formatting import as_whole
 from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.torch.input_source import LoaderSource
 from hvd_elastic.torch.plain_reading import PlainReading
@@ -126,6 +127,7 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
             isinstance(dataset, IterableDataset),
             "hvd_elastic.torch.DataLoader a map-style dataset (__getitem__ and __len__)",
         )
+        batch_size, seed = as_whole(batch_size), as_whole(seed)
         data_order = order_for(
             "DataLoader",
             dataset,
@@ -213,6 +215,6 @@ def _refuse_samplers(**given: object) -> None:
                 f"DataLoader({name}={type(value).__name__}): leave it out: batch_size is "
                 "that of all ranks together, shuffle=True and seed=... draw the order of an epoch, "
                 "and each rank is given its share of every batch, so no DistributedSampler and no "
-                "set_epoch() is needed. For another order, by weight (WeightedRandomSampler) or by "
-                "length, give a function of the epoch: order=lambda epoch: indices"
+                "set_epoch() is needed. For another order, by weight (WeightedRandomSampler) or "
+                "grouped by length, give a function of the epoch: order=lambda epoch: indices"
             )

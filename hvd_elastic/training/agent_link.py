@@ -126,6 +126,11 @@ class AgentLink:
             isinstance(instruction, msg.Join) and instruction.announcement.generation <= generation
         )
 
+    @property
+    def is_to_leave(self) -> bool:
+        """Whether the instruction that waits is to leave the run."""
+        return isinstance(self._pending, msg.Leave)
+
     def aborted(self, generation: int) -> bool:
         """Return whether ``generation`` was aborted."""
         return generation <= self._aborted

@@ -6,14 +6,23 @@ import dataclasses
 import json
 import logging
 import os
+import socket
 import time
+from pathlib import Path
 
-from hvd_elastic.checkpoint.saved import Write
+from hvd_elastic.checkpoint.saved import (
+    SAVED_FOLDER,
+    drop_spooled,
+    find_spooled,
+    spool_file,
+    store_file,
+)
+from hvd_elastic.checkpoint.whole_files import Write
 from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.communicator.ring import HorovodCommunicator
 from hvd_elastic.control.progress import Activity, Position
-from hvd_elastic.errors import ScriptError
+from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.training.agent_link import AgentLink, worker_options
 from hvd_elastic.training.averagers import Averagers
 from hvd_elastic.training.data_digest import DataDigest
@@ -128,6 +137,48 @@ class Worker:
         """Progress of training, for messages."""
         return Position(**self.progress.as_dict())
 
+    def keep_file(self, name: str, write: Write) -> None:
+        """Write a file where the leader fetches it; a later one of that name replaces it.
+
+        Args:
+            name: valid name of the file.
+            write: writes the content to the file it is given.
+
+        Raises:
+            CheckpointError: it cannot be written on this host; an earlier one is untouched.
+        """
+        began = time.monotonic()
+
+        def describe(size: int, sha256: str) -> msg.SavedFile:
+            return msg.SavedFile(
+                name=name,
+                bytes=size,
+                sha256=sha256,
+                step=self.progress.step,
+                epoch=self.progress.epoch,
+                host=os.environ.get("HVD_ELASTIC_HOST") or socket.gethostname(),
+                generation=self.generation,
+                life=self.life,
+                number=time.monotonic_ns(),
+                created=time.time(),
+            )
+
+        try:
+            if self.link is None:
+                folder = Path(self.sink.saved_folder)
+                saved = store_file(folder, write, describe)
+            else:
+                folder = Path(os.environ["HVD_ELASTIC_SPOOL"]) / SAVED_FOLDER
+                saved = spool_file(folder, write, describe)
+        except CheckpointError as error:
+            raise CheckpointError(f"hvd.save({name!r}) has not saved the file: {error}") from error
+        path = str(folder / name)
+        self.sink.send(msg.FileSaved(saved, path, time.monotonic() - began))
+        if self.link is not None:
+            for other in find_spooled(folder):
+                if other.name == name and other != saved:
+                    drop_spooled(folder, other)
+
     def warn(self, message: str) -> None:
         """Record a warning and show it on the terminal; training continues."""
         self.sink.send(msg.WorkerWarning(message))
@@ -147,6 +198,11 @@ class Worker:
     def wants_change(self) -> bool:
         """Whether the leader has asked this worker to leave its present generation."""
         return self.link is not None and self.link.pending(self.generation)
+
+    @property
+    def is_to_leave(self) -> bool:
+        """Whether the leader has told this worker to leave the run."""
+        return self.link is not None and self.link.is_to_leave
 
     def refuse_aborted(self) -> None:
         """Raise GenerationBrokenError if the leader called this generation off."""

@@ -8,7 +8,7 @@ version, so there are no optional fields for older peers.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -39,6 +39,7 @@ class WorkerOptions(_Plain):
         input_hosts: whether input hosts read for the ranks.
         on_not_finite: what is done about a step whose gradients are not finite, of
             ``NOT_FINITE_CHOICES``.
+        profile: rank whose steps are profiled; -1: none.
     """
 
     heartbeat_s: float = 1.0
@@ -46,6 +47,7 @@ class WorkerOptions(_Plain):
     checkpoint_every_s: float = 0.0
     input_hosts: bool = False
     on_not_finite: str = NOT_FINITE_CHOICES[0]
+    profile: int = -1
 
 
 SAVED_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z"
@@ -698,16 +700,18 @@ class Kill(_ToAgent, tag="kill"):
     reason: str = "it was killed"
 
 
-class Collected(_ToAgent, tag="collected"):
-    """Shards up to this step are not needed any more; None: no shard is needed."""
+class Release(_ToAgent, tag="release"):
+    """Files that the host's spool need not keep, of one kind.
 
-    step: int | None
+    Attributes:
+        kind: shards of checkpoints, or files that the script has saved.
+        up_to_step: last step of the shards; None: all of them.
+        files: the saved files; None: all of them.
+    """
 
-
-class DropSaved(_ToAgent, tag="drop_saved"):
-    """Saved files that the host's spool need not keep; None: it need not keep any."""
-
-    files: tuple[SavedFile, ...] | None
+    kind: Literal["shards", "saved"]
+    up_to_step: int | None = None
+    files: tuple[SavedFile, ...] | None = None
 
 
 class Shutdown(_ToAgent, tag="shutdown"):
@@ -726,8 +730,7 @@ LeaderToAgent = (
     | CallOff
     | Tell
     | Kill
-    | Collected
-    | DropSaved
+    | Release
     | Shutdown
 )
 

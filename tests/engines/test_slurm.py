@@ -148,6 +148,7 @@ def test_a_submitted_run_grows_shrinks_and_outlives_its_time_limit(stage, nodes,
         restored = job.wait_event("restored", since)
         assert restored["step"] == finished["steps"]
         job.wait_size(3, since)
+        assert not job.kinds("warning", since), "nodes of the job before are not asked"
         end_well(job)
         job.wait_for(
             lambda: job.further_jobs() == [theirs], "the end of all allocations", ended_too=True
@@ -182,6 +183,8 @@ def test_a_policy_takes_a_node_that_it_uses_and_scancel_costs_no_step(stage, nod
         slurm.call("scancel", job.first_job())
         (finished,) = job.wait_for(lambda: job.kinds("run_finished"), "its end", ended_too=True)
         assert finished["checkpoint_step"] == finished["steps"] > 0
+        way_on = f"go on with: hvd-elastic slurm submit --resume {job.run_id}"
+        job.wait_for(lambda: way_on in job.output_of_jobs(), way_on, ended_too=True)
 
 
 def test_an_allocation_of_one_node_trains(stage, nodes, slurm) -> None:

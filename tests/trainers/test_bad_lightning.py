@@ -152,7 +152,9 @@ def test_another_release_is_refused_with_those_that_fit(monkeypatch: pytest.Monk
 
     for version in ("2.4.0", "2.7.0rc1"):
         monkeypatch.setattr("lightning.pytorch.__version__", version)
-        with pytest.raises(ScriptError, match=f"lightning {version} is installed, .* 2.5 up to"):
+        with pytest.raises(
+            ScriptError, match=f"Lightning {version} is installed, .*lightning>=2.5,<2.7"
+        ):
             check_version()
 
 

@@ -6,6 +6,7 @@ import getpass
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import typer
 
@@ -18,6 +19,10 @@ from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
 from hvd_elastic.hosts.ssh import own_known_hosts
 
+Bootstrap = Annotated[
+    bool, typer.Option("--bootstrap", help="First accept host keys and install your own key there.")
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="With --bootstrap: accept without asking.")]
 REFUSED = (TrustState.DECLINED, TrustState.REFUSED, TrustState.UNREACHABLE)
 
 

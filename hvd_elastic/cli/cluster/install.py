@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hvd_elastic.cli.cluster.bootstrapping import Bootstrap, Yes, bootstrap_hosts
 from hvd_elastic.cli.cluster.copy_bar import copy_bar
 from hvd_elastic.cli.cluster.host_options import HereOptions, HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
@@ -26,7 +27,7 @@ PARTS = ("environment", "cache", "runs")
 
 
 @command(HostOptions)
-def install(chosen: HostOptions) -> None:
+def install(chosen: HostOptions, bootstrap: Bootstrap = False, yes: Yes = False) -> None:
     """Bring this environment, with Horovod, to the same path on every host, or upgrade it there.
 
     It is sent as by copyclust, only where it differs, checked on every host (versions, imports),
@@ -37,11 +38,15 @@ def install(chosen: HostOptions) -> None:
 
       hvd-elastic install hosts
 
+      hvd-elastic install hosts --bootstrap
+
       hvd-elastic install hosts --hosts node[3-4] --dry-run
     """
     from hvd_elastic.cluster.installing import Installation, Installed, own_environment
 
     environment = own_environment()
+    if bootstrap:
+        bootstrap_hosts(chosen, yes)
     printer = Printer(chosen.hosts)
 
     def in_words(result: HostResult[Installed]) -> str:

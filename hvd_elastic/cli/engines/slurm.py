@@ -30,8 +30,7 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.engines.slurm.allocation import own_allocation
 from hvd_elastic.engines.slurm.batch import Submission
 from hvd_elastic.engines.slurm.commands import call, require_commands
-from hvd_elastic.engines.slurm.growth import give_back, growing_engine
-from hvd_elastic.engines.slurm.queue import queue_of
+from hvd_elastic.engines.slurm.growth import give_back, growing_engine, queue_of
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.leader.resuming import check_not_complete
@@ -40,6 +39,8 @@ from hvd_elastic.records.run_folder import RunFolder, check_run_id, new_run_id
 from hvd_elastic.records.summary import summarize
 
 _STOPPED = 130
+_AGAIN_S = 10.0
+"""Time before a job that goes on with a run is submitted again [s]."""
 
 
 @command(SubmitOptions, but=NOT_HERE, pass_on=True)
@@ -116,8 +117,8 @@ def _again(options: SubmitOptions, given: set[str]) -> tuple[RunFolder, Submissi
     check_not_complete(folder)
     for job in () if options.dry_run else queue_of(submission.job_name, submission.first_script):
         raise RunError(
-            f"run {folder.run_id} has been submitted already: job {job.job_id} is {job.state}. "
-            f"Wait for it, or cancel it first: scancel {job.job_id}"
+            f"run {folder.run_id} has been submitted already: job {job.grant_id} is {job.state}. "
+            f"Wait for it, or cancel it first: scancel {job.grant_id}"
         )
     changes = {name: getattr(options, name) for name in given & {*OF_ALLOCATIONS}}
     if "nodes" in changes:
@@ -152,7 +153,7 @@ def lead_in_allocation(run_id: str) -> None:
                 "run is not submitted again. Give more time: hvd-elastic slurm submit "
                 f"--resume {run_id} --time TIME"
             )
-        job_id = _sbatch(submission)
+        job_id = _sbatch_again(submission)
         _tell(f"step {reached} is reached, and job {job_id} goes on with the run")
         return
     give_back(submission)
@@ -184,6 +185,24 @@ def _sbatch(submission: Submission, options: Sequence[str] = ()) -> str:
     """Submit the first allocation of a run; return the number of its job."""
     printed = call("sbatch", "--parsable", *options, str(submission.first_script))
     return printed.strip().partition(";")[0]
+
+
+def _sbatch_again(submission: Submission) -> str:
+    """Submit the next allocation of a run; slurmctld may be away for half of the time that is left.
+
+    Raises:
+        RunError: that time is over; says how the run goes on.
+    """
+    deadline = time.monotonic() + submission.leave_before_s / 2
+    while True:
+        try:
+            return _sbatch(submission)
+        except RunError as error:
+            if time.monotonic() + _AGAIN_S > deadline:
+                go_on = f"hvd-elastic slurm submit --resume {submission.run_id}"
+                raise RunError(f"{error}. The run was not submitted again: {go_on}") from error
+            _tell(f"{error}; trying again in {_AGAIN_S:g} s")
+        time.sleep(_AGAIN_S)
 
 
 def _tell(text: str) -> None:

@@ -141,6 +141,8 @@ class SubmitOptions(RunOptions):
             )
         if fixed and np is None:
             raise UsageError("--fixed needs the number of slots: give --np")
+        if plain and self.profile is not None:
+            raise UsageError("--profile records steps of training, and a --plain command has none")
         if self.spares and (fixed or plain):
             raise UsageError(
                 "spares are slots of an elastic job that do not train: leave --spares out, or "

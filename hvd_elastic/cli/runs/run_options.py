@@ -169,6 +169,16 @@ class RunOptions:
             metavar="skip|stop|ignore",
         ),
     ] = NOT_FINITE_CHOICES[0]
+    profile: Annotated[
+        int | None,
+        whole_number_option(
+            "--profile",
+            least=0,
+            metavar="RANK",
+            help="record a few steps of this rank with PyTorch's profiler; hvd-elastic get brings "
+            "the file",
+        ),
+    ] = None
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="write the metrics for TensorBoard as well")
     ] = False
@@ -229,6 +239,7 @@ class RunOptions:
             self._check_preemption,
             self._check_policy,
             self._check_on_not_finite,
+            self._check_profile,
             self._check_scaling,
             self._check_patience,
             lambda: check_ssh_config(self.ssh_config),
@@ -378,6 +389,15 @@ class RunOptions:
             raise UsageError(
                 "--on-not-finite is not passed on by --mpi: leave it out, and set "
                 f"HVD_ELASTIC_ON_NOT_FINITE={self.on_not_finite} for the processes of mpirun"
+            )
+
+    def _check_profile(self) -> None:
+        if self.profile is not None and self.mpi:
+            raise UsageError("--profile is not passed on by --mpi: leave one of them out")
+        most = self.np if self.max_np is None else self.max_np
+        if self.profile is not None and most is not None and self.profile >= most:
+            raise UsageError(
+                f"--profile {self.profile}: {most} workers have the ranks 0 to {most - 1}"
             )
 
     def _check_patience(self) -> None:

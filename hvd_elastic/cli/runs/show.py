@@ -64,7 +64,8 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
         )
         return
     path, submitted = str(folder.path), folder.is_submitted
-    print_rows(status_rows(summary, state, until, path, time.time(), submitted=submitted))
+    resume, now = folder.resume_command, time.time()
+    print_rows(status_rows(summary, state, until, path, now, resume, submitted=submitted))
     if latest:
         print("\nlatest")
     for event, line in latest:
@@ -99,8 +100,10 @@ def list_(
     print(f"{'RUN':<{width}}  {'STATUS':<10} {'STARTED':<16} {'STEPS':>9}  WORKERS")
     for row in rows:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
+        queued = row["submitted"] and row["status"] == "never began"
+        state = "in queue?" if queued else row["status"]
         print(
-            f"{row['run_id']:<{width}}  {row['status']:<10} {started} {_steps_of(row):>9}  "
+            f"{row['run_id']:<{width}}  {state:<10} {started} {_steps_of(row):>9}  "
             f"{row['size'] or ''}"
         )
     if len(rows) < len(runs):

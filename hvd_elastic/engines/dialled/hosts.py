@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -55,12 +56,15 @@ class DialledHosts:
         self._changed = threading.Condition()
         self._provided: dict[str, threading.Lock] = {}
         self._ready: set[str] = set()
+        self._released: set[str] = set()
+        """Hosts that were told to end, by identity."""
+        self._not_replaced = 0
         self.dial_in = DialIn(address, self._write, warn)
 
     @property
     def hosts(self) -> list[DialledHost]:
-        """Return the hosts that are connected."""
-        return self.dial_in.hosts
+        """Return the hosts that are connected, without those that were told to end."""
+        return [each for each in self.dial_in.hosts if each.identity not in self._released]
 
     @property
     def slots(self) -> int:
@@ -96,6 +100,28 @@ class DialledHosts:
                     is_told = True
                     self._warn(f"{there} after {_PATIENCE_S:g} s; waiting for more")
                 self._changed.wait(_LOOK_S)
+
+    def release_host(self, name: str) -> None:
+        """Tell a host that was drained to end, unless it is the last one: that may be given back.
+
+        The leader ends its agent as on any host that is no longer in the hostfile.
+        """
+        others = [each for each in self.hosts if each.host.name != name]
+        for dialled in self.hosts:
+            if others and dialled.host.name == name:
+                with self._changed:
+                    self._released.add(dialled.identity)
+                    self._not_replaced += 1
+                self._write()
+                with contextlib.suppress(OSError):  # it has gone by itself
+                    dialled.send({"end": True})
+
+    def take_released(self) -> bool:
+        """Return whether a host that has ended was released, so that no other takes its place."""
+        with self._changed:
+            was_released = self._not_replaced > 0
+            self._not_replaced -= was_released
+            return was_released
 
     def connect(self, host: Host) -> Connection:
         """Return a connection to a host, which has its files then.

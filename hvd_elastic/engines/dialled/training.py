@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from hvd_elastic.engines.base import repeating
 from hvd_elastic.engines.dialled.fixed_ranks import FixedRanks
 from hvd_elastic.engines.dialled.host_process import HostProcess
 from hvd_elastic.engines.dialled.hosts import DialledHosts
@@ -161,7 +162,8 @@ def train(
             objective=objective,
             **options,
         )
-        folder = RunFolder.create(run_id, spec.as_dict())
+        again = f"its program on {engine} once more, with the same checkpoint_folder"
+        folder = RunFolder.create(run_id, {**spec.as_dict(), "resume": again})
         with having(folder.hosts) as (hosts, check):
             hosts.wait_for(sizes.wanted, check, _CALM_S, least=spec.min_np)
             if hosts.slots < sizes.wanted:
@@ -220,12 +222,19 @@ def _hosts(
 def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -> Any:
     """Lead an elastic run; return the function's value."""
     failure: list[Mapping[str, Any]] = []
+    leaving = set[str]()
     with _own_signals(), LastingView(sys.stderr, live=False) as view:
 
         def show(event: Mapping[str, Any]) -> None:
             if event["kind"] == "script_failed":
                 failure.append(event)
+            elif event["kind"] == "host_draining" and event["asked"]:
+                leaving.add(event["host"])  # others go by themselves, and others take their place
+            elif event["kind"] == "host_returned":
+                leaving.discard(event["host"])
             view.show(event)
+            if event["kind"] == "host_drained" and event["host"] in leaving:
+                hosts.release_host(event["host"])
 
         def show_output(_host: str, _slot: int, line: str) -> None:
             _show_line(0, line)
@@ -245,24 +254,18 @@ def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -
 @contextlib.contextmanager
 def _stopped_if_hopeless(folder: RunFolder, check: Check) -> Iterator[None]:
     """Have the run stopped when no more hosts are to come; then raise the reason."""
-    over, hopeless = threading.Event(), list[RunError]()
+    hopeless: list[RunError] = []
 
-    def look() -> None:
-        while not over.wait(_LOOK_S):
-            try:
-                check()
-            except RunError as error:
-                hopeless.append(error)
-                folder.send_request("stop")
-                return
+    def look() -> bool:
+        try:
+            check()
+        except RunError as error:
+            hopeless.append(error)
+            folder.send_request("stop")
+        return bool(hopeless)
 
-    looking = threading.Thread(target=look, name="engine", daemon=True)
-    looking.start()
-    try:
+    with repeating("engine", _LOOK_S, look):
         yield
-    finally:
-        over.set()
-        looking.join()
     if hopeless:
         raise hopeless[0]
 

@@ -8,7 +8,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from hvd_elastic.engines.dialled.host_process import HostProcess, last_error, missing_package
@@ -102,6 +102,8 @@ class Placement:
         resources: resources of each actor by name.
         sizes: number of actors until all data sets are there, and from then on.
         stored: references to the :class:`StoredRows` of the data sets, by name.
+        take_released: returns whether the run has left an actor that has ended, so that no other
+            takes its place.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Placement:
         resources: Mapping[str, float],
         sizes: tuple[int, int],
         stored: Mapping[str, Any],
+        take_released: Callable[[], bool],
     ) -> None:
         import ray
 
@@ -123,6 +126,7 @@ class Placement:
             max_restarts=0,  # another one takes its place, under another name
         )
         self._least, self._most = sizes
+        self._take_released = take_released
         self._awaited = {ref: name for name, ref in stored.items()}
         self._stored: dict[str, Any] = {}
         """References to the data sets that are there, or why there is none, by name."""
@@ -186,12 +190,15 @@ class Placement:
             actor.offer.remote(name, ref)
 
     def _replace(self, ended: Any) -> None:
-        """Forget an actor whose service has ended, so that another one is placed."""
+        """Forget an actor whose service has ended, so that the next one is placed."""
         from ray.exceptions import RayActorError, RayError
 
         actor = self._actors.pop(ended)
         try:
             self._ray.get(ended)
+            if self._take_released():
+                self._most -= 1
+                self._least = min(self._least, self._most)
         except RayActorError as error:
             if error.actor_init_failed:  # else it was lost, as a host is
                 self._note_failure(why_not_started(str(error)))

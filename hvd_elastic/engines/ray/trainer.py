@@ -102,6 +102,13 @@ class ElasticTrainer:
         from hvd_elastic.engines.dialled.task import Task
         from hvd_elastic.engines.dialled.training import Sizes
 
+        if (number := getattr(scaling, "num_workers", None)) is not None:
+            of_each = getattr(scaling, "resources_per_worker", None)
+            of_each = of_each or {"GPU" if getattr(scaling, "use_gpu", False) else "CPU": 1}
+            raise ArgumentError(
+                f"scaling takes numbers of workers and no {type(scaling).__name__}: write "
+                f"scaling={number!r}, resources_per_worker={of_each!r}"
+            )
         both = tuple(scaling) if isinstance(scaling, (tuple, list)) else (scaling, scaling)
         if len(both) != 2:
             raise ArgumentError(f"scaling takes the least and largest number, not {scaling!r}")
@@ -184,7 +191,11 @@ class ElasticTrainer:
             if spare_cpus < 1:  # the first workers would leave nothing for the transforms
                 wait_for_rows(stored)
             placement = Placement(
-                hosts.dial_in.invitation, self._resources, (self._least, self._most), stored
+                hosts.dial_in.invitation,
+                self._resources,
+                (self._least, self._most),
+                stored,
+                hosts.take_released,
             )
             try:
                 yield lambda: placement.check(is_short=hosts.slots < self._least)

@@ -15,8 +15,6 @@ from hvd_elastic.hosts.hostfile import expand_hosts
 
 _TIME = re.compile(r"((?P<days>\d+)-)?(?P<rest>\d+(:\d+){0,2})")
 
-START_S = 60.0
-"""Least time that an allocation must have before it is left again [s]: workers have to start."""
 _ONCE = ("--begin", "--dependency", "--hold")
 _APART = (*_ONCE, "--nodelist", "--exclude")
 """Options that are not the same for all allocations of a run."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hvd_elastic.agent.preemption.notice import AFTER_SIGTERM
 from hvd_elastic.control.endings import StopCause
+from hvd_elastic.engines.base import repeating
 from hvd_elastic.engines.slurm.allocation import Allocation, has_ended, is_inside, own_allocation
 from hvd_elastic.engines.slurm.commands import clean_environment
 from hvd_elastic.errors import RunError, SshError
@@ -67,14 +68,14 @@ class SlurmEngine:
         self._kill_wait_s = allocation.kill_wait_s
         self._connections: list[SrunConnection] = []
         self._changing = threading.Lock()
-        self.add(allocation)
+        self.add_allocation(allocation)
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """Return the names of the hosts that the run has been given."""
         return tuple(self._hosts)
 
-    def add(self, allocation: Allocation) -> None:
+    def add_allocation(self, allocation: Allocation) -> None:
         """Give the run the hosts of an allocation."""
         with self._changing:
             for host in allocation.hosts:
@@ -83,7 +84,7 @@ class SlurmEngine:
                 self._hosts[host.name] = host
         self._write()
 
-    def remove(self, job_id: str) -> None:
+    def remove_job(self, job_id: str) -> None:
         """Take the hosts of an allocation from the run, which then leaves them."""
         with self._changing:
             for name in [name for name, job in self._jobs.items() if job == job_id]:
@@ -121,22 +122,18 @@ def slurm_engine(folder: RunFolder, allocation: Allocation) -> Iterator[SlurmEng
     The run is stopped when the allocation has ended, if its leader outlives it: that of a shell of
     ``salloc`` does, and the nodes do not come back.
     """
-    over = threading.Event()
 
-    def watch() -> None:
-        while not over.wait(_LOOK_S):
-            if has_ended(allocation.job_id):
-                with contextlib.suppress(RunError):  # of a full disk: tried again
-                    folder.send_request("stop", {"reason": StopCause.ALLOCATION.value})
-                    return
+    def stop_if_over() -> bool:
+        if not has_ended(allocation.job_id):
+            return False
+        with contextlib.suppress(RunError):  # of a full disk: tried again
+            folder.send_request("stop", {"reason": StopCause.ALLOCATION.value})
+            return True
+        return False
 
-    thread = threading.Thread(target=watch, name="allocation", daemon=True)
     engine = SlurmEngine(folder, allocation)
-    thread.start()
-    try:
+    with repeating("allocation", _LOOK_S, stop_if_over):
         yield engine
-    finally:
-        over.set()
 
 
 class SlurmSource:

@@ -25,8 +25,8 @@ _SHORTENED = (
     *("--partition", "--signal", "--test-only", "--time", "--version", "--wait", "--begin"),
 )
 """Options that this package looks at, of which sbatch takes any first part that is clear."""
-_FREE_TEXT = ("--comment", "--wckey", "--wrap", "--mail-user", "--export", "--chdir", "--output")
-_VARIABLES = {
+_FREE_TEXT = ("--comment", "--wckey", "--mail-user", "--export")
+VARIABLES = {
     "SBATCH_MEM_PER_NODE": "--mem",
     "SBATCH_TIMELIMIT": "--time",
     **{
@@ -112,7 +112,7 @@ def options_in(environment: Mapping[str, str]) -> list[SbatchOption]:
     """
     return [
         SbatchOption(name, environment[variable])
-        for variable, name in _VARIABLES.items()
+        for variable, name in VARIABLES.items()
         if variable in environment
     ]
 

@@ -151,7 +151,7 @@ class Executors:
         return float(settings.getTimeAsSeconds(f"{_BARRIER}.interval", _INTERVAL) * looks)
 
     def _keep(self, be_host: Callable[..., Any]) -> None:
-        """Have a host, again after each failure, until the run is over."""
+        """Have a host, again after each failure, until the run is over or has left it."""
         while not self._over.is_set():
             try:
                 self._run_job(be_host)
@@ -165,6 +165,8 @@ class Executors:
                 self._failed = explain(str(error))
                 self._over.wait(_AGAIN_S)
             else:
+                if self._hosts.take_released():
+                    return
                 if not self._over.wait(_AGAIN_S) and not self._hosts.hosts:
                     self._failures += 1
                     address = self._hosts.address_towards([])

@@ -49,8 +49,8 @@ def order_for(
             f"step, {loader}({first}, 64)"
         )
     together = "examples of all ranks together in one step"
-    require_whole("batch_size", batch_size, 1, together, loader)
-    require_whole("seed", seed, 0, "the same on all ranks", loader)
+    batch_size = require_whole("batch_size", batch_size, 1, together, loader)
+    seed = require_whole("seed", seed, 0, "the same on all ranks", loader)
     if order is not None:
         examples = _length_of(order, loader, shuffle=shuffle)
     if drop_last and examples < batch_size:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.cli.cluster.copy_report import copied_in_words
+from hvd_elastic.cli.cluster.copy import copied_in_words
 from hvd_elastic.cli.cluster.host_options import HereOptions
 from hvd_elastic.cli.cluster.host_report import Printer
 from hvd_elastic.cli.cluster.run import _is_nothing

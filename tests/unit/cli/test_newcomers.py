@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvd_elastic.cli.cluster.copy import Newcomers
 from hvd_elastic.cli.cluster.host_options import HostOptions
-from hvd_elastic.cli.cluster.newcomers import Newcomers
 from hvd_elastic.cluster.run.commands import select_hosts
 from hvd_elastic.hosts.hostfile import Host, parse_hostfile
 

@@ -37,6 +37,7 @@ from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.training.data_order import Place
 from hvd_elastic.training.input.times import InputTimes
 from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.planning.batch_bounds import batch_limits
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.script_data import ScriptData
@@ -858,6 +859,23 @@ class Unsized:
 def test_what_cannot_work_is_explained(dataset: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ScriptError, match=message):
         DataLoader(dataset, context=fake(), **options)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    def read(whole: type) -> list[list[int]]:
+        options = {"seed": whole(3), "num_workers": whole(0), "shuffle": True}
+        loader: Any = DataLoader(Numbers(9), whole(4), context=fake(), **options)
+        assert type(loader.batch_size) is type(loader.seed) is int
+        return [batch[0].tolist() for batch in loader]
+
+    def limits(whole: type) -> str:
+        return repr(batch_limits(4, whole(8), (whole(1), whole(4)), True, 9))
+
+    assert limits(np.int64) == limits(int)
+    assert read(np.int64) == read(np.uint8) == read(int)
+    wrong: Any = np.bool_(False)
+    with pytest.raises(ScriptError, match=r"batch_size=np.False_\)"):
+        DataLoader(Numbers(4), wrong, context=fake())
 
 
 def test_pytorch_refuses_its_own_options_at_once() -> None:

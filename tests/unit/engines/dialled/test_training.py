@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,12 @@ import psutil
 import pytest
 
 from hvd_elastic.engines.dialled.fixed_ranks import MOST_RESTARTS
+from hvd_elastic.engines.dialled.host_process import HostProcess
+from hvd_elastic.engines.dialled.hosts import DialledHosts
 from hvd_elastic.engines.dialled.task import Task
 from hvd_elastic.engines.dialled.training import Sizes, on_this_machine, train
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.records.run_folder import RunFolder
 from tests.paths import LITTLE_WORK, WORKER_PYTHONPATH
 from tests.tensorboard_files import read_scalars
 
@@ -247,6 +252,7 @@ def test_an_elastic_function_returns_its_value_at_rank_0(
     options = {"run_id": "drawn", "tensorboard": True}
     assert run(elastic, 5, sizes=Sizes(2), options=options) == (2, bytes(3 << 20))
     assert read_scalars(tmp_path / "runs/drawn/tensorboard")["size/world_size"][-1][1] == 2.0
+    assert RunFolder.open("drawn").resume_command.startswith("its program on ")
     assert signal.getsignal(signal.SIGINT) is before
     assert capfd.readouterr().out == "trained with 2\n"
     assert run(elastic, 5, exits=True, sizes=Sizes(1)) is None
@@ -254,6 +260,67 @@ def test_an_elastic_function_returns_its_value_at_rank_0(
         run(elastic, 5, fail=True, sizes=Sizes(1, 1, 2))
     assert re.search(r"run \S+ failed: .*", str(raised.value))
     assert str(raised.value).endswith("ValueError: no such loss")
+
+
+def train_until(path: str) -> int:
+    """Train until there is one rank left, and until a file is there."""
+    import torch
+
+    import hvd_elastic.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader: Any = hvd.DataLoader(torch.utils.data.TensorDataset(torch.ones(64, 1)), batch_size=4)
+
+    @hvd.run
+    def train(state: Any) -> int:
+        for (inputs,) in hvd.steps(10**9, loader):
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+            state.commit()
+            if hvd.size() == 1 and Path(path).exists():
+                break
+        return hvd.size()
+
+    return train(hvd.State(model=model, optimizer=optimizer))
+
+
+def test_a_drained_host_that_dialled_in_is_told_to_end_at_once(tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("horovod.torch")
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    ended, meanwhile = tmp_path / "ended", list[bool]()
+
+    @contextlib.contextmanager
+    def two_hosts(hosts: DialledHosts) -> Iterator[Callable[[], None]]:
+        env = {**LITTLE_WORK, "PYTHONPATH": WORKER_PYTHONPATH}
+        kept, drained = (HostProcess(hosts.dial_in.invitation, name, 1, env) for name in "ab")
+
+        def drain() -> None:
+            folder = RunFolder.open("drained")
+            while not folder.events.exists() or "worker_joined" not in folder.events.read_text():
+                time.sleep(0.05)
+            folder.ask_leader("drain", {"host": "b"})
+            deadline = time.monotonic() + LONG_S
+            while not drained.ended and time.monotonic() < deadline:
+                time.sleep(0.05)
+            meanwhile.append(drained.ended and not kept.ended)
+            ended.touch()
+
+        thread = threading.Thread(target=drain)
+        thread.start()
+        try:
+            yield lambda: None
+        finally:
+            thread.join(LONG_S)
+            kept.close()
+            drained.close()
+
+    task = Task.of(train_until, (str(ended),), {})
+    options = {"run_id": "drained"}
+    assert train(task, Sizes(2, 1, 2), "127.0.0.1", "test", two_hosts, options) == 1
+    assert meanwhile == [True]
 
 
 def test_an_elastic_function_that_does_not_train_says_so(tmp_path: Path, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ from hvd_elastic.ray import ElasticTrainer
     ("changes", "said"),
     [
         ({"scaling": (1, 2, 3)}, r"the least and largest number, not \(1, 2, 3\)"),
+        (
+            {"scaling": SimpleNamespace(num_workers=4, use_gpu=True, resources_per_worker=None)},
+            r"write scaling=4, resources_per_worker={'GPU': 1}",  # for a ScalingConfig of Ray
+        ),
         ({"scaling": (3, 1)}, "at least 3 and at most 1"),
         ({"scaling": 0}, "least number of processes is 0"),
         ({"scaling": 1.5}, r"least number of processes is 1\.5"),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hvd_elastic.cli.app import main
+from hvd_elastic.cli.engines import slurm
+from hvd_elastic.engines.slurm.batch import Submission
+from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
 from tests.unit.engines.slurm.conftest import VARIABLES, Write
@@ -138,6 +142,7 @@ def test_a_run_without_a_leader_is_said_to_be_in_the_queue(queue, capsys) -> Non
     assert submit(capsys, "--nodes", "1", "--run-id", "s1", "--", "true")[0] == 0
     _, rows, _ = call(capsys, "status", "s1")
     assert "has not begun: squeue --me shows" in rows
+    assert "s1  in queue?" in call(capsys, "list")[1]
     for command in (["stop", "s1"], ["attach", "s1"]):
         status, _, message = call(capsys, *command)
         assert (status, "scancel takes it from there" in message) == (1, True)
@@ -173,7 +178,13 @@ def test_what_sbatch_refuses_leaves_the_run_id_free(write, queue, capsys) -> Non
         (["--nodes", "2-3", "--np", "4"], "--np 4 is above the 3 slots of --nodes 2-3"),
         (["--nodes", "2", "--sbatch", "--array=1-4"], "--sbatch --array=1-4: each task"),
         (["--nodes", "2", "--sbatch", "-Ax -q y"], "--sbatch '-Ax -q y' has several options"),
+        (["--nodes", "2", "--sbatch", "-o a -e b"], "--sbatch '-o a -e b' has several options"),
+        (["--nodes", "2", "--sbatch", "--wrap=ls"], "--sbatch --wrap=ls submits a command in"),
+        (["--nodes", "2", "--sbatch", "--uid=0"], "--sbatch --uid=0 submits as another user"),
         (["--nodes", "2", "--time", "1"], "--time 1 leaves no time to train"),
+        (["--nodes", "2", "--time", "1h"], "--time 1h is no time of Slurm"),
+        (["--nodes", "2", "--leave-before", "65536"], "--leave-before 65536: Slurm announces"),
+        (["--nodes", "2", "--leave-before", "0"], "--leave-before 0: Slurm announces"),
         (["--nodes", "2", "--hostfile", "hosts"], "no such option: --hostfile"),
     ],
 )
@@ -184,6 +195,31 @@ def test_mistakes_are_found_before_anything_is_submitted(
     assert status == 2
     assert message.startswith(f"error: {wanted}")
     assert not queue.exists()
+
+
+def test_mistakes_in_variables_are_named_as_such(queue, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("SBATCH_GPUS", "8")
+    message = submit(capsys, "--nodes", "2", "--", "true")[2]
+    assert message.startswith("error: SBATCH_GPUS=8 is a number for an allocation")
+    monkeypatch.delenv("SBATCH_GPUS")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "1")
+    message = submit(capsys, "--nodes", "2", "--", "true")[2]
+    assert message.startswith("error: SBATCH_TIMELIMIT=1 leaves no time")
+
+
+def test_a_job_that_goes_on_is_submitted_again_when_slurm_was_away(
+    write, capsys, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(slurm, "_AGAIN_S", 0.0)
+    run = Submission("a", 1, 1, str(tmp_path), "/", "python", "/home")
+    again = "echo sbatch: error: no controller >&2; exit 1"
+    write("sbatch", f'test -e "$0.called" || {{ touch "$0.called"; {again}; }}; echo 43')
+    assert slurm._sbatch_again(run) == "43"
+    said = capsys.readouterr().out
+    assert "sbatch --parsable failed: sbatch: error: no controller; trying again in 0 s" in said
+    write("sbatch", again)
+    with pytest.raises(RunError, match=r"not submitted again: .*slurm submit --resume a"):
+        slurm._sbatch_again(replace(run, leave_before_s=0.0))
 
 
 def test_a_run_is_submitted_again_with_other_allocations(queue, capsys) -> None:

@@ -127,6 +127,33 @@ def test_executors_that_register_late_are_waited_for_as_spark_does(hosts):
         assert "have room for 0 tasks" in str(fails(check))
 
 
+def test_no_other_host_takes_the_place_of_one_that_the_run_has_left(hosts):
+    session, begun, ends = Session(2), list[int](), threading.Semaphore(0)
+
+    def collect() -> None:
+        begun.append(1)
+        ends.acquire(timeout=LONG_S)
+
+    session.collect = collect  # type: ignore[method-assign]
+    jobs = Executors(session, hosts, Request(2, 1, 1, use_gpu=False))
+    with jobs:
+        left, kept = (HostProcess(hosts.dial_in.invitation, name, 1) for name in "ab")
+        hosts.wait_for(2, lambda: None, 0.0, 2)
+        hosts.release_host("a")
+        left.wait()
+        assert [each.host.name for each in hosts.hosts] == ["b"]
+        ends.release()
+        deadline = time.monotonic() + LONG_S
+        while all(thread.is_alive() for thread in jobs._threads) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert [thread.is_alive() for thread in jobs._threads].count(True) == 1
+        hosts.release_host("b")  # the last one may be given back
+        assert not kept.ended
+        kept.close()
+        ends.release()
+    assert not hosts.take_released()
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [

@@ -14,10 +14,10 @@ from typing import Any
 from hvd_elastic.cluster.copy.chain import Chain, Verdict, Why
 from hvd_elastic.cluster.copy.job import Copied, CopyJob, Pulled
 from hvd_elastic.cluster.copy.node.frames import pack, unpack
-from hvd_elastic.cluster.copy.node.pull_command import placeholders
 from hvd_elastic.cluster.copy.node.tree import ANY, check_inside, decode, is_excluded, shown
-from hvd_elastic.cluster.copy.session import NODE, SILENCE_S, CopySession, Node
-from hvd_elastic.cluster.copy.shares import Shares
+from hvd_elastic.cluster.copy.pulling.command import placeholders
+from hvd_elastic.cluster.copy.pulling.shares import Shares
+from hvd_elastic.cluster.copy.session import SILENCE_S, CopySession, Node
 from hvd_elastic.errors import SshError, UsageError
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def check_pull(command: str, listed: bool) -> None:
 class PullSession(CopySession):
     """A copy in which the hosts themselves are the source: each fetches a share of the files."""
 
-    program = f"{NODE}.pull"
+    program = "hvd_elastic.cluster.copy.pulling.node"
 
     def __init__(self, job: CopyJob, pulled: Pulled) -> None:
         super().__init__(job)

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from hvd_elastic.cluster.copy.node.comparison import StoreError, check_free
 from hvd_elastic.cluster.copy.node.frames import LinkError, pack, unpack
 from hvd_elastic.cluster.copy.node.node import Destination
-from hvd_elastic.cluster.copy.node.pull_command import fill, placeholders
 from hvd_elastic.cluster.copy.node.store import SharedError, Target, lock_folder, open_own_folder
 from hvd_elastic.cluster.copy.node.tree import (
     FETCHED,
@@ -40,6 +39,7 @@ from hvd_elastic.cluster.copy.node.tree import (
     shown,
     walk,
 )
+from hvd_elastic.cluster.copy.pulling.command import fill, placeholders
 from hvd_elastic.hosts.programs.hold_command import become_subreaper
 from hvd_elastic.hosts.programs.processes import descendants, end_processes
 
@@ -107,7 +107,7 @@ class Pull:
         self._work = os.path.join(self.place, encode(FETCHED))
         self.fetched = os.path.join(self._work, b"files")
 
-    def look(self) -> list[tuple[int, int, int, int]]:
+    def find_listed(self) -> list[tuple[int, int, int, int]]:
         """Return number, size, time and mode of the listed files that exist already.
 
         Raises:
@@ -341,7 +341,7 @@ class PullNode(Destination):
                 self.config["jobs"],
                 self._umask,
             )
-            self.say("listed", have=pack(self._pull.look()))
+            self.say("listed", have=pack(self._pull.find_listed()))
         elif do == "fetch":
             self._orders.put(unpack(message["files"]))
         elif do == "forget":
