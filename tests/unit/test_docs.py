@@ -126,16 +126,7 @@ def test_options_named_in_prose_exist(page: Path) -> None:
         *("--gid", "--uid", "--wrap"),
         *("--exclude", "--exclusive", "--export", "--gpus", "--gpus-per-node", "--gpus-per-task"),
         *("--hold", "--job-name", "--mail-type", "--mem", "--nodefile", "--nodelist", "--ntasks"),
-        *(
-            "--ntasks-per-node",
-            "--requeue",
-            "--signal",
-            "--test-only",
-            "--gid",
-            "--uid",
-            "--wait",
-            "--wrap",
-        ),
+        *("--ntasks-per-node", "--requeue", "--signal", "--test-only", "--wait"),
     }
     for code in _CODE.findall(_FENCE.sub("", read(page))):
         word = code.split(" ")[0].partition("=")[0]
