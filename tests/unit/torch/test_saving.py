@@ -140,6 +140,18 @@ def test_the_script_loads_what_it_saved_by_its_name(
         hvd.load_model("best.pt", Net())
 
 
+def test_a_script_that_opens_what_it_saved_is_told_how_to_load_it(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(alone.worker.sink, "send", told.append)
+    alone.worker.saved_names.add("best.pt")
+    for name in ("best.pt", "data.pt"):
+        alone.script_failed(f"FileNotFoundError: [Errno 2] No such file or directory: '{name}'\n")
+    hinted = ["hvd.load_model('best.pt', model, share=True)" in each.traceback for each in told]
+    assert hinted == [True, False]
+
+
 @pytest.mark.parametrize(("steps", "kept"), [(7, False), (22, True)])
 def test_a_profile_is_kept_or_its_lack_is_told(
     alone: Context, caplog: pytest.LogCaptureFixture, tmp_path: Path, steps: int, kept: bool
