@@ -20,7 +20,6 @@ from hvd_elastic.checkpoint.manifests import CheckpointInfo, warning_of_not_fini
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.shards import Key, ShardInfo, complete_sets, parse_shard, receive_shard
 from hvd_elastic.errors import CheckpointError, HvdElasticError
-from hvd_elastic.formatting import bytes_words
 from hvd_elastic.wire.framing import encode
 from hvd_elastic.wire.messages import CheckpointWritten, Release
 
@@ -41,6 +40,8 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         by_host: returns the connections of the hosts that are up now, by host.
         call: what it calls.
     """
+
+    _not_here = "was not kept"
 
     def __init__(
         self,
@@ -116,25 +117,16 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
     ) -> None:
         shard = parse_shard(described, self._store.folder)
         source = Source(host, agent, shard, shard.file, seconds, blocked_s)
-        self._known.setdefault(shard.key, Parcel([])).sources.append(source)
+        parcel = Parcel[ShardInfo](f"the checkpoint of step {shard.step}", [])
+        self._known.setdefault(shard.key, parcel).sources.append(source)
 
     # -- collecting ------------------------------------------------------------------------
 
-    def _whole(self) -> list[Parcel[ShardInfo]]:
+    def _parcels(self) -> list[Parcel[ShardInfo]]:
         """Return the checkpoints of which all shards are known, newest first."""
         shards = [source.entry for parcel in self._known.values() for source in parcel.sources]
         sets = [parts[0] for parts in complete_sets(shards) if parts[0].step >= self.newest_step]
         return [self._known[first.key] for first in sets]
-
-    def _can_be_fetched(self, parcel: Parcel[ShardInfo]) -> bool:
-        """Return whether all shards of a checkpoint are on hosts that are up."""
-        return bool(complete_sets(s.entry for s in parcel.sources if self._is_there(s)))
-
-    def _next_due(self, now: float) -> Parcel[ShardInfo] | None:
-        for parcel in self._whole():
-            if not parcel.error or (now >= parcel.retry.at and self._can_be_fetched(parcel)):
-                return parcel
-        return None
 
     def _fetch(self, parcel: Parcel[ShardInfo]) -> _Collected:
         """Fetch all shards of a checkpoint, then copy and upload it."""
@@ -223,19 +215,18 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         self._release(self.resume_step - 1 if self._copies else info.step)
         return problems
 
-    def _note_failed(self, parcel: Parcel[ShardInfo]) -> Sequence[str]:
+    def _note_failed(self, parcel: Parcel[ShardInfo]) -> bool:
         key = parcel.sources[0].entry.key
         if self._known.get(key) is not parcel:
-            return ()  # training has continued from another checkpoint meanwhile
+            return False  # training has continued from another checkpoint meanwhile
         # The hosts keep the newest.
         self._known = {other: known for other, known in self._known.items() if other[0] >= key[0]}
         self._release(key[0] - 1)
         if key[0] <= self.newest_step:
             del self._known[key]
-            return ()  # an earlier leader had already collected this one
+            return False  # an earlier leader had already collected this one
         self._missed = parcel
-        again = "; trying again" if self._can_be_fetched(parcel) else ""
-        return [f"{_why_not_kept(parcel)}{again}"]
+        return True
 
     def _release(self, up_to_step: int | None) -> None:
         for agent in self._agents():
@@ -256,18 +247,6 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         if succeeded or not (needed or not self._writable):
             self._release(None)
 
-    def _awaited(self) -> list[Parcel[ShardInfo]]:
-        return [
-            each for each in self._whole() if each is self._fetching or self._can_be_fetched(each)
-        ]
-
-    def _awaited_words(self) -> str:
-        sources = self._awaited()[0].sources
-        received = bytes_words(sum(source.received for source in sources))
-        total = bytes_words(sum({source.name: source.entry.bytes for source in sources}.values()))
-        step = sources[0].entry.step
-        return f"the checkpoint of step {step} ({received} of {total} are here)"
-
     # -- restoring -------------------------------------------------------------------------
 
     def goes_on_from(self, newest: CheckpointInfo | None) -> None:
@@ -283,7 +262,7 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
     def why_missed(self) -> str:
         """Return why the newest checkpoint could not be collected; empty: it was."""
         missed = self._missed
-        return "" if missed is None else _why_not_kept(missed)
+        return "" if missed is None else self._why(missed)
 
     def collect_rest(self) -> None:
         """Wait until what the hosts still have is collected; called from another thread."""
@@ -296,7 +275,7 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
     def _collect_missed(self) -> None:
         """Try again to collect the missed checkpoint from the hosts that are still up."""
         missed = self._missed
-        if missed is not None and self._can_be_fetched(missed):
+        if missed is not None and self._is_there(missed):
             missed.retry.at = 0.0
         elif missed is not None:
             self._known.pop(missed.sources[0].entry.key, None)
@@ -304,10 +283,6 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         self.fetch_due()
         if not self.busy:
             self._idle.set()
-
-
-def _why_not_kept(parcel: Parcel[ShardInfo]) -> str:
-    return f"the checkpoint of step {parcel.sources[0].entry.step} was not kept: {parcel.error}"
 
 
 def _others(hosts: Sequence[str], own: str, count: int) -> list[str]:

@@ -12,15 +12,17 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.control.backoff import Retry
 from hvd_elastic.errors import HvdElasticError
-from hvd_elastic.wire.messages import AgentHello, LeaderToAgent
+from hvd_elastic.formatting import bytes_words, hosts_named
+from hvd_elastic.wire.messages import AgentHello, LeaderToAgent, SavedFile
 
 _PAUSES_S = (2.0, 5.0, 15.0, 30.0, 60.0)
 """Pauses before a parcel is tried again after 1, 2, … failures in a row [s]. The first is short,
@@ -35,7 +37,7 @@ _SILENT_S = 1.0
 _TOLD_EVERY_S = 5.0
 """Time between two notes on the parcels that the end of a run waits for [s]."""
 
-Entry = TypeVar("Entry")
+Entry = TypeVar("Entry", ShardInfo, SavedFile)
 Stored = TypeVar("Stored")
 
 
@@ -88,12 +90,14 @@ class Parcel(Generic[Entry]):
     """Files that are fetched together.
 
     Attributes:
+        words: what it is, for users.
         sources: the files; the same one may be on several hosts.
         subject: what complaints about it are about; each is told once until one succeeds.
         retry: when it is tried again.
         error: why it could not be fetched or stored; empty: it was not tried yet.
     """
 
+    words: str
     sources: list[Source[Entry]]
     subject: str = ""
     retry: Retry = field(default_factory=lambda: Retry(_PAUSES_S))
@@ -124,6 +128,9 @@ class Collector(ABC, Generic[Entry, Stored]):
         call: what it calls.
     """
 
+    _not_here: ClassVar[str]
+    """What users are told of a parcel that failed."""
+
     def __init__(self, agents: Callable[[], Collection[HostFiles]], call: Callbacks) -> None:
         self._agents = agents
         self._call = call
@@ -145,13 +152,14 @@ class Collector(ABC, Generic[Entry, Stored]):
         if self._fetching is not None:
             return
         now = time.monotonic()
-        parcel = self._next_due(now)
-        if parcel is not None:
-            self._fetching, self._received_at = parcel, now
-            self._idle.clear()
-            threading.Thread(
-                target=self._work, args=(parcel,), name="collector", daemon=True
-            ).start()
+        for parcel in self._parcels():
+            if not parcel.error or (now >= parcel.retry.at and self._is_there(parcel)):
+                self._fetching, self._received_at = parcel, now
+                self._idle.clear()
+                threading.Thread(
+                    target=self._work, args=(parcel,), name="collector", daemon=True
+                ).start()
+                return
 
     def _work(self, parcel: Parcel[Entry]) -> None:
         """Fetch a parcel; runs in a thread."""
@@ -174,9 +182,12 @@ class Collector(ABC, Generic[Entry, Stored]):
 
     def _ended(self, parcel: Parcel[Entry], stored: Stored | None, error: str) -> None:
         self._fetching, parcel.error = None, error
+        problems: Sequence[str] = ()
         if stored is None:
             parcel.retry.failed(time.monotonic())
-            problems = self._note_failed(parcel)
+            if self._note_failed(parcel):
+                again = "; trying again" if self._is_there(parcel) else ""
+                problems = [f"{self._why(parcel)}{again}"]
         else:
             problems = self._note_stored(parcel, stored)
             if not problems:
@@ -195,9 +206,15 @@ class Collector(ABC, Generic[Entry, Stored]):
             self._complaints.add(complaint)
             self._call.warn(message)
 
-    def _is_there(self, source: Source[Entry]) -> bool:
-        """Return whether the connection to the host of a source can be used."""
-        return source.agent in self._agents()
+    def _is_there(self, parcel: Parcel[Entry]) -> bool:
+        """Return whether all files of a parcel are on hosts that can be used."""
+        agents = self._agents()
+        there = {source.name for source in parcel.sources if source.agent in agents}
+        return there.issuperset(source.name for source in parcel.sources)
+
+    def _why(self, parcel: Parcel[Entry]) -> str:
+        """Return that a parcel is not here, and why."""
+        return f"{parcel.words} {self._not_here}: {parcel.error}"
 
     # -- the end ---------------------------------------------------------------------------
 
@@ -211,19 +228,20 @@ class Collector(ABC, Generic[Entry, Stored]):
         until = ended_at + _LAST_TRIES_S
         if self.busy:
             until = max(self._received_at, ended_at) + _SILENCE_S
-        if now >= until or not self._awaited():
+        awaited = [p for p in self._parcels() if p is self._fetching or self._is_there(p)]
+        if now >= until or not awaited:
             return False
         if now >= max(ended_at + _SILENT_S, self._told_at + _TOLD_EVERY_S):
             self._told_at = now
-            message = f"training has ended; waiting for {self._awaited_words()}"
+            message = f"training has ended; waiting for {', '.join(map(_progress, awaited))}"
             self._call.emit("log_note", {"message": message})
         return True
 
     # -- of each kind ----------------------------------------------------------------------
 
     @abstractmethod
-    def _next_due(self, now: float) -> Parcel[Entry] | None:
-        """Return the parcel to fetch at ``now`` [monotonic s]; None: there is none."""
+    def _parcels(self) -> Iterable[Parcel[Entry]]:
+        """Return the parcels that are wanted, those that are to be fetched first in front."""
 
     @abstractmethod
     def _fetch(self, parcel: Parcel[Entry]) -> Stored:
@@ -234,13 +252,13 @@ class Collector(ABC, Generic[Entry, Stored]):
         """Note what was stored; return problems to complain about."""
 
     @abstractmethod
-    def _note_failed(self, parcel: Parcel[Entry]) -> Sequence[str]:
-        """Note a failed attempt; return problems to complain about."""
+    def _note_failed(self, parcel: Parcel[Entry]) -> bool:
+        """Note a failed attempt; return whether it is a problem."""
 
-    @abstractmethod
-    def _awaited(self) -> list[Parcel[Entry]]:
-        """Return the parcels that are on their way, or can be tried again."""
 
-    @abstractmethod
-    def _awaited_words(self) -> str:
-        """Return what :meth:`_awaited` are, and how much of them has arrived."""
+def _progress(parcel: Parcel[Entry]) -> str:
+    received = sum(source.received for source in parcel.sources)
+    total = sum({source.name: source.entry.bytes for source in parcel.sources}.values())
+    hosts = hosts_named(dict.fromkeys(source.host for source in parcel.sources))
+    words = f"{bytes_words(received)} of {bytes_words(total)} are here from {hosts}"
+    return f"{parcel.words} ({words})"

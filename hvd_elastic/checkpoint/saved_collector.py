@@ -14,7 +14,6 @@ from pathlib import Path
 from hvd_elastic.checkpoint.collector import Callbacks, Collector, HostFiles, Parcel, Source
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER, find_stored, receive_file
 from hvd_elastic.errors import HvdElasticError
-from hvd_elastic.formatting import bytes_words
 from hvd_elastic.wire.messages import Release, SavedBrought, SavedFile, Tell
 
 
@@ -27,6 +26,8 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
         agents: returns the connections of the hosts that can be used now.
         call: what it calls.
     """
+
+    _not_here = "is not in the run folder"
 
     def __init__(
         self,
@@ -71,7 +72,8 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
             _release(known.agent, known.entry)
         # A host that is back offers the same file again, through another connection.
         source = Source(host, agent, saved, f"{SAVED_FOLDER}/{saved.spooled}", seconds)
-        self._wanted[name] = Parcel([source], name)
+        words = f"the file {name!r} that the script saved at step {saved.step}"
+        self._wanted[name] = Parcel(words, [source], name)
         self.fetch_due()
 
     def offered(self, host: str, agent: HostFiles, files: Sequence[SavedFile]) -> None:
@@ -97,19 +99,19 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
         """Warn once of each file on a host that was lost; called often."""
         for parcel in self._wanted.values():
             (source,) = parcel.sources
-            if parcel not in self._lost and not self._is_there(source):
+            if parcel not in self._lost and not self._is_there(parcel):
                 self._lost.add(parcel)
                 stored = self._stored.get(source.entry.name)
                 until = "no file of that name" if stored is None else f"that of step {stored.step}"
                 self._call.warn(
-                    f"host {source.host} was lost before {_words(source)} had been fetched from "
+                    f"host {source.host} was lost before {parcel.words} had been fetched from "
                     f"there; it will be fetched when the host is back. Until then {self._folder} "
                     f"has {until}"
                 )
         self._answer()
 
-    def _next_due(self, now: float) -> Parcel[SavedFile] | None:
-        return next((each for each in self._awaited() if now >= each.retry.at), None)
+    def _parcels(self) -> list[Parcel[SavedFile]]:
+        return [parcel for parcel in self._wanted.values() if self._is_there(parcel)]
 
     def _fetch(self, parcel: Parcel[SavedFile]) -> SavedFile:
         (source,) = parcel.sources
@@ -128,12 +130,10 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
         self._answer()
         return ()
 
-    def _note_failed(self, parcel: Parcel[SavedFile]) -> Sequence[str]:
+    def _note_failed(self, parcel: Parcel[SavedFile]) -> bool:
         self._answer()
-        (source,) = parcel.sources
-        if self._wanted.get(parcel.subject) is not parcel or not self._is_there(source):
-            return ()  # a newer file has taken its place meanwhile, or its host was lost
-        return [f"{_words(source)} is not in the run folder: {parcel.error}; trying again"]
+        # Else a newer file has taken its place meanwhile, or its host was lost.
+        return self._wanted.get(parcel.subject) is parcel and self._is_there(parcel)
 
     # -- loading -----------------------------------------------------------------------------
 
@@ -156,8 +156,7 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
                 continue
             del self._asked[worker]
             if wanted is not None:
-                why = f"{_words(wanted.sources[0])} is not in the run folder: {self._why(wanted)}"
-                agent.send(Tell(worker, SavedBrought(name, error=why)))
+                agent.send(Tell(worker, SavedBrought(name, error=self._why(wanted))))
             elif name not in self._stored:
                 agent.send(Tell(worker, SavedBrought(name)))
             else:
@@ -181,38 +180,22 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
         """Return whether a file is still to be fetched through this connection."""
         return any(parcel.sources[0].agent is agent for parcel in self._wanted.values())
 
-    def _awaited(self) -> list[Parcel[SavedFile]]:
-        return [each for each in self._wanted.values() if self._is_there(each.sources[0])]
-
-    def _awaited_words(self) -> str:
-        files = [
-            f"{source.entry.name} ({bytes_words(source.received)} of "
-            f"{bytes_words(source.entry.bytes)} are here from host {source.host})"
-            for parcel in self._awaited()
-            for source in parcel.sources
-        ]
-        return f"what the script saved: {', '.join(files)}"
-
     def missing(self) -> str:
         """Return which files could not be fetched, and why; empty: none is missing."""
-        parts = []
-        for parcel in self._wanted.values():
-            (source,) = parcel.sources
-            parts.append(f"{_words(source)} is not in the run folder: {self._why(parcel)}")
-        if not parts:
+        if not self._wanted:
             return ""
+        why = "; ".join(map(self._why, self._wanted.values()))
         hosts = dict.fromkeys(parcel.sources[0].host for parcel in self._wanted.values())
         return (
-            f"{'; '.join(parts)}. It stays on the disk of host {', '.join(hosts)}, and "
+            f"{why}. It stays on the disk of host {', '.join(hosts)}, and "
             "hvd-elastic run --resume fetches it from there"
         )
 
     def _why(self, parcel: Parcel[SavedFile]) -> str:
-        """Return why a file is not here."""
-        (source,) = parcel.sources
-        if not self._is_there(source):
-            return f"host {source.host} was lost before it had been fetched"
-        return parcel.error or "it has not arrived"
+        error = parcel.error or "it has not arrived"
+        if not self._is_there(parcel):
+            error = f"host {parcel.sources[0].host} was lost before it had been fetched"
+        return f"{parcel.words} {self._not_here}: {error}"
 
     def end(self) -> None:
         """Let the hosts empty their spools at the end of the run, except for missing files."""
@@ -223,7 +206,3 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
 
 def _release(agent: HostFiles, saved: SavedFile) -> None:
     agent.send(Release("saved", files=(saved,)))
-
-
-def _words(source: Source[SavedFile]) -> str:
-    return f"the file {source.entry.name!r} that the script saved at step {source.entry.step}"

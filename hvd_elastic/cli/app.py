@@ -20,37 +20,17 @@ from hvd_elastic.cli.entry import enter, prepare
 from hvd_elastic.cli.start import end_at_interrupt, raise_at_interrupt
 
 SECTIONS = {
-    "Training": {
+    "Running": {
         "run": ("runs.run:run", "Train a script over a hostfile."),
-        "predict": ("runs.predict:predict", "Compute a model's outputs for a data set."),
-        "status": ("runs.show:status", "Say how a run is doing."),
-        "list": ("runs.show:list_", "List runs, newest first."),
-        "logs": ("runs.show:logs", "Show or follow the workers' output."),
-        "get": ("runs.get:get", "List or copy files that a script saved."),
-        "export": ("runs.export:export", "Write a run's weights for other programs."),
-        "attach": ("runs.show:attach", "Follow a detached run."),
+        "slurm": ("engines.slurm:slurm", "Submit a run to Slurm."),
         "stop": ("runs.control:stop", "End a run cleanly."),
         "scale": ("runs.control:scale", "Set the number of workers of a run."),
-        "policy": ("runs.control:policy", "Pause or resume the policy of a run."),
-        "drain": ("runs.control:drain", "Have a run leave a host."),
         "debug": ("runs.debug:debug", "Join a worker that stands at breakpoint()."),
-        "discover": (
-            "runs.show:discover",
-            "Print a run's hosts as horovodrun --host-discovery-script reads them.",
-        ),
-    },
-    "Looking at runs, and ahead": {
-        "report": ("views.report:report", "Summarise and plot a run."),
-        "dashboard": ("views.dashboard:dashboard", "Serve live pages of the runs."),
-        "top": ("views.dashboard:top", "Show a run as it goes on."),
-        "plan": ("planning.plan:plan", "Predict what other numbers of hosts would bring."),
-        "bench": (
-            "planning.bench:bench",
-            "Measure how training scales, and how fast a script reads.",
-        ),
+        "drain": ("runs.control:drain", "Have a run leave a host."),
+        "policy": ("runs.control:policy", "Pause or resume the policy of a run."),
         "simulate": ("planning.simulate:simulate", "Try a policy on a trace in virtual time."),
     },
-    "Many jobs on one cluster": {
+    "Sharing a cluster": {
         "up": ("jobs.daemon:up", "Share a cluster between jobs: start its daemon."),
         "down": ("jobs.daemon:down", "End the daemon of a cluster."),
         "hosts": ("jobs.daemon:hosts", "Show the hosts of a cluster and their jobs."),
@@ -62,34 +42,54 @@ SECTIONS = {
         "requeue": ("jobs.queue:requeue", "Put jobs back into the queue."),
         "priority": ("jobs.queue:priority", "Change the priority of jobs."),
     },
-    "Machines of others": {
-        "slurm": ("engines.slurm:slurm", "Submit a run to Slurm."),
-        "ray": ("engines.ray:ray", "Start and end a Ray cluster on the hosts of a hostfile."),
-    },
-    "Hosts and installation": {
-        "cluster": (
-            "cluster.tools:cluster",
-            "Run, copy, kill and check on all hosts of a hostfile.",
+    "Monitoring and results": {
+        "status": ("runs.show:status", "Say how a run is doing."),
+        "list": ("runs.show:list_", "List runs, newest first."),
+        "logs": ("runs.show:logs", "Show or follow the workers' output."),
+        "predict": ("runs.predict:predict", "Compute a model's outputs for a data set."),
+        "get": ("runs.get:get", "List or copy files that a script saved."),
+        "export": ("runs.export:export", "Write a run's weights for other programs."),
+        "dashboard": ("views.dashboard:dashboard", "Serve live pages of the runs."),
+        "top": ("views.dashboard:top", "Show a run as it goes on."),
+        "attach": ("runs.show:attach", "Follow a detached run."),
+        "report": ("views.report:report", "Summarise and plot a run."),
+        "plan": ("planning.plan:plan", "Predict what other numbers of hosts would bring."),
+        "discover": (
+            "runs.show:discover",
+            "Print a run's hosts as horovodrun --host-discovery-script reads them.",
         ),
+    },
+    "Hosts": {
         "trust": ("cluster.check:trust", "Show and accept the host keys of a hostfile."),
         "install": (
             "cluster.install:install",
             "Bring this environment to the hosts of a hostfile, or upgrade it there.",
         ),
         "uninstall": ("cluster.install:uninstall", "List and remove what is installed."),
-        "doctor": ("machine.doctor:doctor", "Say what is installed, built and missing."),
-        "build-horovod": (
-            "machine.build_horovod:build_horovod",
-            "Build Horovod for this PyTorch and TensorFlow, once.",
+        "ray": ("engines.ray:ray", "Start and end a Ray cluster on the hosts of a hostfile."),
+        "cluster": (
+            "cluster.tools:cluster",
+            "Run, copy, kill and check on all hosts of a hostfile.",
         ),
+    },
+    "This machine": {
+        "doctor": ("machine.doctor:doctor", "Say what is installed, built and missing."),
         "report-bug": (
             "machine.report_bug:report_bug",
             "Gather what a report of a fault needs, without secrets.",
         ),
+        "build-horovod": (
+            "machine.build_horovod:build_horovod",
+            "Build Horovod for this PyTorch and TensorFlow, once.",
+        ),
+        "bench": (
+            "planning.bench:bench",
+            "Measure how training scales, and how fast a script reads.",
+        ),
         "demo": ("machine.demo:demo", "Train on virtual hosts that come, go and die."),
     },
 }
-"""Commands by section of ``hvd-elastic --help``: where each is, and its line there."""
+"""Commands by section of ``--help`` and of docs/commands.md: where each is, and its line there."""
 
 COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()}
 _SECTION_OF = {name: title for title, section in SECTIONS.items() for name in section}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import hvd_elastic.torch as hvd
@@ -9,6 +10,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.lightning.checks import check_loop
 from hvd_elastic.lightning.library import part
 from hvd_elastic.lightning.loop_state import LoopState
+from hvd_elastic.lightning.sums import Sums
 from hvd_elastic.training import context
 from hvd_elastic.training.parts import train_by_parts
 
@@ -16,6 +18,8 @@ _FitLoop: Any = part("loops.fit_loop")._FitLoop
 _EpochLoop: Any = part("loops.training_epoch_loop")._TrainingEpochLoop
 _ProgressBar: Any = part("callbacks").ProgressBar
 rank_zero_only: Any = part("utilities.rank_zero").rank_zero_only
+_CSVLogger: Any = part("loggers").CSVLogger
+_log_hyperparams: Any = part("loggers.utilities")._log_hyperparams
 rank_zero_info: Any = part("utilities.rank_zero").rank_zero_info
 
 
@@ -53,6 +57,7 @@ class ElasticFitLoop(_FitLoop):
     """The library whose training runs by parts; see :class:`hvd_elastic.training.parts.Library`."""
 
     place: LoopState
+    sums: Sums
 
     def run(self) -> None:
         """Train, together with the other ranks."""
@@ -64,7 +69,13 @@ class ElasticFitLoop(_FitLoop):
         trainer, strategy = self.trainer, self.trainer.strategy
         trainer._signal_connector.teardown()  # its SIGTERM handler would end this rank alone
         (self._loader,) = self._combined_loader.flattened
-        self.place = LoopState(self, self.epoch_loop._results)
+        self.sums = Sums(
+            self.epoch_loop._results,
+            trainer.lightning_module,
+            strategy.gather_rows,
+            lambda: strategy.together,
+        )
+        self.place = LoopState(self, self.sums)
         self._started = False
         values = _numbered("optimizer", strategy.optimizers)
         values |= _numbered("scheduler", [each.scheduler for each in strategy.lr_scheduler_configs])
@@ -90,6 +101,8 @@ class ElasticFitLoop(_FitLoop):
             self.on_run_start()
             strategy.alone, self._started = False, True
             if ctx.worker.progress.step == 0:
+                if ctx.worker.link is not None and trainer.enable_autolog_hparams:
+                    _log_hyperparams(trainer)  # not done before, without a rank
                 rank_zero_info(strategy.batch_words(self._loader))
         train_by_parts(self, self._loader)
         self.on_run_end()
@@ -101,6 +114,9 @@ class ElasticFitLoop(_FitLoop):
         if before == now:
             return
         rank_zero_only.rank = now
+        if now == 0:
+            for logger in trainer.loggers:
+                _go_on(logger)
         for bar in (each for each in trainer.callbacks if isinstance(each, _ProgressBar)):
             if now:
                 bar.disable()
@@ -137,8 +153,8 @@ class ElasticFitLoop(_FitLoop):
                 "trainer.should_stop, or give the train_dataloader a Subset of the data"
             ) from None
         if ctx.worker.averagers.several:
-            loop._results.begin_sum()
-            loop._results.end_sum()
+            self.sums.begin()
+            self.sums.end()
         ctx.metrics.update(self.trainer._logger_connector._logged_metrics)
         check = loop._should_check_val_fx(fetcher)
         if not check:
@@ -154,19 +170,32 @@ class ElasticFitLoop(_FitLoop):
 
     def follow(self) -> None:
         """Validate, and end the epoch."""
-        loop, place = self.epoch_loop, self.place
         self._follow_rank()
-        loop._results.begin_sum()
-        loop._results.end_sum()
-        if place.check:
-            val_loop = loop.val_loop
+        with self.sums.whole():
+            self._validate()
+            if self.place.last:
+                self.on_advance_end()
+                self.place.last = self.place.begun = False
+
+    def _validate(self) -> None:
+        val_loop = self.epoch_loop.val_loop
+        if self.place.check:
             if val_loop._combined_loader is not None:  # the world may have changed since
                 val_loop._max_batches = [len(each) for each in val_loop._combined_loader.flattened]
-            loop.on_advance_end(None)
-            place.check = False
-        if place.last:
-            self.on_advance_end()
-            place.last = place.begun = False
+            self.epoch_loop.on_advance_end(None)
+            self.place.check = False
+
+
+def _go_on(logger: Any) -> None:
+    """Keep what an earlier rank 0 has written, which CSVLogger would delete."""
+    if not isinstance(logger, _CSVLogger) or logger._experiment is not None:
+        return
+    path = Path(logger.log_dir) / "metrics.csv"
+    written = path.read_bytes() if path.is_file() else b""
+    writer = logger.experiment
+    if written:
+        path.write_bytes(written)
+        writer.metrics_keys = written.decode().partition("\n")[0].strip().split(",")
 
 
 def _numbered(name: str, items: list[Any]) -> dict[str, Any]:

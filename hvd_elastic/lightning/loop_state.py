@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hvd_elastic.lightning.library import part
+from hvd_elastic.lightning.sums import Sums
 from hvd_elastic.training.parts import Place
 
 _Loop: Any = part("loops.loop")._Loop
@@ -16,6 +17,8 @@ _BaseProgress: Any = part("loops.progress")._BaseProgress
 _ModelCheckpoint: Any = part("callbacks").ModelCheckpoint
 _OWN = (part("callbacks").ProgressBar, part("callbacks").Timer)
 """Callbacks whose attributes are of this process, such as times."""
+_CSVLogger: Any = part("loggers").CSVLogger
+_TensorBoardLogger: Any = part("loggers").TensorBoardLogger
 _CONNECTED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _OF_PROCESS = ("training", "_last_time_checked")
 """Attributes that are of this process."""
@@ -34,11 +37,11 @@ class LoopState(Place):
         last: whether the epoch's batches are over.
     """
 
-    def __init__(self, fit_loop: Any, results: Any) -> None:
+    def __init__(self, fit_loop: Any, sums: Sums) -> None:
         super().__init__()
         self.check = self.last = False
         self._trainer = trainer = fit_loop.trainer
-        self._results = results
+        self._sums = sums
         self._counters = list(_counters(fit_loop, ""))
         names = [_key(each, number) for number, each in enumerate(trainer.callbacks)]
         self._things = {
@@ -59,12 +62,13 @@ class LoopState(Place):
             {name: _remembered(each) for name, each in self._things.items()},
             [dict(getattr(connector, name)) for name in _CONNECTED],
             (connector._first_loop_iter, connector._current_fx),
-            self._results.snapshot(),
+            dict(self._trainer.strategy.slots),
+            self._sums.snapshot(),
         )
 
     def roll_back(self, values: Any) -> None:
         """Go back to an earlier :meth:`snapshot`."""
-        place, counts, remembered, metrics, first, results = values
+        place, counts, remembered, metrics, first, slots, sums = values
         connector = self._trainer._logger_connector
         self._go_to(place)
         for (_, item, name), value in zip(self._counters, counts, strict=True):
@@ -74,7 +78,12 @@ class LoopState(Place):
         for name, found in zip(_CONNECTED, metrics, strict=True):
             setattr(connector, name, dict(found))
         connector._first_loop_iter, connector._current_fx = first
-        self._results.roll_back(results)
+        self._trainer.strategy.slots = dict(slots)
+        self._sums.roll_back(sums)
+        toggled = self._trainer.lightning_module._param_requires_grad_state
+        for parameter, trains in toggled.items():  # toggle_optimizer() was interrupted
+            parameter.requires_grad = trains
+        toggled.clear()
 
     # -- for other ranks, and for checkpoints ----------------------------------------------
 
@@ -94,7 +103,9 @@ class LoopState(Place):
             },
             "metrics": {name: dict(getattr(connector, name)) for name in _CONNECTED},
             "first": [connector._first_loop_iter, connector._current_fx],
-            "results": self._results.state_dict(),
+            "slots": dict(self._trainer.strategy.slots),
+            "versions": [_version(each) for each in self._trainer.loggers],
+            "sums": self._sums.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -108,7 +119,11 @@ class LoopState(Place):
         for name in _CONNECTED:
             setattr(connector, name, dict(state["metrics"][name]))
         connector._first_loop_iter, connector._current_fx = state["first"]
-        self._results.load_state_dict(state["results"], self._trainer.strategy.reduce)
+        self._trainer.strategy.slots = dict(state["slots"])
+        for logger, version in zip(self._trainer.loggers, state["versions"], strict=True):
+            if version:
+                vars(logger).update(version)
+        self._sums.load_state_dict(state["sums"], self._trainer.strategy.reduce)
 
     def _place(self) -> tuple[bool, ...]:
         return self.begun, self.due, self.check, self.last, self._trainer.should_stop
@@ -126,6 +141,13 @@ def _counters(item: Any, prefix: str) -> Iterator[tuple[str, Any, str]]:
             isinstance(item, _BaseProgress) and name in {each.name for each in fields(item)}
         ):
             yield f"{prefix}{name}", item, name
+
+
+def _version(logger: Any) -> dict[str, Any]:
+    """Return what a logger has chosen for the run: the number of a folder, or an id."""
+    if isinstance(logger, (_CSVLogger, _TensorBoardLogger)):
+        return {"_version": logger.version}
+    return {name: vars(logger)[name] for name in ("_run_id",) if vars(logger).get(name)}
 
 
 def _key(callback: Any, number: int) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +68,8 @@ class ElasticStrategy(ParallelStrategy):
         self._worker = context.current().worker
         self.failed: GenerationBrokenError | None = None
         """Failure of another rank after a step was taken, until the batch's hooks have ended."""
+        self.slots: dict[str, int] = {}
+        """Number of each file of a callback that is kept in the run folder, by name."""
         self.alone = False
         """Whether other ranks may not come here, so that there is no collective."""
         rank_zero_only.rank = self.global_rank
@@ -73,7 +77,7 @@ class ElasticStrategy(ParallelStrategy):
     # -- ranks -----------------------------------------------------------------------------
 
     @property
-    def _together(self) -> bool:
+    def together(self) -> bool:
         """Whether the ranks train, so that each calls the same collectives."""
         worker = self._worker
         return worker.in_train and worker.has_ranks and self.world_size > 1 and not self.alone
@@ -114,12 +118,12 @@ class ElasticStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for the other ranks, between two batches."""
-        if self._together and not self._has_stepped:
+        if self.together and not self._has_stepped:
             self.reduce(torch.zeros(1))
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of one rank on all of them."""
-        if not self._together:
+        if not self.together:
             return obj
         data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         own = data if self.global_rank == src else data[:0]
@@ -129,7 +133,7 @@ class ElasticStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the mean, sum, largest or smallest value of the ranks."""
-        if not self._together or not isinstance(tensor, torch.Tensor):
+        if not self.together or not isinstance(tensor, torch.Tensor):
             return tensor
         name = "mean" if reduce_op is None else str(reduce_op).lower()
         operation = next((each for each in _OPERATIONS if each in name), None)
@@ -143,9 +147,14 @@ class ElasticStrategy(ParallelStrategy):
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all ranks, stacked; gradients do not flow through it."""
-        if not self._together:
+        if not self.together:
             return tensor
         return self._collective("allgather", tensor[None], "gather")
+
+    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all ranks, of which each may have another number."""
+        gathered: torch.Tensor = self._collective("allgather", rows, "rows")
+        return gathered
 
     @property
     def _has_stepped(self) -> bool:
@@ -210,6 +219,27 @@ class ElasticStrategy(ParallelStrategy):
             return dataloader
         return EvaluationLoader(dataloader, trainer.limit_val_batches)
 
+    # -- checkpoints of callbacks ----------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        """Write a file on the host of rank 0, and keep it in the run folder too; all ranks call it.
+
+        There it has a name that a later file takes over when this one is removed.
+        """
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._worker.mode is Mode.AGENT and self._worker.in_train:
+            name = Path(filepath).name
+            unused = (number for number in count(1) if number not in self.slots.values())
+            slot = self.slots.setdefault(name, next(unused))
+            hvd.save(f"lightning-{slot}.ckpt", checkpoint)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a file on the host of rank 0."""
+        super().remove_checkpoint(filepath)
+        self.slots.pop(Path(filepath).name, None)
+
+    # -- other hooks -----------------------------------------------------------------------
+
     def batch_words(self, loader: Any) -> str:
         """Return in words whose batch size that of our loader is."""
         said = (
@@ -233,7 +263,7 @@ class ElasticStrategy(ParallelStrategy):
         ctx, module, precision = context.current(), self.lightning_module, self.precision_plugin
         last = not (ctx.step.in_no_sync or (ctx.step.passes and ctx.step.passes[-1].accumulating))
         if last and module.automatic_optimization and self._worker.in_train:
-            module.trainer.fit_loop.epoch_loop._results.begin_sum()
+            module.trainer.fit_loop.sums.begin()
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
         precision.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -252,7 +282,7 @@ class ElasticStrategy(ParallelStrategy):
         def backward() -> Any:
             result = closure()
             if module.automatic_optimization:
-                module.trainer.fit_loop.epoch_loop._results.end_sum()
+                module.trainer.fit_loop.sums.end()
             return result
 
         if getattr(precision, "scaler", None) is not None:

@@ -320,7 +320,7 @@ IN_QUEUE = (
 
 
 def state_words(
-    summary: RunSummary, state: str, until: float | None, *, submitted: bool = False
+    summary: RunSummary, state: str, until: float | None, resume: str = "", *, submitted: bool
 ) -> str:
     """Return a state of :func:`run_state` with what there is to know about it, or to do.
 
@@ -328,10 +328,10 @@ def state_words(
         summary: summary of the run.
         state: its state.
         until: time until which the hosts train on without a leader [Unix s].
+        resume: command with which it goes on; empty: ``hvd-elastic run --resume``.
         submitted: whether it was submitted to Slurm.
     """
-    verb = "slurm submit" if submitted else "run"
-    resume = f"hvd-elastic {verb} --resume {summary.run_id}"
+    resume = resume or f"hvd-elastic run --resume {summary.run_id}"
     words = {
         "leaderless": (
             "the leader is gone, and the hosts train on without one until about "
@@ -451,6 +451,7 @@ def status_rows(
     until: float | None,
     folder: str,
     now: float,
+    resume: str = "",
     *,
     submitted: bool = False,
 ) -> list[tuple[str, str]]:
@@ -462,6 +463,7 @@ def status_rows(
         until: time until which the hosts train on without a leader [Unix s].
         folder: path of its folder.
         now: present time [Unix s].
+        resume: command with which it goes on; empty: ``hvd-elastic run --resume``.
         submitted: whether it was submitted to Slurm.
     """
     failure = checkpoint = ""
@@ -489,7 +491,7 @@ def status_rows(
     decided = [said.text for said in summary.decisions if said.kind == "decision"]
     rows = [
         ("run", summary.run_id),
-        ("status", state_words(summary, state, until, submitted=submitted)),
+        ("status", state_words(summary, state, until, resume, submitted=submitted)),
         ("started", time_words(summary, state, now)),
         ("progress", progress_words(reached, summary.size) if trains else ""),
         ("metrics", metric_words(own)),

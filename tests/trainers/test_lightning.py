@@ -19,17 +19,18 @@ from tests.paths import COSTLY, ROOT, WORKER_PYTHONPATH
 pytest.importorskip("lightning", reason="Lightning is not installed: make test-trainers")
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
-SCRIPT = ROOT / "tests" / "trainers" / "scripts" / "autoencoder.py"
+SCRIPTS = ROOT / "tests" / "trainers" / "scripts"
+SCRIPT = SCRIPTS / "autoencoder.py"
 PLACES = ("after the step", "validation", "saving", "end of the epoch", "before the step")
 WAIT_S = 400.0
 
 
-def alone(folder: Path, **environment: str) -> Any:
+def alone(folder: Path, script: Path = SCRIPT, **environment: str) -> Any:
     """Train with one process, without a launcher; return what the script has written."""
     folder.mkdir(exist_ok=True)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HVD_", "HOROVOD_"))}
     kept |= {"PYTHONPATH": WORKER_PYTHONPATH, "OMP_NUM_THREADS": "1"} | environment
-    subprocess.run([sys.executable, str(SCRIPT), str(folder)], env=kept, check=True)
+    subprocess.run([sys.executable, str(script), str(folder)], env=kept, check=True)
     return outcome(folder)
 
 
@@ -93,3 +94,29 @@ def test_stopped_after_a_rank_has_left_and_resumed_at_another_size(
     assert job.wait(WAIT_S) == 0, job.story()
     expected = alone(tmp_path / "alone", SLOW="0")
     assert differences(outcome(job.folder), expected) == []
+
+
+@pytest.mark.parametrize(
+    "place", ["between the steps", pytest.param("after the steps", marks=COSTLY)]
+)
+def test_kill_9_in_a_gan_changes_nothing(
+    stage: Stage, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setenv("KILLS", json.dumps([[place, 1, 0]]))
+    a, b, *_ = stage.hosts
+    script = SCRIPTS / "gan.py"
+    job = start_job({a: 1, b: 1}, "--np", "2", script=[sys.executable, str(script), "FOLDER"])
+    assert job.wait(WAIT_S) == 0, job.story()
+    assert (job.folder / "killed-0").exists(), job.story()
+    assert job.check_audit(finished=True).complete_epochs == 8
+    monkeypatch.delenv("KILLS")
+    found, expected = outcome(job.folder), alone(tmp_path / "alone", script)
+    for each in (found, expected):
+        del each["largest"]  # a largest value goes with the rank that had it
+    assert differences(found, expected) == []
+    logged = [
+        (folder / "logs" / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+        for folder in (job.folder, tmp_path / "alone")
+    ]
+    assert logged[0][0] == logged[1][0]
+    assert len(logged[0]) >= len(logged[1]), "what the first rank 0 has logged is there"

@@ -28,6 +28,26 @@ _FORK_LIMIT_S = 2.0
 _SHOWN_BYTES = 4096
 _LEAST_LIMIT_S, _LIMIT_FACTOR = 30.0, 3.0
 """A fork may take this long, and this many times as long as a worker that was started directly."""
+# Names of interpreters, options without a value that a fork can obey, and options with one.
+_INTERPRETER = re.compile(r"python(\d+(\.\d+)?)?t?")
+_FLAGS = re.compile(r"-[bBdEIOPqRsSu]+")
+_WITH_VALUE = ("-X", "-W")
+
+
+class UnsuitableError(Exception):
+    """No worker can be forked for a command; the message says why."""
+
+
+class PythonCommand(NamedTuple):
+    """A command that starts a script with Python.
+
+    Attributes:
+        interpreter: the interpreter and its options.
+        program: the script, or ``-m`` and a module, and its arguments.
+    """
+
+    interpreter: tuple[str, ...]
+    program: tuple[str, ...]
 
 _INTERPRETER = re.compile(r"python(\d+(\.\d+)?)?t?")
 _FLAGS = re.compile(r"-[bBdEIOPqRsSu]+")

@@ -58,7 +58,7 @@ def check(
     ] = True,
     gpus: Annotated[
         bool,
-        typer.Option("--gpus/--no-gpus", help="Look at GPUs (no: the job trains on processors)."),
+        typer.Option("--gpus/--no-gpus", help="Check GPUs (--no-gpus for training on CPUs)."),
     ] = True,
     bootstrap: Bootstrap = False,
     yes: Yes = False,

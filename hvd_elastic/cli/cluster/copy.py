@@ -42,7 +42,8 @@ def copy(
         typer.Option(
             "--exclude",
             metavar="PATTERN",
-            help="Leave files out (*.tmp, cache, data/old*), and alone at DST; may be repeated.",
+            help="Skip files (*.tmp, cache, data/old*), and never delete them at DST; "
+            "may be repeated.",
         ),
     ] = None,
     checksum: Annotated[
@@ -69,7 +70,7 @@ def copy(
         typer.Option(
             "--pull",
             metavar="COMMAND",
-            help="Instead of SRC: what brings the files of a shared store to {dst}.",
+            help="Command that fetches files from shared storage into {dst}, in place of SRC.",
         ),
     ] = None,
     listed: Annotated[

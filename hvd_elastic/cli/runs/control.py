@@ -100,7 +100,8 @@ def drain(
         typer.Option(
             "--in",
             metavar="TIME",
-            help="When the host goes, such as 120s: it is used until others are warm",
+            help="Time until the host goes away, such as 120s; "
+            "it is used until replacements are ready",
         ),
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Give the host back to the run.")] = False,

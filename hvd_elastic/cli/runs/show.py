@@ -64,7 +64,8 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
         )
         return
     path, submitted = str(folder.path), folder.is_submitted
-    print_rows(status_rows(summary, state, until, path, time.time(), submitted=submitted))
+    resume, now = folder.resume_command, time.time()
+    print_rows(status_rows(summary, state, until, path, now, resume, submitted=submitted))
     if latest:
         print("\nlatest")
     for event, line in latest:

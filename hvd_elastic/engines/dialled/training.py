@@ -162,7 +162,8 @@ def train(
             objective=objective,
             **options,
         )
-        folder = RunFolder.create(run_id, spec.as_dict())
+        again = f"its program on {engine} once more, with the same checkpoint_folder"
+        folder = RunFolder.create(run_id, {**spec.as_dict(), "resume": again})
         with having(folder.hosts) as (hosts, check):
             hosts.wait_for(sizes.wanted, check, _CALM_S, least=spec.min_np)
             if hosts.slots < sizes.wanted:

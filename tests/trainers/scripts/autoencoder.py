@@ -143,7 +143,11 @@ if trainer.global_rank == 0:
         "epoch": trainer.current_epoch,
         "rate": trainer.lr_scheduler_configs[0].scheduler.get_last_lr(),
         "steps seen": autoencoder.steps_seen,
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "metrics": {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if not name.endswith("_step")  # that of rank 0's share
+        },
         "remembered": [
             getattr(remembering, name) for name in ("batches", "of_epochs", "of_validations")
         ],

@@ -300,8 +300,8 @@ def test_a_long_wait_at_the_end_is_told_with_its_progress(
     gate.set()
     run.step()
     assert run.events[0] == {
-        "message": "training has ended; waiting for what the script saved: best.pt (3.0 kB of "
-        "8.0 kB are here from host node1)"
+        "message": "training has ended; waiting for the file 'best.pt' that the script saved at "
+        "step 1 (3.0 kB of 8.0 kB are here from host node1)"
     }
     assert [event.get("name") for event in run.events] == [None, "best.pt"]
 

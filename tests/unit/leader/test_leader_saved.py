@@ -105,7 +105,8 @@ def test_a_run_ends_when_its_files_have_arrived(run: Run) -> None:
     assert not run.stored
     notes = [event["message"] for event in run.shown if event["kind"] == "log_note"]
     (note,) = notes
-    assert note.startswith("training has ended; waiting for what the script saved: best.pt (0 B of")
+    assert note.startswith("training has ended; waiting for the file 'best.pt' that the script sav")
+    assert "at step 7 (0 B of" in note
     run.agent.gate.set()
     loop.join(10)
     assert not loop.is_alive()

@@ -252,6 +252,7 @@ def test_an_elastic_function_returns_its_value_at_rank_0(
     options = {"run_id": "drawn", "tensorboard": True}
     assert run(elastic, 5, sizes=Sizes(2), options=options) == (2, bytes(3 << 20))
     assert read_scalars(tmp_path / "runs/drawn/tensorboard")["size/world_size"][-1][1] == 2.0
+    assert RunFolder.open("drawn").resume_command.startswith("its program on ")
     assert signal.getsignal(signal.SIGINT) is before
     assert capfd.readouterr().out == "trained with 2\n"
     assert run(elastic, 5, exits=True, sizes=Sizes(1)) is None
