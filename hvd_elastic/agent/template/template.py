@@ -49,26 +49,6 @@ class PythonCommand(NamedTuple):
     interpreter: tuple[str, ...]
     program: tuple[str, ...]
 
-_INTERPRETER = re.compile(r"python(\d+(\.\d+)?)?t?")
-_FLAGS = re.compile(r"-[bBdEIOPqRsSu]+")
-_WITH_VALUE = ("-X", "-W")
-
-
-class UnsuitableError(Exception):
-    """No worker can be forked for a command; the message says why."""
-
-
-class PythonCommand(NamedTuple):
-    """A command that starts a script with Python.
-
-    Attributes:
-        interpreter: the interpreter and its options.
-        program: the script, or ``-m`` and a module, and its arguments.
-    """
-
-    interpreter: tuple[str, ...]
-    program: tuple[str, ...]
-
 
 class Template:
     """The template of a run on this host: a process that has imported what its workers import.
