@@ -142,8 +142,8 @@ class ElasticStrategy(ParallelStrategy):
         if operation in ("max", "min"):
             every = self.all_gather(tensor)
             return every.amax(0) if operation == "max" else every.amin(0)
-        average = operation != "sum"
-        return self._collective("allreduce", tensor, "reduce", average=average).to(tensor.dtype)
+        # As a float for whole numbers too: a mean is divided by the mean number of examples.
+        return self._collective("allreduce", tensor, "reduce", average=operation != "sum")
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all ranks, stacked; gradients do not flow through it."""

@@ -50,7 +50,7 @@ class Model(L.LightningModule):
     def predict_step(self, batch, batch_idx):
         return self.net(batch[0])
 
-    def on_after_backward(self):
+    def on_before_optimizer_step(self, optimizer):
         self.noticed.append(float(self.net[0].weight.grad.norm()))
 
     def configure_optimizers(self):
