@@ -22,6 +22,7 @@ from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.shards import Key, ShardInfo, complete_sets, parse_shard, receive_shard
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError, HvdElasticError
+from hvd_elastic.run_events import Checkpoint
 from hvd_elastic.wire.framing import encode
 from hvd_elastic.wire.messages import AgentHello, CheckpointWritten, Collected, LeaderToAgent
 
@@ -95,7 +96,7 @@ class CheckpointCollector:
         resumed: bool,
         agents: Callable[[], Mapping[str, HostFiles]],
         post: Callable[[Callable[[], None]], None],
-        emit: Callable[[str, Mapping[str, Any]], None],
+        emit: Callable[[Checkpoint], None],
         warn: Callable[[str], None],
         on_idle: Callable[[], None],
     ) -> None:
@@ -246,16 +247,16 @@ class CheckpointCollector:
             raise
 
     def _tell(self, info: CheckpointInfo, place: str, sources: Sequence[_Source]) -> None:
-        fields = {
-            "step": info.step,
-            "path": place,
-            "bytes": info.bytes,
-            "seconds": round(info.seconds, 3),
-            "blocked_s": round(max(source.blocked_s for source in sources), 6),
-            "shards": len(info.shards),
-            "not_finite": info.not_finite,
-        }
-        self._post(lambda: self._emit("checkpoint", fields))
+        event = Checkpoint(
+            step=info.step,
+            path=place,
+            bytes=info.bytes,
+            seconds=round(info.seconds, 3),
+            blocked_s=round(max(source.blocked_s for source in sources), 6),
+            shards=len(info.shards),
+            not_finite=info.not_finite,
+        )
+        self._post(lambda: self._emit(event))
 
     def _copy(self, info: CheckpointInfo) -> list[str]:
         """Copy each shard to other hosts; return a message for each failure."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hvd_elastic.checkpoint.collector import HostFiles
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER, find_stored, receive_file
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.formatting import bytes_words
+from hvd_elastic.run_events import LogNote, Saved
 from hvd_elastic.wire.messages import DropSaved, SavedFile
 
 _RETRY_S = 2.0
@@ -78,7 +78,7 @@ class SavedFileCollector:
         life: Callable[[], str],
         agents: Callable[[], Collection[HostFiles]],
         post: Callable[[Callable[[], None]], None],
-        emit: Callable[[str, Mapping[str, Any]], None],
+        emit: Callable[[Saved | LogNote], None],
         warn: Callable[[str], None],
         on_idle: Callable[[], None],
     ) -> None:
@@ -202,7 +202,7 @@ class SavedFileCollector:
             self._stored[saved.name] = saved
             self._complaints = {each for each in self._complaints if each[0] != saved.name}
             path = str(self._folder / saved.name)
-            self._emit("saved", saved.event_fields(path, source.seconds + now - source.heard))
+            self._emit(saved.event(path, source.seconds + now - source.heard))
             source.agent.send(DropSaved((saved,)))
             if is_wanted:
                 del self._wanted[saved.name]
@@ -254,7 +254,7 @@ class SavedFileCollector:
             if source.agent in agents
         ]
         message = f"training has ended; waiting for what the script saved: {', '.join(files)}"
-        self._emit("log_note", {"message": message})
+        self._emit(LogNote(message))
 
     def missing(self) -> str:
         """Return which files could not be fetched, and why; empty: none is missing."""

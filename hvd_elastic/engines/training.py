@@ -27,6 +27,7 @@ from hvd_elastic.leader.leader import lead
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.tensorboard import check_tensorboard
+from hvd_elastic.run_events import Event, ScriptFailed
 from hvd_elastic.views.terminal import LastingView
 
 _CALM_S = 10.0
@@ -209,11 +210,11 @@ def _hosts(
 
 def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -> Any:
     """Lead an elastic run; return the function's value."""
-    failure: list[Mapping[str, Any]] = []
+    failure: list[ScriptFailed] = []
     with _own_signals(), LastingView(sys.stderr, live=False) as view:
 
-        def show(event: Mapping[str, Any]) -> None:
-            if event["kind"] == "script_failed":
+        def show(event: Event) -> None:
+            if isinstance(event, ScriptFailed):
                 failure.append(event)
             view.show(event)
 
@@ -226,7 +227,7 @@ def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -
     if finish.status == "stopped":
         raise KeyboardInterrupt(finish.message)
     if finish.status != "succeeded":
-        text = str(failure[0]["traceback"]).rstrip() if failure else ""
+        text = failure[0].traceback.rstrip() if failure else ""
         more = "" if text in finish.message else f"\n{text}"
         raise RunError(f"run {folder.run_id} failed: {finish.message}{more}")
     return Outcome.unpack((folder.saved / OUTCOME_FILE).read_bytes()).get("rank 0")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.control import commands as cmd
@@ -39,6 +39,14 @@ from hvd_elastic.leader.workers import Workers
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.records.tensorboard import TensorBoardWriter
+from hvd_elastic.run_events import (
+    Event,
+    HostReturned,
+    LeaderCutOff,
+    RunFinished,
+    RunStarted,
+    Warned,
+)
 from hvd_elastic.wire import messages as msg
 
 if TYPE_CHECKING:
@@ -74,7 +82,7 @@ def lead(
     """
 
     def warn(message: str) -> None:
-        show({"t": time.time(), "kind": "warning", "message": message})
+        show(Warned(message, t=time.time()))
 
     with (
         folder.take_lead(),
@@ -82,10 +90,10 @@ def lead(
         TensorBoardWriter(folder.tensorboard, warn) as board,
     ):
 
-        def show_and_draw(event: Mapping[str, Any]) -> None:
+        def show_and_draw(event: Event) -> None:
             show(event)
             if spec.tensorboard:
-                board.note(event)
+                board.take(event)
 
         leader = Leader(
             spec, folder, environment, show_and_draw, show_output, resumed=resumed, engine=hosts
@@ -189,18 +197,17 @@ class Leader:
         self._fetching.expect_checkpoint(past)
         self._steering.start_policy(run.folder.iter_events() if self._resumed else ())
         run.journal.emit(
-            "run_started",
-            {
-                "run_id": run.folder.run_id,
-                "hosts": run.hostfile.event_fields()["hosts"],
-                "min_np": spec.min_np,
-                "max_np": spec.max_np,
-                "np": spec.np,
-                "pinned": list(spec.pin_hosts),
-                "command": list(spec.command),
-                "resumed": self._resumed,
-                **({"plain": True} if spec.plain else {}),
-            },
+            RunStarted(
+                run_id=run.folder.run_id,
+                hosts=run.hostfile.event().hosts,
+                min_np=spec.min_np,
+                max_np=spec.max_np,
+                np=spec.np,
+                pinned=list(spec.pin_hosts),
+                command=list(spec.command),
+                resumed=self._resumed,
+                plain=spec.plain,
+            )
         )
         with self._stopping.signals(), self._failover.lease():
             try:
@@ -223,18 +230,17 @@ class Leader:
             self._end_agents()
         resumes, reached = self._fetching.checkpoints.resume_step, run.progress.reached
         run.journal.emit(
-            "run_finished",
-            {
-                "run_id": run.folder.run_id,
-                "status": finish.status,
-                "message": self._outcome(finish),
-                "steps": reached.step,
-                "examples": reached.examples,
-                "epochs": reached.epoch,
-                "exact": run.progress.is_exact,
-                "checkpoint_step": resumes if resumes >= 0 else None,
-                "led_elsewhere": run.fence.led_elsewhere,
-            },
+            RunFinished(
+                status=finish.status,
+                message=self._outcome(finish),
+                run_id=run.folder.run_id,
+                steps=reached.step,
+                examples=reached.examples,
+                epochs=reached.epoch,
+                exact=run.progress.is_exact,
+                checkpoint_step=resumes if resumes >= 0 else None,
+                led_elsewhere=run.fence.led_elsewhere,
+            )
         )
         run.workers.close()
         run.journal.close()
@@ -311,7 +317,7 @@ class Leader:
         self._run.readers.look(now)
 
     def _hosts_changed(self) -> None:
-        self._run.journal.emit("hosts_changed", self._run.hostfile.event_fields())
+        self._run.journal.emit(self._run.hostfile.event())
         self._run.readers.update(self._run.hostfile.input_hosts, self._run.hostfile.hosts)
         self._executor.tell(ev.HostsChanged(self._run.hostfile.slots))
 
@@ -354,8 +360,7 @@ class Leader:
         """
         grace_s = self._run.spec.leader_grace_s
         tries_s = max(TAKEOVER_S, grace_s - silent_s)
-        fields = {"silent_s": round(silent_s, 3), "grace_s": grace_s, "tries_s": round(tries_s, 3)}
-        self._run.journal.emit("leader_cut_off", fields)
+        self._run.journal.emit(LeaderCutOff(round(silent_s, 3), grace_s, round(tries_s, 3)))
         self._run.agents.drop()
         self._run.readers.drop()
         self._liveness.begin_anew()
@@ -366,9 +371,9 @@ class Leader:
 
     def _lead_found(self, takeover: Takeover) -> None:
         """Lead what the hosts hold of the run, now that they have answered."""
-        self._run.journal.emit("hosts_changed", self._run.hostfile.event_fields())
+        self._run.journal.emit(self._run.hostfile.event())
         for host in takeover.came_back:
-            self._run.journal.emit("host_returned", {"host": host})
+            self._run.journal.emit(HostReturned(host))
         event, workers = takeover.event(self._run.hostfile.slots), takeover.workers
         if takeover.unwritable is not None:
             if not workers:

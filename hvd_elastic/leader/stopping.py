@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hvd_elastic import run_events
 from hvd_elastic.checkpoint.final import LastCheckpoint
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.control.events import StopRequested
@@ -81,7 +82,7 @@ class Stopping:
                     self._run.loop.stop()  # without what is still to be fetched
             return
         self.cause = cause
-        self._run.journal.emit("stop_requested", {"reason": cause.value})
+        self._run.journal.emit(run_events.StopRequested(cause.value))
         self.begin_if_asked()
 
     def begin_if_asked(self) -> None:

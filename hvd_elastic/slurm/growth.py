@@ -12,9 +12,9 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.records.json_lines import EventFollower
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.records.summary import RunSummary, take_event
+from hvd_elastic.records.summary import RunSummary, take_events
+from hvd_elastic.run_events import AgentStarted, HostLost, ReadEvent
 from hvd_elastic.slurm.allocation import Allocation, gres_of_nodes
 from hvd_elastic.slurm.batch import START_S, Submission
 from hvd_elastic.slurm.commands import call
@@ -76,14 +76,14 @@ class Growth:
         self._pause_s = 5 * submission.give_back_after_s
         self._not_before = 0.0
 
-    def note(self, event: dict[str, object], now: float) -> None:
+    def note(self, event: ReadEvent, now: float) -> None:
         """Take an event of the run."""
-        take_event(self.run, event)
-        host = str(event.get("host"))
-        if event["kind"] == "host_lost":
-            self._lost.setdefault(host, now)
-        elif event["kind"] == "agent_started":
-            self._lost.pop(host, None)
+        take_events(self.run, [event])
+        match event:
+            case HostLost(host=host):
+                self._lost.setdefault(host, now)
+            case AgentStarted(host=host):
+                self._lost.pop(host, None)
 
     def adopt(self) -> None:
         """Take the allocations into the run that its last leader has left.
@@ -263,7 +263,7 @@ def _growing(growth: Growth, folder: RunFolder, warn: Callable[[str], None]) -> 
     over = threading.Event()
 
     def follow() -> None:
-        follower = EventFollower(folder.events)
+        follower = folder.follow_events()
         said = ""
         while not over.wait(_LOOK_S):
             try:

@@ -27,6 +27,7 @@ import msgspec
 
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.peers import connect_own
+from hvd_elastic.run_events import Warned
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError, encode
 
@@ -203,7 +204,7 @@ class AgentLink:
         names = ", ".join(each.name for each in others)
         if names:
             self.send(
-                msg.WorkerWarning(
+                Warned(
                     f"the script has ended, and Python waits for its threads ({names}): "
                     "have them end, or start them with daemon=True"
                 )
@@ -227,7 +228,7 @@ class AgentLink:
                 f"a line with its address and {name} to /etc/hosts there"
             )
             with contextlib.suppress(OSError):
-                self.send(msg.WorkerWarning(message))
+                self.send(Warned(message))
 
     def _read(self) -> None:
         lines = LineSplitter("the agent")

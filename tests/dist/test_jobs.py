@@ -23,7 +23,7 @@ from hvd_elastic.jobs.messages import Hosts
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.server import ask_daemon
 from hvd_elastic.jobs.store import JobStore
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from tests.dist import jobs
 from tests.dist.jobs import START_S, assert_nothing_left, audit_of, call, hostfile_of, write_script
 from tests.dist.running import Stage
@@ -102,7 +102,7 @@ class Cluster:
 
     def events(self, kind: str, run_id: str = "") -> list[dict[str, Any]]:
         folder = self.home / "runs" / run_id if run_id else self.folder
-        return [e for e in read_events(folder / "events.jsonl") if e["kind"] == kind]
+        return [e for e in read_records(folder / "events.jsonl") if e["kind"] == kind]
 
     def kill_daemon(self) -> None:
         """Kill -9."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.records.audit import check_audit
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from tests.dist.jobs import Job, call, environment, write_script
 from tests.dist.test_launch_ways import HOROVODRUN, needs_horovodrun
 from tests.paths import COSTLY
@@ -129,7 +129,7 @@ def test_groups_and_an_early_end_survive_deaths_at_any_place(tmp_path: Path) -> 
     found = flat(json.loads((kept / "end.json").read_text()))
     assert found == pytest.approx(undisturbed, rel=1e-9)
     (finished,) = job.events("run_finished")
-    records = read_events(job.folder / "audit.jsonl")
+    records = read_records(job.folder / "audit.jsonl")
     audit = check_audit(records, finished=True, ended_in=finished["epochs"])
     assert audit.ok, audit.problems()
     assert audit.complete_epochs == 7

@@ -91,16 +91,16 @@ WRITER = WORKER.replace("for line", f"{JOINED}for line").replace(
 # Speaks to its agent as every worker does, and has a child such as a data loader's.
 LINKED = """
 import os, signal, time
-from hvd_elastic.wire import messages as msg
+from hvd_elastic.run_events import Warned
 from hvd_elastic.training.agent_link import AgentLink
 link = AgentLink.from_environment(lambda generation: None)
 child = os.fork()
 if child == 0:
     time.sleep(3600)
-link.send(msg.WorkerWarning(f'["pids", {os.getpid()}, {child}]'))
+link.send(Warned(f'["pids", {os.getpid()}, {child}]'))
 while link.wait(0) is None:
     link.take_checkpoint_request()
-    link.send(msg.WorkerWarning('["asked"]'))
+    link.send(Warned('["asked"]'))
 """
 
 

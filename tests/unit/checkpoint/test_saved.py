@@ -30,6 +30,7 @@ from hvd_elastic.checkpoint.saved_collector import SavedFileCollector
 from hvd_elastic.errors import CheckpointError, ScriptError, SshError
 from hvd_elastic.wire import messages as msg
 from tests.small_disk import mounted
+from tests.unit.records.made_events import fields_of
 from tests.unit.wire.wire_samples import agent_hello, saved_file
 
 
@@ -93,7 +94,7 @@ class Run:
             life=lambda: life,
             agents=lambda: list(self.hosts.values()),
             post=self.calls.put,
-            emit=lambda _, fields: self.events.append(fields),
+            emit=lambda event: self.events.append(fields_of(event)),
             warn=self.warnings.append,
             on_idle=self.count_idle,
         )

@@ -11,6 +11,7 @@ import pytest
 from hvd_elastic.cli.app import main
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
+from tests.unit.records.made_events import write
 from tests.unit.slurm.conftest import VARIABLES, Write
 
 
@@ -142,7 +143,7 @@ def test_a_run_without_a_leader_is_said_to_be_in_the_queue(queue, capsys) -> Non
         status, _, message = call(capsys, *command)
         assert (status, "scancel takes it from there" in message) == (1, True)
     with EventLog(RunFolder.open("s1").events) as log:
-        log.append("run_started", {"run_id": "s1"})
+        write(log, "run_started", {"run_id": "s1"})
     for command in (["stop", "s1"], ["attach", "s1"], ["status", "s1"]):
         _, rows, message = call(capsys, *command)
         assert "with: hvd-elastic slurm submit --resume s1" in rows + message
@@ -206,8 +207,8 @@ def test_what_cannot_be_submitted_again_says_why(queue, capsys) -> None:
     assert "run plain was not submitted to Slurm" in message
     submit(capsys, "--nodes", "2", "--run-id", "done", "--", "true")
     with EventLog(RunFolder.open("done").events) as log:
-        log.append("run_started", {"run_id": "done", "hosts": [["gpu1", 1]]})
-        log.append("run_finished", {"status": "succeeded", "steps": 10})
+        write(log, "run_started", {"run_id": "done", "hosts": [["gpu1", 1]]})
+        write(log, "run_finished", {"status": "succeeded", "steps": 10})
     status, _, message = submit(capsys, "--resume", "done")
     assert status == 1
     assert "done has finished" in message

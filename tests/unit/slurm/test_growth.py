@@ -14,6 +14,7 @@ from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.slurm.allocation import Allocation
 from hvd_elastic.slurm.engine import SlurmEngine
 from hvd_elastic.slurm.growth import Growth, give_back
+from tests.unit.records.made_events import made
 from tests.unit.slurm.test_batch import SUBMISSION
 
 SPEC = RunSpec(command=("python", "train.py"), cwd="/")
@@ -70,7 +71,7 @@ class Setting:
         return parse_hostfile(self.folder.hosts).names
 
     def event(self, kind: str, now: float = 0.0, **fields: Any) -> None:
-        self.growth.note({"kind": kind, "t": now, "mono": now, **fields}, now)
+        self.growth.note(made({"kind": kind, "t": now, "mono": now, **fields}), now)
 
     def trains_on(self, *hosts: str, now: float = 0.0) -> None:
         size = 2 * len(hosts)
