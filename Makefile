@@ -10,7 +10,7 @@ TENSORFLOW ?= tensorflow-cpu==2.21.*
 # For one framework alone: torch,dev or tensorflow,dev
 comma := ,
 EXTRAS ?= $(if $(filter-out demo help clean,$(MAKECMDGOALS)),torch$(comma)tensorflow$(comma)dev,torch)
-# added to the command behind test, test-engines, demo, bench, horovod (for example ARGS="-k hostfile")
+# added to the command behind test, test-engines, test-trainers, demo, bench, horovod (for example ARGS="-k hostfile")
 ARGS   ?=
 # processes that run the tests, a file of tests in one of them; more than cores are of use, since most
 # tests wait: two keep two cores idle for a third of the time. 0: in pytest's own process, as its
@@ -23,12 +23,13 @@ SETTINGS := $(VENV)/.settings
 READY    := $(VENV)/.ready
 HOROVOD  := $(VENV)/.horovod
 ENGINES  := $(VENV)/.engines
+TRAINERS := $(VENV)/.trainers
 # virtclust, horovodrun and the rest of the environment's programs come first
 RUN      := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-engines test-debian lint bench horovod horovod-suite env clean FORCE
+.PHONY: help demo test test-engines test-trainers test-debian lint bench horovod horovod-suite env clean FORCE
 
 help:  ## list the targets
 	@echo "make TARGET, where TARGET is one of"
@@ -43,6 +44,9 @@ test: $(HOROVOD)  ## run all tests but those of the engines: unit, ssh, real ran
 
 test-engines: $(ENGINES)  ## install Slurm, Spark and Ray, and run their tests
 	@$(RUN) $(VPYTHON) -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder tests/engines $(ARGS)
+
+test-trainers: $(TRAINERS)  ## install Lightning, and run its tests
+	@$(RUN) $(VPYTHON) -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder tests/trainers $(ARGS)
 
 test-debian:  ## run make demo and make test on another Debian, made by debootstrap: RELEASE=trixie
 	@sh scripts/test_debian.sh "$(RELEASE)" $(ARGS)
@@ -97,4 +101,9 @@ $(HOROVOD): $(READY) hvd_elastic/install/build_horovod.py $(wildcard hvd_elastic
 $(ENGINES): $(HOROVOD)
 	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --tensorflow "$(TENSORFLOW)" \
 		--extras "$(ALL_EXTRAS),spark,ray" --engines
+	@touch $@
+
+$(TRAINERS): $(HOROVOD)
+	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --tensorflow "$(TENSORFLOW)" \
+		--extras "$(ALL_EXTRAS),lightning"
 	@touch $@

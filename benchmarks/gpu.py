@@ -34,7 +34,7 @@ from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT, start_logged, write_
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.records.audit import check_audit
-from hvd_elastic.records.json_lines import Follower, decode_record, read_records
+from hvd_elastic.records.json_lines import Follower, Record, decode_record, read_records
 from hvd_elastic.records.run_folder import RunFolder, new_run_id
 
 PARTS = ("faults", "template", "overhead")
@@ -223,7 +223,7 @@ class Disturbed:
         self._log = folder / "log"
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self._process = start_logged(command, self._log, environment)
-        self._follower: Follower | None = None
+        self._follower: Follower[Record] | None = None
         self._generations, self._size, self._steps, self._settled = 0, 0, 0, 0
         self.pauses: list[float] = []
         self.deaths: list[str] = []

@@ -25,7 +25,7 @@ prints it without a traceback.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class HvdElasticError(Exception):
@@ -58,6 +58,20 @@ class SeveralErrors(HvdElasticError):  # noqa: N818  # the plural says what it i
         # The command line puts the first "error: " before it.
         super().__init__("\nerror: ".join(map(str, errors)))
         self.exit_status = max(error.exit_status for error in errors)
+
+
+def raise_together(*checks: Callable[[], None]) -> None:
+    """Run all checks, and raise one error that names all mistakes."""
+    found: list[HvdElasticError] = []
+    for check in checks:
+        try:
+            check()
+        except HvdElasticError as error:
+            found.append(error)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise SeveralErrors(found)
 
 
 class HostfileError(HvdElasticError):

@@ -1,4 +1,4 @@
-"""Format numbers, times and names for messages to the user."""
+"""Format numbers, times and names for messages to the user, and tell whole numbers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any, TextIO
 
 _NAMED_AT_MOST = 4
@@ -125,6 +126,15 @@ class PrintableStream:
 def unfiltered(stream: TextIO) -> TextIO:
     """Return the stream on which control characters have their effect."""
     return stream.unfiltered if isinstance(stream, PrintableStream) else stream
+
+
+def as_whole(value: Any) -> Any:
+    """Return a whole number of another library, such as ``np.int64(8)``, as an int; else ``value``.
+
+    >>> as_whole(8), as_whole(8.0), as_whole(True)
+    (8, 8.0, True)
+    """
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def number_words(value: Any) -> str:

@@ -460,6 +460,7 @@ class RunFinished(RunEvent, tag="run_finished"):
     exact: bool
     checkpoint_step: int | None
     led_elsewhere: bool
+    resume: str = ""
 
 
 Event = (

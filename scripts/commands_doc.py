@@ -26,7 +26,7 @@ def all_commands() -> dict[str, Any]:
     """Every command of every program by its full name, such as ``virtclust up``."""
     import typer
 
-    from hvd_elastic.cli.app import COMMANDS
+    from hvd_elastic.cli.app import COMMANDS, load_command
     from hvd_elastic.cli.entry import prepare
     from hvd_elastic.cli.machine import virtclust
 
@@ -41,8 +41,8 @@ def all_commands() -> dict[str, Any]:
             if not child.hidden:
                 add(f"{name} {child_name}", child)
 
-    for name, entry in COMMANDS.items():
-        add(f"hvd-elastic {name}", entry.load(name))
+    for name in COMMANDS:
+        add(f"hvd-elastic {name}", load_command(name))
     programs = {"runclust": "run", "copyclust": "copy", "killclust": "kill", "checkclust": "check"}
     for program, name in programs.items():
         found[program] = found[f"hvd-elastic cluster {name}"]

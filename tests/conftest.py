@@ -71,5 +71,6 @@ def pytest_terminal_summary(
     """Name the tests that a run of all tests leaves out."""
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         terminalreporter.write_line(
-            "left out: tests/engines (runs on Slurm, Spark and Ray); make test-engines runs them"
+            "left out: tests/engines (runs on Slurm, Spark and Ray), tests/trainers (Lightning); "
+            "make test-engines and make test-trainers run them"
         )

@@ -23,7 +23,7 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[1]
 OF_ONE_FRAMEWORK = {
     "torch": (
-        *("hvd_elastic/torch", "hvd_elastic/bench/models"),
+        *("hvd_elastic/torch", "hvd_elastic/lightning", "hvd_elastic/bench/models"),
         *("hvd_elastic/bench/allreduce_torch.py", "hvd_elastic/bench/digits.py"),
         "hvd_elastic/bench/synthetic_torch.py",
     ),
@@ -31,6 +31,7 @@ OF_ONE_FRAMEWORK = {
         *("hvd_elastic/tensorflow", "hvd_elastic/keras"),
         "hvd_elastic/bench/synthetic_tensorflow.py",
     ),
+    "lightning": ("hvd_elastic/lightning",),
 }
 """What cannot be imported without a framework."""
 WORKER_PYTHONPATH = f"{ROOT / 'tests/quick_torch'}{os.pathsep}{ROOT}"

@@ -48,7 +48,7 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout={down_after_s}
-KillWait=5
+KillWait=15
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=0
 GresTypes=gpu

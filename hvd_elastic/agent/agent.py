@@ -44,7 +44,7 @@ from hvd_elastic.agent.host_sampler import HostSampler
 from hvd_elastic.agent.leader_link import LeaderLink
 from hvd_elastic.agent.preemption.clouds import CloudWatch
 from hvd_elastic.agent.preemption.command import CommandWatch
-from hvd_elastic.agent.preemption.notice import NOTICE_S
+from hvd_elastic.agent.preemption.notice import after_sigterm_s
 from hvd_elastic.agent.rendezvous import GenerationStore
 from hvd_elastic.agent.spool import Spool
 from hvd_elastic.agent.unacknowledged import UnacknowledgedLog
@@ -201,10 +201,8 @@ class Agent:
             case msg.Kill(worker=name, reason=reason):
                 self._log.killed(name, reason)
                 workers.kill(name)
-            case msg.Collected(step=step):
-                self._spool.drop_shards(step)
-            case msg.DropSaved(files=files):
-                self._spool.drop_saved(files)
+            case msg.Release():
+                self._spool.release(message)
 
     async def _announce(self, announcement: msg.Announcement, workers: Workers) -> None:
         generation = announcement.generation
@@ -310,8 +308,9 @@ class Agent:
                 self._leave()
 
     def _tell_of_notice(self) -> None:
-        self._give_notice(f"its agent got {signal.Signals(self._notices[0]).name}", NOTICE_S)
-        asyncio.get_running_loop().call_later(NOTICE_S, self._leave)
+        left_s = after_sigterm_s()
+        self._give_notice(f"its agent got {signal.Signals(self._notices[0]).name}", left_s)
+        asyncio.get_running_loop().call_later(left_s, self._leave)
 
     def _leave(self) -> None:
         """Leave, because the host goes away now; without a leader a checkpoint is written first."""

@@ -75,17 +75,16 @@ class Spool:
         """Return the shards of checkpoints that the leader has not collected yet."""
         return find_shards(self.path)
 
-    def drop_shards(self, up_to_step: int | None) -> None:
-        """Remove shards up to a step, or all, which the leader has collected."""
-        drop_shards(self.path, up_to_step)
-
     def saved_files(self) -> list[msg.SavedFile]:
         """Return the files of the script that the leader has not fetched yet."""
         return find_spooled(self.path / SAVED_FOLDER)
 
-    def drop_saved(self, files: Sequence[msg.SavedFile] | None) -> None:
-        """Remove files of the script that the leader has; None: all of them."""
-        for saved in self.saved_files() if files is None else files:
+    def release(self, said: msg.Release) -> None:
+        """Remove files that the leader has, or does not need."""
+        if said.kind == "shards":
+            drop_shards(self.path, said.up_to_step)
+            return
+        for saved in self.saved_files() if said.files is None else said.files:
             drop_spooled(self.path / SAVED_FOLDER, saved)
 
     def size_bytes(self) -> int:

@@ -1,33 +1,45 @@
-"""Collects the shards of checkpoints from the hosts.
+"""Brings files from the spools of hosts to the leader.
 
-The leader passes on the reports of workers and agents. Files are transferred in threads, from all
-hosts at once, one checkpoint at a time. If checkpoints come faster than the network can transfer
-them, the newest complete one is next.
+A worker leaves a file in the spool of its host: a shard of a checkpoint, or a file that the script
+saves. The leader fetches the files in a thread, one *parcel* at a time: all shards of a checkpoint,
+or one saved file. A parcel that could not be fetched or stored stays in the spools and is tried
+again, after pauses that grow.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import ClassVar, Generic, Protocol, TypeVar
 
-from hvd_elastic.checkpoint.manifests import CheckpointInfo, warning_of_not_finite
-from hvd_elastic.checkpoint.place import CheckpointStore
-from hvd_elastic.checkpoint.shards import Key, ShardInfo, complete_sets, parse_shard, receive_shard
+from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.whole_files import HashingWriter
-from hvd_elastic.errors import CheckpointError, HvdElasticError
-from hvd_elastic.run_events import Checkpoint
-from hvd_elastic.wire.framing import encode
-from hvd_elastic.wire.messages import AgentHello, CheckpointWritten, Collected, LeaderToAgent
+from hvd_elastic.control.backoff import Retry
+from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.formatting import bytes_words, hosts_named
+from hvd_elastic.run_events import Event, LogNote
+from hvd_elastic.wire.messages import AgentHello, LeaderToAgent, SavedFile
 
-_AT_ONCE = 16
-"""Most transfers at the same time; more would only compete for the leader's network."""
+_PAUSES_S = (2.0, 5.0, 15.0, 30.0, 60.0)
+"""Pauses before a parcel is tried again after 1, 2, … failures in a row [s]. The first is short,
+because a connection may be back soon; a disk stays full for longer, and each try costs traffic."""
+_LAST_TRIES_S = 10.0
+"""How long the end of a run keeps trying to fetch a parcel that fails [s]."""
+_SILENCE_S = 90.0
+"""How long the end of a run waits for a transfer without any data [s]; longer than the limit after
+which a transfer fails by itself."""
+_SILENT_S = 1.0
+"""How long the end of a run waits for parcels before it says so [s]."""
+_TOLD_EVERY_S = 5.0
+"""Time between two notes on the parcels that the end of a run waits for [s]."""
+
+Entry = TypeVar("Entry", ShardInfo, SavedFile)
+Stored = TypeVar("Stored")
 
 
 class HostFiles(Protocol):
@@ -50,331 +62,204 @@ class HostFiles(Protocol):
         """Remove a folder of the host; raises SshError on failure."""
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A shard, and a host whose spool has it."""
+@dataclass(eq=False)
+class Source(Generic[Entry]):
+    """A file, and a host whose spool has it.
+
+    Attributes:
+        host, agent: host and connection to its agent.
+        entry: description of the file.
+        name: path of the file in the spool.
+        seconds: how long the worker took to write it [s].
+        blocked_s: how long training waited for that [s].
+        heard: when it was reported [monotonic s].
+        received: how much of it has arrived [bytes].
+    """
 
     host: str
     agent: HostFiles
-    shard: ShardInfo
+    entry: Entry
+    name: str
     seconds: float = 0.0
     blocked_s: float = 0.0
+    heard: float = field(default_factory=time.monotonic)
+    received: int = 0
 
-    @property
-    def remote(self) -> str:
-        assert self.agent.info is not None
-        return f"{self.agent.info.spool}/{self.shard.file}"
+
+@dataclass(eq=False)
+class Parcel(Generic[Entry]):
+    """Files that are fetched together.
+
+    Attributes:
+        words: what it is, for users.
+        sources: the files; the same one may be on several hosts.
+        subject: what complaints about it are about; each is told once until one succeeds.
+        retry: when it is tried again.
+        error: why it could not be fetched or stored; empty: it was not tried yet.
+    """
+
+    words: str
+    sources: list[Source[Entry]]
+    subject: str = ""
+    retry: Retry = field(default_factory=lambda: Retry(_PAUSES_S))
+    error: str = ""
 
 
 @dataclass(frozen=True)
-class _Missed:
-    """The newest checkpoint that could not be collected and is still in the hosts' spools."""
+class Callbacks:
+    """What a collector calls.
 
-    key: Key
-    sources: list[_Source]
-    why: str
-
-
-class CheckpointCollector:
-    """Collects the checkpoints of one run; its methods are called from the leader's loop.
-
-    Args:
-        store: store that keeps the checkpoints.
-        copies: number of other hosts that keep a copy of each shard.
-        resumed: whether to collect checkpoints that an earlier leader has not collected.
-        agents: returns the connections of the hosts that are up now, by host.
+    Attributes:
         post: schedules a call in the leader's loop.
         emit, warn: record an event or a warning.
-        on_idle: called when no more checkpoint is being collected.
+        on_idle: called after each attempt, unless another one begins at once.
     """
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        *,
-        copies: int,
-        resumed: bool,
-        agents: Callable[[], Mapping[str, HostFiles]],
-        post: Callable[[Callable[[], None]], None],
-        emit: Callable[[Checkpoint], None],
-        warn: Callable[[str], None],
-        on_idle: Callable[[], None],
-    ) -> None:
-        self._store = store
-        self._copies = copies
-        self._accepting = resumed
+    post: Callable[[Callable[[], None]], None]
+    emit: Callable[[Event], None]
+    warn: Callable[[str], None]
+    on_idle: Callable[[], None]
+
+
+class Collector(ABC, Generic[Entry, Stored]):
+    """Fetches parcels of one kind; its methods are called from the leader's loop.
+
+    Args:
+        agents: returns the connections of the hosts that can be used now.
+        call: what it calls.
+    """
+
+    _not_here: ClassVar[str]
+    """What users are told of a parcel that failed."""
+
+    def __init__(self, agents: Callable[[], Collection[HostFiles]], call: Callbacks) -> None:
         self._agents = agents
-        self._post = post
-        self._emit = emit
-        self._warn = warn
-        self._on_idle = on_idle
-        self._known: dict[Key, list[_Source]] = {}
-        self._working = False
+        self._call = call
+        self._complaints: set[tuple[str, str]] = set()
+        """Subject and kind of the problems that users were told of."""
+        self._fetching: Parcel[Entry] | None = None
         self._idle = threading.Event()
+        """Set while nothing is being fetched, for other threads."""
         self._idle.set()
-        self._complaints: set[str] = set()
-        self._missed: _Missed | None = None
-        self._writable = True
-        self.newest_step = -1
-        """Step of the newest checkpoint of the current history of training; -1: none."""
-        self.resume_step = -1
-        """Step of the newest one with finite weights, else of the newest one; -1: none."""
-        self.newest_s = 0.0
-        """How long that checkpoint took to be written and collected [s]."""
-        self.expected = ""
-        """Why there should be a checkpoint; empty: there need not be one."""
+        self._received_at = self._told_at = 0.0
 
     @property
     def busy(self) -> bool:
-        """Return whether a checkpoint is being collected."""
-        return self._working
+        """Return whether a parcel is being fetched."""
+        return self._fetching is not None
 
-    def check(self) -> None:
-        """Check that checkpoints can be written, before training starts.
+    def fetch_due(self) -> None:
+        """Fetch the next parcel that may be tried now, if there is one; called often."""
+        if self._fetching is not None:
+            return
+        now = time.monotonic()
+        for parcel in self._parcels():
+            if not parcel.error or (now >= parcel.retry.at and self._is_there(parcel)):
+                self._fetching, self._received_at = parcel, now
+                self._idle.clear()
+                threading.Thread(
+                    target=self._work, args=(parcel,), name="collector", daemon=True
+                ).start()
+                return
 
-        Raises:
-            CheckpointError: they cannot be written, or there are checkpoints of another run.
-        """
-        self._writable = False
+    def _work(self, parcel: Parcel[Entry]) -> None:
+        """Fetch a parcel; runs in a thread."""
+        stored, error = None, "it could not be fetched"
         try:
-            self._store.check()
+            stored, error = self._fetch(parcel), ""
+        except (HvdElasticError, OSError) as failure:
+            error = str(failure)
         finally:
-            self.newest_step = self.resume_step = self._store.resume_step()
-        self._writable = True
+            self._call.post(lambda: self._ended(parcel, stored, error))
 
-    # -- reports of shards -----------------------------------------------------------------
+    def _receive(self, source: Source[Entry], writer: HashingWriter) -> None:
+        def write(data: bytes | memoryview) -> None:
+            self._received_at = time.monotonic()
+            source.received += writer.write(data)
 
-    def written(self, host: str, agent: HostFiles, said: CheckpointWritten) -> None:
-        """Handle a worker's report that its shard is in the spool of its host."""
-        try:
-            shard = parse_shard(said.shard, self._store.folder)
-        except ValueError as error:
-            self._complain(f"host {host}: a checkpoint was not kept: {error}")
-            return
-        self._accepting = False
-        source = _Source(host, agent, shard, said.seconds, said.blocked_s)
-        self._known.setdefault(shard.key, []).append(source)
-        self._begin()
+        source.received = 0
+        assert source.agent.info is not None
+        source.agent.receive(f"{source.agent.info.spool}/{source.name}", write)
 
-    def offered(self, host: str, agent: HostFiles, spooled: Sequence[Any]) -> None:
-        """Handle a new agent's list of shards in its host's spool, left under an earlier leader."""
-        if not spooled:
-            return
-        if not self._accepting:
-            # Training has continued from another state, so these shards are obsolete.
-            agent.send(Collected(None))
-            return
-        for described in spooled:
-            with contextlib.suppress(ValueError):
-                shard = parse_shard(described, self._store.folder)
-                self._known.setdefault(shard.key, []).append(_Source(host, agent, shard))
-        self._begin()
-
-    def failed(self, host: str, message: str) -> None:
-        """Handle a worker's report that it could not write its shard."""
-        self._complain(f"host {host}: {message}")
-
-    def _complain(self, message: str) -> None:
-        """Warn, but only once until a checkpoint succeeds, as a full disk affects all of them."""
-        kind = re.sub(r"\d+", "#", message)
-        if kind not in self._complaints:
-            self._complaints.add(kind)
-            self._warn(message)
-
-    # -- collecting ------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        if self._working:
-            return
-        shards = [source.shard for sources in self._known.values() for source in sources]
-        whole = [parts for parts in complete_sets(shards) if parts[0].step >= self.newest_step]
-        if whole:
-            sources = self._known[whole[0][0].key]
-            self._working = True
-            self._idle.clear()
-            threading.Thread(
-                target=self._collect, args=(whole[0], sources), name="checkpoint", daemon=True
-            ).start()
-
-    def _collect(self, shards: Sequence[ShardInfo], sources: Sequence[_Source]) -> None:
-        """Fetch all shards of a checkpoint, then copy and upload it; runs in a thread."""
-        began = time.monotonic()
-        written_s = max(source.seconds for source in sources)
-        info: CheckpointInfo | None = None
-        problems: list[str] = []
-        try:
-            received = self._receive_all(shards, sources)
-            seconds = time.monotonic() - began + written_s
-            info = self._store.add(received, seconds)
-            if info.not_finite:
-                problems.append(warning_of_not_finite(info))
-            problems += self._copy(info)
-            place = str(info.path)
-            try:
-                place = self._store.upload(info)
-            except CheckpointError as error:
-                problems.append(f"a checkpoint is in the run folder alone: {error}")
-            self._tell(info, place, sources)
-        except (HvdElasticError, OSError) as error:
-            problems.append(f"the checkpoint of step {shards[0].step} was not kept: {error}")
-        finally:
-            self._post(lambda: self._ended(shards[0].key, info, problems))
-
-    def _receive_all(
-        self, shards: Sequence[ShardInfo], sources: Sequence[_Source]
-    ) -> list[ShardInfo]:
-        folder = self._store.folder
-        there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-
-        def receive(shard: ShardInfo) -> ShardInfo:
-            error: HvdElasticError | None = None
-            for source in sources:
-                if source.shard.file == shard.file:
-                    try:
-                        return receive_shard(folder, shard, _reading(source))
-                    except HvdElasticError as failure:
-                        error = failure
-            raise error or CheckpointError(f"no host has shard {shard.index}")
-
-        with ThreadPoolExecutor(min(_AT_ONCE, len(shards))) as pool:
-            futures = [pool.submit(receive, shard) for shard in shards]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            for shard in shards:
-                if shard.file not in there:
-                    (folder / shard.file).unlink(missing_ok=True)
-            raise
-
-    def _tell(self, info: CheckpointInfo, place: str, sources: Sequence[_Source]) -> None:
-        event = Checkpoint(
-            step=info.step,
-            path=place,
-            bytes=info.bytes,
-            seconds=round(info.seconds, 3),
-            blocked_s=round(max(source.blocked_s for source in sources), 6),
-            shards=len(info.shards),
-            not_finite=info.not_finite,
-        )
-        self._post(lambda: self._emit(event))
-
-    def _copy(self, info: CheckpointInfo) -> list[str]:
-        """Copy each shard to other hosts; return a message for each failure."""
-        problems = []
-        agents = dict(self._agents())
-        spools = {host: agent.info.spool for host, agent in agents.items() if agent.info}
-        for shard in info.shards:
-            others = _others(list(spools), shard.host, self._copies)
-            if len(others) < self._copies:
-                problems.append(
-                    f"a checkpoint has fewer copies than --checkpoint-copies {self._copies}: "
-                    f"only {len(others)} other hosts are up"
-                )
-            for host in others:
-                spool = spools[host]
-                described = self._store.folder / f".tmp-description-{shard.sha256[:12]}"
-                try:
-                    agents[host].put(shard.path, f"{spool}/{shard.file}")
-                    described.write_bytes(encode(shard.manifest()))
-                    agents[host].put(described, f"{spool}/{Path(shard.file).stem}.json")
-                except (HvdElasticError, OSError) as error:
-                    problems.append(f"a copy of a checkpoint was not made: {error}")
-                finally:
-                    described.unlink(missing_ok=True)
-        return list(dict.fromkeys(problems))
-
-    def _ended(self, key: Key, info: CheckpointInfo | None, problems: Sequence[str]) -> None:
-        self._working = False
-        sources = self._known.pop(key, [])
-        if info is not None:
-            self._missed, self._writable = None, True
-            self.newest_step, self.newest_s = info.step, info.seconds
-            if not info.not_finite or self.resume_step < 0:
-                self.resume_step = info.step
-            self.expected = f"that of step {info.step} was written"
-            # Older incomplete checkpoints are no longer needed.
-            self._known = {k: s for k, s in self._known.items() if k[0] > info.step}
-            self._release(self.resume_step - 1 if self._copies else info.step)
+    def _ended(self, parcel: Parcel[Entry], stored: Stored | None, error: str) -> None:
+        self._fetching, parcel.error = None, error
+        problems: Sequence[str] = ()
+        if stored is None:
+            parcel.retry.failed(time.monotonic())
+            if self._note_failed(parcel):
+                again = "; trying again" if self._is_there(parcel) else ""
+                problems = [f"{self._why(parcel)}{again}"]
         else:
-            why = "; ".join(problems) or f"the checkpoint of step {key[0]} was not kept"
-            self._missed = _Missed(key, sources, why)
-            self._release(key[0] - 1)  # the hosts keep the newest
-            if key[0] <= self.newest_step:
-                problems = ()  # an earlier leader had already collected this one
-        if not problems:
-            self._complaints.clear()
+            problems = self._note_stored(parcel, stored)
+            if not problems:
+                self._complaints = {each for each in self._complaints if each[0] != parcel.subject}
         for problem in problems:
-            self._complain(problem)
-        self._begin()
-        if not self._working:
+            self._complain(parcel.subject, problem)
+        self.fetch_due()
+        if not self.busy:
             self._idle.set()
-            self._on_idle()
+            self._call.on_idle()
 
-    def _release(self, up_to_step: int | None) -> None:
-        for agent in self._agents().values():
-            agent.send(Collected(up_to_step))
+    def _complain(self, subject: str, message: str) -> None:
+        """Warn, but once for each kind of problem, as a full disk affects all that follow."""
+        complaint = subject, re.sub(r"[0-9a-f]{12,}|\d+", "#", message)
+        if complaint not in self._complaints:
+            self._complaints.add(complaint)
+            self._call.warn(message)
 
-    def leaving(self, agent: HostFiles) -> None:
-        """Let an agent delete its spool, because its host leaves the run."""
-        agent.send(Collected(None))
+    def _is_there(self, parcel: Parcel[Entry]) -> bool:
+        """Return whether all files of a parcel are on hosts that can be used."""
+        agents = self._agents()
+        there = {source.name for source in parcel.sources if source.agent in agents}
+        return there.issuperset(source.name for source in parcel.sources)
 
-    def end(self, *, succeeded: bool, searched_in_vain: bool) -> None:
-        """Let all hosts delete their spools at the end of the run, unless they may be needed.
+    def _why(self, parcel: Parcel[Entry]) -> str:
+        """Return that a parcel is not here, and why."""
+        return f"{parcel.words} {self._not_here}: {parcel.error}"
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def is_awaited(self, ended_at: float) -> bool:
+        """Return whether the end of the run has to wait for a parcel; note it if it takes long.
 
         Args:
-            succeeded: whether the run has.
-            searched_in_vain: whether a checkpoint that should exist was not found.
+            ended_at: when training ended [monotonic s].
         """
-        needed = self._copies or self._missed or self.busy or searched_in_vain
-        if succeeded or not (needed or not self._writable):
-            self._release(None)
+        now = time.monotonic()
+        until = ended_at + _LAST_TRIES_S
+        if self.busy:
+            until = max(self._received_at, ended_at) + _SILENCE_S
+        awaited = [p for p in self._parcels() if p is self._fetching or self._is_there(p)]
+        if now >= until or not awaited:
+            return False
+        if now >= max(ended_at + _SILENT_S, self._told_at + _TOLD_EVERY_S):
+            self._told_at = now
+            message = f"training has ended; waiting for {', '.join(map(_progress, awaited))}"
+            self._call.emit(LogNote(message))
+        return True
 
-    # -- restoring -------------------------------------------------------------------------
+    # -- of each kind ----------------------------------------------------------------------
 
-    def goes_on_from(self, newest: CheckpointInfo | None) -> None:
-        """Forget the shards of other histories: training continues from this checkpoint."""
-        self._accepting = False
-        self._known.clear()
-        self._missed = None
-        self.newest_step = self.resume_step = -1 if newest is None else newest.step
-        # A later takeover must not use shards of a history that training has abandoned.
-        self._release(None)
+    @abstractmethod
+    def _parcels(self) -> Iterable[Parcel[Entry]]:
+        """Return the parcels that are wanted, those that are to be fetched first in front."""
 
-    @property
-    def why_missed(self) -> str:
-        """Return why the newest checkpoint could not be collected; empty: it was."""
-        return self._missed.why if self._missed else ""
+    @abstractmethod
+    def _fetch(self, parcel: Parcel[Entry]) -> Stored:
+        """Fetch and store a parcel, in a thread; raises HvdElasticError or OSError on failure."""
 
-    def collect_rest(self) -> None:
-        """Wait until what the hosts still have is collected; called from another thread."""
-        self._idle.wait()  # shards of an earlier leader may still be being collected
-        if self._missed:
-            self._idle.clear()
-            self._post(self._collect_missed)
-            self._idle.wait()
+    @abstractmethod
+    def _note_stored(self, parcel: Parcel[Entry], stored: Stored) -> Sequence[str]:
+        """Note what was stored; return problems to complain about."""
 
-    def _collect_missed(self) -> None:
-        """Try again to collect the missed checkpoint from the hosts that are still up."""
-        agents, missed = self._agents(), self._missed
-        if missed is not None:
-            there = [source for source in missed.sources if agents.get(source.host) is source.agent]
-            if complete_sets(source.shard for source in there):
-                self._known[missed.key] = there
-        self._missed = None
-        self._begin()
-        if not self._working:
-            self._idle.set()
+    @abstractmethod
+    def _note_failed(self, parcel: Parcel[Entry]) -> bool:
+        """Note a failed attempt; return whether it is a problem."""
 
 
-def _reading(source: _Source) -> Callable[[HashingWriter], None]:
-    return lambda writer: source.agent.receive(source.remote, writer.write)
-
-
-def _others(hosts: Sequence[str], own: str, count: int) -> list[str]:
-    """Return the ``count`` hosts after ``own`` in cyclic order.
-
-    >>> _others(["a", "b", "c"], "b", 2)
-    ['c', 'a']
-    """
-    at = hosts.index(own) + 1 if own in hosts else 0
-    return [host for host in [*hosts[at:], *hosts[:at]] if host != own][:count]
+def _progress(parcel: Parcel[Entry]) -> str:
+    received = sum(source.received for source in parcel.sources)
+    total = sum({source.name: source.entry.bytes for source in parcel.sources}.values())
+    hosts = hosts_named(dict.fromkeys(source.host for source in parcel.sources))
+    words = f"{bytes_words(received)} of {bytes_words(total)} are here from {hosts}"
+    return f"{parcel.words} ({words})"

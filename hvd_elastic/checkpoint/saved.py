@@ -17,19 +17,18 @@ from pathlib import Path
 
 import msgspec
 
-from hvd_elastic.checkpoint.shards import DamagedShardError
 from hvd_elastic.checkpoint.whole_files import (
-    HashingWriter,
+    Write,
+    check_arrived,
     explained,
     remove_leftovers,
     sync_folder,
+    write_hashed,
     write_json,
 )
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.replaced_files import temporary_in
 from hvd_elastic.wire.messages import SAVED_NAME, SavedFile
 
-Write = Callable[[HashingWriter], object]
 Describe = Callable[[int, str], SavedFile]
 """Returns the description of a file from its size [bytes] and SHA-256."""
 
@@ -71,14 +70,12 @@ def spool_file(folder: Path, write: Write, describe: Describe) -> SavedFile:
         CheckpointError: the folder cannot be written, or is full; nothing is left behind.
     """
 
-    def describe_first(size: int, sha256: str) -> SavedFile:
+    def place(saved: SavedFile) -> Path:
         # If the writer is killed now, no large file without a description is left.
-        saved = describe(size, sha256)
         _describe(folder / f"{saved.spooled}.json", saved)
-        return saved
+        return folder / saved.spooled
 
-    with _explained(folder):
-        return _write_whole(folder, write, describe_first, lambda saved: folder / saved.spooled)
+    return _write_whole(folder, write, describe, place)
 
 
 def find_spooled(folder: Path) -> list[SavedFile]:
@@ -115,13 +112,12 @@ def store_file(folder: Path, write: Write, describe: Describe) -> SavedFile:
         CheckpointError: the folder cannot be written, or is full; the earlier file stays.
     """
 
-    def describe_first(size: int, sha256: str) -> SavedFile:
-        saved = describe(size, sha256)
+    def place(saved: SavedFile) -> Path:
         _describe(_next_description(folder, saved.name), saved)
-        return saved
+        return folder / saved.name
 
+    saved = _write_whole(folder, write, describe, place)
     with _explained(folder):
-        saved = _write_whole(folder, write, describe_first, lambda saved: folder / saved.name)
         _next_description(folder, saved.name).replace(_description(folder, saved.name))
         sync_folder(folder)
     return saved
@@ -131,16 +127,13 @@ def receive_file(folder: Path, saved: SavedFile, write: Write) -> SavedFile:
     """Store a file that comes from a host, if its size and SHA-256 are right.
 
     Raises:
-        DamagedShardError: it was truncated or changed on the way.
+        DamagedFileError: it was truncated or changed on the way.
         CheckpointError: see :func:`store_file`.
     """
 
     def compare(size: int, sha256: str) -> SavedFile:
-        if (size, sha256) != (saved.bytes, saved.sha256):
-            raise DamagedShardError(
-                f"{size} bytes with SHA-256 {sha256[:12]}… arrived of its {saved.bytes} bytes with "
-                f"SHA-256 {saved.sha256[:12]}…: it was cut or changed on the way"
-            )
+        what = f"{saved.name}, from host {saved.host}"
+        check_arrived(what, (saved.bytes, saved.sha256), (size, sha256))
         return saved
 
     return store_file(folder, write, compare)
@@ -190,16 +183,19 @@ def _next_description(folder: Path, name: str) -> Path:
 def _write_whole(
     folder: Path, write: Write, describe: Describe, place: Callable[[SavedFile], Path]
 ) -> SavedFile:
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
-    with temporary_in(folder) as temporary:
-        with temporary.open("xb") as raw:
-            writer = HashingWriter(raw)
-            write(writer)
-            sha256 = writer.finish()
-        saved = describe(writer.bytes, sha256)
-        temporary.replace(place(saved))
-    sync_folder(folder)
+    saved: SavedFile | None = None
+
+    def describe_first(size: int, sha256: str) -> Path:
+        nonlocal saved
+        saved = describe(size, sha256)
+        return place(saved)
+
+    with _explained(folder):
+        if folder.is_dir():
+            remove_leftovers(folder)
+        write_hashed(folder, write, describe_first)
+        sync_folder(folder)
+    assert saved is not None
     return saved
 
 

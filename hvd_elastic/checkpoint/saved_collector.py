@@ -1,8 +1,6 @@
 """Fetches the files that the script saves from the hosts into the run folder.
 
-The leader passes on the reports of workers and agents. Files are fetched in a thread, one at a
-time; of each name only the newest is wanted. A file that cannot be fetched or stored stays in the
-spool of its host and is tried again.
+The leader passes on the reports of workers and agents. Of each name only the newest is wanted.
 """
 
 from __future__ import annotations
@@ -10,66 +8,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from hvd_elastic.checkpoint.collector import HostFiles
+from hvd_elastic.checkpoint.collector import Callbacks, Collector, HostFiles, Parcel, Source
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER, find_stored, receive_file
-from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import HvdElasticError
-from hvd_elastic.formatting import bytes_words
-from hvd_elastic.run_events import LogNote, Saved
-from hvd_elastic.wire.messages import DropSaved, SavedFile
-
-_RETRY_S = 2.0
-"""Time before a file that could not be fetched is tried again [s]."""
-_LAST_TRIES_S = 10.0
-"""How long the end of a run keeps trying to fetch a file that fails [s]."""
-_SILENCE_S = 90.0
-"""How long the end of a run waits for a transfer without any data [s]; longer than the limit after
-which a transfer fails by itself."""
-_SILENT_S = 1.0
-"""How long the end of a run waits for files before it says so [s]."""
-_TOLD_EVERY_S = 5.0
-"""Time between two notes on the files that the end of a run waits for [s]."""
+from hvd_elastic.wire.messages import Release, SavedBrought, SavedFile, Tell
 
 
-@dataclass
-class _Source:
-    """A file to fetch, and the host whose spool has it."""
-
-    saved: SavedFile
-    host: str
-    agent: HostFiles
-    heard: float
-    """When it was reported [monotonic s]."""
-    seconds: float = 0.0
-    """How long the worker took to write it [s]."""
-    retry_at: float = 0.0
-    """When it may be tried [monotonic s]."""
-    error: str = ""
-    """Why it could not be fetched; empty: it was not tried yet."""
-    received: int = 0
-    """How much of it has arrived [bytes]."""
-    is_lost: bool = False
-    """Whether the loss of its host was told."""
-
-    @property
-    def words(self) -> str:
-        return f"the file {self.saved.name!r} that the script saved at step {self.saved.step}"
-
-
-class SavedFileCollector:
-    """Fetches the saved files of one run; its methods are called from the leader's loop.
+class SavedFileCollector(Collector[SavedFile, SavedFile]):
+    """Fetches the saved files of one run.
 
     Args:
         folder: folder of the run in which users find the files.
         life: returns the id of this leader's term.
         agents: returns the connections of the hosts that can be used now.
-        post: schedules a call in the leader's loop.
-        emit, warn: record an event or a warning.
-        on_idle: called when no more file is wanted.
+        call: what it calls.
     """
+
+    _not_here = "is not in the run folder"
 
     def __init__(
         self,
@@ -77,27 +35,19 @@ class SavedFileCollector:
         *,
         life: Callable[[], str],
         agents: Callable[[], Collection[HostFiles]],
-        post: Callable[[Callable[[], None]], None],
-        emit: Callable[[Saved | LogNote], None],
-        warn: Callable[[str], None],
-        on_idle: Callable[[], None],
+        call: Callbacks,
     ) -> None:
+        super().__init__(agents, call)
         self._folder = folder
         self._life = life
-        self._agents = agents
-        self._post = post
-        self._emit = emit
-        self._warn = warn
-        self._on_idle = on_idle
         self._stored = find_stored(folder)
-        self._wanted: dict[str, _Source] = {}
+        self._wanted: dict[str, Parcel[SavedFile]] = {}
         self._introduced: set[HostFiles] = set()
         """Connections whose agent has said what is in its host's spool."""
-        self._complaints: set[tuple[str, str]] = set()
-        """Name of a file, and why it could not be fetched, that users were told."""
-        self._working = False
-        self._received_at = 0.0
-        self._told_at = 0.0
+        self._lost: set[Parcel[SavedFile]] = set()
+        """Those of which was told that their host was lost."""
+        self._asked: dict[str, tuple[str, HostFiles]] = {}
+        """File and connection of each worker that is to load a file, and has no answer yet."""
 
     # -- reports ---------------------------------------------------------------------------
 
@@ -113,16 +63,18 @@ class SavedFileCollector:
         name = saved.name
         wanted, stored = self._wanted.get(name), self._stored.get(name)
         if saved == stored or (stored is not None and not self._is_later(saved, stored)):
-            agent.send(DropSaved((saved,)))
+            _release(agent, saved)
             return
-        if wanted is not None and saved != wanted.saved:
-            if not self._is_later(saved, wanted.saved):
-                agent.send(DropSaved((saved,)))
+        if wanted is not None and saved != (known := wanted.sources[0]).entry:
+            if not self._is_later(saved, known.entry):
+                _release(agent, saved)
                 return
-            wanted.agent.send(DropSaved((wanted.saved,)))
+            _release(known.agent, known.entry)
         # A host that is back offers the same file again, through another connection.
-        self._wanted[name] = _Source(saved, host, agent, time.monotonic(), seconds)
-        self._begin()
+        source = Source(host, agent, saved, f"{SAVED_FOLDER}/{saved.spooled}", seconds)
+        words = f"the file {name!r} that the script saved at step {saved.step}"
+        self._wanted[name] = Parcel(words, [source], name)
+        self.fetch_due()
 
     def offered(self, host: str, agent: HostFiles, files: Sequence[SavedFile]) -> None:
         """Handle an agent's list of the files in its host's spool that no leader has fetched."""
@@ -143,141 +95,114 @@ class SavedFileCollector:
 
     # -- fetching --------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Try again what has failed, and warn of files on hosts that were lost; called often."""
-        agents = self._agents()
-        for source in self._wanted.values():
-            if source.agent not in agents and not source.is_lost:
-                source.is_lost = True
-                self._warn(
-                    f"host {source.host} was lost before {source.words} had been fetched from "
-                    f"there; it will be fetched when the host is back. {self._left_words(source)}"
+    def tell_lost(self) -> None:
+        """Warn once of each file on a host that was lost; called often."""
+        for parcel in self._wanted.values():
+            (source,) = parcel.sources
+            if parcel not in self._lost and not self._is_there(parcel):
+                self._lost.add(parcel)
+                stored = self._stored.get(source.entry.name)
+                until = "no file of that name" if stored is None else f"that of step {stored.step}"
+                self._call.warn(
+                    f"host {source.host} was lost before {parcel.words} had been fetched from "
+                    f"there; it will be fetched when the host is back. Until then {self._folder} "
+                    f"has {until}"
                 )
-        self._begin()
+        self._answer()
 
-    def _left_words(self, source: _Source) -> str:
-        stored = self._stored.get(source.saved.name)
-        if stored is None:
-            return f"Until then {self._folder} has no file of that name"
-        return f"Until then {self._folder} has that of step {stored.step}"
+    def _parcels(self) -> list[Parcel[SavedFile]]:
+        return [parcel for parcel in self._wanted.values() if self._is_there(parcel)]
 
-    def _begin(self) -> None:
-        if self._working:
-            return
-        agents, now = self._agents(), time.monotonic()
-        for source in self._wanted.values():
-            if source.agent in agents and now >= source.retry_at:
-                self._working = True
-                self._received_at = now
+    def _fetch(self, parcel: Parcel[SavedFile]) -> SavedFile:
+        (source,) = parcel.sources
+        return receive_file(self._folder, source.entry, partial(self._receive, source))
+
+    def _note_stored(self, parcel: Parcel[SavedFile], stored: SavedFile) -> Sequence[str]:
+        (source,) = parcel.sources
+        self._stored[stored.name] = stored
+        path = str(self._folder / stored.name)
+        seconds = source.seconds + time.monotonic() - source.heard
+        self._call.emit(stored.event(path, seconds))
+        _release(source.agent, stored)
+        wanted = self._wanted.get(stored.name)
+        if wanted is not None and wanted.sources[0].entry == stored:
+            del self._wanted[stored.name]
+        self._answer()
+        return ()
+
+    def _note_failed(self, parcel: Parcel[SavedFile]) -> bool:
+        self._answer()
+        # Else a newer file has taken its place meanwhile, or its host was lost.
+        return self._wanted.get(parcel.subject) is parcel and self._is_there(parcel)
+
+    # -- loading -----------------------------------------------------------------------------
+
+    def bring(self, name: str, worker: str, agent: HostFiles) -> None:
+        """Bring the newest file of a name to the host of a worker, which waits for it.
+
+        Args:
+            name: name that the script gave it.
+            worker: the worker, which is told by :class:`SavedBrought`.
+            agent: connection to the agent of its host.
+        """
+        self._asked[worker] = name, agent
+        self._answer()
+
+    def _answer(self) -> None:
+        """Answer the workers whose file is here, or will not be here soon."""
+        for worker, (name, agent) in [*self._asked.items()]:
+            wanted = self._wanted.get(name)
+            if wanted is not None and not wanted.error and wanted not in self._lost:
+                continue
+            del self._asked[worker]
+            if wanted is not None:
+                agent.send(Tell(worker, SavedBrought(name, error=self._why(wanted))))
+            elif name not in self._stored:
+                agent.send(Tell(worker, SavedBrought(name)))
+            else:
                 threading.Thread(
-                    target=self._fetch, args=(source,), name="saved file", daemon=True
+                    target=self._put, args=(name, worker, agent), name="load file", daemon=True
                 ).start()
-                return
 
-    def _fetch(self, source: _Source) -> None:
-        """Fetch a file; runs in a thread."""
-        error = ""
+    def _put(self, name: str, worker: str, agent: HostFiles) -> None:
+        """Copy a file to the host of a worker, and tell the worker; runs in a thread."""
+        assert agent.info is not None
+        path, error = f"{agent.info.spool}/{SAVED_FOLDER}/.loaded-{name}", ""
         try:
-            receive_file(self._folder, source.saved, lambda writer: self._receive(source, writer))
+            agent.put(self._folder / name, path)
         except (HvdElasticError, OSError) as failure:
-            error = str(failure)
-        self._post(lambda: self._ended(source, error))
-
-    def _receive(self, source: _Source, writer: HashingWriter) -> None:
-        def write(data: bytes | memoryview) -> None:
-            self._received_at = time.monotonic()
-            source.received += writer.write(data)
-
-        source.received = 0
-        assert source.agent.info is not None
-        path = f"{source.agent.info.spool}/{SAVED_FOLDER}/{source.saved.spooled}"
-        source.agent.receive(path, write)
-
-    def _ended(self, source: _Source, error: str) -> None:
-        self._working = False
-        saved, now = source.saved, time.monotonic()
-        wanted = self._wanted.get(saved.name)
-        is_wanted = wanted is not None and wanted.saved == saved
-        if not error:
-            self._stored[saved.name] = saved
-            self._complaints = {each for each in self._complaints if each[0] != saved.name}
-            path = str(self._folder / saved.name)
-            self._emit(saved.event(path, source.seconds + now - source.heard))
-            source.agent.send(DropSaved((saved,)))
-            if is_wanted:
-                del self._wanted[saved.name]
-        elif wanted is not None and is_wanted:  # else a newer file has taken its place meanwhile
-            wanted.retry_at, wanted.error = now + _RETRY_S, error
-            # A script that saves often must not have the same warning every time.
-            complaint = saved.name, error.replace(saved.spooled, "")
-            if complaint not in self._complaints and wanted.agent in self._agents():
-                self._complaints.add(complaint)
-                self._warn(f"{wanted.words} is not in the run folder: {error}; trying again")
-        self._begin()
-        if not self._wanted:
-            self._on_idle()
+            path, error = "", str(failure)
+        agent.send(Tell(worker, SavedBrought(name, path, error)))
 
     # -- the end ---------------------------------------------------------------------------
 
     def holds(self, agent: HostFiles) -> bool:
         """Return whether a file is still to be fetched through this connection."""
-        return any(source.agent is agent for source in self._wanted.values())
-
-    def is_awaited(self, ended_at: float) -> bool:
-        """Return whether the end of the run has to wait for a file.
-
-        Args:
-            ended_at: when training ended [monotonic s].
-        """
-        now, agents = time.monotonic(), self._agents()
-        if all(source.agent not in agents for source in self._wanted.values()):
-            return False
-        if self._working:
-            return now < max(self._received_at, ended_at) + _SILENCE_S
-        return now < ended_at + _LAST_TRIES_S
-
-    def tell_awaited(self, ended_at: float) -> None:
-        """Note which files the end of the run waits for, if it takes long; called often.
-
-        Args:
-            ended_at: when training ended [monotonic s].
-        """
-        now = time.monotonic()
-        if now < max(ended_at + _SILENT_S, self._told_at + _TOLD_EVERY_S):
-            return
-        self._told_at = now
-        agents = self._agents()
-        files = [
-            f"{source.saved.name} ({bytes_words(source.received)} of "
-            f"{bytes_words(source.saved.bytes)} are here from host {source.host})"
-            for source in self._wanted.values()
-            if source.agent in agents
-        ]
-        message = f"training has ended; waiting for what the script saved: {', '.join(files)}"
-        self._emit(LogNote(message))
+        return any(parcel.sources[0].agent is agent for parcel in self._wanted.values())
 
     def missing(self) -> str:
         """Return which files could not be fetched, and why; empty: none is missing."""
-        agents = self._agents()
-        parts = []
-        for source in self._wanted.values():
-            why = source.error or "it has not arrived"
-            if source.agent not in agents:
-                why = f"host {source.host} was lost before it had been fetched"
-            parts.append(f"{source.words} is not in the run folder: {why}")
-        if not parts:
+        if not self._wanted:
             return ""
+        why = "; ".join(map(self._why, self._wanted.values()))
+        hosts = dict.fromkeys(parcel.sources[0].host for parcel in self._wanted.values())
         return (
-            f"{'; '.join(parts)}. It stays on the disk of {self._hosts()}, and "
+            f"{why}. It stays on the disk of host {', '.join(hosts)}, and "
             "hvd-elastic run --resume fetches it from there"
         )
 
-    def _hosts(self) -> str:
-        hosts = dict.fromkeys(source.host for source in self._wanted.values())
-        return f"host {', '.join(hosts)}"
+    def _why(self, parcel: Parcel[SavedFile]) -> str:
+        error = parcel.error or "it has not arrived"
+        if not self._is_there(parcel):
+            error = f"host {parcel.sources[0].host} was lost before it had been fetched"
+        return f"{parcel.words} {self._not_here}: {error}"
 
     def end(self) -> None:
         """Let the hosts empty their spools at the end of the run, except for missing files."""
         for agent in self._agents():
             if agent in self._introduced and not self.holds(agent):
-                agent.send(DropSaved(None))
+                agent.send(Release("saved"))
+
+
+def _release(agent: HostFiles, saved: SavedFile) -> None:
+    agent.send(Release("saved", files=(saved,)))

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hvd_elastic.checkpoint.collector import CheckpointCollector, HostFiles
+from hvd_elastic.checkpoint.checkpoint_collector import CheckpointCollector
+from hvd_elastic.checkpoint.collector import HostFiles
 from hvd_elastic.checkpoint.manifests import CheckpointInfo
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.errors import HvdElasticError

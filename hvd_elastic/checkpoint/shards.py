@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,16 +23,17 @@ from typing import Annotated, Any
 import msgspec
 
 from hvd_elastic.checkpoint.whole_files import (
-    HashingWriter,
+    Write,
+    check_arrived,
     explained,
     failures_logged,
+    mismatch,
     remove_leftovers,
+    write_hashed,
     write_json,
 )
-from hvd_elastic.errors import CheckpointError
 from hvd_elastic.hosts.programs.file_hash import hash_of
 from hvd_elastic.json_text import parse_json
-from hvd_elastic.replaced_files import temporary_in
 
 FORMAT = 4
 """Format of checkpoints."""
@@ -41,10 +42,6 @@ SHARD = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.shard")
 _DESCRIPTION = re.compile(r"step-(\d{12,})-(\d+)-of-(\d+)-[0-9a-f]{12}\.json")
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Key = tuple[int, int, str, str]
-
-
-class DamagedShardError(CheckpointError):
-    """A received shard differs from the one that was written."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +110,7 @@ class ShardInfo:
         return {"format": FORMAT, "file": self.file, **fields}
 
 
-def write_shard(
-    folder: Path | str,
-    shard: ShardInfo,
-    write: Callable[[HashingWriter], None],
-) -> ShardInfo:
+def write_shard(folder: Path | str, shard: ShardInfo, write: Write) -> ShardInfo:
     """Write the data of one shard; return the shard with path, size, SHA-256 and times.
 
     Args:
@@ -128,45 +121,38 @@ def write_shard(
     Raises:
         CheckpointError: the folder cannot be written, or is full; no file is left behind.
     """
-    folder = Path(folder)
-    started = time.monotonic()
+    folder, started, written = Path(folder), time.monotonic(), shard
+
+    def place(size: int, sha256: str) -> Path:
+        nonlocal written
+        now, seconds = time.time(), time.monotonic() - started
+        named = replace(shard, bytes=size, sha256=sha256, created=now, seconds=seconds)
+        written = replace(named, path=folder / named.file)
+        return written.path
+
     with write_errors_explained(folder, f"the checkpoint of step {shard.step}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        with temporary_in(folder) as temporary:
-            with temporary.open("xb") as raw:
-                writer = HashingWriter(raw)
-                write(writer)
-                sha256 = writer.finish()
-            shard = replace(
-                shard,
-                bytes=writer.bytes,
-                sha256=sha256,
-                created=time.time(),
-                seconds=time.monotonic() - started,
-            )
-            shard = replace(shard, path=folder / shard.file)
-            temporary.replace(shard.path)
-    return shard
+        write_hashed(folder, write, place)
+    return written
 
 
-def receive_shard(
-    folder: Path | str, shard: ShardInfo, copy: Callable[[HashingWriter], None]
-) -> ShardInfo:
+def receive_shard(folder: Path | str, shard: ShardInfo, write: Write) -> ShardInfo:
     """Write a shard that comes from another host or URL, and verify its size and SHA-256.
 
     Raises:
-        DamagedShardError: it was truncated or changed at its source or on the way.
+        DamagedFileError: it was truncated or changed at its source or on the way.
         CheckpointError: it cannot be read, or the folder cannot be written.
     """
-    arrived = write_shard(folder, replace(shard, path=Path(folder)), copy)
-    wrong = _mismatch(shard, arrived.bytes, arrived.sha256)
-    if wrong is not None:
-        arrived.path.unlink(missing_ok=True)
-        raise DamagedShardError(
-            f"shard {shard.index} of {shard.count} of the checkpoint of step {shard.step}, from "
-            f"host {shard.host}: {wrong}; it was cut or changed on the way"
-        )
-    return replace(arrived, created=shard.created)
+    folder, started = Path(folder), time.monotonic()
+    step = f"the checkpoint of step {shard.step}"
+
+    def place(size: int, sha256: str) -> Path:
+        what = f"shard {shard.index} of {shard.count} of {step}, from host {shard.host}"
+        check_arrived(what, (shard.bytes, shard.sha256), (size, sha256))
+        return folder / shard.file
+
+    with write_errors_explained(folder, step):
+        write_hashed(folder, write, place)
+    return replace(shard, path=folder / shard.file, seconds=time.monotonic() - started)
 
 
 def describe_shard(shard: ShardInfo, keep: int) -> None:
@@ -295,23 +281,14 @@ def check_format(described: Any) -> None:
 
 def wrong_size(shard: ShardInfo) -> str | None:
     """Return how the size of the file differs from that described; None if it does not."""
-    return _mismatch(shard, shard.path.stat().st_size, shard.sha256)
+    return mismatch((shard.bytes, shard.sha256), (shard.path.stat().st_size, shard.sha256))
 
 
 def wrong_content(shard: ShardInfo) -> str | None:
     """Return how the content of the file differs from that described; None if it does not."""
     with shard.path.open("rb") as data:
-        return _mismatch(shard, shard.bytes, hash_of(data.fileno()).hexdigest())
-
-
-def _mismatch(shard: ShardInfo, size: int, sha256: str) -> str | None:
-    if size < shard.bytes:
-        return f"it is truncated: {size} of {shard.bytes} bytes"
-    if size > shard.bytes:
-        return f"it is too long: {size} bytes instead of {shard.bytes}"
-    if sha256 != shard.sha256:
-        return f"it is corrupted: SHA-256 is {sha256[:12]}…, not {shard.sha256[:12]}…"
-    return None
+        found = shard.bytes, hash_of(data.fileno()).hexdigest()
+        return mismatch((shard.bytes, shard.sha256), found)
 
 
 def write_errors_explained(folder: Path, what: str) -> contextlib.AbstractContextManager[None]:

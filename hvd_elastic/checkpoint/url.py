@@ -22,8 +22,8 @@ from hvd_elastic.checkpoint.manifests import (
     parse_manifest,
     why_passed_over,
 )
-from hvd_elastic.checkpoint.shards import SHARD, DamagedShardError, receive_shard
-from hvd_elastic.checkpoint.whole_files import HashingWriter
+from hvd_elastic.checkpoint.shards import SHARD, receive_shard
+from hvd_elastic.checkpoint.whole_files import DamagedFileError, HashingWriter
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.json_text import parse_json
 from hvd_elastic.urls import file_system
@@ -151,7 +151,7 @@ class CheckpointUrl:
                     names += [name] * (newer_than < 0)
                     raise ValueError(why_passed_over(info))
                 shards = [receive_shard(folder, s, self._reading(s.file)) for s in info.shards]
-            except (DamagedShardError, ValueError) as error:
+            except (DamagedFileError, ValueError) as error:
                 on_skip(Path(name), str(error))
             except CheckpointError as error:
                 on_skip(Path(name), str(error))

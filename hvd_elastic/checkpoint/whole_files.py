@@ -10,12 +10,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from hvd_elastic.errors import CheckpointError
-from hvd_elastic.replaced_files import TEMPORARY, write_whole
+from hvd_elastic.replaced_files import TEMPORARY, temporary_in, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,51 @@ class HashingWriter:
         self._raw.flush()
         os.fsync(self._raw.fileno())
         return self._hash.hexdigest()
+
+
+Write = Callable[[HashingWriter], object]
+Hashed = tuple[int, str]
+"""Size [bytes] and SHA-256 of a file."""
+
+
+class DamagedFileError(CheckpointError):
+    """A file that arrived differs from the one that was written."""
+
+
+def write_hashed(folder: Path, write: Write, place: Callable[[int, str], Path]) -> None:
+    """Write a file whose name depends on its content; nothing is left behind if that fails.
+
+    Args:
+        folder: its folder; created if missing.
+        write: writes the content to the file it is given.
+        place: returns its path from its size [bytes] and SHA-256; called once it is written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with temporary_in(folder) as temporary:
+        with temporary.open("xb") as raw:
+            writer = HashingWriter(raw)
+            write(writer)
+            sha256 = writer.finish()
+        temporary.replace(place(writer.bytes, sha256))
+
+
+def mismatch(described: Hashed, found: Hashed) -> str | None:
+    """Return how a file differs from its description; None if it does not."""
+    (size, sha256), (found_size, found_sha256) = described, found
+    if found_size < size:
+        return f"it is truncated: {found_size} of {size} bytes"
+    if found_size > size:
+        return f"it is too long: {found_size} bytes instead of {size}"
+    if found_sha256 != sha256:
+        return f"it is corrupted: SHA-256 is {found_sha256[:12]}…, not {sha256[:12]}…"
+    return None
+
+
+def check_arrived(what: str, described: Hashed, arrived: Hashed) -> None:
+    """Raise DamagedFileError unless a file that comes from elsewhere is as it was described."""
+    wrong = mismatch(described, arrived)
+    if wrong is not None:
+        raise DamagedFileError(f"{what}: {wrong}; it was cut or changed on the way")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

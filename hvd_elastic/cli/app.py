@@ -8,8 +8,7 @@ show its own help.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -20,183 +19,92 @@ from hvd_elastic import __version__
 from hvd_elastic.cli.entry import enter, prepare
 from hvd_elastic.cli.start import end_at_interrupt, raise_at_interrupt
 
-_PASS_ON = {"allow_interspersed_args": False}
-"""Everything after the first positional argument belongs to the user's command."""
-
-
-@dataclass(frozen=True)
-class LazyCommand:
-    """A command that is imported when it is called.
-
-    Attributes:
-        module: name of the module that implements it.
-        attribute: name of a function with typer annotations, or of a ``typer.Typer``.
-        summary: line in ``hvd-elastic --help``.
-        context_settings: settings of the command parser.
-    """
-
-    module: str
-    attribute: str
-    summary: str
-    context_settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def load(self, name: str) -> Any:
-        """Import the module and return the command ready to be invoked as ``name``."""
-        end_at_interrupt()
-        try:
-            target = getattr(importlib.import_module(self.module), self.attribute)
-        finally:
-            raise_at_interrupt()
-        if isinstance(target, typer.Typer):
-            command = typer.main.get_command(target)
-        else:
-            single = typer.Typer(add_completion=False, rich_markup_mode="rich")
-            single.command(name, context_settings=dict(self.context_settings))(target)
-            command = typer.main.get_command(single)
-        command.name = name
-        return prepare(command)
-
-
-SECTIONS: dict[str, dict[str, LazyCommand]] = {
-    "Training": {
-        "run": LazyCommand(
-            "hvd_elastic.cli.runs.run", "run", "Train a script over a hostfile.", _PASS_ON
-        ),
-        "predict": LazyCommand(
-            "hvd_elastic.cli.runs.predict",
-            "predict",
-            "Compute a model's outputs for a data set.",
-            _PASS_ON,
-        ),
-        "status": LazyCommand("hvd_elastic.cli.runs.show", "status", "Say how a run is doing."),
-        "list": LazyCommand("hvd_elastic.cli.runs.show", "list_", "List runs, newest first."),
-        "logs": LazyCommand(
-            "hvd_elastic.cli.runs.show", "logs", "Show or follow the workers' output."
-        ),
-        "get": LazyCommand(
-            "hvd_elastic.cli.runs.get", "get", "List or copy files that a script saved."
-        ),
-        "export": LazyCommand(
-            "hvd_elastic.cli.runs.export", "export", "Write a run's weights for other programs."
-        ),
-        "attach": LazyCommand("hvd_elastic.cli.runs.show", "attach", "Follow a detached run."),
-        "stop": LazyCommand("hvd_elastic.cli.runs.control", "stop", "End a run cleanly."),
-        "scale": LazyCommand(
-            "hvd_elastic.cli.runs.control", "scale", "Set the number of workers of a run."
-        ),
-        "policy": LazyCommand(
-            "hvd_elastic.cli.runs.control", "policy", "Pause or resume the policy of a run."
-        ),
-        "drain": LazyCommand("hvd_elastic.cli.runs.control", "drain", "Have a run leave a host."),
-        "debug": LazyCommand(
-            "hvd_elastic.cli.runs.debug", "debug", "Join a worker that stands at breakpoint()."
-        ),
-        "discover": LazyCommand(
-            "hvd_elastic.cli.runs.show",
-            "discover",
+SECTIONS = {
+    "Running": {
+        "run": ("runs.run:run", "Train a script over a hostfile."),
+        "slurm": ("engines.slurm:slurm", "Submit a run to Slurm."),
+        "stop": ("runs.control:stop", "End a run cleanly."),
+        "scale": ("runs.control:scale", "Set the number of workers of a run."),
+        "debug": ("runs.debug:debug", "Join a worker that stands at breakpoint()."),
+        "drain": ("runs.control:drain", "Have a run leave a host."),
+        "policy": ("runs.control:policy", "Pause or resume the policy of a run."),
+        "simulate": ("planning.simulate:simulate", "Try a policy on a trace in virtual time."),
+    },
+    "Sharing a cluster": {
+        "up": ("jobs.daemon:up", "Share a cluster between jobs: start its daemon."),
+        "down": ("jobs.daemon:down", "End the daemon of a cluster."),
+        "hosts": ("jobs.daemon:hosts", "Show the hosts of a cluster and their jobs."),
+        "submit": ("jobs.submit:submit", "Put a job into the queue of a cluster."),
+        "queue": ("jobs.queue:queue", "List the jobs of a cluster."),
+        "why": ("jobs.queue:why", "Say why a job waits, or has its slots."),
+        "wait": ("jobs.queue:wait", "Wait until jobs have ended."),
+        "cancel": ("jobs.queue:cancel", "Cancel jobs."),
+        "requeue": ("jobs.queue:requeue", "Put jobs back into the queue."),
+        "priority": ("jobs.queue:priority", "Change the priority of jobs."),
+    },
+    "Monitoring and results": {
+        "status": ("runs.show:status", "Say how a run is doing."),
+        "list": ("runs.show:list_", "List runs, newest first."),
+        "logs": ("runs.show:logs", "Show or follow the workers' output."),
+        "predict": ("runs.predict:predict", "Compute a model's outputs for a data set."),
+        "get": ("runs.get:get", "List or copy files that a script saved."),
+        "export": ("runs.export:export", "Write a run's weights for other programs."),
+        "dashboard": ("views.dashboard:dashboard", "Serve live pages of the runs."),
+        "top": ("views.dashboard:top", "Show a run as it goes on."),
+        "attach": ("runs.show:attach", "Follow a detached run."),
+        "report": ("views.report:report", "Summarise and plot a run."),
+        "plan": ("planning.plan:plan", "Predict what other numbers of hosts would bring."),
+        "discover": (
+            "runs.show:discover",
             "Print a run's hosts as horovodrun --host-discovery-script reads them.",
         ),
     },
-    "Looking at runs, and ahead": {
-        "report": LazyCommand(
-            "hvd_elastic.cli.views.report", "report", "Summarise and plot a run."
-        ),
-        "dashboard": LazyCommand(
-            "hvd_elastic.cli.views.dashboard", "dashboard", "Serve live pages of the runs."
-        ),
-        "top": LazyCommand("hvd_elastic.cli.views.dashboard", "top", "Show a run as it goes on."),
-        "plan": LazyCommand(
-            "hvd_elastic.cli.planning.plan",
-            "plan",
-            "Predict what other numbers of hosts would bring.",
-        ),
-        "bench": LazyCommand(
-            "hvd_elastic.cli.planning.bench",
-            "bench",
-            "Measure how training scales, and how fast a script reads.",
-        ),
-        "simulate": LazyCommand(
-            "hvd_elastic.cli.planning.simulate",
-            "simulate",
-            "Try a policy on a trace in virtual time.",
-        ),
-    },
-    "Many jobs on one cluster": {
-        "up": LazyCommand(
-            "hvd_elastic.cli.jobs.daemon",
-            "up",
-            "Share a cluster between jobs: start its daemon.",
-        ),
-        "down": LazyCommand("hvd_elastic.cli.jobs.daemon", "down", "End the daemon of a cluster."),
-        "hosts": LazyCommand(
-            "hvd_elastic.cli.jobs.daemon", "hosts", "Show the hosts of a cluster and their jobs."
-        ),
-        "submit": LazyCommand(
-            "hvd_elastic.cli.jobs.submit",
-            "submit",
-            "Put a job into the queue of a cluster.",
-            _PASS_ON,
-        ),
-        "queue": LazyCommand("hvd_elastic.cli.jobs.queue", "queue", "List the jobs of a cluster."),
-        "why": LazyCommand(
-            "hvd_elastic.cli.jobs.queue", "why", "Say why a job waits, or has its slots."
-        ),
-        "wait": LazyCommand("hvd_elastic.cli.jobs.queue", "wait", "Wait until jobs have ended."),
-        "cancel": LazyCommand("hvd_elastic.cli.jobs.queue", "cancel", "Cancel jobs."),
-        "requeue": LazyCommand(
-            "hvd_elastic.cli.jobs.queue", "requeue", "Put jobs back into the queue."
-        ),
-        "priority": LazyCommand(
-            "hvd_elastic.cli.jobs.queue", "priority", "Change the priority of jobs."
-        ),
-    },
-    "Machines of others": {
-        "slurm": LazyCommand("hvd_elastic.cli.engines.slurm", "slurm", "Submit a run to Slurm."),
-        "ray": LazyCommand(
-            "hvd_elastic.cli.engines.ray",
-            "ray",
-            "Start and end a Ray cluster on the hosts of a hostfile.",
-        ),
-    },
-    "Hosts and installation": {
-        "cluster": LazyCommand(
-            "hvd_elastic.cli.cluster.tools",
-            "cluster",
-            "Run, copy, kill and check on all hosts of a hostfile.",
-        ),
-        "trust": LazyCommand(
-            "hvd_elastic.cli.cluster.check", "trust", "Show and accept the host keys of a hostfile."
-        ),
-        "install": LazyCommand(
-            "hvd_elastic.cli.cluster.install",
-            "install",
+    "Hosts": {
+        "trust": ("cluster.check:trust", "Show and accept the host keys of a hostfile."),
+        "install": (
+            "cluster.install:install",
             "Bring this environment to the hosts of a hostfile, or upgrade it there.",
         ),
-        "uninstall": LazyCommand(
-            "hvd_elastic.cli.cluster.install", "uninstall", "List and remove what is installed."
-        ),
-        "doctor": LazyCommand(
-            "hvd_elastic.cli.machine.doctor", "doctor", "Say what is installed, built and missing."
-        ),
-        "build-horovod": LazyCommand(
-            "hvd_elastic.cli.machine.build_horovod",
-            "build_horovod",
-            "Build Horovod for this PyTorch and TensorFlow, once.",
-        ),
-        "report-bug": LazyCommand(
-            "hvd_elastic.cli.machine.report_bug",
-            "report_bug",
-            "Gather what a report of a fault needs, without secrets.",
-        ),
-        "demo": LazyCommand(
-            "hvd_elastic.cli.machine.demo", "demo", "Train on virtual hosts that come, go and die."
+        "uninstall": ("cluster.install:uninstall", "List and remove what is installed."),
+        "ray": ("engines.ray:ray", "Start and end a Ray cluster on the hosts of a hostfile."),
+        "cluster": (
+            "cluster.tools:cluster",
+            "Run, copy, kill and check on all hosts of a hostfile.",
         ),
     },
+    "This machine": {
+        "doctor": ("machine.doctor:doctor", "Say what is installed, built and missing."),
+        "report-bug": (
+            "machine.report_bug:report_bug",
+            "Gather what a report of a fault needs, without secrets.",
+        ),
+        "build-horovod": (
+            "machine.build_horovod:build_horovod",
+            "Build Horovod for this PyTorch and TensorFlow, once.",
+        ),
+        "bench": (
+            "planning.bench:bench",
+            "Measure how training scales, and how fast a script reads.",
+        ),
+        "demo": ("machine.demo:demo", "Train on virtual hosts that come, go and die."),
+    },
 }
-"""Commands by section of ``hvd-elastic --help``."""
+"""Commands by section of ``--help`` and of docs/commands.md: where each is, and its line there."""
 
 COMMANDS = {name: entry for section in SECTIONS.values() for name, entry in section.items()}
 _SECTION_OF = {name: title for title, section in SECTIONS.items() for name in section}
+
+
+def load_command(name: str) -> Any:
+    """Import the module of a command and return the command ready to be invoked."""
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    end_at_interrupt()
+    try:
+        target = getattr(importlib.import_module(f"hvd_elastic.cli.{module}"), attribute)
+        from hvd_elastic.cli.options import as_command
+    finally:
+        raise_at_interrupt()
+    return prepare(as_command(name, target))
 
 
 class LazyGroup(typer.core.TyperGroup):
@@ -210,13 +118,13 @@ class LazyGroup(typer.core.TyperGroup):
         if entry is None:
             return None
         section = _SECTION_OF.get(cmd_name)
-        return typer.core.TyperCommand(cmd_name, help=entry.summary, rich_help_panel=section)
+        return typer.core.TyperCommand(cmd_name, help=entry[1], rich_help_panel=section)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         # For a mistyped name Typer suggests a similar one of these.
         self.commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         name, _, rest = super().resolve_command(ctx, args)
-        return name, None if name is None else COMMANDS[name].load(name), rest
+        return name, None if name is None else load_command(name), rest
 
 
 app = typer.Typer(

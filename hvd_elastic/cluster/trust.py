@@ -11,7 +11,13 @@ from hvd_elastic.errors import SshError
 from hvd_elastic.hosts.fanout import HostResult, fan_out
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.known_hosts import HostKey, KeyState, KnownKey, remember
-from hvd_elastic.hosts.ssh import SshOptions, is_local, jump_hosts, own_known_hosts, read_host_key
+from hvd_elastic.hosts.ssh import (
+    SshOptions,
+    in_order_of_jumps,
+    is_local,
+    own_known_hosts,
+    read_host_key,
+)
 
 
 class TrustState(Enum):
@@ -53,6 +59,7 @@ def trust_hosts(
     options: SshOptions,
     confirm: Callable[[list[ShownKey]], bool],
     fanout: int = 64,
+    trusted: Callable[[list[ShownKey]], None] = lambda _: None,
 ) -> list[ShownKey]:
     """Read the hosts' keys and add unknown ones to this project's known_hosts.
 
@@ -64,30 +71,37 @@ def trust_hosts(
         options: ssh options.
         confirm: called with the unknown keys, if any; returns whether to accept them.
         fanout: maximum number of hosts at a time.
+        trusted: called with the entries of jump hosts before the hosts behind them are looked at,
+            then with those of the others.
 
     Returns:
-        One entry for each host: first those of jump hosts, then the others in the hostfile's order.
+        One entry for each host: jump hosts, the others in the hostfile's order, this machine.
 
     Raises:
-        SshError: known_hosts cannot be written, or the ssh configuration cannot be read.
+        SshError: known_hosts cannot be written, or the ssh configuration cannot be used.
     """
     remote = [host for host in hosts if not is_local(host, options)]
-    jumps: dict[str, Host] = {}
-    for host in remote:
-        for jump in jump_hosts(host, options):
-            jumps.setdefault(jump.target, jump)
-    before = trust_hosts(list(jumps.values()), options, confirm, fanout) if jumps else []
+    shown = []
+    for group in in_order_of_jumps(remote, options):
+        found = _trust(group, options, confirm, fanout)
+        trusted(found)
+        shown += found
+    local = [ShownKey(host.name, TrustState.LOCAL) for host in hosts if host not in remote]
+    trusted(local)
+    return shown + local
 
-    behind = [host for host in remote if host.target not in jumps]
+
+def _trust(
+    hosts: Sequence[Host],
+    options: SshOptions,
+    confirm: Callable[[list[ShownKey]], bool],
+    fanout: int,
+) -> list[ShownKey]:
     results = {
         result.host.name: _assess(result)
-        for result in fan_out(behind, lambda host, _: read_host_key(host, options), fanout)
+        for result in fan_out(hosts, lambda host, _: read_host_key(host, options), fanout)
     }
-    shown = [
-        results.get(host.name) or ShownKey(host.name, TrustState.LOCAL)
-        for host in hosts
-        if host.target not in jumps
-    ]
+    shown = [results[host.name] for host in hosts]
     unknown = [entry for entry in shown if entry.state is TrustState.DECLINED]
     if unknown and confirm(unknown):
         _accept(unknown, own_known_hosts())
@@ -97,7 +111,7 @@ def trust_hosts(
             else entry
             for entry in shown
         ]
-    return before + shown
+    return shown
 
 
 def _assess(result: HostResult[tuple[str, HostKey, KeyState, KnownKey | None]]) -> ShownKey:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+HOST_PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+"""Pauses before a host that failed is tried again after 1, 2, … failures in a row [s]: a reboot or
+a service that restarts is noticed soon, and a host that stays away costs little."""
+
 
 def backoff(delays: Sequence[float], tries: int) -> float:
     """Return the delay after the ``tries``-th failure in a row; the last delay is repeated.
@@ -12,6 +16,40 @@ def backoff(delays: Sequence[float], tries: int) -> float:
     [0.0, 0.5, 1, 2, 2]
     """
     return delays[min(tries, len(delays)) - 1] if tries else 0.0
+
+
+class Retry:
+    """When something that failed is tried again: after pauses that grow with failures in a row.
+
+    Args:
+        pauses: pauses after 1, 2, … failures in a row [s]; the last one is repeated.
+
+    Attributes:
+        failures: number of failures in a row.
+        at: time from which it may be tried [s]; infinite: not again.
+    """
+
+    def __init__(self, pauses: Sequence[float]) -> None:
+        self._pauses = pauses
+        self.worked()
+
+    @property
+    def pause_s(self) -> float:
+        """Return the pause after the last failure [s]."""
+        return backoff(self._pauses, self.failures)
+
+    def failed(self, now: float) -> None:
+        """Note that it failed.
+
+        Args:
+            now: time [s].
+        """
+        self.failures += 1
+        self.at = now + self.pause_s
+
+    def worked(self) -> None:
+        """Note that it worked: it may be tried at once when it fails again."""
+        self.failures, self.at = 0, 0.0
 
 
 class FailureBackoff:

@@ -43,8 +43,8 @@ class Candidates:
         for worker in self._fleet.present(Stage.READY, Stage.WAITING):
             if worker.slot not in self._plan.desired:
                 continue
-            if now < worker.eligible_at:
-                self._out.wake(worker.eligible_at)
+            if now < worker.retry.at:
+                self._out.wake(worker.retry.at)
                 continue
             found.append(worker)
         return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hvd_elastic.control.backoff import HOST_PAUSES_S
+
 
 @dataclass(frozen=True)
 class MachineConfig:
@@ -48,7 +50,7 @@ class MachineConfig:
     restart_backoff_s: tuple[float, ...] = (0.1, 1.0, 2.0, 5.0, 10.0)
     max_worker_failures: int = 3
     regroup_timeout_s: float = 60.0
-    agent_retry_s: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 30.0)
+    agent_retry_s: tuple[float, ...] = HOST_PAUSES_S
     max_unknown_tries: int = 4
     slow_start_s: float = 5.0
     max_stuck_generations: int = 8

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_elastic.control.backoff import backoff
+from hvd_elastic.control.backoff import Retry
 from hvd_elastic.control.commands import Leave, StartAgent, StartWorker, StopAgent
 from hvd_elastic.control.config import MachineConfig
 from hvd_elastic.control.events import AgentFailed, AgentLost, FoundWorker
@@ -37,10 +37,9 @@ class AgentState(enum.Enum):
 class Agent:
     """What is known about the agent of one host."""
 
+    retry: Retry
+    """Counts the failures since a worker was last ready on the host."""
     state: AgentState = AgentState.ABSENT
-    failures: int = 0
-    """Number of failures since a worker was last ready on the host."""
-    retry_at: float = 0.0
     fatal: bool = False
     unknown: bool = False
     """Whether the host's name could not be looked up at the last attempt."""
@@ -52,7 +51,7 @@ class Agent:
     def usable(self) -> bool:
         """Return whether the agent works, or has not failed since a worker was last ready."""
         return self.state is AgentState.READY or (
-            self.failures == 0 and self.state is not AgentState.FAILED
+            self.retry.failures == 0 and self.state is not AgentState.FAILED
         )
 
 
@@ -60,12 +59,11 @@ class Agent:
 class Slot:
     """The history of one slot."""
 
+    retry: Retry
+    """Counts deaths in a row."""
     incarnations: int = 0
-    deaths: int = 0
-    """Number of deaths in a row, for the backoff."""
     failures: int = 0
     """Number of deaths in a row of workers that had never joined a generation."""
-    retry_at: float = 0.0
     given_up: str = ""
     """Why no worker is started here any more; empty: the slot is in use."""
 
@@ -89,6 +87,8 @@ class Worker:
 
     name: str
     slot: SlotId
+    retry: Retry
+    """Counts generations in a row that failed to form, without a death, with it as newcomer."""
     stage: Stage = Stage.STARTING
     started_at: float = 0.0
     ready_at: float = 0.0
@@ -110,9 +110,6 @@ class Worker:
     """Why its process was killed; empty: it was not."""
     saved: bool | None = None
     """Whether its state is in a complete checkpoint; None: none was requested from it."""
-    vain_tries: int = 0
-    """Number of generations in a row that failed to form, without a death, with it as newcomer."""
-    eligible_at: float = 0.0
 
     @property
     def host(self) -> str:
@@ -171,7 +168,7 @@ class Fleet:
         worker = self.worker_at(slot)
         if worker is None or worker.leaving:
             return 2
-        if worker.stage is Stage.STARTING and self._slot(slot).deaths:
+        if worker.stage is Stage.STARTING and self._slot(slot).retry.failures:
             return 2
         return 0 if worker.stage in (Stage.MEMBER, Stage.WAITING) else 1
 
@@ -204,7 +201,7 @@ class Fleet:
     def _what_next(self, agent: Agent) -> str:
         if agent.fatal:
             return "not tried again before the hostfile is saved"
-        return f"trying again in {backoff(self._config.agent_retry_s, agent.failures):g} s"
+        return f"trying again in {agent.retry.pause_s:g} s"
 
     def nobody_is_known(self, hosts: Collection[str], tries: int) -> bool:
         """Return whether no host name could be looked up, after at least ``tries`` attempts."""
@@ -212,22 +209,23 @@ class Fleet:
         return (
             bool(agents)
             and all(agent.unknown for agent in agents)
-            and max(agent.failures for agent in agents) >= tries
+            and max(agent.retry.failures for agent in agents) >= tries
         )
 
     def _agent(self, host: str) -> Agent:
         agent = self.agents.get(host)
         if agent is None:
-            agent = self.agents[host] = Agent()
+            agent = self.agents[host] = Agent(Retry(self._config.agent_retry_s))
         return agent
 
     def _add(self, name: str, slot: SlotId, **known: Any) -> None:
-        self.workers[name] = self._by_slot[slot] = Worker(name, slot, **known)
+        retry = Retry(self._config.restart_backoff_s)
+        self.workers[name] = self._by_slot[slot] = Worker(name, slot, retry, **known)
 
     def _slot(self, slot: SlotId) -> Slot:
         history = self.slots.get(slot)
         if history is None:
-            history = self.slots[slot] = Slot()
+            history = self.slots[slot] = Slot(Retry(self._config.restart_backoff_s))
         return history
 
     # -- observed --------------------------------------------------------------------------
@@ -238,10 +236,11 @@ class Fleet:
             if host not in hosts and agent.state is AgentState.FAILED:
                 del self.agents[host]
             elif agent.state is AgentState.FAILED and (agent.fatal or agent.unknown):
-                self.agents[host] = Agent()
+                self.agents[host] = Agent(Retry(self._config.agent_retry_s))
         for slot, history in self.slots.items():
             if history.given_up:
-                self.slots[slot] = Slot(incarnations=history.incarnations)
+                again = Retry(self._config.restart_backoff_s)
+                self.slots[slot] = Slot(again, incarnations=history.incarnations)
 
     def take_over(
         self,
@@ -314,8 +313,7 @@ class Fleet:
     def _note_failure(self, host: str, cause: str, brief: str, now: float) -> Agent:
         agent = self._agent(host)
         agent.state = AgentState.FAILED
-        agent.failures += 1
-        agent.retry_at = now + backoff(self._config.agent_retry_s, agent.failures)
+        agent.retry.failed(now)
         agent.fatal = agent.unknown = False
         agent.cause, agent.brief = cause, brief
         return agent
@@ -325,14 +323,14 @@ class Fleet:
         worker.stage = Stage.READY
         worker.ready_at = now
         agent = self._agent(worker.host)
-        agent.failures = 0
+        agent.retry.worked()
         agent.cause = ""
 
     def worker_joined(self, worker: Worker, generation: int, now: float) -> None:
         """Note that a member joined its generation and holds the common state."""
         worker.holds_state = True
         worker.joined = max(worker.joined, generation)
-        worker.vain_tries = 0
+        worker.retry.worked()
         worker.saved = None
         # All members train in lockstep. Steps are compared only between waiting workers, and each
         # of those reports its own.
@@ -355,9 +353,8 @@ class Fleet:
             return
         slot = self._slot(worker.slot)
         if worker.joined_at is not None and now - worker.joined_at >= STABLE_S:
-            slot.deaths = 0
-        slot.deaths += 1
-        slot.retry_at = now + backoff(self._config.restart_backoff_s, slot.deaths)
+            slot.retry.worked()
+        slot.retry.failed(now)
         if worker.joined_at is None:
             slot.failures += 1
             if slot.failures >= self._config.max_worker_failures:
@@ -382,8 +379,8 @@ class Fleet:
         for host in dict.fromkeys(host for host, _ in (*desired, *hoped_for)):
             agent = self._agent(host)
             failed = agent.state is AgentState.FAILED and not agent.fatal
-            if failed and now < agent.retry_at:
-                self._out.wake(agent.retry_at)
+            if failed and now < agent.retry.at:
+                self._out.wake(agent.retry.at)
             elif failed or agent.state is AgentState.ABSENT:
                 agent.state = AgentState.STARTING
                 self._out.send(StartAgent(host))
@@ -391,8 +388,8 @@ class Fleet:
             history = self._slot(slot)
             if self._agent(slot[0]).state is not AgentState.READY or self.worker_at(slot):
                 continue
-            if now < history.retry_at:
-                self._out.wake(history.retry_at)
+            if now < history.retry.at:
+                self._out.wake(history.retry.at)
                 continue
             history.incarnations += 1
             name = f"{slot[0]}:{slot[1]}.{history.incarnations}"

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from hvd_elastic import run_events
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.backoff import FailureBackoff, backoff
+from hvd_elastic.control.backoff import FailureBackoff
 from hvd_elastic.control.candidates import Candidates
 from hvd_elastic.control.commands import (
     Abort,
@@ -123,6 +123,8 @@ class RunMachine:
         self._finishing_since: float | None = None
         self._endings = Endings()
         self._last_word_at = 0.0
+        # all hosts that train and will go, with the time of that, when a checkpoint was requested
+        self._prepared: dict[str, float | None] = {}
         self._waiting = WaitingReport(self._out, config, self._plan, self._fleet)
 
     # -- the interface ---------------------------------------------------------------------
@@ -220,6 +222,8 @@ class RunMachine:
                 for waiting in self._fleet.present(Stage.WAITING):
                     if waiting.saved is not None:
                         waiting.saved = event.step >= waiting.step
+                        if waiting.saved:
+                            self._waiting.saved_step = event.step
             case ev.RunTakenOver():
                 self._take_over(event, now)
             case ev.TargetChanged():
@@ -253,14 +257,6 @@ class RunMachine:
         self._plan.drain(event.host, until)
         cause, leave_in_s = event.cause, event.leave_in_s
         self._out.emit(run_events.HostDraining(event.host, cause, leave_in_s, event.asked))
-        members = self._live()
-        if (
-            until is not None
-            and self._phase is Phase.RUNNING
-            and members
-            and all(member.host in self._plan.draining for member in members)
-        ):
-            self._out.send(SaveState(members[0].name))  # the host may be lost before that time
 
     def _take_over(self, event: ev.RunTakenOver, now: float) -> None:
         """Continue a run that another leader began, from what was found of it."""
@@ -584,7 +580,6 @@ class RunMachine:
         """Update the backoffs after a broken generation, so that failures are not repeated fast."""
         waiting = self._fleet.present(Stage.WAITING)
         newest = max((w.step for w in waiting if w.holds_state), default=-1)
-        delays = self._config.restart_backoff_s
         broken = self._current.broken
         if self._current.crashed and self._current.formed:
             if times := self._backoff.crashed(newest, now):
@@ -601,10 +596,9 @@ class RunMachine:
         elif newcomers := [w for w in waiting if not w.holds_state]:
             # Workers that have trained together can probably connect, so newcomers are suspected.
             for worker in newcomers:
-                worker.vain_tries += 1
-                worker.eligible_at = now + backoff(delays, worker.vain_tries)
-                if worker.vain_tries >= self._config.max_worker_failures:
-                    cause = f"it could not join the others {worker.vain_tries} times in a row"
+                worker.retry.failed(now)
+                if worker.retry.failures >= self._config.max_worker_failures:
+                    cause = f"it could not join the others {worker.retry.failures} times in a row"
                     self._fleet.give_up(worker.slot, f"{cause} ({self._current.broken})")
         else:
             self._backoff.did_not_form(now)
@@ -631,6 +625,7 @@ class RunMachine:
                 self._assemble(now)
             elif self._phase is Phase.RUNNING:
                 self._adjust(now)
+            self._save_before_all_go()
             self._save_what_would_go()
         else:
             self._wind_up(now)
@@ -681,6 +676,15 @@ class RunMachine:
                 self._announce([*going, *newcomers])
         elif self._plan.end_of(going) is not None or not candidates.are_replacements_awaited(now):
             self._hold(staying, going, now)
+
+    def _save_before_all_go(self) -> None:
+        """Have a checkpoint written if all hosts that train will go, maybe before the said time."""
+        if self._phase is not Phase.RUNNING:
+            return
+        ends = {member.host: self._plan.draining.get(member.host) for member in self._each_live()}
+        if ends and None not in ends.values() and not ends.items() <= self._prepared.items():
+            self._prepared = ends
+            self._out.send(SaveState(next(self._each_live()).name))
 
     def _save_what_would_go(self) -> None:
         """Have the newest state written to a checkpoint if only a drained host holds it."""

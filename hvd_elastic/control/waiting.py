@@ -19,6 +19,10 @@ class WaitingReport:
         config: limits and timeouts of the run.
         plan: slots that should hold a worker.
         fleet: agents and workers that exist.
+
+    Attributes:
+        saved_step: step of the checkpoint that has the state of workers that had to go; None: none
+            has it.
     """
 
     def __init__(self, out: Outbox, config: MachineConfig, plan: Plan, fleet: Fleet) -> None:
@@ -28,6 +32,7 @@ class WaitingReport:
         self._fleet = fleet
         self._starting_since: float | None = None
         self._last = ""
+        self.saved_step: int | None = None
 
     @property
     def for_start(self) -> bool:
@@ -36,7 +41,7 @@ class WaitingReport:
 
     def is_over(self) -> None:
         """Reset the report, because the run no longer waits."""
-        self._starting_since, self._last = None, ""
+        self._starting_since, self._last, self.saved_step = None, "", None
 
     def emit(self, have: int, now: float) -> None:
         """Report what is missing beside ``have`` usable workers, if that has changed."""
@@ -54,6 +59,8 @@ class WaitingReport:
             what = f"the hostfile has {count(len(slots), 'slot')}, at least {need} are needed"
             if self._plan.draining:
                 what += f" ({hosts_named(sorted(self._plan.draining))} drained and not counted)"
+            if self.saved_step is not None:
+                what += f". Nothing is lost: the checkpoint of step {self.saved_step} is complete"
         else:
             what = "; ".join(self._fleet.troubles_in_brief(slots))
         more = f"{need - have} more of " if have else ""

@@ -95,6 +95,7 @@ class Index(msgspec.Struct, frozen=True):
         kinds: kinds of values that are no bytes, by field; see
             :data:`hvd_elastic.data.tfrecord.KINDS`.
         labels_from: number of the first class as TFRecord files store it, 0 or 1.
+        labels_given: whether an option has set it, which holds for later calls too.
         source: folder or URL of the shards when they were indexed; empty: that of the index.
     """
 
@@ -105,6 +106,7 @@ class Index(msgspec.Struct, frozen=True):
     made_from: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     labels_from: int = 1
+    labels_given: bool = False
     source: str = ""
     format: str = _FORMAT
     version: int = VERSION

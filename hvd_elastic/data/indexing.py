@@ -305,6 +305,15 @@ def _read_journal(path: Path, head: _Head) -> tuple[_Head, dict[str, _Entry]]:
 def _find_all(tasks: Sequence[Task], before: _Earlier, processes: int) -> list[Found]:
     """Index the shards that have changed; note each, so that an interrupted call can go on."""
     found = {task.name: _unchanged(task, before.entries.get(task.name)) for task in tasks}
+    written = before.written
+    if written and any(
+        LABEL in written.columns(shard) and found.get(shard.name) is None
+        for shard in written.shards
+    ):  # That shard may be why the others have lists of numbers in place of labels.
+        found = {
+            name: each and (None if LABEL in each.shard.fields else each)
+            for name, each in found.items()
+        }
     out, encode = tasks[0].out, msgspec.json.encode
     lines = [encode(each) + b"\n" for each in (before.head, *before.noted.values())]
     write_whole(out / _JOURNAL, b"".join(lines))
@@ -359,13 +368,15 @@ def _merged(
     """Return the index of all shards."""
     shards = [each.shard for each in found]
     made_from: dict[str, Any] = {}
-    named = "are named"
+    named, given = "are named", labels_from is not None
     if before.written is not None:
         if not classes:
             classes = before.written.classes
             named = f"are in the {INDEX} that is there; give --classes, or remove it"
-        if before.entries and labels_from is None and before.written.labels_from == 0:
-            labels_from = 0  # which the option said, or a label that is in no shard any more
+        if labels_from is None and before.written.labels_given:
+            labels_from, given = before.written.labels_from, True
+        elif before.entries and labels_from is None and before.written.labels_from == 0:
+            labels_from = 0  # which a label said that is in no shard any more
         if _digests(before.written.shards) == _digests(shards):
             made_from = before.written.made_from
     if not any(shard.examples for shard in shards) and any(shard.left_out for shard in shards):
@@ -401,6 +412,7 @@ def _merged(
         made_from,
         stored_kinds(kinds),
         first,
+        given,
         before.head.source,
     )
 

@@ -7,12 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from hvd_elastic.data.example import example_number
 from hvd_elastic.errors import DataError
+from hvd_elastic.formatting import as_whole
 from hvd_elastic.model.sharding import Blocks, Order, attribute_of, block_order, epoch_order
 
 _LARGEST_DENOMINATOR = 10**6
@@ -59,11 +61,14 @@ class Mixture:
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
+        length, seed = as_whole(length), as_whole(seed)
         _check(parts, length, seed)
         self._datasets = [dataset for dataset, _ in parts]
         self._lengths = [len(dataset) for dataset in self._datasets]
         self._seed, self._shuffle = seed, shuffle
-        weights = [Fraction(weight).limit_denominator(_LARGEST_DENOMINATOR) for _, weight in parts]
+        weights = [
+            Fraction(float(weight)).limit_denominator(_LARGEST_DENOMINATOR) for _, weight in parts
+        ]
         if not all(weights):
             raise DataError(
                 f"Mixture: the weights {[weight for _, weight in parts]} differ too much; a "
@@ -177,7 +182,7 @@ def _check(parts: Sequence[tuple[Any, float]], length: int | None, seed: int) ->
     if not parts:
         raise DataError("Mixture([]): give pairs of a data set and its weight")
     for number, (dataset, weight) in enumerate(parts):
-        if not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
+        if not (isinstance(weight, Real) and 0 < weight < math.inf):
             raise DataError(f"Mixture: weight {number} is {weight!r}, it must be above 0")
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise DataError(

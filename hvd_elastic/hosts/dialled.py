@@ -33,7 +33,7 @@ from hvd_elastic.hosts.process import (
 )
 from hvd_elastic.hosts.programs.accept_peers import accept_peers
 from hvd_elastic.hosts.programs.dial_back import CONTROL_PATIENCE_S
-from hvd_elastic.hosts.programs.secure_stream import Kind, SecureStream
+from hvd_elastic.hosts.programs.secure_stream import PATIENCE_S, Kind, SecureStream
 from hvd_elastic.json_text import parse_json
 
 _START_S = 10.0
@@ -201,7 +201,7 @@ class DialIn:
             stream.close()
             return
         stream.send(Kind.MESSAGE, b"{}")
-        stream.has_begun()
+        stream.has_begun(PATIENCE_S)
         opened.put(stream)
 
     def _register(self, stream: SecureStream, hello: dict[str, Any]) -> DialledHost:

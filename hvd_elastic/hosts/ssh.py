@@ -45,8 +45,8 @@ __all__ = [
     "SshConnection",
     "SshOptions",
     "connect",
+    "in_order_of_jumps",
     "is_local",
-    "jump_hosts",
     "own_address_towards",
     "own_known_hosts",
     "read_host_key",
@@ -101,10 +101,32 @@ def is_local(host: Host, options: SshOptions | None = None) -> bool:
     return not ssh_config.has_entry(ssh_config.read_config_text(config_path), host.name)
 
 
-def jump_hosts(host: Host, options: SshOptions) -> list[Host]:
-    """Return a host's jump hosts by the ssh configuration, without using the network."""
-    with attempting(host, options) as attempt:
-        return Route(host, options, attempt).jumps
+def in_order_of_jumps(hosts: Sequence[Host], options: SshOptions) -> list[list[Host]]:
+    """Return hosts and their jump hosts in groups, each after those that lead to it.
+
+    The ssh configuration names jump hosts. The network is not used.
+
+    Raises:
+        SshError: a jump leads back to itself, or the ssh configuration cannot be read.
+    """
+
+    def look_up(host: Host, depth: int) -> tuple[tuple[str, str, int], list[Host]]:
+        with attempting(host, options) as attempt:
+            route = Route(host, options, attempt, depth)
+            return (route.user, host.name, route.port), route.jumps
+
+    given = {look_up(host, 0)[0]: host for host in hosts}
+    groups = [dict(given)]
+    while True:
+        depth = len(groups)
+        found = [jump for host in groups[0].values() for jump in look_up(host, depth - 1)[1]]
+        jumps = {look_up(jump, depth)[0]: jump for jump in found}
+        if not jumps:
+            return [[*group.values()] for group in groups]
+        for group in groups:
+            for key in jumps:
+                group.pop(key, None)
+        groups.insert(0, {key: given.get(key, jump) for key, jump in jumps.items()})
 
 
 def own_address_towards(host: Host, options: SshOptions | None = None) -> str:

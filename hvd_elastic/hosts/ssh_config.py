@@ -222,3 +222,13 @@ def known_hosts_files(entry: dict[str, str]) -> list[Path]:
         for name in names
         if name.lower() != "none"
     ]
+
+
+def ssh_config_for(hostfile: Path | None, ssh_config: Path | None) -> str | None:
+    """Return the path of the ssh configuration; None: the user's own.
+
+    It is the given one, else the one beside the hostfile of a virtual cluster.
+    """
+    if ssh_config is None and hostfile is not None:
+        ssh_config = config_beside(hostfile)
+    return None if ssh_config is None else str(ssh_config.absolute())

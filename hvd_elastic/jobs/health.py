@@ -12,19 +12,19 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from hvd_elastic import __version__
+from hvd_elastic.control.backoff import HOST_PAUSES_S, Retry, backoff
 from hvd_elastic.hosts.remote_python import FROM_NO_WORKING_FOLDER
 from hvd_elastic.json_text import parse_json
 
-_RETRY_S = (0.0, 2.0, 5.0, 10.0, 30.0)
-"""Time to the next try of a lost host after 0, 1, 2, … tries [s]."""
-_LOST_AGAIN_S = (0.0, 10.0, 30.0, 60.0, 120.0)
-"""Time to the first try of a host that came back 0, 1, 2, … times, and no job trained there [s]."""
+_LOST_AGAIN_S = (10.0, 30.0, 60.0, 120.0)
+"""Time to the first try of a host that came back 1, 2, … times, and no job trained there [s]."""
 _LOGIN_S = 10.0
 """How long a try may take [s]."""
 _IMPORT = (
@@ -41,8 +41,7 @@ class _Lost:
     python: str
     is_suspicion: bool
     """Whether the job may be at fault as well, so that the host is used until it was tried."""
-    try_at: float
-    tries: int = 0
+    retry: Retry = field(default_factory=lambda: Retry(HOST_PAUSES_S))
 
 
 class HostHealth:
@@ -60,7 +59,7 @@ class HostHealth:
         self._hostfile = hostfile
         self._options = [] if ssh_config is None else ["--ssh-config", ssh_config]
         self._lost: dict[str, _Lost] = {}
-        self._returns: dict[str, int] = {}
+        self._returns: Counter[str] = Counter()
         self._working_python = sys.executable
         """Interpreter with which a job has trained last."""
         self._trial: tuple[subprocess.Popen[bytes], IO[bytes], list[str]] | None = None
@@ -91,8 +90,8 @@ class HostHealth:
         known = self._lost.get(host)
         if known is not None and (is_suspicion or not known.is_suspicion):
             return
-        returns = 0 if is_suspicion else min(self._returns.get(host, 0), len(_LOST_AGAIN_S) - 1)
-        self._lost[host] = _Lost(cause, python, is_suspicion, now + _LOST_AGAIN_S[returns])
+        lost = self._lost[host] = _Lost(cause, python, is_suspicion)
+        lost.retry.at = now + backoff(_LOST_AGAIN_S, 0 if is_suspicion else self._returns[host])
 
     def forget_others(self, hosts: Container[str]) -> None:
         """Forget hosts that the hostfile has no more: a try of them would fail that of others."""
@@ -101,7 +100,7 @@ class HostHealth:
     def is_judged(self, host: str) -> bool:
         """Return whether it is known if a host that was suspected is at fault."""
         lost = self._lost.get(host)
-        return lost is None or not lost.is_suspicion or lost.tries > 0
+        return lost is None or not lost.is_suspicion or lost.retry.failures > 0
 
     def host_works(self, host: str, python: str) -> None:
         """Note that a job has trained on a host with an interpreter, or has succeeded there."""
@@ -126,14 +125,13 @@ class HostHealth:
                     judged = self.is_judged(host)
                     del self._lost[host]
                     if judged:
-                        self._returns[host] = self._returns.get(host, 0) + 1
+                        self._returns[host] += 1
                     changed(host)
                 else:
                     if not self.is_judged(host):
                         changed(host)
-                    lost.tries += 1
-                    lost.try_at = now + _RETRY_S[min(lost.tries, len(_RETRY_S) - 1)]
-        due = [host for host, lost in self._lost.items() if now >= lost.try_at]
+                    lost.retry.failed(now)
+        due = [host for host, lost in self._lost.items() if now >= lost.retry.at]
         if due:
             self._try(due)
 

@@ -90,7 +90,7 @@ class ElasticCallback(keras.callbacks.Callback):
             )
         if epochs is not None:
             what = "the progress in passes over the data at the initial batch size that ends fit"
-            require_whole("epochs", epochs, 1, what, "ElasticCallback")
+            epochs = require_whole("epochs", epochs, 1, what, "ElasticCallback")
         self._epochs = epochs
         self._evaluate = evaluate
         # An epoch of a worker that joins is short, and the dataset is shuffled by hvd.dataset.

@@ -188,8 +188,8 @@ class Executor:
             return
         if brought.error:
             go_on = (
-                "Nothing was removed or begun anew: mend that and go on with: hvd-elastic run "
-                f"--resume {self._run.fence.identity.run_id}, or start a new run"
+                "Nothing was removed or begun anew: mend that and go on with: "
+                f"{self._run.folder.resume_command}, or start a new run"
             )
             self.tell(ev.StopRequested(f"{brought.error}. {go_on}", "failed"))
             return

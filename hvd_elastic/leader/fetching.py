@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from hvd_elastic.checkpoint.collector import CheckpointCollector
+from hvd_elastic.checkpoint.checkpoint_collector import CheckpointCollector
+from hvd_elastic.checkpoint.collector import Callbacks, Collector
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.saved_collector import SavedFileCollector
 from hvd_elastic.checkpoint.sender import CheckpointSender
@@ -16,8 +18,6 @@ from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.wire import messages as msg
 
-_PATIENCE_S = 60.0
-"""How long the end of a run waits for its last checkpoint to be fetched from the hosts [s]."""
 _LEAST_RESERVE_S = 10.0
 """Part of a preempted host's remaining time kept for a last checkpoint and for leaving [s]."""
 
@@ -53,11 +53,8 @@ class Fetching:
             store,
             copies=run.spec.checkpoint_copies,
             resumed=resumed,
-            agents=lambda: run.agents.by_host,
-            post=run.loop.post,
-            emit=run.journal.emit,
-            warn=run.journal.warn,
-            on_idle=on_checkpoint,
+            by_host=lambda: run.agents.by_host,
+            call=Callbacks(run.loop.post, run.journal.emit, run.journal.warn, on_checkpoint),
         )
         self.sender = CheckpointSender(
             store,
@@ -70,10 +67,9 @@ class Fetching:
             run.folder.saved,
             life=lambda: run.fence.identity.leader,
             agents=lambda: run.agents.usable,
-            post=run.loop.post,
-            emit=run.journal.emit,
-            warn=run.journal.warn,
-            on_idle=self.end_loop_if_complete,
+            call=Callbacks(
+                run.loop.post, run.journal.emit, run.journal.warn, self.end_loop_if_complete
+            ),
         )
 
     @property
@@ -95,7 +91,9 @@ class Fetching:
 
     def look(self) -> None:
         """Let hosts go from which all is fetched, and the run end if all is; called often."""
-        self.saved.look()
+        self.checkpoints.fetch_due()
+        self.saved.tell_lost()
+        self.saved.fetch_due()
         self._run.agents.release(self.saved.holds)
         self.end_loop_if_complete()
 
@@ -108,11 +106,10 @@ class Fetching:
         """End the loop if training has ended and nothing is to be waited for."""
         if self._ended is None:
             return
-        late = time.monotonic() >= self._ended_at + _PATIENCE_S
-        awaits_checkpoint = self.checkpoints.busy and self._ended.status != "failed" and not late
-        if self.saved.is_awaited(self._ended_at):
-            self.saved.tell_awaited(self._ended_at)
-        elif not awaits_checkpoint:
+        needed: list[Collector[Any, Any]] = [self.saved]
+        if self._ended.status != "failed":
+            needed.append(self.checkpoints)
+        if not any(each.is_awaited(self._ended_at) for each in needed):
             self._run.loop.stop()
 
     def with_missing(self, finish: Finish) -> Finish:

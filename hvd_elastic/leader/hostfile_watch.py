@@ -81,7 +81,7 @@ class HostfileWatch:
                 self._stamp = hostfile_stamp(path)
         hostfile = hosts_of(self._spec)
         hosts = list(hostfile.hosts)
-        if path is not None and self._spec.objective == "cost":
+        if path is not None and self._spec.objective.kind == "cost":
             require_prices(hostfile)
             hosts = self._cheapest_first(hosts)
         reads = input_hosts(hosts, self._spec.input_hosts, str(path))

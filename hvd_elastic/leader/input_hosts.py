@@ -10,10 +10,10 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from hvd_elastic.control.backoff import backoff
+from hvd_elastic.control.backoff import HOST_PAUSES_S, Retry
 from hvd_elastic.control.endings import how_it_ended
 from hvd_elastic.control.events import AgentFailed
 from hvd_elastic.formatting import duration_words
@@ -30,8 +30,6 @@ from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.run_events import Decision, Event, InputHostJoined, InputHostLeft, Warned
 from hvd_elastic.wire import messages as msg
 
-_AGAIN_S = (1.0, 2.0, 5.0, 15.0, 30.0)
-"""Delays before an input host is started again [s], by the number of failures in a row."""
 _MOST_SCRIPT_FAILURES = 3
 """Failures of the script in a row after which a host is left out until the hostfile is saved."""
 
@@ -42,7 +40,7 @@ class _InputHost:
 
     host: Host
     starts: int = 0
-    failures: int = 0
+    retry: Retry = field(default_factory=lambda: Retry(HOST_PAUSES_S))
     script_failures: int = 0
     start_at: float = math.inf
     """When to start it next [s]; infinite: it runs, is left out, or is not needed yet."""
@@ -240,7 +238,8 @@ class InputHosts:
         match said:
             case msg.InputServing(ports=ports):
                 assert agent.info is not None
-                known.failures = known.script_failures = 0
+                known.retry.worked()
+                known.script_failures = 0
                 address = agent.info.interfaces.get(agent.info.interface or "", "127.0.0.1")
                 self._servers[name] = msg.InputServer(name, address, ports)
                 self.watch.begin_anew()
@@ -272,9 +271,9 @@ class InputHosts:
     def _failed(self, name: str, cause: str, *, fatal: bool = False) -> None:
         """Note that a host does not read any more; start it again unless that is useless."""
         known = self._known[name]
-        known.failures += 1
+        known.retry.failed(time.monotonic())
         known.worker = ""
-        known.start_at = math.inf if fatal else time.monotonic() + backoff(_AGAIN_S, known.failures)
+        known.start_at = math.inf if fatal else known.retry.at
         self._end_agent(name)  # a new one starts with a clean host
         self.watch.begin_anew()
         end = "save the hostfile to have it tried again" if fatal else "trying again"

@@ -8,6 +8,7 @@ calls to it.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ from hvd_elastic.leader.steering import Steering
 from hvd_elastic.leader.stopping import Stopping
 from hvd_elastic.leader.workers import Workers
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.secret_digests import digests_of
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.records.tensorboard import TensorBoardWriter
 from hvd_elastic.run_events import (
@@ -128,6 +130,7 @@ class Leader:
         self._resumed = resumed
         self._next_tick = time.monotonic()
         environment = spec.environment(environment, folder.run_id)
+        self._secrets = digests_of(environment, os.urandom(16))
         store = CheckpointStore(
             folder.run_id,
             folder.checkpoints,
@@ -192,6 +195,7 @@ class Leader:
                 raise
             unwritable = error  # running workers can train on without checkpoints
         run.hostfile.read()
+        self._secrets.write(run.folder.secrets)
         past = summarize(run.folder.iter_events() if self._resumed else ())
         run.progress.stopped = past.stopped_for
         self._fetching.expect_checkpoint(past)
@@ -240,6 +244,7 @@ class Leader:
                 exact=run.progress.is_exact,
                 checkpoint_step=resumes if resumes >= 0 else None,
                 led_elsewhere=run.fence.led_elsewhere,
+                resume=run.folder.resume_command,
             )
         )
         run.workers.close()
@@ -275,7 +280,7 @@ class Leader:
             self._run.journal.warn(
                 f"the leader fails ({type(error).__name__}: {error}). The hosts go on without it "
                 f"for {self._run.spec.leader_grace_s:g} s (--leader-grace), and then leave a "
-                f"checkpoint: hvd-elastic run --resume {self._run.folder.run_id} leads on"
+                f"checkpoint: {self._run.folder.resume_command} leads on"
             )
 
     # -- the loop --------------------------------------------------------------------------
@@ -313,6 +318,7 @@ class Leader:
         cut_off_s = self._liveness.look(now)
         if cut_off_s is not None:
             self._lead_again(cut_off_s)
+        self._reports.look(now)
         self._steering.let_policy_decide(now)
         self._run.readers.look(now)
 

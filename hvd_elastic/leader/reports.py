@@ -37,6 +37,10 @@ _OTHER_CODE = (
     "one: hvd-elastic stop, then hvd-elastic run --resume"
 )
 
+_SIGNALLED_S = 0.5
+"""Age of a host's notice at which it is acted upon [s]: where one signal reaches host, leader and
+all that belongs to a job, they have heard of it by then, in any order."""
+
 
 class Reports:
     """Passes on what agents and workers report to whom it concerns.
@@ -62,6 +66,19 @@ class Reports:
         self._fetching = fetching
         self._liveness = liveness
         self._stopping = stopping
+        self._notices: list[tuple[float, str, msg.Notice]] = []
+
+    def look(self, now: float) -> None:
+        """Drain the hosts that have given notice, unless the run stops; called often."""
+        due = [each for each in self._notices if now >= each[0] + _SIGNALLED_S]
+        del self._notices[: len(due)]
+        if self._stopping.cause is not None:
+            return  # with a checkpoint of all that train, which must not leave before
+        for since, host, notice in due:
+            if host in self._run.hostfile.hosts:
+                reserve_s = self._fetching.reserve_s + now - since
+                event = host_draining(host, notice.cause, notice.leave_in_s, reserve_s)
+                self._executor.tell(event)
 
     def take(self, agent: AgentConnection, message: FromAgent) -> None:
         """Handle a message of an agent of this leader."""
@@ -79,10 +96,8 @@ class Reports:
                     self._executor.tell(message)
             case msg.EntryAdded(entry=entry):
                 self._executor.pass_on(entry, host)
-            case msg.Notice(cause=cause, leave_in_s=leave_in_s):
-                if host in self._run.hostfile.hosts:
-                    reserve_s = self._fetching.reserve_s
-                    self._executor.tell(host_draining(host, cause, leave_in_s, reserve_s))
+            case msg.Notice():
+                self._notices.append((time.monotonic(), host, message))
             case msg.AgentWarning(message=text):
                 self._run.journal.warn(f"host {host}: {text}")
             case msg.HostSampled(sample=sample):
@@ -192,11 +207,18 @@ class Reports:
                 progress.stopped = ""
                 said.path = self._fetching.sender.restored_from
                 self._run.journal.emit(said)
-            case msg.CheckpointWritten() | msg.CheckpointFailed() | msg.FileSaved():
+            case (
+                msg.CheckpointWritten()
+                | msg.CheckpointFailed()
+                | msg.FileSaved()
+                | msg.SavedWanted()
+            ):
                 self._on_file(worker, said)
 
     def _on_file(
-        self, worker: str, said: msg.CheckpointWritten | msg.CheckpointFailed | msg.FileSaved
+        self,
+        worker: str,
+        said: msg.CheckpointWritten | msg.CheckpointFailed | msg.FileSaved | msg.SavedWanted,
     ) -> None:
         host, _ = self._run.workers.places[worker]
         checkpoints = self._fetching.checkpoints
@@ -212,3 +234,5 @@ class Reports:
                 checkpoints.failed(host, text)
             case msg.FileSaved(file=saved, seconds=seconds):
                 self._fetching.saved.saved(host, self._run.agents.by_host[host], saved, seconds)
+            case msg.SavedWanted(name=name):
+                self._fetching.saved.bring(name, worker, self._run.agents.by_host[host])

@@ -13,25 +13,9 @@ from hvd_elastic.control.machine import Phase, RunMachine
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.policy.objective import Objective
 from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Snapshot
 from hvd_elastic.run_events import Event, PredictionMissed, ReadEvent, Warned
-
-
-def objective_of(spec: RunSpec) -> Objective:
-    """Return the objective that a run's specification asks for.
-
-    Raises:
-        ValueError: the settings contradict each other.
-    """
-    return Objective(
-        kind=spec.objective,
-        min_speedup_per_slot=spec.min_speedup_per_slot,
-        budget=spec.budget,
-        deadline_s=spec.deadline_s,
-        target=spec.target_examples,
-    )
 
 
 class Scaler:
@@ -52,7 +36,7 @@ class Scaler:
         started_at: float,
         past: Sequence[ReadEvent] = (),
     ) -> None:
-        config = ScalingConfig(spec.min_np, spec.max_np, objective_of(spec))
+        config = ScalingConfig(spec.min_np, spec.max_np, spec.objective)
         self._controller = ScalingController(config, started_at, replay(past))
         last = _last_decision(past)
         is_paused = last is not None and last.action == "pause"

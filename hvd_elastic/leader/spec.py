@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hvd_elastic.errors import RunError
+from hvd_elastic.policy.objective import Objective
 from hvd_elastic.wire.messages import NOT_FINITE_CHOICES
 
 SHORTEST_HEARTBEAT_S = 0.1
@@ -59,7 +60,7 @@ class RunSpec:
         command: training command with its arguments.
         cwd: working directory of the command on every host.
         hostfile: path of the hostfile; None: the run uses this machine only.
-        engine: what owns the hosts and writes the hostfile: ``slurm``; None: the user.
+        engine: name of what owns the hosts and writes the hostfile; None: the user.
         slots: number of processes on this machine when there is no hostfile.
         np: requested number of processes; None: as many as allowed.
         min_np, max_np: bounds of the number of processes; ``max_np`` None: all slots.
@@ -69,6 +70,7 @@ class RunSpec:
         audit: whether to record which examples were read.
         on_not_finite: what is done about a step whose gradients are not finite: ``skip``, ``stop``
             or ``ignore``.
+        profile: rank of which a few steps are profiled; None: none.
         tensorboard: whether to write the metrics for TensorBoard as well.
         checkpoint_every_s: time between checkpoints [s]; 0: no checkpoints.
         keep_checkpoints: number of checkpoints to keep.
@@ -86,8 +88,7 @@ class RunSpec:
         plain: whether the command is no training script; its exit status alone counts.
         hash_seed: the user's ``PYTHONHASHSEED``; None: it follows from the name of the run.
         policy: what decides the number of processes: ``fixed`` or ``goodput``.
-        objective, min_speedup_per_slot, budget, deadline_s, target_examples: settings of the
-            policy ``goodput``; see :class:`hvd_elastic.policy.objective.Objective`.
+        objective: what the policy ``goodput`` is after.
     """
 
     command: tuple[str, ...]
@@ -103,6 +104,7 @@ class RunSpec:
     interface: str | None = None
     audit: bool = False
     on_not_finite: str = NOT_FINITE_CHOICES[0]
+    profile: int | None = None
     tensorboard: bool = False
     checkpoint_every_s: float = 30.0
     keep_checkpoints: int = 3
@@ -118,11 +120,7 @@ class RunSpec:
     plain: bool = False
     hash_seed: str | None = None
     policy: str = "fixed"
-    objective: str = "goodput"
-    min_speedup_per_slot: float = 0.5
-    budget: float | None = None
-    deadline_s: float | None = None
-    target_examples: float | None = None
+    objective: Objective = field(default_factory=Objective)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for run.json.

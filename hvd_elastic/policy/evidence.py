@@ -302,7 +302,7 @@ class CoreSharing:
 
     def __init__(self) -> None:
         self.densest: Sharing | None = None
-        self._timed: tuple[tuple[str, int], ...] = ()
+        self._timed: Sequence[tuple[str, int]] = ()
         """What :attr:`densest` counts last."""
         self._machines: dict[str, tuple[str, int]] = {}
 
@@ -316,7 +316,7 @@ class CoreSharing:
         """Machine and number of cores of each known host."""
         return tuple((host, *found) for host, found in self._machines.items())
 
-    def note_timed(self, counts: tuple[tuple[str, int], ...]) -> None:
+    def note_timed(self, counts: Sequence[tuple[str, int]]) -> None:
         """Record that steps were timed with these numbers of ranks on hosts."""
         if counts != self._timed:
             self._timed = counts

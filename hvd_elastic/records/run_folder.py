@@ -119,6 +119,7 @@ class RunFolder:
         self.hosts = path / "hosts"
         self.lock = path / "leader.lock"
         self.leader_log = path / "leader.log"
+        self.secrets = path / "secrets.jsonl"
 
     # -- finding and making ----------------------------------------------------------------
 
@@ -227,9 +228,9 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str:
-        """Return the command with which the run goes on."""
+        """Return the command with which the run goes on, or what else does it."""
         verb = "slurm submit" if self.is_submitted else "run"
-        return f"hvd-elastic {verb} --resume {self.run_id}"
+        return self.read_run().get("resume") or f"hvd-elastic {verb} --resume {self.run_id}"
 
     def write_run(self, fields: Mapping[str, Any]) -> None:
         """Set these fields of run.json and keep the others; the file is replaced as a whole."""

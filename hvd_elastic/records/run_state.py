@@ -18,13 +18,14 @@ def run_row(folder: RunFolder) -> dict[str, Any]:
     status = "running" if summary.status == "unknown" and summary.ended else summary.status
     state = run_state(status, alive=alive, waiting=bool(summary.waiting), until=until)
     size = summary.size or int(last.get("size", 0)) if state in GOES_ON else 0
-    plain = bool(folder.read_run().get("plain"))
+    asked = folder.read_run()
     done = last.get("done")
     return {
         "run_id": folder.run_id,
         "status": state,
         "created": folder.created,
-        "plain": plain,
+        "plain": bool(asked.get("plain")),
+        "submitted": "slurm" in asked,
         "steps": summary.steps,
         "size": size,
         "throughput": last.get("throughput") if state in GOES_ON else None,

@@ -299,7 +299,7 @@ IN_QUEUE = (
 
 
 def state_words(
-    summary: RunSummary, state: str, until: float | None, *, submitted: bool = False
+    summary: RunSummary, state: str, until: float | None, resume: str = "", *, submitted: bool
 ) -> str:
     """Return a state of :func:`run_state` with what there is to know about it, or to do.
 
@@ -307,10 +307,10 @@ def state_words(
         summary: summary of the run.
         state: its state.
         until: time until which the hosts train on without a leader [Unix s].
+        resume: command with which it goes on; empty: ``hvd-elastic run --resume``.
         submitted: whether it was submitted to Slurm.
     """
-    verb = "slurm submit" if submitted else "run"
-    resume = f"hvd-elastic {verb} --resume {summary.run_id}"
+    resume = resume or f"hvd-elastic run --resume {summary.run_id}"
     words = {
         "leaderless": (
             "the leader is gone, and the hosts train on without one until about "
@@ -430,6 +430,7 @@ def status_rows(
     until: float | None,
     folder: str,
     now: float,
+    resume: str = "",
     *,
     submitted: bool = False,
 ) -> list[tuple[str, str]]:
@@ -441,6 +442,7 @@ def status_rows(
         until: time until which the hosts train on without a leader [Unix s].
         folder: path of its folder.
         now: present time [Unix s].
+        resume: command with which it goes on; empty: ``hvd-elastic run --resume``.
         submitted: whether it was submitted to Slurm.
     """
     failure = checkpoint = ""
@@ -469,7 +471,7 @@ def status_rows(
     decided = [said.text for said in summary.decisions if said.kind == "decision"]
     rows = [
         ("run", summary.run_id),
-        ("status", state_words(summary, state, until, submitted=submitted)),
+        ("status", state_words(summary, state, until, resume, submitted=submitted)),
         ("started", time_words(summary, state, now)),
         ("progress", progress_words(reached, summary.size) if trains else ""),
         ("metrics", metric_words(own)),
@@ -552,6 +554,10 @@ def resume_words(event: ev.RunFinished) -> str:
     >>> ended.checkpoint_step = None
     >>> resume_words(ended)
     'it has no checkpoint here: --resume goes on from one that is still on a host, or begins anew'
+    >>> ended.resume = "sbatch x"
+    >>> ended.checkpoint_step = 9
+    >>> resume_words(ended)
+    'its checkpoint is of step 9; go on with: sbatch x'
     """  # noqa: E501
     steps, step = event.steps, event.checkpoint_step
     if event.status == "succeeded" or event.led_elsewhere:
@@ -564,10 +570,8 @@ def resume_words(event: ev.RunFinished) -> str:
             "or begins anew"
         )
     undone = f", so {count(steps - step, 'step')} will be done again" if step < steps else ""
-    return (
-        f"its checkpoint is of step {step}{undone}; "
-        f"go on with: hvd-elastic run --resume {event.run_id}"
-    )
+    command = event.resume or f"hvd-elastic run --resume {event.run_id}"
+    return f"its checkpoint is of step {step}{undone}; go on with: {command}"
 
 
 def outcome_words(
@@ -616,7 +620,7 @@ def progress_words(metrics: Mapping[str, Any], size: int) -> str:
     """Return the newest metrics as one line.
 
     >>> progress_words({"step": 120, "epoch": 3, "loss": 0.41237, "throughput": 812.4}, 3)
-    'step 120 · epoch 3 · loss 0.412 · 812 examples/s · 3 workers'
+    'step 120 · epoch 3 · loss 0.412 (rank 0) · 812 examples/s · 3 workers'
     """
     parts = []
     if metrics.get("step") is not None:
@@ -624,7 +628,8 @@ def progress_words(metrics: Mapping[str, Any], size: int) -> str:
     if metrics.get("epoch") is not None:
         parts.append(f"epoch {metrics['epoch']}")
     if "loss" in metrics:
-        parts.append(f"loss {number_words(metrics['loss'])}")
+        of = " (rank 0)" if size > 1 else ""  # the script's own, of its share of the batch
+        parts.append(f"loss {number_words(metrics['loss'])}{of}")
     if metrics.get("throughput") is not None:
         parts.append(f"{number_words(metrics['throughput'])} examples/s")
     if size:

@@ -10,7 +10,7 @@ In place of ``from pyspark.ml.torch.distributor import TorchDistributor``::
 
 from __future__ import annotations
 
-from hvd_elastic.spark.dataframe import _get_spark_partition_data_loader, rows
-from hvd_elastic.spark.distributor import TorchDistributor
+from hvd_elastic.engines.spark.dataframe import _get_spark_partition_data_loader, rows
+from hvd_elastic.engines.spark.distributor import TorchDistributor
 
 __all__ = ["TorchDistributor", "_get_spark_partition_data_loader", "rows"]

@@ -89,9 +89,14 @@ if not TYPE_CHECKING:  # else mypy would take any name for one of this module
     __getattr__ = missing_name(__name__)
 
 
-def init() -> None:
-    """Initialise the library for the launcher of this process. Call it first."""
-    worker = _context.initialize(TensorFlowFrontend()).worker
+def init(*, own_data: bool = False) -> None:
+    """Initialise the library for the launcher of this process. Call it first.
+
+    Args:
+        own_data: the training data does not come from hvd.dataset, and this is meant: each
+            rank reads its own, or all of it. Without it that causes a warning.
+    """
+    worker = _context.initialize(TensorFlowFrontend(), own_data=own_data).worker
     devices = tf.config.list_physical_devices("GPU")
     if devices:
         worker.communicator.check_device(local_rank(), len(devices))

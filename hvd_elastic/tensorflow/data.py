@@ -21,6 +21,7 @@ from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDatase
 from tensorflow.python.util import nest
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.formatting import as_whole
 from hvd_elastic.training import context as training
 from hvd_elastic.training.data_order import DataOrder, Place
 from hvd_elastic.training.horovod_names import explain_arguments
@@ -88,6 +89,7 @@ def dataset(
         ScriptError: the source cannot be read by index, is empty, or is batched already;
             batch_size or seed is out of range; the bounds of the batch contradict each other.
     """
+    seed = as_whole(seed)
     source_here = DatasetSource(source, seed, pad)
     order = order_for(
         "hvd.dataset",

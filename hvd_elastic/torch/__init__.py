@@ -45,6 +45,7 @@ from hvd_elastic.training.saving import save
 from hvd_elastic.training.script_collectives import allgather, allreduce
 from hvd_elastic.training.script_ranks import local_rank, rank, report, size
 from hvd_elastic.training.step_weight import step_weight
+from hvd_elastic.training.uncaught import tell_uncaught
 
 __all__ = [
     "Accumulator",
@@ -76,14 +77,20 @@ __all__ = [
 
 check_torch(torch.__version__)
 refuse_triton_after_tensorflow()
+tell_uncaught()  # before init() too: a script of torchrun may fail at once
 
 if not TYPE_CHECKING:  # else mypy would take any name for one of this module
     __getattr__ = missing_name(__name__)
 
 
-def init() -> None:
-    """Initialise the library for the launcher of this process. Call it first."""
-    worker = _context.initialize(TorchFrontend()).worker
+def init(*, own_data: bool = False) -> None:
+    """Initialise the library for the launcher of this process. Call it first.
+
+    Args:
+        own_data: the training data does not come from hvd.DataLoader, and this is meant: each
+            rank reads its own, or all of it. Without it that causes a warning.
+    """
+    worker = _context.initialize(TorchFrontend(), own_data=own_data).worker
     if torch.cuda.is_available():
         worker.communicator.check_device(local_rank(), torch.cuda.device_count())
         torch.cuda.set_device(device())

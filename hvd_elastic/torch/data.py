@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.formatting import as_whole
 from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.torch.input_source import LoaderSource
 from hvd_elastic.torch.plain_reading import PlainReading
@@ -62,6 +63,10 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
         batch_size: examples in a step over all ranks together, >= 1.
         shuffle: whether each epoch has a new random order drawn from ``seed``; False: 0, 1, 2, ...
         seed: seed of the order, >= 0, the same on all ranks.
+        order: function that returns the indices that an epoch reads, in order, from the number of
+            the epoch: ``order=lambda epoch: indices``, the same number for each epoch, and the same
+            on all ranks. For examples of different weight, or grouped by length. None: each example
+            once, as ``shuffle`` says.
         drop_last: leave out the last step of an epoch if it would be smaller than ``batch_size``.
         max_batch_size: largest global batch to adapt to, >= batch_size; None: the batch is fixed.
         atomic_batch_size_bounds: fewest and most examples in one pass on one rank; None as the
@@ -99,6 +104,7 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
         drop_last: bool = False,
+        order: Callable[[int], Sequence[int]] | None = None,
         max_batch_size: int | None = None,
         atomic_batch_size_bounds: tuple[int, int | None] | None = None,
         accumulation: bool = True,
@@ -121,7 +127,8 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
             isinstance(dataset, IterableDataset),
             "hvd_elastic.torch.DataLoader a map-style dataset (__getitem__ and __len__)",
         )
-        order = order_for(
+        batch_size, seed = as_whole(batch_size), as_whole(seed)
+        data_order = order_for(
             "DataLoader",
             dataset,
             batch_size,
@@ -133,10 +140,11 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
             atomic_batch_size_bounds=atomic_batch_size_bounds,
             accumulation=accumulation,
             unequal_shares=unequal_shares,
+            order=order,
             new_event=cuda_event,
         )
         assert batch_size is not None
-        self.planner = order.planner
+        self.planner = data_order.planner
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -160,7 +168,7 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
         shared = SharedReading(source, num_workers, always=seed_examples, new_event=cuda_event)
         self._is_shared = False
         self._plain = PlainReading(dataset, collate_fn, seed, options, self._worker_start)
-        super().__init__(order, shared, context)
+        super().__init__(data_order, shared, context)
 
     def close(self) -> None:
         """End the loader's worker processes; iterating starts new ones."""
@@ -207,6 +215,6 @@ def _refuse_samplers(**given: object) -> None:
                 f"DataLoader({name}={type(value).__name__}): leave it out: batch_size is "
                 "that of all ranks together, shuffle=True and seed=... draw the order of an epoch, "
                 "and each rank is given its share of every batch, so no DistributedSampler and no "
-                "set_epoch() is needed. For examples of different weight (WeightedRandomSampler) "
-                "make a hvd_elastic.data.Mixture of the classes (docs/example-scripts.md)"
+                "set_epoch() is needed. For another order, by weight (WeightedRandomSampler) or "
+                "grouped by length, give a function of the epoch: order=lambda epoch: indices"
             )

@@ -100,6 +100,7 @@ class TorchFrontend(Frontend):
             ) from None
         return to_gather(value) if kind == "allgather" else to_reduce(value, average=average)
 
+    profiler = staticmethod(torch.profiler.profile)
     training = staticmethod(training)
     inference = staticmethod(TorchInference)
     load_checkpoint = staticmethod(load_checkpoint)

@@ -9,9 +9,10 @@ before. With several optimizers the reductions begin in ``step()``; see
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -216,6 +217,8 @@ class GradientAverager(Averager):
         # Schedulers expect ``step`` to be a bound method, and set an attribute on its function.
         def step(_: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
             self._refuse_what_is_not_averaged(*args, **options)
+            if not self.steps:  # one step shows it
+                self._refuse_other_scaler()
             planner = self._context.planner
             if planner.adapts and self._context.step.accumulating:
                 self.absorb()
@@ -244,6 +247,20 @@ class GradientAverager(Averager):
         if hasattr(take_step, "_wrapped_by_lr_sched"):
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._optimizer.step = MethodType(step, self._optimizer)  # type: ignore[method-assign]
+
+    def _refuse_other_scaler(self) -> None:
+        """Raise ScriptError if a scaler of PyTorch takes the step, also at a single rank."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            caller, frame = frame.f_locals.get("self"), frame.f_back
+            if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
+                if hasattr(caller, "forget"):  # ours
+                    return
+                raise ScriptError(
+                    "torch.amp.GradScaler unscales the gradients of this rank before they are "
+                    "averaged, and ranks take and skip different steps: use hvd.GradScaler(), with "
+                    "the same methods"
+                )
 
     def _leave_as_it_is(self) -> None:
         # Otherwise a scheduler stepped after this warns that no optimizer step was taken.
@@ -344,6 +361,8 @@ class GradientAverager(Averager):
             or any(parameter.grad is not None for parameter in self._names)
         )
         if self._communicator.size == 1:
+            if used:
+                self._reductions.refuse_changed()
             self._end_alone()
             self._context.planner.work_ends()
             self._reductions.are_done = True
@@ -524,6 +543,9 @@ class GradientAverager(Averager):
         if self._communicator.size == 1:
             if parameter in self._computed:
                 self._reductions.refuse_twice(parameter)
+            if not (self._computed or self.steps):  # one step shows it
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._reductions.note_alone)
             self._computed.add(parameter)
             return False
         if self._reductions.are_done:
@@ -534,7 +556,7 @@ class GradientAverager(Averager):
         if not (self._context.planner.adapts or self._may_carry or step.has_told):
             self._context.begin_exchange()
         self._reductions.is_filling = not self._left
-        engine: Any = torch.autograd.Variable._execution_engine
+        engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._reductions.pass_ends)
         return True
 

@@ -62,6 +62,7 @@ class Reductions:
         self._missing: dict[torch.Tensor, Bucket] = {}
         self._packed: dict[Bucket, Packed] = {}
         self._begun: dict[Bucket, tuple[list[Any], torch.Tensor]] = {}
+        self._alone: list[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]] = []
         self._unfilled: dict[Bucket, list[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]]] = {}
         self.carrier: Bucket | None = None
         self._flags: Callable[[], np.ndarray] | None = None
@@ -186,22 +187,30 @@ class Reductions:
         number = torch.zeros((1,) * (3 + unaveraged), dtype=torch.float32, device=device)
         return self._reduce(0, number)
 
+    def note_alone(self) -> None:
+        """Note the gradients that the backward pass of a single rank has left."""
+        self._alone = [(p, p.grad, memory_of(p.grad)) for p in self._names if p.grad is not None]
+
     def refuse_changed(self) -> None:
-        """Raise ScriptError if the script has changed a gradient before it was averaged."""
+        """Raise ScriptError if the script has changed a gradient before it was averaged.
+
+        At a single rank too, which looks at its first step: the script will not stay alone.
+        """
+        noted, self._alone = self._alone, []
+        changed: list[torch.Tensor | None] = []
         for bucket in self._buckets:
             if bucket in self._begun:
-                parameter = bucket.changed()
+                changed.append(bucket.changed())
             else:
-                noted = self._unfilled.get(bucket, ())
-                changed = (p for p, g, memory in noted if p.grad is not g or memory_of(g) != memory)
-                parameter = next(changed, None)
-            if parameter is not None:
-                raise ScriptError(
-                    f"the gradient of {self._names[parameter]!r} was changed while it was being "
-                    "averaged over the ranks, so they would go apart; call "
-                    "optimizer.synchronize() after backward() and before clipping, or changing "
-                    "gradients in another way"
-                )
+                noted += self._unfilled.get(bucket, [])
+        changed += [p for p, g, memory in noted if p.grad is not g or memory_of(g) != memory]
+        parameter = next((each for each in changed if each is not None), None)
+        if parameter is not None:
+            raise ScriptError(
+                f"the gradient of {self._names[parameter]!r} was changed while it was being "
+                "averaged over the ranks, so they would go apart; call optimizer.synchronize() "
+                "after backward() and before clipping, or changing gradients in another way"
+            )
 
     def wait(self, look: Callable[[Bucket], None] | None = None) -> np.ndarray | None:
         """Wait until all gradients hold the sums over the ranks.

@@ -20,6 +20,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,8 @@ _GETENT_UNKNOWN = 2
 _NOTICES = (signal.SIGTERM, signal.SIGHUP)
 _THREADS_END_S = 10.0
 """Time after the end of the script from which threads that go on are told of [s]."""
+_ASK_AGAIN_S = 60.0
+"""Time without an answer after which a saved file is asked for again [s]."""
 _SIGNALS_S = 1.0
 """Time between two looks for signals while the main thread waits [s]. One that another thread got,
 or that came just before the wait, does not end it, and is handled by the main thread alone."""
@@ -85,6 +88,7 @@ class AgentLink:
         self.recorded_step = -1
         self.input: msg.UseInput | None = None
         self.task: msg.ServeInput | None = None
+        self._brought: msg.SavedBrought | None = None
         self._aborted = 0
         self._change = threading.Condition()
         self._send_lock = threading.Lock()
@@ -123,6 +127,11 @@ class AgentLink:
             isinstance(instruction, msg.Join) and instruction.announcement.generation <= generation
         )
 
+    @property
+    def is_to_leave(self) -> bool:
+        """Whether the instruction that waits is to leave the run."""
+        return isinstance(self._pending, msg.Leave)
+
     def aborted(self, generation: int) -> bool:
         """Return whether ``generation`` was aborted."""
         return generation <= self._aborted
@@ -152,6 +161,17 @@ class AgentLink:
             ):
                 pass
             return None if self.pending(0) else self.task
+
+    def bring_saved(self, name: str) -> msg.SavedBrought:
+        """Have the leader bring the newest saved file of this name to this host; blocks."""
+        self._brought = None
+        with self._change:
+            while self._brought is None or self._brought.name != name:
+                self.send(msg.SavedWanted(name))  # again, as the next leader may not know of it
+                ended = time.monotonic() + _ASK_AGAIN_S
+                while self._brought is None and time.monotonic() < ended:
+                    self._change.wait(_SIGNALS_S)
+            return self._brought
 
     def take_checkpoint_request(self) -> bool:
         """Return whether a checkpoint was requested since the last call, and clear the request."""
@@ -266,6 +286,10 @@ class AgentLink:
                     self._change.notify_all()
             case msg.UseInput():
                 self.input = message
+            case msg.SavedBrought():
+                with self._change:
+                    self._brought = message
+                    self._change.notify_all()
             case msg.Recorded(step=step):
                 self.recorded_step = step
             case msg.Join() | msg.Hold() | msg.Leave():

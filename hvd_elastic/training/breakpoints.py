@@ -30,6 +30,10 @@ def install_breakpoints(worker: Worker) -> None:
         pdb.set_trace = sys.breakpointhook
 
 
+_LOOK_S = 0.5
+"""Time between two looks whether the worker that waits for a user is to leave the run [s]."""
+
+
 class _Breakpoints:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -66,12 +70,17 @@ class _Breakpoints:
                 f"stops at breakpoint() in {place}, and the others wait; join it by: hvd-elastic "
                 f"debug {run} {worker_name(host, slot)}"
             )
+            server.settimeout(_LOOK_S)
             with _standing_still(self._worker):
-                while True:
-                    connection, _ = server.accept()
-                    if peer_uid(connection) in (os.getuid(), 0):
-                        return connection
-                    connection.close()
+                while not self._worker.is_to_leave:
+                    with contextlib.suppress(TimeoutError):
+                        connection, _ = server.accept()
+                        if peer_uid(connection) in (os.getuid(), 0):
+                            connection.setblocking(True)
+                            return connection
+                        connection.close()
+            self._worker.warn(f"{place}: goes on from breakpoint(), since it is to leave the run")
+            return None
 
 
 class _Pdb(pdb.Pdb):

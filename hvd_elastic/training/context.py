@@ -28,6 +28,7 @@ from hvd_elastic.training.launch import (
 from hvd_elastic.training.membership import Membership
 from hvd_elastic.training.metrics import Metrics
 from hvd_elastic.training.planning.planner import Planner
+from hvd_elastic.training.profiling import StepProfile
 from hvd_elastic.training.progress import Phase, Progress
 from hvd_elastic.training.replica_check import ReplicaCheck
 from hvd_elastic.training.rollback import Rollback
@@ -55,6 +56,7 @@ class Context:
         state_parts: objects of the library that are part of the script's state.
         data: what the script has told of its data.
         membership: takes this process to the next generation.
+        own_data: whether the script means to read its data without our loader.
         nothing_to_do: why the last loop over ``steps()`` had no step to take; empty: it had.
         has_trained: whether the script has called its training function.
         check_host_updates: called between steps; under Horovod's own elastic driver it raises
@@ -71,6 +73,7 @@ class Context:
         self.metrics = Metrics(self.worker)
         self.idle_check = IdleCheck(self.worker)
         self.replica_check = ReplicaCheck(self.worker)
+        self._profile = StepProfile(self.worker) if self.worker.options.profile >= 0 else None
         self.state_parts = StateParts()
         self.data = ScriptData()
         self.membership = Membership(
@@ -82,6 +85,7 @@ class Context:
             self.state_parts,
         )
         self.nothing_to_do = ""
+        self.own_data = False
         self.has_trained = False
         self.check_host_updates: Callable[[], None] = lambda: None
         self._audit = Audit(self.worker)
@@ -396,12 +400,14 @@ class Context:
                     f"{what}, so no audit (--audit) can be made. {remedy}; a script without a data "
                     "set runs without --audit"
                 )
-            worker.warn_once(
-                f"{what}: examples are not shared out among the ranks, every rank trains on "
-                "what its own loader gives it; a worker that joins or is replaced begins with "
-                "the first batch of its own; and hosts join or leave only where the script "
-                f"calls state.commit(). {remedy}"
-            )
+            if not self.own_data:
+                worker.warn_once(
+                    f"{what}: examples are not shared out among the ranks, every rank trains on "
+                    "what its own loader gives it; a worker that joins or is replaced begins with "
+                    "the first batch of its own; and hosts join or leave only where the script "
+                    f"calls state.commit(). {remedy}. If this is meant, as where each step trains "
+                    "on all of the data: hvd.init(own_data=True)"
+                )
         self.step.stage = Stage.UNCOMMITTED
 
     def end_uncommitted(self) -> None:
@@ -422,6 +428,8 @@ class Context:
         """
         self.metrics.step_finished(self._planned)
         self.idle_check.step_counted()
+        if self._profile is not None:
+            self._profile.step_counted()
         progress, skipped = self.worker.progress, self.planner.skipped
         if progress.skipped_at == progress.step - 1 and skipped.are_too_many:
             self.training_ends()
@@ -532,6 +540,8 @@ class Context:
     def training_ends(self) -> None:
         """Send metrics that nobody has been told yet."""
         self.metrics.training_ends(self._planned)
+        if self._profile is not None:
+            self._profile.training_ends()
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Add numbers to the metrics of the next step; outside of training, send them at once."""
@@ -613,8 +623,13 @@ class Context:
 _context: Context | None = None
 
 
-def initialize(frontend: Frontend) -> Context:
-    """Return the context of this process; the first call creates it."""
+def initialize(frontend: Frontend, *, own_data: bool = False) -> Context:
+    """Return the context of this process; the first call creates it.
+
+    Args:
+        frontend: framework of the script.
+        own_data: whether the script means to read its data without our loader.
+    """
     global _context
     if _context is None:
         tell_uncaught()
@@ -625,6 +640,7 @@ def initialize(frontend: Frontend) -> Context:
         if _context.worker.mode is Mode.AGENT:
             tell_uncaught(_context.script_failed)
             atexit.register(gc.freeze)  # else the interpreter visits all objects again as it ends
+    _context.own_data |= own_data
     return _context
 
 

@@ -46,6 +46,10 @@ _INDICES_AT_ONCE = 4096
 """Number of indices computed in one call; a call itself costs as much as about 1000 indices."""
 
 
+GivenOrder = Callable[[int], Sequence[int]]
+"""Returns the indices that an epoch reads, in order."""
+
+
 class Place(NamedTuple):
     """The beginning of a step, and all that determines the passes from there on.
 
@@ -100,6 +104,8 @@ class DataOrder:
         seed: >= 0, the same on all ranks.
         drop_last: leave out the last step of an epoch if it would be smaller than ``batch_size``.
         planner: divides the steps.
+        given: returns the indices of an epoch, which has ``examples`` of them; None: each index
+            once.
 
     Raises:
         ScriptError: the blocks do not have ``examples`` examples, or an ordered data set is to be
@@ -116,8 +122,9 @@ class DataOrder:
         seed: int,
         drop_last: bool,
         planner: Planner,
+        given: GivenOrder | None = None,
     ) -> None:
-        blocks: Blocks | None = attribute_of(dataset, "blocks")
+        blocks: Blocks | None = None if given else attribute_of(dataset, "blocks")
         if blocks is not None and sum(blocks.sizes) != examples:
             raise ScriptError(
                 f"the dataset has {examples} examples, and its blocks have {sum(blocks.sizes)} "
@@ -150,7 +157,11 @@ class DataOrder:
             (examples, shuffle, seed if shuffle else None, attribute_of(dataset, "order_key")),
             (self._window, sizes),
         )
-        self.digest = DataDigest(dataset, examples)
+        self._given = given
+        self._indices = examples if given is None else len(dataset)
+        self._given_hash = (-1, 0)
+        """An epoch, and the hash of its order if that is the script's own."""
+        self.digest = DataDigest(dataset, self._indices)
         self._hash = zlib.crc32(repr((determined_by, self.digest.fields)).encode()) or 1
         self._data: str = ""
         """What this rank's data set was compared with."""
@@ -162,7 +173,19 @@ class DataOrder:
         self._warned_endless = False
 
     def register(self, context: Context) -> None:
-        """Register the data set and the planner with the context."""
+        """Register the data set and the planner with the context.
+
+        Raises:
+            ScriptError: the run is audited, and the script's own order has an example twice.
+        """
+        if self._given is not None and context.worker.audit:
+            found = self._epoch_order(0)(np.arange(self.examples))
+            if len(np.unique(found)) < self._indices or len(found) > self._indices:
+                raise ScriptError(
+                    "DataLoader(order=...) with --audit, which shows that each example of the data "
+                    "set is used exactly once in an epoch: this order leaves some out, or has some "
+                    "several times. Run it without --audit"
+                )
         dropped = self.examples % self.batch_size if self.drop_last else 0
         context.register_data(self.examples, dropped, self.planner)
         context.worker.digests.append(self.digest)
@@ -383,12 +406,48 @@ class DataOrder:
 
     def _epoch_order(self, epoch: int) -> Order:
         if self._order is None or self._order[0] != epoch:
-            if self.blocks is not None and self.shuffle:
+            if self._given is not None:
+                order = self._given_order(epoch, self._given)
+            elif self.blocks is not None and self.shuffle:
                 order = block_order(self.seed, epoch, *self.blocks)
             else:
                 order = epoch_order(self.seed, epoch, self.examples, shuffle=self.shuffle)
             self._order = (epoch, order)
         return self._order[1]
+
+    def _given_order(self, epoch: int, given: GivenOrder) -> Order:
+        """Return the script's own order of an epoch.
+
+        Raises:
+            ScriptError: it has another length than the first, or what is no index of the data set.
+        """
+        found = np.asarray(given(epoch))
+        problem = ""
+        if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+            problem = f"returns a {found.dtype} array of the shape {found.shape}"
+        elif len(found) != self.examples:
+            problem = f"returns {len(found)} indices, and {self.examples} for epoch 0"
+        elif found.min() < 0 or found.max() >= self._indices:
+            wrong = found[(found < 0) | (found >= self._indices)][0]
+            problem = f"returns the index {wrong}, and the data set has {self._indices} examples"
+        if problem:
+            raise ScriptError(
+                f"DataLoader(order=...): order({epoch}) {problem}. Return the indices that the "
+                "epoch reads, in order, the same number for each epoch and the same on all ranks"
+            )
+        return lambda positions: found[positions]
+
+    def _hash_of(self, epoch: int) -> int:
+        """Return a hash of all that determines the order of an epoch, not 0."""
+        if self._given is None:
+            return self._hash
+        if self._given_hash[0] != epoch:
+            indices = self._epoch_order(epoch)(np.arange(self.examples))
+            self._given_hash = (
+                epoch,
+                zlib.crc32(indices.astype(np.int64).tobytes(), self._hash) or 1,
+            )
+        return self._given_hash[1]
 
     def _claim(self, context: Context) -> None:
         """Raise ScriptError if another loader has been reading the current epoch."""
@@ -413,8 +472,8 @@ class DataOrder:
         if progress.data != self._data:
             self._compare(worker)
         if progress.position == 0:
-            progress.order_hash = self._hash
-        elif progress.order_hash not in (0, self._hash):
+            progress.order_hash = self._hash_of(progress.epoch)
+        elif progress.order_hash not in (0, self._hash_of(progress.epoch)):
             window = "" if self._window is None else f", shuffle_window={self._window}"
             raise ScriptError(
                 f"epoch {progress.epoch} was begun in another order of the data, or with examples "

@@ -18,6 +18,7 @@ from hvd_elastic.checkpoint.manifests import newest_valid
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.communicator.ring import load_horovod
 from hvd_elastic.errors import RunError, ScriptError
+from hvd_elastic.formatting import as_whole
 from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.input.worker import serve_ranks
@@ -228,6 +229,7 @@ def steps(count: int, loader: Loader[Batch]) -> Iterator[Batch]:
     ...     ...
     """
     frontend = context.current().worker.frontend
+    count = as_whole(count)
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise ScriptError(
             f"hvd.steps({count!r}, loader): the number of steps comes first and must be a whole "

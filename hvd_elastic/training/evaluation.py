@@ -16,6 +16,7 @@ import numpy as np
 
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.formatting import as_whole
 from hvd_elastic.training import context
 from hvd_elastic.training.script_collectives import script_collective
 
@@ -68,6 +69,7 @@ def evaluate(
     >>> hvd.evaluate(model, test_set, {"accuracy": correct})      # doctest: +SKIP
     {'accuracy': 0.9762}
     """
+    batch_size = as_whole(batch_size)
     _check(batch_size, metrics)
     worker = context.current().worker
     here = worker.frontend.inference(model, dataset, "hvd.evaluate", num_workers, collate_fn)

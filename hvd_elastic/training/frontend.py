@@ -22,6 +22,7 @@ import numpy as np
 from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.communicator.interface import Collectives, Communicator
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.generators import Generator
 from hvd_elastic.training.inference import Inference
 from hvd_elastic.training.progress import Progress
@@ -101,6 +102,17 @@ class Frontend(Protocol):
 
     def write_object(self, name: str, obj: Any, file: HashingWriter) -> None:
         """Write an object that the script saves under a name; see ``hvd.save``."""
+
+    def profiler(self) -> Any:
+        """Return a profiler with ``start``, ``stop`` and ``export_chrome_trace``.
+
+        Raises:
+            ScriptError: the framework has none.
+        """
+        raise ScriptError(
+            "hvd-elastic run --profile records with PyTorch's profiler, and this script uses "
+            f"{self.module}: leave --profile out, and see docs/debugging.md"
+        )
 
     def exported(self, model: Any, example: Any, name: str) -> Callable[[Path], Any]:
         """Return a function for :func:`hvd_elastic.training.export.export`.

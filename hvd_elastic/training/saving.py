@@ -6,26 +6,13 @@ leader fetches it into the run folder. Otherwise it writes into the folder ``sav
 
 from __future__ import annotations
 
-import os
-import socket
-import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from hvd_elastic.checkpoint.saved import (
-    SAVED_FOLDER,
-    Write,
-    check_name,
-    drop_spooled,
-    find_spooled,
-    spool_file,
-    store_file,
-)
-from hvd_elastic.errors import CheckpointError
+from hvd_elastic.checkpoint.saved import check_name
+from hvd_elastic.checkpoint.whole_files import Write
 from hvd_elastic.training import context
 from hvd_elastic.training.worker import Worker
-from hvd_elastic.wire import messages as msg
 
 
 def save(name: str, obj: Any) -> None:
@@ -67,41 +54,11 @@ def save_file(worker: Worker, name: str, write: Write) -> None:
     """
     check_name(name)
     worker.check_has_ranks(f"whether this rank writes {name!r}")
+    worker.saved_names.add(name)
     if worker.saves is not None:
         worker.saves[name] = write
-    if worker.communicator.rank:
-        return
-    began = time.monotonic()
-
-    def describe(size: int, sha256: str) -> msg.SavedFile:
-        return msg.SavedFile(
-            name=name,
-            bytes=size,
-            sha256=sha256,
-            step=worker.progress.step,
-            epoch=worker.progress.epoch,
-            host=os.environ.get("HVD_ELASTIC_HOST") or socket.gethostname(),
-            generation=worker.generation,
-            life=worker.life,
-            number=time.monotonic_ns(),
-            created=time.time(),
-        )
-
-    try:
-        if worker.link is None:
-            folder = Path(worker.sink.saved_folder)
-            saved = store_file(folder, write, describe)
-        else:
-            folder = Path(os.environ["HVD_ELASTIC_SPOOL"]) / SAVED_FOLDER
-            saved = spool_file(folder, write, describe)
-    except CheckpointError as error:
-        raise CheckpointError(f"hvd.save({name!r}) has not saved the file: {error}") from error
-    path = str(folder / name)
-    worker.sink.send(msg.FileSaved(saved, path, time.monotonic() - began))
-    if worker.link is not None:
-        for other in find_spooled(folder):
-            if other.name == name and other != saved:
-                drop_spooled(folder, other)
+    if not worker.communicator.rank:
+        worker.keep_file(name, write)
 
 
 def save_again(worker: Worker) -> None:

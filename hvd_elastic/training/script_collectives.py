@@ -15,11 +15,19 @@ Tensor = TypeVar("Tensor")
 
 
 @contextlib.contextmanager
-def script_collective(kind: str, name: str) -> Iterator[Communicator]:
-    """Register a collective of the script; turn its failure after training into a ScriptError."""
+def script_collective(
+    kind: str, name: str, *, changes_state: bool = False
+) -> Iterator[Communicator]:
+    """Register a collective of the script; turn its failure after training into a ScriptError.
+
+    Args:
+        kind: function of the script, for messages.
+        name: name of the collective.
+        changes_state: whether what follows it in the loop body is run in any case.
+    """
     ctx = context.current()
     ctx.worker.averagers.collect()
-    ctx.rollback.collective_begins(name)
+    ctx.rollback.collective_begins(name, changes_state=changes_state)
     try:
         yield ctx.worker.communicator
     except GenerationBrokenError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from hvd_elastic.control.endings import explain_script_error
 from hvd_elastic.errors import HvdElasticError
 
 _WANTED = "HVD_ELASTIC_TRACEBACK"
@@ -79,7 +80,7 @@ class _Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if isinstance(error, KeyboardInterrupt):
-            text = "".join(traceback.format_exception(kind, error, _without_entry(trace)))
+            text = _text(kind, error, _without_entry(trace))
             if not self._was_interrupted and self.tell is not None and self.tell(text):
                 # Raised by the script: Python would end by SIGINT, as if somebody had sent that.
                 raise SystemExit(1)
@@ -98,14 +99,19 @@ class _Hook:
         if not whole:
             trace = _without_entry(trace)
         own = self._previous is sys.__excepthook__
-        if self.tell is not None:
-            text = "".join(traceback.format_exception(kind, error, trace))
-            if self.tell(told if ours else text) and own:
-                return
+        hint = None if ours else explain_script_error(_text(kind, error, trace))
+        if self.tell is not None and self.tell(told if ours else _text(kind, error, trace)) and own:
+            return
         if ours and own:
             sys.stderr.write(told)
         else:
             self._previous(kind, error, trace)
+        if hint is not None:
+            sys.stderr.write(f"error: {hint}\n")
+
+
+def _text(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    return "".join(traceback.format_exception(kind, error, trace))
 
 
 def _place(trace: TracebackType | None) -> str:

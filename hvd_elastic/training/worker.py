@@ -6,14 +6,23 @@ import dataclasses
 import json
 import logging
 import os
+import socket
 import time
+from pathlib import Path
 
-from hvd_elastic.checkpoint.saved import Write
+from hvd_elastic.checkpoint.saved import (
+    SAVED_FOLDER,
+    drop_spooled,
+    find_spooled,
+    spool_file,
+    store_file,
+)
+from hvd_elastic.checkpoint.whole_files import Write
 from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.communicator.ring import HorovodCommunicator
 from hvd_elastic.control.progress import Activity, Position
-from hvd_elastic.errors import ScriptError
+from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.run_events import Warned
 from hvd_elastic.training.agent_link import AgentLink, worker_options
 from hvd_elastic.training.averagers import Averagers
@@ -62,6 +71,7 @@ class Worker:
         in_train: whether the training function runs.
         saves: what the script has saved since an epoch has ended, by name, with what writes it;
             None: the script itself saves it again after a failure.
+        saved_names: names under which this process has saved.
         state: the script's state; None before it is created.
         averagers: averagers of the script's optimizers.
         step_began: when the step in flight began [s, monotonic]; None: no step is in flight.
@@ -82,6 +92,7 @@ class Worker:
         self.generators = Generators(frontend.generators())
         self.in_train = False
         self.saves: dict[str, Write] | None = None
+        self.saved_names: set[str] = set()
         self.state: State | None = None
         self.averagers = Averagers()
         self.step_began: float | None = None
@@ -127,6 +138,48 @@ class Worker:
         """Progress of training, for messages."""
         return Position(**self.progress.as_dict())
 
+    def keep_file(self, name: str, write: Write) -> None:
+        """Write a file where the leader fetches it; a later one of that name replaces it.
+
+        Args:
+            name: valid name of the file.
+            write: writes the content to the file it is given.
+
+        Raises:
+            CheckpointError: it cannot be written on this host; an earlier one is untouched.
+        """
+        began = time.monotonic()
+
+        def describe(size: int, sha256: str) -> msg.SavedFile:
+            return msg.SavedFile(
+                name=name,
+                bytes=size,
+                sha256=sha256,
+                step=self.progress.step,
+                epoch=self.progress.epoch,
+                host=os.environ.get("HVD_ELASTIC_HOST") or socket.gethostname(),
+                generation=self.generation,
+                life=self.life,
+                number=time.monotonic_ns(),
+                created=time.time(),
+            )
+
+        try:
+            if self.link is None:
+                folder = Path(self.sink.saved_folder)
+                saved = store_file(folder, write, describe)
+            else:
+                folder = Path(os.environ["HVD_ELASTIC_SPOOL"]) / SAVED_FOLDER
+                saved = spool_file(folder, write, describe)
+        except CheckpointError as error:
+            raise CheckpointError(f"hvd.save({name!r}) has not saved the file: {error}") from error
+        path = str(folder / name)
+        self.sink.send(msg.FileSaved(saved, path, time.monotonic() - began))
+        if self.link is not None:
+            for other in find_spooled(folder):
+                if other.name == name and other != saved:
+                    drop_spooled(folder, other)
+
     def warn(self, message: str) -> None:
         """Record a warning and show it on the terminal; training continues."""
         self.sink.send(Warned(message))
@@ -146,6 +199,11 @@ class Worker:
     def wants_change(self) -> bool:
         """Whether the leader has asked this worker to leave its present generation."""
         return self.link is not None and self.link.pending(self.generation)
+
+    @property
+    def is_to_leave(self) -> bool:
+        """Whether the leader has told this worker to leave the run."""
+        return self.link is not None and self.link.is_to_leave
 
     def refuse_aborted(self) -> None:
         """Raise GenerationBrokenError if the leader called this generation off."""

@@ -309,7 +309,7 @@ def _tiles(summary: RunSummary, audit: AuditResult) -> str:
         if name != "loss"
     ]
     if "loss" in summary.last:
-        tiles.append((number_words(summary.last["loss"]), "last loss", ""))
+        tiles.append((number_words(summary.last["loss"]), "last loss (rank 0)", ""))
     plan = summary.batch_plan
     if plan:
         name = f"batch, {number_words(plan.limits.initial_batch_size)} at first"

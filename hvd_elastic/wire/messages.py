@@ -7,7 +7,7 @@ version, so there are no optional fields for older peers.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -29,7 +29,7 @@ from hvd_elastic.run_events import (
 )
 from hvd_elastic.wire.framing import MessageDecoder, compress, decompress, encode
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of the protocol, increased with every incompatible change."""
 
 
@@ -51,6 +51,7 @@ class WorkerOptions(_Plain):
         input_hosts: whether input hosts read for the ranks.
         on_not_finite: what is done about a step whose gradients are not finite, of
             ``NOT_FINITE_CHOICES``.
+        profile: rank whose steps are profiled; -1: none.
     """
 
     heartbeat_s: float = 1.0
@@ -58,6 +59,7 @@ class WorkerOptions(_Plain):
     checkpoint_every_s: float = 0.0
     input_hosts: bool = False
     on_not_finite: str = NOT_FINITE_CHOICES[0]
+    profile: int = -1
 
 
 SAVED_NAME = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z"
@@ -333,6 +335,12 @@ class FileSaved(_FromWorker, tag="saved"):
         return self.file.event(self.path, self.seconds)
 
 
+class SavedWanted(_FromWorker, tag="saved_wanted"):
+    """The worker is to load a file that the script has saved; answered by :class:`SavedBrought`."""
+
+    name: str
+
+
 class InputServing(_FromWorker, tag="input_serving"):
     """A worker of an input host reads for the ranks, in one process for each port."""
 
@@ -366,6 +374,7 @@ Report = (
     | CheckpointFailed
     | InputServing
     | FileSaved
+    | SavedWanted
 )
 """What a worker tells the leader, events of the run among it; ``t`` of an event: when it was sent.
 """
@@ -436,6 +445,17 @@ class UseInput(_ToWorker, tag="use_input"):
     servers: list[InputServer]
 
 
+class SavedBrought(_ToWorker, tag="saved_brought"):
+    """A file of the script is on this host, at ``path``, for this worker to load and remove.
+
+    ``path`` is empty if the run has no such file, or if it could not be brought: see ``error``.
+    """
+
+    name: str
+    path: str = ""
+    error: str = ""
+
+
 class End(_ToWorker, tag="end"):
     """End now if a SIGTERM was ignored."""
 
@@ -443,7 +463,9 @@ class End(_ToWorker, tag="end"):
 Instruction = Join | Hold | Leave
 """Messages that the training thread waits for; the others take effect at once."""
 
-AgentToWorker = Instruction | Abort | SaveState | Recorded | End | ServeInput | UseInput
+AgentToWorker = (
+    Instruction | Abort | SaveState | Recorded | End | ServeInput | UseInput | SavedBrought
+)
 
 
 # ---- leader → agent
@@ -588,7 +610,7 @@ class Tell(_ToAgent, tag="tell"):
     """Forward a message to a worker."""
 
     worker: str
-    message: Hold | Leave | SaveState | ServeInput | UseInput
+    message: Hold | Leave | SaveState | ServeInput | UseInput | SavedBrought
 
 
 class Kill(_ToAgent, tag="kill"):
@@ -598,16 +620,18 @@ class Kill(_ToAgent, tag="kill"):
     reason: str = "it was killed"
 
 
-class Collected(_ToAgent, tag="collected"):
-    """Shards up to this step are not needed any more; None: no shard is needed."""
+class Release(_ToAgent, tag="release"):
+    """Files that the host's spool need not keep, of one kind.
 
-    step: int | None
+    Attributes:
+        kind: shards of checkpoints, or files that the script has saved.
+        up_to_step: last step of the shards; None: all of them.
+        files: the saved files; None: all of them.
+    """
 
-
-class DropSaved(_ToAgent, tag="drop_saved"):
-    """Saved files that the host's spool need not keep; None: it need not keep any."""
-
-    files: tuple[SavedFile, ...] | None
+    kind: Literal["shards", "saved"]
+    up_to_step: int | None = None
+    files: tuple[SavedFile, ...] | None = None
 
 
 class Shutdown(_ToAgent, tag="shutdown"):
@@ -626,8 +650,7 @@ LeaderToAgent = (
     | CallOff
     | Tell
     | Kill
-    | Collected
-    | DropSaved
+    | Release
     | Shutdown
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shlex
 import shutil
 import signal
@@ -154,6 +155,7 @@ def test_a_checkpoint_folder_of_another_run(home: Path, script: Path) -> None:
     ("python", "words"),
     [
         ("missing", ["has no Python at", "--python"]),
+        ("other processor", ["is there and does not run", "hvd-elastic install", "--python"]),
         ("without package", ["has no package hvd_elastic", "Install it there", "--python"]),
         ("other minor", ["has Python 3.8.1", "the leader has 3.", "--python"]),
         ("other version", ["has hvd_elastic 0.0.0", "Install the same version on every host"]),
@@ -179,6 +181,12 @@ def interpreter(folder: Path, kind: str) -> Path:
     path = folder / f"python-{kind.replace(' ', '-')}"
     if kind == "missing":
         return path
+    if kind == "other processor":
+        program = bytearray(Path(shutil.which("true") or "").read_bytes())
+        program[18:20] = (183 if platform.machine() == "x86_64" else 62).to_bytes(2, sys.byteorder)
+        path.write_bytes(program)  # ELF of aarch64, or of x86-64
+        path.chmod(0o755)
+        return path
     python = shlex.quote(sys.executable)
     if kind == "without package":
         # Isolated: neither PYTHONPATH nor what is installed for it.
@@ -189,9 +197,9 @@ def interpreter(folder: Path, kind: str) -> Path:
             "other version": "import hvd_elastic; hvd_elastic.__version__ = '0.0.0'",
         }[kind]
         root = Path(__file__).resolve().parents[2]
-        program = f"import sys; sys.path.insert(0, {str(root)!r}); {fault}; import runpy; "
-        program += "runpy.run_module('hvd_elastic.agent.agent', run_name='__main__')"
-        path.write_text(f"#!/bin/sh\nexec {python} -c {shlex.quote(program)}\n")
+        sent = f"import sys; sys.path.insert(0, {str(root)!r}); {fault}; import runpy; "
+        sent += "runpy.run_module('hvd_elastic.agent.agent', run_name='__main__')"
+        path.write_text(f"#!/bin/sh\nexec {python} -c {shlex.quote(sent)}\n")
     path.chmod(0o755)
     return path
 

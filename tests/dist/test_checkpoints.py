@@ -150,7 +150,8 @@ def test_a_truncated_shard_is_skipped_and_a_host_that_cannot_take_the_one_before
     cut = newest.shards[-1].path
     os.truncate(cut, 10)
     since = job.mark()
-    in_the_way = spool_of(job, a) / "restore-1"
+    next_generation = job.kinds("rescale_started")[-1]["generation"] + 1
+    in_the_way = spool_of(job, a) / f"restore-{next_generation}"
     in_the_way.parent.mkdir(parents=True)
     in_the_way.touch()
     job.resume()

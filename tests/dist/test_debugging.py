@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import pytest
 
 from tests.dist.conftest import StartJob
 from tests.dist.running import Stage
+from tests.paths import COSTLY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -24,7 +27,7 @@ optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1e-3), 
 data = torch.utils.data.TensorDataset(torch.randn(240, 4), torch.randn(240, 1))
 @hvd.run
 def train(state):
-    for epoch in hvd.epochs(2):
+    for epoch in hvd.epochs(3):
         for x, y in loader:
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
@@ -44,11 +47,11 @@ train(hvd.State(model=model, optimizer=optimizer, step=0))
 """
 
 
-def test_a_rank_that_stands_at_a_breakpoint_is_joined(stage: Stage, start_job: StartJob) -> None:
+def test_a_rank_is_joined_at_a_breakpoint_and_profiled(stage: Stage, start_job: StartJob) -> None:
     script = stage.folder / "breakpoints.py"
     script.write_text(SCRIPT)
     a, b, *_ = stage.hosts
-    job = start_job({a: 1, b: 1}, script=[sys.executable, str(script)])
+    job = start_job({a: 1, b: 1}, "--profile", "1", script=[sys.executable, str(script)])
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONBREAKPOINT"}
 
     def join(*typed: str) -> str:
@@ -75,3 +78,19 @@ def test_a_rank_that_stands_at_a_breakpoint_is_joined(stage: Stage, start_job: S
     for where in wanted:
         assert sum(stop.startswith(where) for stop in stops) == 1, stops
     assert "breakpoint() is passed over in a process that the script has started" in job.story()
+    profile = job.command("get", job.run_id, "profile-rank1-step25.json.gz", str(stage.folder))
+    assert "profile-rank1-step25.json.gz: " in profile
+    with gzip.open(stage.folder / "profile-rank1-step25.json.gz") as file:
+        assert "aten::addmm" in {event.get("name") for event in json.load(file)["traceEvents"]}
+
+
+@COSTLY
+def test_a_worker_at_a_breakpoint_leaves_with_its_host(stage: Stage, start_job: StartJob) -> None:
+    script = stage.folder / "breakpoints.py"
+    script.write_text(SCRIPT)
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, script=[sys.executable, str(script)])
+    job.wait_event("warning", 0)
+    job.use({a: 1})
+    assert job.wait() == 0, job.story()
+    assert any("since it is to leave" in event["message"] for event in job.kinds("warning"))

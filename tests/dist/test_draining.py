@@ -48,29 +48,33 @@ def test_a_job_moves_off_its_hosts_and_back(stage: Stage, start_job: StartJob) -
     job.finish()
 
 
-def test_the_last_host_goes_and_nothing_is_lost(stage: Stage, start_job: StartJob) -> None:
-    a, b, *_ = stage.hosts
+def test_all_hosts_go_and_nothing_is_lost(stage: Stage, start_job: StartJob) -> None:
+    a, b, c, _ = stage.hosts
     notice = stage.folder / "taken"
-    job = start_job({a: 1}, "--checkpoint-every", "600", "--preemption-command", f"cat {notice}")
-    job.wait_size(1)
+    options = ("--checkpoint-every", "600", "--preemption-command", f"cat {notice}")
+    job = start_job({a: 1, b: 1}, *options)
+    job.wait_size(2)
     job.wait_steps(10)
     since = job.mark()
     notice.write_text("11")
     try:
-        job.wait_event("host_drained", since, host=a)
+        for host in (a, b):
+            job.wait_event("host_drained", since, host=host)
     finally:
         notice.unlink()
     draining = job.kinds("host_draining", since)[0]
     assert draining["leave_in_s"] == 11.0
     saved = job.kinds("checkpoint", since)
     assert saved, "what training stopped with"
-    job.check_nothing_left([a])
-    assert "drained" in job.kinds("waiting", since)[-1]["reason"]
-    job.use({a: 1, b: 1})
+    job.check_nothing_left([a, b])
+    reason = job.kinds("waiting", since)[-1]["reason"]
+    assert f"({a}, {b} drained" in reason.replace("hosts ", "")
+    assert f"the checkpoint of step {saved[-1]['step']} is complete" in reason
+    job.use({a: 1, b: 1, c: 1})
     restored = job.wait_event("restored", since)
     assert restored["step"] == saved[-1]["step"]
     job.wait_steps(5)
-    assert job.kinds("rescale_started", since)[-1]["hosts"] == [b]
+    assert job.kinds("rescale_started", since)[-1]["hosts"] == [c]
     job.finish()
 
 

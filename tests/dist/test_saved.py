@@ -63,6 +63,10 @@ def train(state):
 
 train(hvd.State(model=model, optimizer=optimizer))
 hvd.save("final.pt", model.state_dict())
+if (folder / "load").exists():
+    for name in ("best.pt", "final.pt"):
+        loaded = hvd.load_model(name, torch.nn.Linear(4, 2), share=True)
+        (folder / f"loaded-{hvd.rank()}-{name}").write_text(str(loaded.state_dict()))
 """
 
 
@@ -95,10 +99,13 @@ def check_bytes(job: RunningJob, content: bytes) -> int:
     return epoch
 
 
-def test_the_best_model_outlives_the_host_of_rank_0(stage: Stage, start_saving: Any) -> None:
-    a, b, *_ = stage.hosts
-    job = start_saving({a: 1, b: 1})
-    job.wait_size(2)
+def test_the_best_model_outlives_the_host_of_rank_0_and_all_ranks_load_it(
+    stage: Stage, start_saving: Any
+) -> None:
+    a, b, c, *_ = stage.hosts
+    job = start_saving({a: 1, b: 1, c: 1})
+    job.wait_size(3)
+    (job.folder / "load").touch()
     job.wait_event("saved", 0, host=a)
     early = check_bytes(job, get(job, "best.pt"))
     stage.cluster.crash(a)
@@ -119,7 +126,11 @@ def test_the_best_model_outlives_the_host_of_rank_0(stage: Stage, start_saving: 
     final = load_model(Path(events["final.pt"]["path"]), torch.nn.Linear(4, 2))
     newest = load_model(job.home / "runs" / job.run_id, torch.nn.Linear(4, 2))
     assert torch.equal(final.weight, newest.weight)
-    job.check_nothing_left([b])
+    for name in ("best.pt", "final.pt"):
+        kept = load_model(Path(events[name]["path"]), torch.nn.Linear(4, 2)).state_dict()
+        loaded = [(job.folder / f"loaded-{rank}-{name}").read_text() for rank in (0, 1)]
+        assert loaded == [str(kept)] * 2
+    job.check_nothing_left([b, c])
 
 
 @COSTLY

@@ -21,6 +21,7 @@ from benchmarks.testbed.spark_session import make_session
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.spark import TorchDistributor, _get_spark_partition_data_loader, rows
 
+Fixed = partial(TorchDistributor, use_gpu=False, elastic=False)
 LOOKS = ("interval", "maxFailures")
 SCRIPT = """
 import argparse, os
@@ -159,7 +160,7 @@ def what_ends_it(end: Callable[[], object]) -> str:
 
     with contextlib.redirect_stdout(heard):
         threading.Thread(target=end_it, daemon=True).start()
-        return refusal(lambda: TorchDistributor(1, False, False).run(waits))
+        return refusal(lambda: Fixed(1, False).run(waits))
 
 
 def refusal(do: Callable[[], object]) -> str:
@@ -177,8 +178,8 @@ def main() -> None:
     patience = {f"spark.scheduler.barrier.maxConcurrentTasksCheck.{name}": "5" for name in LOOKS}
     spark = make_session(**{"spark.ssl.enabled": "true", **patience})
     folder = Path(sys.argv[1])
-    here = TorchDistributor(num_processes=2, local_mode=True, use_gpu=False)
-    there = TorchDistributor(num_processes=3, local_mode=False, use_gpu=False)
+    here, there = Fixed(num_processes=2), Fixed(num_processes=3, local_mode=False)
+    elastic = TorchDistributor(num_processes=3, local_mode=False, use_gpu=False)
     script = folder / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
     frame = spark.createDataFrame(
@@ -191,10 +192,10 @@ def main() -> None:
         "data parallel": there.run(data_parallel, 5),
         "values": [there.run(with_argument, i, more="")[1] for i in range(int(sys.argv[2]))],
         "rows of rank 0": there._train_on_dataframe(rows_of_rank, frame, 17),
-        "rows": there._train_on_dataframe(rows_of_all, frame),
+        "rows": elastic._train_on_dataframe(rows_of_all, frame),
     }
     if "keras" in sys.argv:
-        found["keras"] = there.run(with_keras)
+        found["keras"] = elastic.run(with_keras)
     if "lightning" in sys.argv:
         found["lightning"] = there.run(with_lightning)
     with ThreadPoolExecutor(1) as pool:  # in which no session is the active one
@@ -208,7 +209,7 @@ def main() -> None:
     ):
         train = partial(here._train_on_dataframe, rows_of_rank, refused, 1)
         found[name] = refusal(train)
-    many = TorchDistributor(num_processes=9, local_mode=False, use_gpu=False)
+    many = Fixed(num_processes=9, local_mode=False)
     found["too many"] = refusal(lambda: many.run(with_argument, 1, more=""))
     found["no GPU"] = refusal(lambda: TorchDistributor(1, local_mode=False, use_gpu=True))
     # The executors of this session start another Python, or are told of another one.
@@ -220,7 +221,7 @@ def main() -> None:
     ):
         kept = getattr(context, setting)
         setattr(context, setting, value)
-        run = TorchDistributor(1, False, False).run
+        run = Fixed(1, False).run
         found[name] = refusal(partial(run, with_argument, 1, more=""))
         setattr(context, setting, kept)
     context.setJobGroup("mine", "a group of the user")

@@ -13,6 +13,7 @@ import os
 import sys
 import unittest
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 from pyspark.ml.torch import distributor
@@ -20,6 +21,13 @@ from pyspark.ml.torch import distributor
 from hvd_elastic import spark
 
 MODULES = ("test_distributor", "test_data_loader")
+
+
+class Fixed(spark.TorchDistributor):
+    """Ours with fixed ranks, as Spark's own tests need them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "elastic": False})
 
 
 class Endings(unittest.TextTestResult):
@@ -47,8 +55,8 @@ def _name(test: object) -> str:
 
 def main(checkout: Path) -> None:
     """Run the tests of a checkout."""
-    for name in ("TorchDistributor", "_get_spark_partition_data_loader"):
-        setattr(distributor, name, getattr(spark, name))
+    distributor.TorchDistributor = Fixed
+    distributor._get_spark_partition_data_loader = spark._get_spark_partition_data_loader
     suite = unittest.TestSuite()
     for name in MODULES:
         path = checkout / "python" / "pyspark" / "ml" / "torch" / "tests" / f"{name}.py"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.testbed.slurm import SlurmCluster, missing_programs
+from hvd_elastic.engines.slurm.engine import SrunConnection
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.slurm.engine import SrunConnection
 from tests.dist.running import RunningJob, Stage
 from tests.engines.submitted_job import SubmittedJob
 
@@ -148,6 +148,7 @@ def test_a_submitted_run_grows_shrinks_and_outlives_its_time_limit(stage, nodes,
         restored = job.wait_event("restored", since)
         assert restored["step"] == finished["steps"]
         job.wait_size(3, since)
+        assert not job.kinds("warning", since), "nodes of the job before are not asked"
         end_well(job)
         job.wait_for(
             lambda: job.further_jobs() == [theirs], "the end of all allocations", ended_too=True
@@ -169,16 +170,21 @@ def test_an_unused_node_is_given_back(stage, nodes, slurm) -> None:
         end_well(job)
 
 
-def test_a_policy_takes_a_node_that_it_uses(stage, nodes, slurm) -> None:
+def test_a_policy_takes_a_node_that_it_uses_and_scancel_costs_no_step(stage, nodes, slurm) -> None:
     """A step is a sleep of 10 ms for each example of a rank, so more slots bring more."""
     device = ("--step-time", "0.002", "--example-time", "0.01", "--batch-size", "24")
-    options = ("--nodes", "1-2", "--policy", "goodput")
+    options = ("--nodes", "1-2", "--policy", "goodput", "--checkpoint-every", "600")
     with SubmittedJob(slurm, stage, *options, script_options=device) as job:
         job.wait_size(1)
         job.wait_size(2)
         assert [each["action"] for each in job.kinds("decision")].count("grow") >= 1
         assert len(job.further_jobs()) == 1
-        end_well(job)
+        # The signal reaches srun of the further node as well, which then kills the step at once.
+        slurm.call("scancel", job.first_job())
+        (finished,) = job.wait_for(lambda: job.kinds("run_finished"), "its end", ended_too=True)
+        assert finished["checkpoint_step"] == finished["steps"] > 0
+        way_on = f"go on with: hvd-elastic slurm submit --resume {job.run_id}"
+        job.wait_for(lambda: way_on in job.output_of_jobs(), way_on, ended_too=True)
 
 
 def test_an_allocation_of_one_node_trains(stage, nodes, slurm) -> None:
@@ -227,12 +233,17 @@ def test_a_command_that_srun_starts_several_times_says_so(nodes, slurm) -> None:
     assert done.returncode == 2
 
 
-def test_a_leader_that_outlives_its_allocation_ends(stage, nodes, slurm) -> None:
-    with slurm.allocation("--nodes=2", "--ntasks-per-node=1"), RunningJob(stage, None) as job:
+def test_a_leader_that_outlives_its_allocation_ends_with_a_checkpoint(stage, nodes, slurm) -> None:
+    with (
+        slurm.allocation("--nodes=2", "--ntasks-per-node=1"),
+        RunningJob(stage, None, "--checkpoint-every", "600") as job,
+    ):
         job.wait_size(2)
+        job.wait_steps(10)
         slurm.call("scancel", "--me")
         finished = job.wait_event("run_finished", 0)
         assert finished["message"] == "the allocation of its hosts has ended"
+        assert finished["checkpoint_step"] == finished["steps"]
 
 
 def test_an_allocation_that_has_ended_is_said(stage, two_nodes, slurm) -> None:

@@ -159,6 +159,7 @@ $2 -f /run/password_config
 
 
 def test_bootstrap_asks_for_a_password_once(cluster: VirtualCluster, tmp_path: Path) -> None:
+    """Of a jump host first: then the key opens the way to the host behind it."""
     host = cluster.hosts[0]
     hashed = subprocess.run(
         ["openssl", "passwd", "-6", "right horse"], capture_output=True, text=True
@@ -167,9 +168,10 @@ def test_bootstrap_asks_for_a_password_once(cluster: VirtualCluster, tmp_path: P
     done = cluster.run_on(host, command, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     hostfile, config = tmp_path / "hosts", tmp_path / "config"
-    hostfile.write_text("root@one\n")
+    hostfile.write_text("root@behind\nroot@door\n")
     config.write_text(
-        f"Host one\n HostName {cluster.address(host)}\n Port 2222\n UserKnownHostsFile none\n"
+        f"Host *\n HostName {cluster.address(host)}\n Port 2222\n UserKnownHostsFile none\n"
+        "Host behind\n ProxyJump root@door\n"
     )
     pid, terminal = pty.fork()
     if pid == 0:
@@ -192,7 +194,8 @@ def test_bootstrap_asks_for_a_password_once(cluster: VirtualCluster, tmp_path: P
     os.close(terminal)
     assert asked == 2, shown
     assert "SHA256:" in shown
-    assert "1 added" in shown
+    assert "Password for door (" in shown
+    assert "1 added, 1 there" in shown
     assert "right horse" not in shown
     public = (tmp_path / ".ssh" / "id_ed25519.pub").read_text()
     assert (cluster.data(host) / "home" / ".ssh" / "authorized_keys").read_text() == public

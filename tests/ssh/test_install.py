@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -18,7 +20,7 @@ import pytest
 from hvd_elastic.bench.digits_data import write_digits
 from hvd_elastic.hosts.programs.environment import new_name
 from hvd_elastic.virtual import VirtualCluster, netns
-from tests.paths import ALL, ROOT
+from tests.paths import ALL, COSTLY, ROOT
 
 NO_NAMESPACES = netns.why_no_namespaces()
 pytestmark = [
@@ -28,6 +30,26 @@ pytestmark = [
 ]
 LEFT_OUT = "tensorflow" if importlib.util.find_spec("torch") else "torch"
 """The framework that is left out, since importing it takes long."""
+
+SCRIPT = """
+import torch
+import hvd_elastic.torch as hvd
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1e-3), model)
+data = torch.utils.data.TensorDataset(torch.randn(240, 4), torch.randn(240, 1))
+loader = hvd.DataLoader(data, 24)
+@hvd.run
+def train(state):
+    for epoch in hvd.epochs(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    print(f"trained on {hvd.size()} ranks")
+train(hvd.State(model=model, optimizer=optimizer))
+"""
 
 
 class Bed:
@@ -164,3 +186,35 @@ def test_an_environment_comes_whole_or_not_at_all(bed: Bed) -> None:
     (again,) = bed("install", "--hosts", busy["host"])
     assert (again["files"], again["size_bytes"]) == (1, 10)
     assert bed.on(1, f"ls '{folder}'; ls '{site}/added.py'") == f"env\n{site}/added.py"
+
+
+@COSTLY
+@pytest.mark.timeout(5400)
+def test_the_commands_of_the_readme_lead_from_a_clone_to_a_run_over_three_hosts(
+    tmp_path: Path,
+) -> None:
+    """Literally, on hosts that have none of our files, and whose keys nobody has accepted."""
+    text = (ROOT / "README.md").read_text().partition("## Install and run")[2]
+    commands = re.sub(" +#.*", "", text.split("```")[1].strip())
+    assert len(commands.splitlines()) == 4
+    clone = tmp_path / "hvd_elastic"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    (clone / "train.py").write_text(SCRIPT)
+    environment = {**os.environ, "HVD_ELASTIC_HOME": str(tmp_path / "home")}
+    environment.pop("PYTHONPATH", None)
+    with VirtualCluster.up(3, 1, loopback=False) as cluster:
+        shutil.copy(cluster.hostfile, clone / "hosts")
+        assert not cluster.run_on(cluster.hosts[0], ["test", "-e", str(clone)]).stdout
+        done = subprocess.run(
+            # A terminal, since --bootstrap asks there.
+            ["script", "-qec", commands.replace("\n", " && "), "/dev/null"],
+            input="y\n",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=clone,
+            env={**environment, "HVD_ELASTIC_SSH_CONFIG": str(cluster.ssh_config)},
+        )
+        assert done.returncode == 0, done.stdout[-5000:]
+    assert "trained on 3 ranks" in done.stdout
+    assert "run succeeded after 20 steps" in done.stdout

@@ -372,8 +372,11 @@ def test_a_jump_host_is_trusted_before_the_host_behind_it(
 
 def test_a_jump_that_leads_to_itself(server: Sshd, tmp_path: Path) -> None:
     config = server.write_config(tmp_path / "config", ["node1"], "  ProxyJump node1\n")
+    options = SshOptions(config_path=config)
     with pytest.raises(SshError, match="jump"):
-        connect(Host("node1"), SshOptions(config_path=config))
+        connect(Host("node1"), options)
+    with pytest.raises(SshError, match="jump"):
+        trust_hosts([Host("node1")], options, lambda _: True)
 
 
 def test_a_lost_connection_is_noticed(server: Sshd, options: SshOptions) -> None:

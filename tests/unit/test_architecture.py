@@ -18,9 +18,8 @@ LEVELS = (
     {"control"},
     {"sim", "wire", "records", "checkpoint", "hosts", "data"},
     {"agent", "leader", "communicator", "training"},
-    {"torch", "tensorflow", "cluster", "jobs", "virtual", "views", "install"}
-    | {"engines", "slurm"},
-    {"keras", "bench", "cli", "ray", "spark"},
+    {"torch", "tensorflow", "cluster", "jobs", "virtual", "views", "install"} | {"engines"},
+    {"keras", "lightning", "bench", "cli", "ray", "spark"},
 )
 """Rooms, each of which may import those of lower levels, of its own level and nothing above."""
 

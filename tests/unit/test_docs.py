@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_elastic.cli.app import SECTIONS
 from hvd_elastic.hosts.hostfile import parse_hosts
 from hvd_elastic.records.events import EVENT_TYPES
 from scripts import commands_doc
@@ -121,6 +122,7 @@ def test_options_named_in_prose_exist(page: Path) -> None:
         *("--seed", "--build-arg", "--network", "--ipc"),
         # sbatch
         *("--begin", "--chdir", "--comment", "--cpus-per-gpu", "--cpus-per-task", "--dependency"),
+        *("--gid", "--uid", "--wrap"),
         *("--exclude", "--exclusive", "--export", "--gpus", "--gpus-per-node", "--gpus-per-task"),
         *("--hold", "--job-name", "--mail-type", "--mem", "--nodefile", "--nodelist", "--ntasks"),
         *("--ntasks-per-node", "--requeue", "--signal", "--test-only", "--wait"),
@@ -134,6 +136,11 @@ def test_options_named_in_prose_exist(page: Path) -> None:
 def test_every_command_is_in_the_manual() -> None:
     text = read(ROOT / "docs" / "commands.md")
     assert not [name for name in COMMANDS if name not in text]
+    # In the sections of --help, and in their order.
+    places = [text.index(f"\n## {title}\n") for title in SECTIONS]
+    for title, begin, end in zip(SECTIONS, places, [*places[1:], len(text)], strict=True):
+        here = set(re.findall(r"^### hvd-elastic (\S+)", text[begin:end], re.MULTILINE))
+        assert here == {name for name in SECTIONS[title] if name != "cluster"}
 
 
 def test_option_tables_are_current() -> None:

@@ -213,9 +213,10 @@ def test_an_interrupt_while_a_command_is_imported_is_not_lost(tmp_path):
     program = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.path.insert(0, sys.argv[1])
-from hvd_elastic.cli.app import COMMANDS, LazyCommand, main
-COMMANDS["late"] = LazyCommand("late", "late", "Late.")
+import hvd_elastic.cli
+hvd_elastic.cli.__path__.insert(0, sys.argv[1])
+from hvd_elastic.cli.app import COMMANDS, main
+COMMANDS["late"] = ("late:late", "Late.")
 main(["late"])
 """
     done = fresh(program, str(tmp_path))
@@ -260,7 +261,7 @@ def test_make_alone_lists_the_targets_from_any_folder(tmp_path):
 
 def test_ci_runs_the_test_commands_of_the_readme_and_nothing_else():
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert lines[-2:] == ["make test", "exec make test-engines"]
+    assert lines[-3:] == ["make test", "make test-engines", "exec make test-trainers"]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
@@ -274,7 +275,8 @@ def test_no_folder_of_tests_is_passed_over(pytestconfig):
 
 @pytest.mark.parametrize(("framework", "folders"), OF_ONE_FRAMEWORK.items())
 def test_the_doctests_of_all_that_imports_a_framework_are_left_out_without_it(framework, folders):
-    module = {"torch": "torch", "tensorflow": "(tensorflow|keras)"}[framework]
+    ours = r"hvd_elastic\.lightning\.library"
+    module = {"torch": "torch", "tensorflow": "(tensorflow|keras)", "lightning": ours}[framework]
     imports = re.compile(rf"^(import|from) (horovod\.)?{module}\b", re.MULTILINE)
     found = [
         path.relative_to(ROOT)
@@ -285,9 +287,9 @@ def test_the_doctests_of_all_that_imports_a_framework_are_left_out_without_it(fr
     assert [path for path in found if not any(path.is_relative_to(part) for part in folders)] == []
 
 
-def test_only_the_tests_of_engines_are_left_out():
+def test_only_the_tests_of_engines_and_trainers_are_left_out():
     """pytest's summary and the README say what a run of all tests leaves out."""
     settings = (ROOT / "pyproject.toml").read_text("utf-8")
     folders = {path.relative_to(ROOT).parts[1] for path in (ROOT / "tests").glob("*/**/test_*.py")}
     left_out = {name for name in folders if f'"tests/{name}"' not in settings}
-    assert left_out <= {"engines"}
+    assert left_out <= {"engines", "trainers"}

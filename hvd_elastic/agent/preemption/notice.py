@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 from datetime import datetime, timezone
 
 NOTICE_S = 30.0
 """Time until the host goes after a notice without one [s]: the shortest of the large clouds."""
+AFTER_SIGTERM = "HVD_ELASTIC_AFTER_SIGTERM_S"
+"""Variable that an engine sets where it knows how long after SIGTERM it kills the agent [s]."""
 
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*s?\s*")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)?")
+
+
+def after_sigterm_s() -> float:
+    """Return how long this host has after SIGTERM to the agent [s]."""
+    return float(os.environ.get(AFTER_SIGTERM) or NOTICE_S)
 
 
 def seconds_left(output: str, now: float) -> float:

@@ -5,22 +5,33 @@ from __future__ import annotations
 import getpass
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import typer
 
-from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cluster.bootstrap import bring_key, find_leader_key
 from hvd_elastic.cluster.trust import ShownKey, TrustState, trust_hosts
 from hvd_elastic.formatting import count
+from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
 from hvd_elastic.hosts.ssh import own_known_hosts
 
+Bootstrap = Annotated[
+    bool, typer.Option("--bootstrap", help="First accept host keys and install your own key there.")
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="With --bootstrap: accept without asking.")]
 REFUSED = (TrustState.DECLINED, TrustState.REFUSED, TrustState.UNREACHABLE)
 
 
-def accept_host_keys(chosen: Chosen, yes: bool, also: str = "") -> list[ShownKey]:
+def accept_host_keys(
+    chosen: HostOptions,
+    yes: bool,
+    also: str = "",
+    then: Callable[[list[ShownKey]], None] = lambda _: None,
+) -> list[ShownKey]:
     """Show the unknown keys of the hosts, ask once, and accept them.
 
     Args:
@@ -28,6 +39,7 @@ def accept_host_keys(chosen: Chosen, yes: bool, also: str = "") -> list[ShownKey
         yes: whether to accept without asking.
         also: a further action that the answer is about, such as "let …"; with it, the question is
             asked even if all keys are known.
+        then: does that with the hosts, those of jump hosts before the ones behind them.
 
     Returns:
         One entry for each host.
@@ -39,18 +51,23 @@ def accept_host_keys(chosen: Chosen, yes: bool, also: str = "") -> list[ShownKey
 
     def confirm(unknown: list[ShownKey]) -> bool:
         nonlocal asked
-        asked = True
+        first, asked = not asked, True
         if not chosen.as_json:
             width = max(len(entry.host) for entry in unknown)
             for entry in unknown:
                 kind = entry.key.key_type if entry.key else ""
                 print(f"{entry.host:{width}}  {kind}  {entry.fingerprint}", flush=True)
-        what = f"Accept {count(len(unknown), 'key')}" + (f", and {also}" if also else "")
+        what = f"Accept {count(len(unknown), 'key')}" + (f", and {also}" if also and first else "")
         return yes or _ask(chosen, what)
 
-    shown = trust_hosts(chosen.hosts, chosen.ssh, confirm, chosen.fanout)
-    if also and not asked and not _ask(chosen, also[:1].upper() + also[1:]):
-        raise typer.Exit(1)
+    def trusted(shown: list[ShownKey]) -> None:
+        nonlocal asked
+        if shown and also and not asked and not _ask(chosen, also[:1].upper() + also[1:]):
+            raise typer.Exit(1)
+        asked = asked or bool(shown)
+        then(shown)
+
+    shown = trust_hosts(chosen.hosts, chosen.ssh, confirm, chosen.fanout, trusted)
     counts = Counter(entry.state for entry in shown)
     for entry in shown:
         if chosen.as_json:
@@ -75,7 +92,7 @@ def accept_host_keys(chosen: Chosen, yes: bool, also: str = "") -> list[ShownKey
     return shown
 
 
-def bootstrap_hosts(chosen: Chosen, yes: bool) -> None:
+def bootstrap_hosts(chosen: HostOptions, yes: bool) -> None:
     """Accept host keys and install the leader's key on the hosts that lack it.
 
     Raises:
@@ -84,14 +101,6 @@ def bootstrap_hosts(chosen: Chosen, yes: bool) -> None:
     key = find_leader_key(chosen.hosts, chosen.ssh)
     what = key.fingerprint or "a new one"
     number = count(len(chosen.hosts), "host")
-    shown = accept_host_keys(
-        chosen, yes, f"let your key {key.path} ({what}) log in on the {number} of the hostfile"
-    )
-    if any(entry.state is TrustState.DECLINED for entry in shown):
-        raise typer.Exit(1)
-    key = key.make()
-    fit = {entry.host for entry in shown if entry.state not in REFUSED}
-    hosts = [host for host in chosen.hosts if host.name in fit]
 
     def ask_password(refusing: Sequence[Host]) -> str | None:
         if chosen.as_json or not sys.stdin.isatty():
@@ -99,7 +108,20 @@ def bootstrap_hosts(chosen: Chosen, yes: bool) -> None:
         names = fold_hosts([host.name for host in refusing])
         return getpass.getpass(f"Password for {names} (used once, not kept): ") or None
 
-    results = bring_key(hosts, key, chosen.ssh, ask_password, chosen.fanout)
+    results: list[HostResult[str]] = []
+
+    def bring(shown: list[ShownKey]) -> None:
+        nonlocal key
+        fit = {entry.host for entry in shown if entry.state not in REFUSED}
+        hosts = [host for host in chosen.hosts if host.name in fit]
+        if hosts and all(entry.state is not TrustState.DECLINED for entry in shown):
+            key = key.make()
+            results.extend(bring_key(hosts, key, chosen.ssh, ask_password, chosen.fanout))
+
+    also = f"let your key {key.path} ({what}) log in on the {number} of the hostfile"
+    shown = accept_host_keys(chosen, yes, also, bring)
+    if any(entry.state is TrustState.DECLINED for entry in shown):
+        raise typer.Exit(1)
     if chosen.as_json:
         return
     done = Counter(result.value for result in results if result.ok)
@@ -110,7 +132,7 @@ def bootstrap_hosts(chosen: Chosen, yes: bool) -> None:
     print(f"key {key.path}: {', '.join(words) or 'on no host'}", file=sys.stderr)
 
 
-def _ask(chosen: Chosen, what: str) -> bool:
+def _ask(chosen: HostOptions, what: str) -> bool:
     if chosen.as_json or not sys.stdin.isatty():
         if not chosen.as_json:
             print(f"{what}? Not asked: this is no terminal; --yes accepts", file=sys.stderr)

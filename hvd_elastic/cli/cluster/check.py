@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.cluster.bootstrapping import REFUSED, accept_host_keys, bootstrap_hosts
-from hvd_elastic.cli.cluster.check_report import describe_health, show_health, show_links
-from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
+from hvd_elastic.cli.cluster.bootstrapping import (
+    REFUSED,
+    Bootstrap,
+    Yes,
+    accept_host_keys,
+    bootstrap_hosts,
+)
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, conclude, show_result
+from hvd_elastic.cli.options import command
+from hvd_elastic.cli.output import print_json_line
+from hvd_elastic.cluster.check.health import HostHealth, Level
+from hvd_elastic.cluster.check.network import Link
 from hvd_elastic.errors import UsageError
+from hvd_elastic.formatting import duration_words
+from hvd_elastic.hosts.fanout import HostResult
 
 
-@over_hosts(without=["dry_run"])
+@command(HostOptions, but=["dry_run"])
 def check(
-    chosen: Chosen,
+    chosen: HostOptions,
     python: Annotated[
         str | None,
         typer.Option("--python", metavar="PATH", help="Python there (default: the leader's path)."),
@@ -45,15 +58,10 @@ def check(
     ] = True,
     gpus: Annotated[
         bool,
-        typer.Option("--gpus/--no-gpus", help="Look at GPUs (no: the job trains on processors)."),
+        typer.Option("--gpus/--no-gpus", help="Check GPUs (--no-gpus for training on CPUs)."),
     ] = True,
-    bootstrap: Annotated[
-        bool,
-        typer.Option("--bootstrap", help="First accept host keys and bring your own key there."),
-    ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="With --bootstrap: accept without asking.")
-    ] = False,
+    bootstrap: Bootstrap = False,
+    yes: Yes = False,
 ) -> None:
     """Report for every host what would break a run on it, and what to do about it.
 
@@ -95,9 +103,9 @@ def check(
     conclude(chosen, found.hosts, printer, time.monotonic() - started)
 
 
-@over_hosts(without=["hosts", "exclude_hosts", "dry_run", "identity"])
+@command(HostOptions, but=["only_hosts", "exclude_hosts", "dry_run", "identity"])
 def trust(
-    chosen: Chosen,
+    chosen: HostOptions,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Accept without asking.")] = False,
 ) -> None:
     """Show the hosts' key fingerprints and accept them into the project's own known_hosts.
@@ -112,3 +120,53 @@ def trust(
     shown = accept_host_keys(chosen, yes)
     if any(entry.state in REFUSED for entry in shown):
         raise typer.Exit(1)
+
+
+def describe_health(result: HostResult[HostHealth]) -> dict[str, Any]:
+    """Return the fields of this tool in the JSON object of a host."""
+    checks = result.value.checks if result.value else ()
+    return {
+        "checks": [
+            {"name": item.name, "level": item.level.value, "detail": item.detail} for item in checks
+        ]
+    }
+
+
+def show_health(result: HostResult[HostHealth], printer: Printer, verbose: bool) -> None:
+    """Print a line for the host, and one for each problem on it."""
+    if result.value is None:
+        printer.lines(result.host, "stdout", f"NOT ready: {result.error}")
+        return
+    health = result.value
+    words = {Level.OK: "ready", Level.WARNING: "ready, with warnings", Level.FAILED: "NOT ready"}
+    printer.lines(result.host, "stdout", words[health.level])
+    for item in health.checks:
+        if verbose or item.level is not Level.OK:
+            text = f"  {item.level.value:8}{item.name}: {item.detail}"
+            printer.lines(result.host, "stdout", text)
+
+
+def show_links(links: Sequence[Link], printer: Printer, as_json: bool) -> None:
+    """Print the range of bandwidth and latency between the hosts; with ``as_json`` every link."""
+    if as_json:
+        for link in links:
+            print_json_line(
+                {
+                    "kind": "link",
+                    "from": link.source,
+                    "to": link.target,
+                    "bytes_per_s": round(link.bytes_per_s),
+                    "latency_s": round(link.latency_s, 6),
+                    "refused": link.refused,
+                }
+            )
+        return
+    good = [link for link in links if not link.refused]
+    if good:
+        rates = sorted(link.bytes_per_s * 8 / 1e6 for link in good)
+        latencies = sorted(link.latency_s for link in good)
+        printer.note(
+            f"network: {len(good)} directions, {rates[0]:.0f} to {rates[-1]:.0f} Mbit/s (median "
+            f"{statistics.median(rates):.0f}), there and back in "
+            f"{duration_words(latencies[0])} to {duration_words(latencies[-1])}"
+        )

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cluster.run.commands import CommandResult, HowToRun
 from hvd_elastic.formatting import bytes_words, unfiltered
@@ -17,7 +17,7 @@ from hvd_elastic.hosts.ssh import is_local
 RULE = "-" * 15
 
 
-def show_plan(chosen: Chosen, text: str, how: HowToRun) -> None:
+def show_plan(chosen: HostOptions, text: str, how: HowToRun) -> None:
     """Print what would run on which host; of the environment only the names."""
     for host in chosen.hosts:
         way = "here" if is_local(host, chosen.ssh) else "ssh"

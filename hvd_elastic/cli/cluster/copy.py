@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hvd_elastic.cli.cluster.copy_bar import copy_bar
-from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
-from hvd_elastic.cli.cluster.newcomers import Newcomers
-from hvd_elastic.cli.numbers import number_option, whole_number_option
-from hvd_elastic.errors import UsageError
-from hvd_elastic.hosts.hostfile import Host, parse_hosts
+from hvd_elastic.cli.options import command, number_option, whole_number_option
+from hvd_elastic.errors import HvdElasticError, UsageError
+from hvd_elastic.formatting import bytes_words, count
+from hvd_elastic.hosts.fanout import HostResult
+from hvd_elastic.hosts.hostfile import Host, hostfile_stamp, parse_hosts
 
 if TYPE_CHECKING:
-    from hvd_elastic.cluster.copy.job import CopySettings, Pulled
+    from hvd_elastic.cluster.copy.job import Copied, CopySettings, Pulled
 
 
-@over_hosts()
+@command(HostOptions)
 def copy(
-    chosen: Chosen,
+    chosen: HostOptions,
     places: Annotated[
         list[str],
         typer.Argument(
@@ -42,7 +42,8 @@ def copy(
         typer.Option(
             "--exclude",
             metavar="PATTERN",
-            help="Leave files out (*.tmp, cache, data/old*), and alone at DST; may be repeated.",
+            help="Skip files (*.tmp, cache, data/old*), and never delete them at DST; "
+            "may be repeated.",
         ),
     ] = None,
     checksum: Annotated[
@@ -69,7 +70,7 @@ def copy(
         typer.Option(
             "--pull",
             metavar="COMMAND",
-            help="Instead of SRC: what brings the files of a shared store to {dst}.",
+            help="Command that fetches files from shared storage into {dst}, in place of SRC.",
         ),
     ] = None,
     listed: Annotated[
@@ -102,7 +103,6 @@ def copy(
 
       copyclust hosts --pull 'aws s3 cp s3://bucket/set/{path} {dst}/{path}' --list names /data/set
     """
-    from hvd_elastic.cli.cluster.copy_report import copied_in_words, describe_copied
     from hvd_elastic.cluster.copy.copying import CopySettings, copy_to_hosts
 
     if not places[0]:
@@ -136,7 +136,7 @@ def copy(
         source, target = _read_places(places, listed, start)
     printer = Printer(chosen.hosts)
     newcomers = Newcomers(chosen, printer.note)
-    chosen = replace(chosen, hosts=newcomers.hosts)
+    chosen = chosen.over(newcomers.hosts)
     with copy_bar(quiet=chosen.as_json) as show:
         finish(
             chosen,
@@ -184,7 +184,7 @@ def _read_pull(
 ) -> tuple[Pulled, str]:
     """Return what to fetch, and the destination."""
     from hvd_elastic.cluster.copy.copying import Pulled, check_destination
-    from hvd_elastic.cluster.copy.pull import check_pull, read_list
+    from hvd_elastic.cluster.copy.pulling.session import check_pull, read_list
 
     if len(places) != 1:
         raise UsageError("with --pull give DST alone; the command says where the files come from")
@@ -209,3 +209,106 @@ def _find_host(hosts: Sequence[Host], text: str) -> Host:
     """Return the host of that name from the hostfile, or else a host parsed from the text."""
     known = next((host for host in hosts if host.name == text), None)
     return known or parse_hosts(text, "--from").hosts[0]
+
+
+class Newcomers:
+    """A call returns the hosts that were added to the hostfile since the last call.
+
+    Args:
+        chosen: the shared options, with the hosts at the start.
+        note: function that prints messages about new hosts and mistakes in the hostfile.
+
+    Attributes:
+        hosts: all hosts so far; this list grows in place.
+    """
+
+    def __init__(self, chosen: HostOptions, note: Callable[[str], None]) -> None:
+        self.hosts = list(chosen.hosts)
+        self._chosen = chosen
+        self._note = note
+        self._seen = self._look()
+
+    def __call__(self) -> list[Host]:
+        seen = self._look()
+        if seen is None or seen == self._seen:
+            return []
+        self._seen = seen
+        try:
+            now = self._chosen.read_hosts()
+        except HvdElasticError as error:
+            self._note(f"{error}; until that is right no host joins")
+            return []
+        known = {host.name for host in self.hosts}
+        new = [host for host in now if host.name not in known]
+        self.hosts += new
+        for host in new:
+            self._note(f"host {host.name} joins: it is in {self._chosen.hostfile} now")
+        return new
+
+    def _look(self) -> tuple[int, int, int] | None:
+        """Return the hostfile's stamp; None if it cannot be read again (a pipe)."""
+        try:
+            return hostfile_stamp(self._chosen.hostfile)
+        except OSError:
+            return None
+
+
+def describe_copied(result: HostResult[Copied], target: str, pulls: bool) -> dict[str, Any]:
+    """Return the fields of a host's JSON object besides its outcome."""
+    from hvd_elastic.cluster.copy.job import Copied
+
+    value = result.value or Copied(0, 0, 0, 0, ())
+    fetched = {
+        "fetched": value.fetched,
+        "fetched_bytes": value.fetched_bytes,
+        "fetch_error": value.failure,
+    }
+    return {
+        "destination": target,
+        "files": value.files,
+        "bytes": value.size_bytes,
+        "resumed_bytes": value.resumed_bytes,
+        "skipped": value.skipped,
+        "touched": value.touched,
+        "removed": list(value.removed),
+        "unreached": list(value.unreached),
+        **(fetched if pulls else {}),
+        "problems": list(value.problems),
+    }
+
+
+def copied_in_words(
+    result: HostResult[Copied], chosen: HostOptions, printer: Printer, pulled: Pulled | None
+) -> str:
+    """Return the line of text for a host; print further notes about it."""
+    value, name = result.answer, result.host.name
+    if chosen.dry_run and pulled is not None and pulled.files is None:
+        return "would run the command" if value.fetched else "would take it from the others"
+    parts = []
+    if pulled is not None:
+        fetched = f", {bytes_words(value.fetched_bytes)}" if value.fetched_bytes else ""
+        done = "to fetch" if chosen.dry_run else "fetched"
+        parts.append(f"{count(value.fetched, 'file')}{fetched} {done}")
+    if value.files:
+        rate = bytes_words(value.size_bytes / max(result.seconds, 1e-3))
+        done = "to copy" if chosen.dry_run else f"copied ({rate}/s)"
+        parts.append(f"{count(value.files, 'file')}, {bytes_words(value.size_bytes)} {done}")
+    if value.failure:
+        printer.note(
+            f"host {name}: the command failed there, others fetched its share: {value.failure}"
+        )
+    if value.skipped or not (parts or value.touched):
+        parts.append(f"{count(value.skipped, 'file')} up to date")
+    if value.touched:
+        done = "to get" if chosen.dry_run else "got"
+        parts.append(f"{count(value.touched, 'file')} {done} another time or mode only")
+    if value.unreached:
+        printer.note(
+            f"host {name}: {', '.join(value.unreached)} could not connect to it, so others fed it. "
+            "Hosts should reach one another: checkclust shows who does not"
+        )
+    if value.removed:
+        parts.append(f"{len(value.removed)} {'to remove' if chosen.dry_run else 'removed'}")
+        for path in value.removed if chosen.dry_run or chosen.verbose else ():
+            printer.lines(result.host, "stdout", f"remove {path}")
+    return ", ".join(parts)

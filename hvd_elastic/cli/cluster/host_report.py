@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cli.start import INTERRUPTED
 from hvd_elastic.formatting import count, duration_words, printable, unfiltered
@@ -173,7 +173,7 @@ def _name_host(result: HostResult[Any]) -> str:
 
 
 def finish(
-    chosen: Chosen,
+    chosen: HostOptions,
     results: Iterable[HostResult[Any]],
     printer: Printer,
     describe: Callable[[HostResult[Any]], dict[str, Any]],
@@ -241,7 +241,7 @@ def reasons_in_words(results: Sequence[HostResult[Any]]) -> list[str]:
 
 
 def conclude(
-    chosen: Chosen,
+    chosen: HostOptions,
     results: Sequence[HostResult[Any]],
     printer: Printer,
     seconds: float,

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hvd_elastic.cli.cluster.bootstrapping import Bootstrap, Yes, bootstrap_hosts
 from hvd_elastic.cli.cluster.copy_bar import copy_bar
-from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
+from hvd_elastic.cli.cluster.host_options import HereOptions, HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
+from hvd_elastic.cli.options import command
 from hvd_elastic.errors import BuildError, UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 PARTS = ("environment", "cache", "runs")
 
 
-@over_hosts()
-def install(chosen: Chosen) -> None:
+@command(HostOptions)
+def install(chosen: HostOptions, bootstrap: Bootstrap = False, yes: Yes = False) -> None:
     """Bring this environment, with Horovod, to the same path on every host, or upgrade it there.
 
     It is sent as by copyclust, only where it differs, checked on every host (versions, imports),
@@ -36,11 +38,15 @@ def install(chosen: Chosen) -> None:
 
       hvd-elastic install hosts
 
+      hvd-elastic install hosts --bootstrap
+
       hvd-elastic install hosts --hosts node[3-4] --dry-run
     """
     from hvd_elastic.cluster.installing import Installation, Installed, own_environment
 
     environment = own_environment()
+    if bootstrap:
+        bootstrap_hosts(chosen, yes)
     printer = Printer(chosen.hosts)
 
     def in_words(result: HostResult[Installed]) -> str:
@@ -84,9 +90,9 @@ def _kept_wheel() -> Path | None:
     return None
 
 
-@over_hosts(without=["dry_run"], may_be_here=True)
+@command(HereOptions, but=["dry_run"])
 def uninstall(
-    chosen: Chosen,
+    chosen: HostOptions,
     only: Annotated[
         list[str] | None,
         typer.Option(

@@ -5,25 +5,26 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
-from hvd_elastic.cli.cluster.kill_report import describe_ended, show_ended
 from hvd_elastic.cli.jobs.naming import run_id_of
-from hvd_elastic.cli.numbers import number_option
+from hvd_elastic.cli.options import command, number_option
+from hvd_elastic.cluster.kill import Ended
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult
 
 if TYPE_CHECKING:
     from hvd_elastic.cluster.kill import Ended
 
 
-@over_hosts()
+@command(HostOptions)
 def kill(
-    chosen: Chosen,
+    chosen: HostOptions,
     run_id: Annotated[
         str | None,
         typer.Option("--run", metavar="RUN", help="End what this run left, or a job's run."),
@@ -124,3 +125,32 @@ def _check_pattern(text: str) -> None:
         raise UsageError(f"--user-processes '{text}': {error}; write \\. for a dot") from error
     if wanted.search("") is not None:
         raise UsageError(f"--user-processes '{text}' matches everything; name the program")
+
+
+def describe_ended(result: HostResult[Ended]) -> dict[str, Any]:
+    """Return the fields of this tool in the JSON object of a host."""
+    value = result.value
+    return {
+        "processes": [vars(process) for process in value.processes] if value else [],
+        "files": [vars(file) for file in value.files] if value else [],
+        "gpus": list(value.gpus) if value else [],
+    }
+
+
+def show_ended(result: HostResult[Ended], printer: Printer, dry_run: bool) -> str:
+    """Print a line for each process, file and holder of GPU memory; return the summary."""
+    ended = result.answer
+    for process in ended.processes:
+        done = {"": "found", "left": "NOT ended"}.get(process.ended, f"{process.ended} ended")
+        printer.lines(result.host, "stdout", f"{done} {process.pid}  {process.command}")
+    for file in ended.files:
+        done = "found" if dry_run else "removed"
+        text = f"{done} {file.kind} {file.path}  {bytes_words(file.bytes)}"
+        printer.lines(result.host, "stdout", text)
+    for line in ended.gpus:
+        printer.lines(result.host, "stdout", f"memory still held: {line}")
+    text = f"{count(len(ended.processes), 'process')} {'found' if dry_run else 'ended'}"
+    if ended.files:
+        size = bytes_words(sum(file.bytes for file in ended.files))
+        text += f", {len(ended.files)} left behind {'found' if dry_run else 'removed'} ({size})"
+    return text

@@ -7,46 +7,21 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import typer.core
 
 from hvd_elastic.cli.cluster.command_output import describe_command, show_gathered, show_plan
-from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
-from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.options import command, number_option, whole_number_option
 from hvd_elastic.cluster.run.commands import CommandSettings, HowToRun, join_command, run_on_hosts
 from hvd_elastic.errors import UsageError
 
 
-class HostfileFirst(typer.core.TyperCommand):
-    """Accepts options before and after HOSTFILE; everything after them is the user's command."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        at = self._end_of_options(args, 0)
-        if at < len(args) and args[at] != "--":
-            end = self._end_of_options(args, at + 1)
-            # The parser stops at the first argument, so move the hostfile next to the command.
-            rest = args[end + 1 :] if args[end : end + 1] == ["--"] else args[end:]
-            args = [*args[:at], *args[at + 1 : end], "--", args[at], *rest]
-        return super().parse_args(ctx, args)
-
-    def _end_of_options(self, args: Sequence[str], index: int) -> int:
-        valued = {
-            name
-            for parameter in self.params
-            if getattr(parameter, "nargs", 0) == 1 and not getattr(parameter, "is_flag", True)
-            for name in parameter.opts
-        }
-        while index < len(args) and args[index].startswith("-") and args[index] != "--":
-            index += 2 if args[index] in valued else 1
-        return min(index, len(args))
-
-
-@over_hosts()
+@command(HostOptions, pass_on=True)
 def run(
-    chosen: Chosen,
+    chosen: HostOptions,
     command: Annotated[
         list[str],
         typer.Argument(

@@ -8,63 +8,29 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import Any
-
-import typer
-import typer.core
-import typer.main
+from functools import partial
 
 from hvd_elastic.cli.cluster.check import check, trust
 from hvd_elastic.cli.cluster.copy import copy
 from hvd_elastic.cli.cluster.kill import kill
-from hvd_elastic.cli.cluster.run import HostfileFirst, run
+from hvd_elastic.cli.cluster.run import run
 from hvd_elastic.cli.entry import enter
+from hvd_elastic.cli.options import as_command, group_of
 
-_PASS_ON = {"allow_interspersed_args": False}
-
-cluster = typer.Typer(
-    name="cluster",
-    help="Run, copy, kill and check on all hosts of a hostfile.",
-    no_args_is_help=True,
-    add_completion=False,
+cluster = group_of(
+    "Run, copy, kill and check on all hosts of a hostfile.",
+    {"run": run, "copy": copy, "kill": kill, "check": check, "trust": trust},
 )
-cluster.command("run", cls=HostfileFirst, context_settings=_PASS_ON)(run)
-cluster.command("copy")(copy)
-cluster.command("kill")(kill)
-cluster.command("check")(check)
-cluster.command("trust")(trust)
 
 
-def runclust_main() -> None:
-    """Entry point of ``runclust``."""
-    _main("runclust", run, HostfileFirst, _PASS_ON)
-
-
-def copyclust_main() -> None:
-    """Entry point of ``copyclust``."""
-    _main("copyclust", copy)
-
-
-def killclust_main() -> None:
-    """Entry point of ``killclust``."""
-    _main("killclust", kill)
-
-
-def checkclust_main() -> None:
-    """Entry point of ``checkclust``."""
-    _main("checkclust", check)
-
-
-def _main(
-    name: str,
-    function: Callable[..., None],
-    cls: type[typer.core.TyperCommand] = typer.core.TyperCommand,
-    settings: dict[str, Any] | None = None,
-) -> None:
-    app = typer.Typer(add_completion=False)
-    app.command(
-        name, cls=cls, context_settings={"help_option_names": ["-h", "--help"], **(settings or {})}
-    )(function)
+def _main(name: str, function: Callable[..., None]) -> None:
     # Batch systems end a process with TERM; handle it like Ctrl-C, which stops the hosts' commands.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    enter(name, typer.main.get_command(app))
+    enter(name, as_command(name, function, help_option_names=["-h", "--help"]))
+
+
+# The entry points of the programs.
+runclust_main = partial(_main, "runclust", run)
+copyclust_main = partial(_main, "copyclust", copy)
+killclust_main = partial(_main, "killclust", kill)
+checkclust_main = partial(_main, "checkclust", check)

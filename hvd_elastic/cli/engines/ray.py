@@ -14,10 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.cli.cluster.command_output import describe_command
-from hvd_elastic.cli.cluster.host_options import Chosen, over_hosts
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
-from hvd_elastic.cli.cluster.run import HostfileFirst
-from hvd_elastic.cli.numbers import number_option, port_option
+from hvd_elastic.cli.options import command, group_of, number_option, port_option
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult, Outcome
@@ -25,18 +24,10 @@ from hvd_elastic.hosts.hostfile import parse_hostfile
 
 _WITHOUT = ["dry_run", "identity"]
 
-ray = typer.Typer(
-    name="ray",
-    help="A Ray cluster on the hosts of a hostfile, with a token, on ports and in a folder of its "
-    "own.",
-    no_args_is_help=True,
-    add_completion=False,
-)
 
-
-@over_hosts(without=_WITHOUT)
+@command(HostOptions, but=_WITHOUT)
 def up(
-    chosen: Chosen,
+    chosen: HostOptions,
     python: Annotated[
         str | None,
         typer.Option(
@@ -92,8 +83,8 @@ def up(
 _WAITING = "waiting for another command that changes this cluster"
 
 
-@over_hosts(without=_WITHOUT)
-def status(chosen: Chosen) -> None:
+@command(HostOptions, but=_WITHOUT)
+def status(chosen: HostOptions) -> None:
     """Say which nodes are up, and how much memory their processes use.
 
     Exit status: 0 if the nodes of all hosts are up.
@@ -127,9 +118,9 @@ def status(chosen: Chosen) -> None:
     finish(chosen, map(assess, looked), printer, describe, word)
 
 
-@over_hosts(without=[*_WITHOUT, "hosts", "exclude_hosts", "fanout"])
+@command(HostOptions, but=[*_WITHOUT, "only_hosts", "exclude_hosts", "fanout"], pass_on=True)
 def exec_(
-    chosen: Chosen,
+    chosen: HostOptions,
     command: Annotated[
         list[str],
         typer.Argument(metavar="COMMAND...", help="Such as python driver.py, and its arguments."),
@@ -173,7 +164,7 @@ def exec_(
         except OSError as error:
             raise UsageError(f"{command[0]} cannot be run: {error.strerror}") from error
         raise typer.Exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
-    head = replace(chosen, hosts=[cluster.head])
+    head = chosen.over([cluster.head])
     printer = Printer(head.hosts)
     how = HowToRun(cluster.variables, cwd or str(Path.cwd()))
     # So that "python" is the one with Ray.
@@ -190,8 +181,8 @@ def exec_(
         )
 
 
-@over_hosts(without=_WITHOUT)
-def down(chosen: Chosen) -> None:
+@command(HostOptions, but=_WITHOUT)
+def down(chosen: HostOptions) -> None:
     """End the nodes that ray up has started on these hosts, and no other process.
 
     They are found by a variable in their environment, so also where the head was killed; other Ray
@@ -221,7 +212,7 @@ def down(chosen: Chosen) -> None:
             return f"{count(result.answer, 'process')} ended"
 
         finish(
-            replace(chosen, hosts=hosts),
+            chosen.over(hosts),
             take_down(record, cluster, hosts, chosen.ssh, chosen.fanout),
             printer,
             lambda result: {} if result.value is None else {"ended": result.value},
@@ -233,8 +224,7 @@ def _fields(value: object) -> dict[str, Any]:
     return {} if value is None else dict(vars(value))
 
 
-_PASS_ON = {"allow_interspersed_args": False}
-ray.command("up")(up)
-ray.command("status")(status)
-ray.command("exec", cls=HostfileFirst, context_settings=_PASS_ON)(exec_)
-ray.command("down")(down)
+ray = group_of(
+    "A Ray cluster on the hosts of a hostfile, with a token, on ports and in a folder of its own.",
+    {"up": up, "status": status, "exec": exec_, "down": down},
+)

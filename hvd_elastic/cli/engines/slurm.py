@@ -24,40 +24,27 @@ from hvd_elastic.cli.engines.slurm_options import (
     check_submission,
     parse_nodes,
 )
+from hvd_elastic.cli.options import command, given_options, group_of
 from hvd_elastic.cli.runs.leading import lead
-from hvd_elastic.cli.runs.run import check_not_complete
-from hvd_elastic.cli.runs.run_options import takes_options
 from hvd_elastic.config import runs_folder
+from hvd_elastic.engines.slurm.allocation import own_allocation
+from hvd_elastic.engines.slurm.batch import Submission
+from hvd_elastic.engines.slurm.commands import call, require_commands
+from hvd_elastic.engines.slurm.growth import give_back, growing_engine, queue_of
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
+from hvd_elastic.leader.resuming import check_not_complete
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder, check_run_id, new_run_id
 from hvd_elastic.records.summary import summarize
-from hvd_elastic.slurm.allocation import own_allocation
-from hvd_elastic.slurm.batch import Submission
-from hvd_elastic.slurm.commands import call, require_commands
-from hvd_elastic.slurm.growth import give_back, growing_engine
-from hvd_elastic.slurm.queue import queue_of
 
 _STOPPED = 130
-
-slurm = typer.Typer(
-    name="slurm",
-    help="Submit a run to Slurm, which grows and shrinks by allocations.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-)
+_AGAIN_S = 10.0
+"""Time before a job that goes on with a run is submitted again [s]."""
 
 
-@slurm.callback()
-def group() -> None:
-    """Submit a run to Slurm, which grows and shrinks by allocations."""
-
-
-@slurm.command("submit", context_settings={"allow_interspersed_args": False})
-@takes_options(SubmitOptions, but=NOT_HERE)
-def submit(context: typer.Context, options: SubmitOptions) -> None:
+@command(SubmitOptions, but=NOT_HERE, pass_on=True)
+def submit(options: SubmitOptions, context: typer.Context) -> None:
     """Submit a run: begin with the fewest nodes, and take further ones as Slurm grants them.
 
     Each further node is an allocation of its own, which joins the running training, and is
@@ -74,7 +61,7 @@ def submit(context: typer.Context, options: SubmitOptions) -> None:
 
       hvd-elastic slurm submit --resume resnet --time 8:00:00
     """
-    given = set(_given(context))
+    given = {*given_options(context)}
     if options.resume is not None:
         folder, submission = _again(options, given)
     else:
@@ -116,14 +103,6 @@ def submit(context: typer.Context, options: SubmitOptions) -> None:
     )
 
 
-def _given(context: typer.Context) -> Iterator[str]:
-    """Yield the names of the options that are on the command line."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE":
-            yield parameter.name or ""
-
-
 def _again(options: SubmitOptions, given: set[str]) -> tuple[RunFolder, Submission]:
     """Return a run that is submitted again, and how, with other allocations if they are given."""
     folder, submission = _submitted(options.resume or "")
@@ -138,8 +117,8 @@ def _again(options: SubmitOptions, given: set[str]) -> tuple[RunFolder, Submissi
     check_not_complete(folder)
     for job in () if options.dry_run else queue_of(submission.job_name, submission.first_script):
         raise RunError(
-            f"run {folder.run_id} has been submitted already: job {job.job_id} is {job.state}. "
-            f"Wait for it, or cancel it first: scancel {job.job_id}"
+            f"run {folder.run_id} has been submitted already: job {job.grant_id} is {job.state}. "
+            f"Wait for it, or cancel it first: scancel {job.grant_id}"
         )
     changes = {name: getattr(options, name) for name in given & {*OF_ALLOCATIONS}}
     if "nodes" in changes:
@@ -151,7 +130,6 @@ def _again(options: SubmitOptions, given: set[str]) -> tuple[RunFolder, Submissi
     return folder, submission
 
 
-@slurm.command("lead", hidden=True)
 def lead_in_allocation(run_id: str) -> None:
     """Lead a submitted run in the allocation that this process runs in (for the batch script)."""
     folder, submission = _submitted(run_id)
@@ -175,7 +153,7 @@ def lead_in_allocation(run_id: str) -> None:
                 "run is not submitted again. Give more time: hvd-elastic slurm submit "
                 f"--resume {run_id} --time TIME"
             )
-        job_id = _sbatch(submission)
+        job_id = _sbatch_again(submission)
         _tell(f"step {reached} is reached, and job {job_id} goes on with the run")
         return
     give_back(submission)
@@ -209,6 +187,24 @@ def _sbatch(submission: Submission, options: Sequence[str] = ()) -> str:
     return printed.strip().partition(";")[0]
 
 
+def _sbatch_again(submission: Submission) -> str:
+    """Submit the next allocation of a run; slurmctld may be away for half of the time that is left.
+
+    Raises:
+        RunError: that time is over; says how the run goes on.
+    """
+    deadline = time.monotonic() + submission.leave_before_s / 2
+    while True:
+        try:
+            return _sbatch(submission)
+        except RunError as error:
+            if time.monotonic() + _AGAIN_S > deadline:
+                go_on = f"hvd-elastic slurm submit --resume {submission.run_id}"
+                raise RunError(f"{error}. The run was not submitted again: {go_on}") from error
+            _tell(f"{error}; trying again in {_AGAIN_S:g} s")
+        time.sleep(_AGAIN_S)
+
+
 def _tell(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  slurm: {text}", flush=True)
 
@@ -236,3 +232,9 @@ def _time_limit() -> Iterator[_TimeLimit]:
         yield limit
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+slurm = group_of(
+    "Submit a run to Slurm, which grows and shrinks by allocations.", {"submit": submit}
+)
+slurm.command("lead", hidden=True)(lead_in_allocation)

@@ -7,25 +7,21 @@ import math
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hvd_elastic.cli.numbers import number_option, whole_number_option
+from hvd_elastic.cli.options import AsJson, number_option, whole_number_option
 from hvd_elastic.cli.runs.run_options import RunOptions
-from hvd_elastic.cli.shared_options import (  # RunOptions names the last two
-    AsJson,
-    SshConfigOption,  # noqa: F401
-    hostfile_option,  # noqa: F401
-)
 from hvd_elastic.config import home, runs_folder
+from hvd_elastic.engines.growth import START_S
+from hvd_elastic.engines.slurm.batch import Submission, parse_time
+from hvd_elastic.engines.slurm.sbatch_options import VARIABLES, SbatchOption, options_in
 from hvd_elastic.errors import HostfileError, UsageError
 from hvd_elastic.hosts.hostfile import Host, Hostfile
-from hvd_elastic.slurm.allocation import Allocation
-from hvd_elastic.slurm.batch import START_S, Submission, parse_time
-from hvd_elastic.slurm.sbatch_options import SbatchOption, options_in
 
 _NODES = re.compile(r"(?P<least>\d+)(-(?P<most>\d+))?")
 _OF_OURS = {
@@ -40,6 +36,13 @@ _OF_OURS = {
 }
 """Options of sbatch that are set from options of ours."""
 _NO_OPTION = ("--help", "--version", "--usage")
+_OF_OTHERS = {
+    "--wrap": "submits a command in place of the run: write it behind --",
+    "--uid": "submits as another user, who has another home: be that user",
+    "--gid": "submits as another group: use newgrp",
+}
+_LONGEST_NOTICE_S = 65535
+"""Longest time before its limit at which Slurm signals a job [s]; at 0 it does not."""
 _UNLIMITED = ("UNLIMITED", "INFINITE", "-1")
 
 
@@ -92,18 +95,18 @@ class SubmitOptions(RunOptions):
     ] = False
     as_json: AsJson = False
 
+    @property
+    def engine(self) -> str:
+        return "slurm"
+
     @functools.cached_property
-    def allocation(self) -> Allocation:
+    def given(self) -> Hostfile:
         """Return the most nodes that the run may get, under names of no meaning."""
         if self.nodes is None:
             raise UsageError("say how many nodes the run may have: --nodes 2-8")
         _, most = parse_nodes(self.nodes)
-        hosts = (Host(f"node{n}", slots=self.slots_per_node) for n in range(1, most + 1))
-        return Allocation("", tuple(hosts))
-
-    def hosts(self) -> Hostfile:
-        """Return those nodes, named for messages."""
-        return Hostfile(self.allocation.hosts, f"--nodes {self.nodes}")
+        hosts = [Host(f"node{n}", slots=self.slots_per_node) for n in range(1, most + 1)]
+        return Hostfile(tuple(hosts), f"--nodes {self.nodes}")
 
     def submission(self, run_id: str) -> Submission:
         """Return what is submitted.
@@ -129,11 +132,15 @@ class SubmitOptions(RunOptions):
             give_back_after_s=self.give_back_after_s,
             sbatch=(*map(str, asked.values()), *(self.sbatch or ())),  # the last one counts
         )
-        check_submission(found)
+        known = {name: variable for variable, name in VARIABLES.items()}
+        said = {str(option): f"{known[name]}={option.value}" for name, option in asked.items()}
+        if time and not self.time:
+            said["--time"] = f"SBATCH_TIMELIMIT={time.value}"
+        check_submission(found, said)
         return found
 
 
-NOT_HERE = ("hostfile", "slurm", "detach", "ssh_config", "mpi", "pin_hosts", "input_hosts")
+NOT_HERE = ("hostfile", "inside", "detach", "ssh_config", "mpi", "pin_hosts", "input_hosts")
 """Options of a run that say where its hosts come from, or name hosts that nobody knows yet."""
 
 
@@ -167,14 +174,24 @@ def parse_nodes(text: str) -> tuple[int, int]:
     return least, most
 
 
-def check_submission(asked: Submission) -> None:
+def check_submission(asked: Submission, said: Mapping[str, str] | None = None) -> None:
     """Check what is asked of Slurm.
+
+    Args:
+        asked: what is asked.
+        said: what the user has written for an option of sbatch, if not ``--sbatch`` or ``--time``.
 
     Raises:
         UsageError: an option is not valid; says what is.
     """
+    said = said or {}
     for option in asked.options:
-        _check_option(option, asked)
+        _check_option(option, asked, said.get(str(option), f"--sbatch {option}"))
+    if not 1 <= math.ceil(asked.leave_before_s) <= _LONGEST_NOTICE_S:
+        raise UsageError(
+            f"--leave-before {asked.leave_before_s:g}: Slurm announces a time limit 1 to "
+            f"{_LONGEST_NOTICE_S} s before it; give as long as a last checkpoint takes, and more"
+        )
     for text in (asked.folder, asked.cwd):
         if "\n" in text:
             raise UsageError(f"{text!r} has a line break, which a script for sbatch cannot have")
@@ -185,23 +202,24 @@ def check_submission(asked: Submission) -> None:
         )
     if asked.time is None or asked.time.upper() in _UNLIMITED:
         return
+    time = said.get("--time", f"--time {asked.time}")
     limit_s = parse_time(asked.time)
     if limit_s is None:
         raise UsageError(
-            f"--time {asked.time!r} is no time of Slurm: give minutes, hours:minutes:seconds or "
+            f"{time} is no time of Slurm: give minutes, hours:minutes:seconds or "
             "days-hours:minutes, or UNLIMITED if the partition has no limit"
         )
     least_s = asked.leave_before_s + START_S
     if limit_s < least_s:
         raise UsageError(
-            f"--time {asked.time} leaves no time to train: the run leaves its nodes "
+            f"{time} leaves no time to train: the run leaves its nodes "
             f"{asked.leave_before_s:g} s before the limit (--leave-before), and workers need "
             f"about {START_S:g} s to start. Give at least {math.ceil(least_s / 60)} minutes"
         )
 
 
-def _check_option(option: SbatchOption, asked: Submission) -> None:
-    name, said = option.name, f"--sbatch {option}"
+def _check_option(option: SbatchOption, asked: Submission, said: str) -> None:
+    name = option.name
     if name == "--array":
         raise UsageError(
             f"{said}: each task of an array would lead the same run. Submit one run for each, "
@@ -214,6 +232,8 @@ def _check_option(option: SbatchOption, asked: Submission) -> None:
             f"{said} would wait for the end of one job, and a run goes on in others: look at it "
             "with hvd-elastic status"
         )
+    if name in _OF_OTHERS:
+        raise UsageError(f"{said} {_OF_OTHERS[name]}")
     if name in _NO_OPTION:
         raise UsageError(f"{said} submits nothing: call sbatch itself for that")
     if name == "--nodefile" or (name in ("--nodelist", "--exclude") and "/" in option.value):

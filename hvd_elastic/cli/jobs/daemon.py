@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hvd_elastic.cli.background import begin_in_background
+from hvd_elastic.cli.options import AsJson, SshConfigOption
 from hvd_elastic.cli.output import print_json, wait_until
-from hvd_elastic.cli.shared_options import AsJson, SshConfigOption
-from hvd_elastic.errors import HostfileError, HvdElasticError, RunError, UsageError
+from hvd_elastic.errors import HostfileError, RunError, UsageError
 
 if TYPE_CHECKING:
     from hvd_elastic.jobs.place import ClusterFolder
@@ -56,8 +56,9 @@ def up(
 
       hvd-elastic queue
     """
-    from hvd_elastic.cli.runs.run_options import check_ssh_config, ssh_config_for
+    from hvd_elastic.cli.runs.run_options import check_ssh_config
     from hvd_elastic.hosts.hostfile import parse_hostfile
+    from hvd_elastic.hosts.ssh_config import ssh_config_for
     from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile
     from hvd_elastic.policy.schedule.policies import POLICIES
 
@@ -72,7 +73,8 @@ def up(
     serve = functools.partial(_serve, place, hostfile, config, POLICIES[policy])
     on_up = functools.partial(_tell_up, place, hostfile, as_json)
     if detach:
-        _serve_in_background(place, serve, on_up)
+        begin_in_background("daemon", place.log, serve)
+        on_up()
     else:
         serve(on_up)
 
@@ -83,7 +85,7 @@ def _serve(
     config: str | None,
     policy: Policy,
     on_up: Callable[[], None],
-) -> None:
+) -> int:
     """Be the daemon until it is to end; ``on_up`` is called when it serves."""
     from hvd_elastic.cli.runs.leading import begin_leader
     from hvd_elastic.jobs.daemon import Daemon
@@ -95,6 +97,7 @@ def _serve(
         place.describe_daemon(hostfile)
         on_up()
         daemon.run()
+    return 0
 
 
 def _refuse_shared_hosts(name: str, hostfile: Path) -> None:
@@ -130,56 +133,6 @@ def _tell_up(place: ClusterFolder, hostfile: Path, as_json: bool) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def _serve_in_background(
-    place: ClusterFolder,
-    serve: Callable[[Callable[[], None]], None],
-    on_up: Callable[[], None],
-) -> None:
-    """Fork the daemon and wait until it serves, or print why it does not."""
-    answer, to_terminal = os.pipe()
-    sys.stdout.flush()
-    if os.fork():
-        os.close(to_terminal)
-        with open(answer, "rb") as told:  # noqa: PTH123
-            said = told.read().decode(errors="replace")
-        if said == "up":
-            on_up()
-            return
-        raise RunError(said or f"the daemon ended before it served; see {place.log}")
-    os.close(answer)
-    os.setsid()
-    status = 1
-
-    answered = False
-
-    def tell(text: str) -> None:
-        nonlocal answered
-        if answered:  # nobody reads any more, and the descriptor may be that of another file by now
-            print(f"error: {text}", file=sys.stderr)
-            return
-        answered = True
-        with contextlib.suppress(OSError):
-            os.write(to_terminal, text.encode())
-        os.close(to_terminal)
-
-    try:
-        log = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (log, 1), (log, 2)):
-            os.dup2(source, target)
-        serve(lambda: tell("up"))
-        status = 0
-    except HvdElasticError as error:
-        tell(str(error))
-    except BaseException:  # noqa: BLE001  (a forked child must not return into its parent's code)
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
 
 
 def down(

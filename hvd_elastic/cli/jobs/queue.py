@@ -16,9 +16,8 @@ import typer
 
 from hvd_elastic.cli.jobs.daemon import ClusterOption, warn_of_no_daemon
 from hvd_elastic.cli.jobs.naming import find_numbers, need_one, submitted_last
-from hvd_elastic.cli.numbers import parse_duration, parse_number
+from hvd_elastic.cli.options import AsJson, parse_duration, parse_number
 from hvd_elastic.cli.output import print_json
-from hvd_elastic.cli.shared_options import AsJson
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bounds_words, count, duration_words
 from hvd_elastic.jobs.job import After, Job, JobStatus, StopReason

@@ -16,15 +16,15 @@ import typer
 
 from hvd_elastic.cli.jobs.daemon import ClusterOption
 from hvd_elastic.cli.jobs.queue import parse_after
-from hvd_elastic.cli.numbers import number_option, parse_duration, whole_number_option
-from hvd_elastic.cli.runs.run_options import RunOptions, raise_together, takes_options
-from hvd_elastic.cli.runs.scaling_options import ScalingOptions
-from hvd_elastic.cli.shared_options import (  # RunOptions names the last two
+from hvd_elastic.cli.options import (
     AsJson,
-    SshConfigOption,  # noqa: F401
-    hostfile_option,  # noqa: F401
+    command,
+    number_option,
+    parse_duration,
+    whole_number_option,
 )
-from hvd_elastic.errors import UsageError
+from hvd_elastic.cli.runs.run_options import RunOptions
+from hvd_elastic.errors import UsageError, raise_together
 
 if TYPE_CHECKING:
     from hvd_elastic.jobs.job import JobRequest
@@ -94,14 +94,9 @@ class SubmitOptions(RunOptions):
     as_json: AsJson = False
 
     @property
-    def allocation(self) -> None:
-        """Return None: the daemon chooses the hosts, inside of a Slurm allocation too."""
+    def engine(self) -> None:
+        """Return None: the daemon chooses the hosts, wherever this process runs."""
         return
-
-    @property
-    def scaling(self) -> ScalingOptions:
-        """Return those of a run that does not scale by itself."""
-        return ScalingOptions("fixed", None, None, None, None, None)
 
     def check(self) -> None:
         """Check all options; see :meth:`RunOptions.check`."""
@@ -146,6 +141,8 @@ class SubmitOptions(RunOptions):
             )
         if fixed and np is None:
             raise UsageError("--fixed needs the number of slots: give --np")
+        if plain and self.profile is not None:
+            raise UsageError("--profile records steps of training, and a --plain command has none")
         if self.spares and (fixed or plain):
             raise UsageError(
                 "spares are slots of an elastic job that do not train: leave --spares out, or "
@@ -166,14 +163,14 @@ class SubmitOptions(RunOptions):
 
 
 _OF_THE_CLUSTER = (
-    *("hostfile", "slurm", "ssh_config", "mpi", "pin_hosts", "run_id", "resume", "detach"),
-    *("policy", "objective", "min_speedup_per_slot", "budget"),
+    *("hostfile", "inside", "ssh_config", "mpi", "pin_hosts", "run_id", "resume", "detach"),
+    *("policy", "goal"),
 )
 """Options of a run that choose its hosts, or what the daemon does for a job."""
 
 
-@takes_options(SubmitOptions, but=_OF_THE_CLUSTER)
-def submit(_context: typer.Context, options: SubmitOptions) -> None:
+@command(SubmitOptions, but=_OF_THE_CLUSTER, pass_on=True)
+def submit(options: SubmitOptions) -> None:
     """Put a job into the queue of a cluster. It runs as soon as there are slots for it.
 
     Its environment is that of this shell, and its folder this folder. An elastic script starts with

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hvd_elastic.cli.numbers import whole_number_option
+from hvd_elastic.cli.options import whole_number_option
 from hvd_elastic.errors import BuildError
 
 

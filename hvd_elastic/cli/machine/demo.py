@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hvd_elastic.cli.numbers import whole_number_option
-from hvd_elastic.cli.shared_options import AsJson
+from hvd_elastic.cli.options import AsJson, whole_number_option
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import unfiltered
 from hvd_elastic.frameworks import TORCH_REQUIREMENT

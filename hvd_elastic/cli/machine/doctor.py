@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from hvd_elastic import __version__
-from hvd_elastic.cli.shared_options import AsJson
+from hvd_elastic.cli.options import AsJson
 from hvd_elastic.config import home
 from hvd_elastic.formatting import bytes_words, count, unfiltered
 from hvd_elastic.frameworks import (

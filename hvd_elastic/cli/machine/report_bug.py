@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated
@@ -18,11 +18,12 @@ import typer
 from hvd_elastic import __version__
 from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.machine.doctor import diagnose, render
+from hvd_elastic.cli.options import OptionalRun
 from hvd_elastic.cli.runs.show import last_lines
-from hvd_elastic.cli.shared_options import OptionalRun
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.secret_digests import read_digests, secrets_of
 
 _EVENTS, _LINES, _LOGS = 400, 200, 16
 _PACKAGES = re.compile(
@@ -30,8 +31,6 @@ _PACKAGES = re.compile(
     r"|lightning|transformers|accelerate|ray|pyspark|mpi4py)$",
     re.IGNORECASE,
 )
-_SECRET_VARIABLE = re.compile(r".*(KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH)", re.IGNORECASE)
-_SHORTEST_SECRET = 6
 _NAME = (
     r"(?:[\w-]*[_-])?"
     r"(?:(?:api|access|secret|private)[_-]?key|token|secret|password|passwd|passphrase)"
@@ -71,7 +70,11 @@ def report_bug(
     except RunError:
         if run is not None:
             raise
-    text, removed = without_secrets("\n".join(_parts(folder)), os.environ)
+    text = "\n".join(_parts(folder))
+    known = secrets_of(os.environ)
+    for digests in () if folder is None else read_digests(folder.secrets):
+        known |= digests.find(text)
+    text, removed = without_secrets(text, known)
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -88,13 +91,13 @@ def report_bug(
     )
 
 
-def without_secrets(text: str, environment: Mapping[str, str]) -> tuple[str, int]:
+def without_secrets(text: str, known: Collection[str]) -> tuple[str, int]:
     """Return a text without values that look like secrets, and how many were replaced.
 
-    These are what variables of such a name hold, ``NAME=VALUE`` with such a name, the user part of
-    URLs, and keys of known forms. The home folder becomes ``~``, the login ``USER``.
+    These are the ``known`` ones, ``NAME=VALUE`` with such a name, the user part of URLs, and keys
+    of known forms. The home folder becomes ``~``, the login ``USER``.
 
-    >>> without_secrets("--api-key=abcdef123 s3://me:pw@host/x lr=0.1", {})
+    >>> without_secrets("--api-key=abcdef123 s3://me:pw@host/x lr=0.1", ())
     ('--api-key=[removed] s3://[removed]@host/x lr=0.1', 2)
     """
     removed = 0
@@ -104,10 +107,9 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> tuple[str, int
         removed += 1
         return found[1] + _REMOVED
 
-    for name, value in environment.items():
-        if len(value) >= _SHORTEST_SECRET and _SECRET_VARIABLE.match(name):
-            removed += text.count(value)
-            text = text.replace(value, _REMOVED)
+    for value in sorted(known, key=len, reverse=True):  # one may be part of another
+        removed += text.count(value)
+        text = text.replace(value, _REMOVED)
     for pattern in _SECRETS:
         text = pattern.sub(replace, text)
     home, user = str(Path.home()), getpass.getuser()

@@ -16,8 +16,7 @@ import typer
 import typer.main
 
 from hvd_elastic.cli.entry import enter
-from hvd_elastic.cli.numbers import number_option, parse_whole_number
-from hvd_elastic.cli.shared_options import AsJson
+from hvd_elastic.cli.options import AsJson, number_option, parse_whole_number
 from hvd_elastic.errors import HvdElasticError, UsageError
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.virtual import VirtualCluster

@@ -9,7 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.numbers import (
+from hvd_elastic.cli.options import (
+    AsJson,
+    SshConfigOption,
+    command,
+    group_of,
+    hostfile_option,
     number_option,
     parse_duration,
     parse_whole_number,
@@ -26,7 +31,6 @@ from hvd_elastic.cli.planning.scaling_tables import (
     tables_of,
     write_scaling,
 )
-from hvd_elastic.cli.shared_options import AsJson, SshConfigOption, hostfile_option
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words, number_words, plural
 from hvd_elastic.json_text import parse_json
@@ -34,20 +38,8 @@ from hvd_elastic.json_text import parse_json
 _IMAGENET = 1_281_167
 """Number of training pictures of ImageNet (ILSVRC 2012)."""
 
-bench = typer.Typer(
-    name="bench",
-    help="Measure how training scales, and how fast a script reads.",
-    no_args_is_help=True,
-    add_completion=False,
-)
 
-
-@bench.callback()
-def _group() -> None:
-    """Measure how training scales, and how fast a script reads."""
-
-
-@bench.command("input", context_settings={"allow_interspersed_args": False})
+@command(pass_on=True)
 def input_(
     command: Annotated[
         list[str] | None,
@@ -99,7 +91,6 @@ def input_(
     print(f"faster by    {rate.remedy}")
 
 
-@bench.command()
 def synthetic(
     hostfile: Annotated[Path, hostfile_option("--hosts", help="hosts and slots")],
     np: Annotated[
@@ -206,7 +197,6 @@ def _sizes(text: str | None, slots: int) -> list[int]:
     return [parse_whole_number("--np", word) for word in text.split(",")]
 
 
-@bench.command()
 def allreduce(
     hostfile: Annotated[Path, hostfile_option("--hosts", help="hosts and slots")],
     np: Annotated[
@@ -266,7 +256,6 @@ def _bytes(text: str) -> int:
     return int(number) * units[unit]
 
 
-@bench.command()
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A.json", help="a result of bench synthetic")],
     second: Annotated[Path, typer.Argument(metavar="B.json", help="another one")],
@@ -312,3 +301,9 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(found, dict) or not isinstance(found.get("sizes"), list):
         raise UsageError(f"{path} is no result of bench synthetic (made with --out FILE.json)")
     return found
+
+
+bench = group_of(
+    "Measure how training scales, and how fast a script reads.",
+    {"input": input_, "synthetic": synthetic, "allreduce": allreduce, "compare": compare},
+)

@@ -11,9 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.numbers import number_option, parse_duration, whole_number_option
+from hvd_elastic.cli.options import (
+    AsJson,
+    hostfile_option,
+    number_option,
+    parse_duration,
+    whole_number_option,
+)
 from hvd_elastic.cli.output import print_json
-from hvd_elastic.cli.shared_options import AsJson, hostfile_option
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 from hvd_elastic.formatting import count, number_words
 
@@ -153,7 +158,7 @@ def _offers(folder: RunFolder) -> list[HostOffer]:
 
 def _todo(folder: RunFolder, evidence: Evidence) -> float | None:
     """Return the rest of the run's own target; None if it has none or has reached it."""
-    target = folder.read_run().get("target_examples")
+    target = folder.read_run().get("objective", {}).get("target")
     if not target or target <= evidence.done:
         return None
     return float(target) - evidence.done

@@ -14,9 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.cli.jobs.naming import open_run
-from hvd_elastic.cli.numbers import parse_duration, parse_whole_number
+from hvd_elastic.cli.options import AsJson, RequiredRun, parse_duration, parse_whole_number
 from hvd_elastic.cli.output import print_json, wait_until
-from hvd_elastic.cli.shared_options import AsJson, RequiredRun
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.records.json_lines import Follower
@@ -100,7 +99,8 @@ def drain(
         typer.Option(
             "--in",
             metavar="TIME",
-            help="When the host goes, such as 120s: it is used until others are warm",
+            help="Time until the host goes away, such as 120s; "
+            "it is used until replacements are ready",
         ),
     ] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Give the host back to the run.")] = False,

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from hvd_elastic.cli.jobs.naming import open_run
-from hvd_elastic.cli.shared_options import RequiredRun
+from hvd_elastic.cli.options import RequiredRun
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.leader.hostfile_watch import hosts_of
 from hvd_elastic.leader.spec import RunSpec

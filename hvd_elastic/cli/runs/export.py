@@ -17,7 +17,7 @@ import typer
 from hvd_elastic.checkpoint.header import Header, TensorInfo
 from hvd_elastic.checkpoint.reader import load_arrays, named, read_header
 from hvd_elastic.cli.jobs.naming import source_of
-from hvd_elastic.cli.shared_options import AsJson
+from hvd_elastic.cli.options import AsJson
 from hvd_elastic.errors import CheckpointError, RunError, UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.frameworks import TITLES

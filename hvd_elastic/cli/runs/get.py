@@ -14,8 +14,8 @@ import typer
 
 from hvd_elastic.checkpoint.saved import differing, find_stored
 from hvd_elastic.cli.jobs.naming import open_run
+from hvd_elastic.cli.options import AsJson, RequiredRun
 from hvd_elastic.cli.output import print_json
-from hvd_elastic.cli.shared_options import AsJson, RequiredRun
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bytes_words, date_words
 from hvd_elastic.hosts.programs.file_hash import hash_of

@@ -8,19 +8,15 @@ import os
 import shutil
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from hvd_elastic.errors import HvdElasticError
+from hvd_elastic.cli.background import begin_in_background, fork_with_log
 from hvd_elastic.hosts.engine import Engine
 from hvd_elastic.leader.spec import RunSpec, forwarded_environment
 from hvd_elastic.records.run_folder import RunFolder
-
-STARTED = b"started"
-"""What a leader in the background sends when the run has begun."""
 
 
 def lead(
@@ -49,14 +45,12 @@ def lead(
     from hvd_elastic.views.terminal import LastingView
 
     environment = forwarded_environment(os.environ)
-    if spec.engine == "slurm":
-        from hvd_elastic.slurm.allocation import own_allocation
-        from hvd_elastic.slurm.commands import clean_environment
-        from hvd_elastic.slurm.engine import slurm_engine
+    if spec.engine is not None:
+        from hvd_elastic.engines.base import engine_named
 
-        engine = engine or slurm_engine(folder, own_allocation(os.environ))
-        # Workers have the variables of their own node's step.
-        environment = clean_environment(environment)
+        source = engine_named(spec.engine)
+        engine = engine or source.lead(folder, os.environ)
+        environment = source.clean(environment)
         spec = replace(spec, hostfile=str(folder.hosts))
     view = LastingView(live=False if as_json else None)
     with view:
@@ -82,65 +76,23 @@ def lead(
     return {"succeeded": 0, "stopped": 130}.get(finish.status, 1)
 
 
-def fork_leader(
-    spec: RunSpec,
-    folder: RunFolder,
-    *,
-    resumed: bool,
-    prepare: Callable[[], Callable[[bytes], None]],
-) -> int:
-    """Fork a leader in a session of its own, whose output goes to leader.log.
+def lead_in_background(spec: RunSpec, folder: RunFolder, *, resumed: bool) -> None:
+    """Have a leader of its own lead a run, whose output goes to leader.log.
 
-    Args:
-        spec: specification of the run.
-        folder: run folder.
-        resumed: whether the run had a leader before.
-        prepare: called first in the new process; returns a function that is told :data:`STARTED`
-            once the run has begun, or the exit status and the error if it does not begin.
-
-    Returns:
-        The process id of the leader.
+    Raises:
+        typer.Exit: the leader could not begin; the reason was printed.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        os.setsid()
-        tell = prepare()
-        log = os.open(folder.leader_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (log, 1), (log, 2)):
-            os.dup2(source, target)
-        os.environ.pop("COLUMNS", None)
-        status = _lead_or_tell(spec, folder, resumed, tell)
-    except BaseException:  # noqa: BLE001  (a forked child must not return into its parent's code)
-        traceback.print_exc()
-    finally:
-        os._exit(status)
 
+    def work(begun: Callable[[], None]) -> int:
+        return lead(spec, folder, resumed=resumed, as_json=False, on_start=begun)
 
-def _lead_or_tell(
-    spec: RunSpec, folder: RunFolder, resumed: bool, tell: Callable[[bytes], None]
-) -> int:
-    started = False
-
-    def on_start() -> None:
-        nonlocal started
-        if not started:
-            started = True
-            tell(STARTED)
-
-    try:
-        return lead(spec, folder, resumed=resumed, as_json=False, on_start=on_start)
-    except HvdElasticError as error:
-        if started:
-            print(f"error: {error}", file=sys.stderr)
-        else:  # the run may have another leader, whose log it is
-            tell(f"{error.exit_status} error: {error}".encode())
-        return error.exit_status
+    begin_in_background("leader", folder.leader_log, work)
+    print(folder.run_id)
+    print(
+        f"running in the background: hvd-elastic attach {folder.run_id}, "
+        f"hvd-elastic stop {folder.run_id}",
+        file=sys.stderr,
+    )
 
 
 def begin_leader(
@@ -156,7 +108,7 @@ def begin_leader(
     """
     home = os.environ.get("HVD_ELASTIC_HOME")
 
-    def prepare() -> Callable[[bytes], None]:
+    def work() -> int:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
@@ -168,8 +120,9 @@ def begin_leader(
         os.environ.clear()
         os.environ.update(environment)
         os.environ.pop("HVD_ELASTIC_HOME", None)
+        os.environ.pop("COLUMNS", None)
         if home is not None:
             os.environ["HVD_ELASTIC_HOME"] = home
-        return lambda text: None if text == STARTED else print(text.decode(), file=sys.stderr)
+        return lead(spec, folder, resumed=resumed, as_json=False)
 
-    return fork_leader(spec, folder, resumed=resumed, prepare=prepare)
+    return fork_with_log(folder.leader_log, work)

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +16,9 @@ import typer
 
 from hvd_elastic.checkpoint.whole_files import write_json
 from hvd_elastic.cli.jobs.naming import source_of
-from hvd_elastic.cli.numbers import whole_number_option
+from hvd_elastic.cli.options import command
 from hvd_elastic.cli.runs.leading import lead
 from hvd_elastic.cli.runs.run_options import RunOptions
-from hvd_elastic.cli.shared_options import EventsAsJson, SshConfigOption, hostfile_option
 from hvd_elastic.config import runs_folder
 from hvd_elastic.data.files import sha256_of
 from hvd_elastic.errors import RunError, UsageError
@@ -35,8 +35,25 @@ from hvd_elastic.urls import is_url
 _ASKED = "asked.json"
 """File in the folder of outputs that says what they are of, and which runs computed them."""
 
+_CHOICES = ("command", "hostfile", "np", "run_id", "python", "ssh_config", "interface", "as_json")
+_NO_CHOICE = {field.name for field in fields(RunOptions)} - {*_CHOICES}
+"""Options of a run that a prediction has no use for."""
 
+
+@dataclass(frozen=True)
+class PredictOptions(RunOptions):
+    """The options of a run, for one that trains nothing."""
+
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="the prediction script, after --", metavar="-- COMMAND [ARG]..."),
+    ] = None
+    checkpoint_every_s: float = 0.0  # the weights do not change, and the outputs are the progress
+
+
+@command(PredictOptions, but=_NO_CHOICE, pass_on=True)
 def predict(
+    options: PredictOptions,
     checkpoint: Annotated[
         str,
         typer.Option(
@@ -47,36 +64,6 @@ def predict(
     ],
     data: Annotated[str, typer.Option(help="the data set, on every host", metavar="FOLDER|URL")],
     out: Annotated[Path, typer.Option(help="where the outputs go, on this machine")],
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(help="the prediction script, after --", metavar="-- COMMAND [ARG]..."),
-    ] = None,
-    hostfile: Annotated[
-        Path | None,
-        hostfile_option("--hosts", help="hosts and slots; without it the GPUs of this machine"),
-    ] = None,
-    np: Annotated[
-        int | None,
-        whole_number_option(
-            "--np",
-            "-n",
-            help="wanted number of workers (default: all slots)",
-        ),
-    ] = None,
-    run_id: Annotated[str | None, typer.Option(help="name of the run (default: date and time)")] = (
-        None
-    ),
-    python: Annotated[
-        str | None, typer.Option(help="Python on every host (default: this one's path)")
-    ] = None,
-    ssh_config: SshConfigOption = None,
-    interface: Annotated[
-        str | None,
-        typer.Option(
-            "--network-interface", help="interface of the ring (default: the one ssh came in by)"
-        ),
-    ] = None,
-    as_json: EventsAsJson = False,
 ) -> None:
     """Compute a model's outputs for every example of a data set, on all hosts.
 
@@ -93,17 +80,6 @@ def predict(
     Exit status: 0 if all outputs are there, 1 if some are missing, 2 for wrong usage, 130 if it was
     stopped.
     """
-    options = RunOptions(
-        command=command,
-        hostfile=hostfile,
-        np=np,
-        run_id=run_id,
-        python=python,
-        ssh_config=ssh_config,
-        interface=interface,
-        checkpoint_every_s=0.0,  # the weights do not change, and the outputs are the progress
-        as_json=as_json,
-    )
     options.check()
     place = data if is_url(data) else str(Path(data).absolute())
     checkpoint = source_of(checkpoint)
@@ -125,7 +101,7 @@ def predict(
             print(size, file=sys.stderr)
         outputs.add_run(folder.run_id)
         try:
-            status = lead(spec, folder, resumed=False, as_json=as_json)
+            status = lead(spec, folder, resumed=False, as_json=options.as_json)
         finally:
             outputs.collect()
         missing = outputs.missing()
@@ -137,7 +113,7 @@ def predict(
             )
             raise typer.Exit(status or 1)
         outputs.write_index()
-        if not as_json:
+        if not options.as_json:
             print(f"{out}: {count(outputs.examples or 0, 'output')} in {INDEX_FILE}")
     raise typer.Exit(status)
 

@@ -3,61 +3,39 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from hvd_elastic.agent.gpus import usable_gpus
-from hvd_elastic.cli.numbers import number_option, whole_number_option
-from hvd_elastic.cli.runs.scaling_options import ScalingOptions
-from hvd_elastic.cli.shared_options import EventsAsJson, SshConfigOption, hostfile_option
-from hvd_elastic.errors import HostfileError, HvdElasticError, SeveralErrors, UsageError
+from hvd_elastic.cli.engines.flags import EngineFlags
+from hvd_elastic.cli.options import (
+    EventsAsJson,
+    SshConfigOption,
+    hostfile_option,
+    number_option,
+    whole_number_option,
+)
+from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions
+from hvd_elastic.engines.base import INSIDE, engine_around, engine_named
+from hvd_elastic.errors import HostfileError, HvdElasticError, UsageError, raise_together
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts, parse_hostfile
-from hvd_elastic.hosts.ssh_config import config_beside
+from hvd_elastic.hosts.ssh_config import ssh_config_for
 from hvd_elastic.leader.hostfile_watch import input_hosts
+from hvd_elastic.leader.resuming import check_sizes, check_slots
 from hvd_elastic.leader.spec import SHORTEST_HEARTBEAT_S, RunSpec
 from hvd_elastic.records.tensorboard import check_tensorboard
-from hvd_elastic.slurm.allocation import Allocation, is_inside, own_allocation
 from hvd_elastic.urls import is_url
 from hvd_elastic.wire.messages import NOT_FINITE_CHOICES
 
 _POLICIES = ("fixed", "goodput")
-Options = TypeVar("Options")
-
-
-def takes_options(
-    kind: Callable[..., Options], but: Collection[str] = ()
-) -> Callable[[Callable[[typer.Context, Options], None]], Callable[..., None]]:
-    """Return a decorator that makes a typer command of a function that takes its options as one.
-
-    Args:
-        kind: dataclass whose fields are the options and arguments of the command.
-        but: names of the fields that the command does not have.
-    """
-    options = inspect.signature(kind, eval_str=True).parameters.values()
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    context = inspect.Parameter("context", keyword, annotation=typer.Context)
-    own = [option.replace(kind=keyword) for option in options if option.name not in but]
-
-    def decorate(function: Callable[[typer.Context, Options], None]) -> Callable[..., None]:
-        @functools.wraps(function)
-        def command(context: typer.Context, **given: Any) -> None:
-            function(context, kind(**given))
-
-        command.__signature__ = inspect.Signature([context, *own])  # type: ignore[attr-defined]
-        command.__annotations__ = {each.name: each.annotation for each in (context, *own)}
-        return command
-
-    return decorate
 
 
 @dataclass(frozen=True)
@@ -72,17 +50,11 @@ class RunOptions:
         Path | None,
         hostfile_option(
             "--hosts",
-            help="hosts and slots; without it the nodes of this Slurm allocation, or the GPUs of "
-            "this machine",
+            help=f"hosts and slots; without it {' or '.join(INSIDE.values())}, or the GPUs of this "
+            "machine",
         ),
     ] = None
-    slurm: Annotated[
-        bool,
-        typer.Option(
-            "--slurm",
-            help="train on the nodes of this Slurm allocation (the default inside of one)",
-        ),
-    ] = False
+    inside: EngineFlags = field(default_factory=EngineFlags)
     np: Annotated[
         int | None,
         whole_number_option(
@@ -99,40 +71,7 @@ class RunOptions:
     policy: Annotated[
         str, typer.Option(help="who decides the number of workers: fixed (you) or goodput")
     ] = "fixed"
-    objective: Annotated[
-        str | None,
-        typer.Option(help="of --policy goodput: goodput, efficiency or cost (default: goodput)"),
-    ] = None
-    min_speedup_per_slot: Annotated[
-        float | None,
-        number_option(
-            "--min-speedup-per-slot",
-            above=True,
-            help="of --objective efficiency: least speedup divided by slots (default: 0.5)",
-        ),
-    ] = None
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="of --objective cost: most that the hosts in use may cost, such as 40/h",
-            metavar="PRICE/h",
-        ),
-    ] = None
-    deadline: Annotated[
-        str | None,
-        typer.Option(
-            help="of --objective cost: reach --target-examples within, such as 6h or 90m",
-            metavar="TIME",
-        ),
-    ] = None
-    target_examples: Annotated[
-        float | None,
-        number_option(
-            "--target-examples",
-            above=True,
-            help="of --deadline: useful examples to be reached, such as 5e7",
-        ),
-    ] = None
+    goal: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     pin_hosts: Annotated[
         str | None,
         typer.Option(
@@ -230,6 +169,16 @@ class RunOptions:
             metavar="skip|stop|ignore",
         ),
     ] = NOT_FINITE_CHOICES[0]
+    profile: Annotated[
+        int | None,
+        whole_number_option(
+            "--profile",
+            least=0,
+            metavar="RANK",
+            help="record a few steps of this rank with PyTorch's profiler; hvd-elastic get brings "
+            "the file",
+        ),
+    ] = None
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="write the metrics for TensorBoard as well")
     ] = False
@@ -239,29 +188,33 @@ class RunOptions:
     as_json: EventsAsJson = False
 
     @property
-    def scaling(self) -> ScalingOptions:
-        """Return the options of the policy."""
-        return ScalingOptions(*(getattr(self, field.name) for field in fields(ScalingOptions)))
-
-    @functools.cached_property
-    def allocation(self) -> Allocation | None:
-        """Return the Slurm allocation with the hosts of the run; None: there is none, or need be.
+    def engine(self) -> str | None:
+        """Return the engine that gives the hosts; None: the user names them.
 
         Raises:
-            HvdElasticError: this process is in an allocation that cannot be used, or in none and
-                the user has asked for it.
+            UsageError: the user has asked for an engine, and for other hosts.
         """
-        if self.slurm and (self.hostfile is not None or self.mpi):
-            other = "--hostfile" if self.hostfile is not None else "--mpi"
-            raise UsageError(f"--slurm and {other} do not go together; leave one of them out")
-        if self.hostfile is not None or self.mpi or not (self.slurm or is_inside(os.environ)):
-            return None
-        return own_allocation(os.environ)
+        asked = self.inside.asked
+        if self.hostfile is None and not self.mpi:
+            return asked or engine_around(os.environ)
+        if asked is not None:
+            other = "--mpi" if self.hostfile is None else "--hostfile"
+            raise UsageError(f"--{asked} and {other} do not go together; leave one of them out")
+        return None
+
+    @functools.cached_property
+    def given(self) -> Hostfile | None:
+        """Return the hosts that an engine has given to this process; None: none has.
+
+        Raises:
+            HvdElasticError: they cannot be used, or there are none and the user has asked for them.
+        """
+        return None if self.engine is None else engine_named(self.engine).hosts(os.environ)
 
     def hosts(self) -> Hostfile | None:
         """Return the hosts that the run begins with; None: this machine alone."""
-        if self.allocation is not None:
-            return Hostfile(self.allocation.hosts, f"Slurm job {self.allocation.job_id}")
+        if self.given is not None:
+            return self.given
         return None if self.hostfile is None else parse_hostfile(self.hostfile)
 
     def check(self) -> None:
@@ -276,7 +229,7 @@ class RunOptions:
             raise UsageError(
                 "the current folder was removed; cd to that of the script, also if it is there anew"
             ) from None
-        _ = self.allocation  # if it cannot be used, this alone is reported
+        _ = self.given  # if it cannot be used, this alone is reported
         raise_together(
             lambda: check_slots(self.hosts(), self.np, self.min_np, self.spares),
             self._check_pinned,
@@ -286,6 +239,7 @@ class RunOptions:
             self._check_preemption,
             self._check_policy,
             self._check_on_not_finite,
+            self._check_profile,
             self._check_scaling,
             self._check_patience,
             lambda: check_ssh_config(self.ssh_config),
@@ -303,14 +257,13 @@ class RunOptions:
             "command": tuple(self.command or ()),
             "cwd": str(Path.cwd()),
             "hostfile": None if self.hostfile is None else str(self.hostfile.absolute()),
-            "engine": None if self.allocation is None else "slurm",
             "slots": (self.np or self.max_np or max(self.min_np, self._gpus)) + self.spares,
             "python": self.python or sys.executable,
             "ssh_config": ssh_config_for(self.hostfile, self.ssh_config),
             "input_hosts": self._input_hosts(),
             "pin_hosts": tuple(host.name for host in self._pinned()),
             "hash_seed": os.environ.get("PYTHONHASHSEED"),
-            **self.scaling.fields(),
+            "objective": self.goal.as_objective(self.policy),
         }
         if place is not None and not is_url(place):
             asked["checkpoint_folder"] = str(Path(place).absolute())
@@ -318,7 +271,7 @@ class RunOptions:
 
     def says_size(self) -> str:
         """Return a sentence on the size of a run for which the user has named none; else ""."""
-        if self.hostfile or self.allocation or self.np or self.max_np:
+        if self.hostfile or self.engine or self.np or self.max_np:
             return ""
         gpus, workers = self._gpus, count(max(self.min_np, self._gpus), "worker")
         what = f"its {gpus} GPUs" if gpus > 1 else "its GPU" if gpus else "it has no GPU to use"
@@ -327,7 +280,7 @@ class RunOptions:
     @functools.cached_property
     def _gpus(self) -> int:
         """Number of GPUs that have a worker each; 0 if the hosts are named."""
-        return 0 if self.hostfile or self.allocation else usable_gpus(os.environ)
+        return 0 if self.hostfile or self.engine else usable_gpus(os.environ)
 
     def _pinned(self) -> list[Host]:
         if self.pin_hosts is None:
@@ -386,14 +339,16 @@ class RunOptions:
                 )
 
     def _check_scaling(self) -> None:
+        if self.mpi and self.policy == "goodput":
+            raise UsageError("a job under --mpi has a fixed size: leave --policy goodput out")
+        if self.policy in _POLICIES:
+            self.goal.as_objective(self.policy)
         try:
-            pinned = self._pinned()
+            hosts, pinned = self.hosts(), self._pinned()
         except HvdElasticError:
-            pinned = []  # _check_pinned reports the error
-        hosts = None if self.allocation is None else self.allocation.hosts
-        self.scaling.check(
-            self.hostfile, self.mpi, hosts, min_np=self.min_np, pinned=pinned, np=self.np
-        )
+            return  # other checks report the error
+        named = hosts if self.given is None else self.given.hosts
+        self.goal.check_prices(named, self.min_np, self.np, pinned)
 
     def _check_mpi(self) -> None:
         for flag, value in (
@@ -436,6 +391,15 @@ class RunOptions:
                 f"HVD_ELASTIC_ON_NOT_FINITE={self.on_not_finite} for the processes of mpirun"
             )
 
+    def _check_profile(self) -> None:
+        if self.profile is not None and self.mpi:
+            raise UsageError("--profile is not passed on by --mpi: leave one of them out")
+        most = self.np if self.max_np is None else self.max_np
+        if self.profile is not None and most is not None and self.profile >= most:
+            raise UsageError(
+                f"--profile {self.profile}: {most} workers have the ranks 0 to {most - 1}"
+            )
+
     def _check_patience(self) -> None:
         least = 2 * SHORTEST_HEARTBEAT_S
         if self.failure_timeout_s < least:
@@ -470,55 +434,6 @@ class RunOptions:
                 return
 
 
-def raise_together(*checks: Callable[[], None]) -> None:
-    """Run all checks, and raise one error that names all mistakes."""
-    found: list[HvdElasticError] = []
-    for check in checks:
-        try:
-            check()
-        except HvdElasticError as error:
-            found.append(error)
-    if len(found) == 1:
-        raise found[0]
-    if found:
-        raise SeveralErrors(found)
-
-
-def check_slots(hosts: Hostfile | None, np: int | None, min_np: int, spares: int) -> None:
-    """Raise UsageError if the hosts have too few slots."""
-    if hosts is None:
-        return
-    slots = hosts.slots
-    wanted = max(min_np, np or 0)
-    if wanted <= slots < wanted + spares:
-        raise UsageError(
-            f"--spares {spares} beside {count(wanted, 'worker')} needs "
-            f"{count(wanted + spares, 'slot')}, and {hosts.source} has {slots}. Lower one of "
-            "them, or add hosts or slots."
-        )
-    if wanted > slots:
-        flag = "--np" if np == wanted else "--min-np"
-        raise UsageError(
-            f"{flag} {wanted} is above the {count(slots, 'slot')} of {hosts.source}. Lower it, "
-            "or add hosts or slots."
-        )
-
-
-def check_sizes(np: int | None, min_np: int, max_np: int | None, *, mpi: bool) -> None:
-    """Raise UsageError if sizes contradict each other."""
-    if mpi and (min_np != 1 or max_np is not None):
-        raise UsageError(
-            "a job under --mpi has a fixed size: leave --min-np and --max-np out, give --np"
-        )
-    for wider, narrower, names in (
-        (max_np, min_np, "--min-np {1} is above --max-np {0}"),
-        (np, min_np, "--min-np {1} is above --np {0}"),
-        (max_np, np, "--np {1} is above --max-np {0}"),
-    ):
-        if wider is not None and narrower is not None and narrower > wider:
-            raise UsageError(names.format(wider, narrower))
-
-
 def check_tensorboard_option(wanted: bool, *, mpi: bool) -> None:
     """Raise an error if ``--tensorboard`` is given but its files could not be written."""
     if not wanted:
@@ -538,13 +453,3 @@ def check_ssh_config(ssh_config: Path | None) -> None:
             f"--ssh-config {ssh_config}: no such file; name an ssh configuration, or leave it out "
             "to use ~/.ssh/config"
         )
-
-
-def ssh_config_for(hostfile: Path | None, ssh_config: Path | None) -> str | None:
-    """Return the path of the ssh configuration; None: the user's own.
-
-    It is the given one, else the one beside the hostfile of a virtual cluster.
-    """
-    if ssh_config is None and hostfile is not None:
-        ssh_config = config_beside(hostfile)
-    return None if ssh_config is None else str(ssh_config.absolute())

@@ -1,20 +1,22 @@
-"""Check the options of ``run`` and ``simulate`` that set the objective of the policy."""
+"""The options of ``run`` and ``simulate`` that set the objective of the policy."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated
 
-from hvd_elastic.cli.numbers import parse_duration
+import typer
+
+from hvd_elastic.cli.options import number_option, parse_duration
 from hvd_elastic.errors import HostfileError, UsageError
 from hvd_elastic.formatting import count, hosts_named
+from hvd_elastic.hosts.hostfile import Hostfile, require_prices
+from hvd_elastic.policy.objective import OBJECTIVES, Objective
 
 if TYPE_CHECKING:
-    from hvd_elastic.policy.objective import Objective
     from hvd_elastic.policy.prices import PricedHost
 
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?)(?:/h)?")
@@ -33,137 +35,111 @@ def parse_budget(text: str) -> float:
 
 
 @dataclass(frozen=True)
-class ScalingOptions:
+class ObjectiveOptions:
     """The options as given on the command line; None: not given."""
 
-    policy: str
-    objective: str | None
-    min_speedup_per_slot: float | None
-    budget: str | None
-    deadline: str | None
-    target_examples: float | None
+    objective: Annotated[
+        str | None,
+        typer.Option(help="of --policy goodput: goodput, efficiency or cost (default: goodput)"),
+    ] = None
+    min_speedup_per_slot: Annotated[
+        float | None,
+        number_option(
+            "--min-speedup-per-slot",
+            above=True,
+            help="of --objective efficiency: least speedup divided by slots (default: 0.5)",
+        ),
+    ] = None
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="of --objective cost: most that the hosts in use may cost, such as 40/h",
+            metavar="PRICE/h",
+        ),
+    ] = None
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            help="of --objective cost: reach --target-examples within, such as 6h or 90m",
+            metavar="TIME",
+        ),
+    ] = None
+    target_examples: Annotated[
+        float | None,
+        number_option(
+            "--target-examples",
+            above=True,
+            help="of --deadline: useful examples to be reached, such as 5e7",
+        ),
+    ] = None
 
-    def check(
-        self,
-        hostfile: Path | None,
-        mpi: bool,
-        hosts: Sequence[PricedHost] | None = None,
-        min_np: int = 1,
-        pinned: Sequence[PricedHost] = (),
-        np: int | None = None,
-    ) -> None:
-        """Check the options before the run starts.
-
-        Args:
-            hostfile: hostfile of the run.
-            mpi: whether the job runs under mpirun.
-            hosts: the hosts, if they are not those of a hostfile.
-            min_np: fewest slots.
-            pinned: hosts that are used as a whole.
-            np: number of slots at the start; None: the fewest.
-
-        Raises:
-            UsageError: the options are not valid; says what is.
-        """
-        if self.policy in ("fixed", "adaptdl"):
-            self._refuse_what_belongs_to_goodput()
-            return
-        if self.policy != "goodput":
-            return  # the caller refuses an unknown policy
-        if mpi:
-            raise UsageError("a job under --mpi has a fixed size: leave --policy goodput out")
-        self.as_objective()
-        if self.objective == "cost":
-            if hosts is None:
-                hosts = self._hosts_of(hostfile)
-            self._check_prices(hosts, min_np, pinned, np)
-
-    def as_objective(self) -> Objective:
-        """Return the objective of the policy.
+    def as_objective(self, policy: str) -> Objective:
+        """Return the objective of a policy.
 
         Raises:
-            UsageError: the options do not fit together.
+            UsageError: the options do not fit together, or the policy has no objective.
         """
-        from hvd_elastic.policy.objective import Objective
-
-        fields = self.fields()
-        self._refuse_what_does_not_belong(fields["objective"])
-        return Objective(
-            kind=fields["objective"],
-            min_speedup_per_slot=fields["min_speedup_per_slot"],
-            budget=fields["budget"],
-            deadline_s=fields["deadline_s"],
-            target=fields["target_examples"],
-        )
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of a :class:`RunSpec`."""
-        share = self.min_speedup_per_slot
-        return {
-            "policy": self.policy,
-            "objective": self.objective or "goodput",
-            "min_speedup_per_slot": 0.5 if share is None else share,
-            "budget": None if self.budget is None else parse_budget(self.budget),
-            "deadline_s": None
-            if self.deadline is None
-            else parse_duration("--deadline", self.deadline),
-            "target_examples": self.target_examples,
-        }
-
-    def _refuse_what_belongs_to_goodput(self) -> None:
-        for name in (
-            *("objective", "min_speedup_per_slot", "budget", "deadline", "target_examples"),
-        ):
-            if getattr(self, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag} is of use with --policy goodput only; add it")
-
-    def _refuse_what_does_not_belong(self, objective: str) -> None:
-        from hvd_elastic.policy.objective import OBJECTIVES
-
-        if objective not in OBJECTIVES:
+        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        kind = self.objective or "goodput"
+        if kind not in OBJECTIVES:
             valid = ", ".join(OBJECTIVES)
-            raise UsageError(f"--objective {objective!r} is not known; valid: {valid}")
-        for name, owner in (
-            ("min_speedup_per_slot", "efficiency"),
-            *((name, "cost") for name in ("budget", "deadline", "target_examples")),
-        ):
-            if getattr(self, name) is not None and objective != owner:
-                flag = "--" + name.replace("_", "-")
+            raise UsageError(f"--objective {kind!r} is not known; valid: {valid}")
+        for name in given:
+            flag = "--" + name.replace("_", "-")
+            if policy != "goodput":
+                raise UsageError(f"{flag} is of use with --policy goodput only; add it")
+            owner = "efficiency" if name == "min_speedup_per_slot" else "cost"
+            if name != "objective" and kind != owner:
                 raise UsageError(f"{flag} belongs to --objective {owner}; add that")
-        if objective == "cost" and self.budget is None and self.deadline is None:
+        if kind == "cost" and self.budget is None and self.deadline is None:
             raise UsageError("--objective cost needs a --budget, or a --deadline")
         if (self.deadline is None) != (self.target_examples is None):
             raise UsageError(
                 "--deadline and --target-examples belong together: the target says what to do "
                 "by the deadline"
             )
-        if (self.min_speedup_per_slot or 0.0) > 1:
+        share = self.min_speedup_per_slot
+        if (share or 0.0) > 1:
             raise UsageError(
-                f"--min-speedup-per-slot {self.min_speedup_per_slot:g} is above 1, and no slot "
+                f"--min-speedup-per-slot {share:g} is above 1, and no slot "
                 "brings more than one alone does: give a share of that, such as 0.5"
             )
+        return Objective(
+            kind,
+            Objective.min_speedup_per_slot if share is None else share,
+            None if self.budget is None else parse_budget(self.budget),
+            None if self.deadline is None else parse_duration("--deadline", self.deadline),
+            self.target_examples,
+        )
 
-    def _hosts_of(self, hostfile: Path | None) -> Sequence[PricedHost]:
-        from hvd_elastic.hosts.hostfile import parse_hostfile, require_prices
-
-        if hostfile is None:
-            raise UsageError("--objective cost needs a --hostfile that has price= for each host")
-        hosts = parse_hostfile(hostfile)
-        try:
-            require_prices(hosts)
-        except HostfileError as error:
-            raise UsageError(f"--objective cost: {error}") from error
-        return hosts.hosts
-
-    def _check_prices(
+    def check_prices(
         self,
-        hosts: Sequence[PricedHost],
+        hosts: Hostfile | Sequence[PricedHost] | None,
         min_np: int,
-        pinned: Sequence[PricedHost],
-        np: int | None,
+        np: int | None = None,
+        pinned: Sequence[PricedHost] = (),
     ) -> None:
-        if any(host.price is None for host in hosts):
+        """Check that ``--objective cost`` has prices, and a budget that some hosts meet.
+
+        Args:
+            hosts: hosts of the run; None: there is no hostfile.
+            min_np: fewest slots.
+            np: number of slots at the start; None: the fewest.
+            pinned: hosts that are used as a whole.
+
+        Raises:
+            UsageError: it cannot be met; says why.
+        """
+        if self.objective != "cost":
+            return
+        if hosts is None:
+            raise UsageError("--objective cost needs a --hostfile that has price= for each host")
+        if isinstance(hosts, Hostfile):
+            try:
+                require_prices(hosts)
+            except HostfileError as error:
+                raise UsageError(f"--objective cost: {error}") from error
+        elif any(host.price is None for host in hosts):
             raise UsageError("--objective cost needs a price for each host")
         if self.budget is None:
             return

@@ -15,9 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.cli.jobs.naming import open_run
-from hvd_elastic.cli.numbers import whole_number_option
+from hvd_elastic.cli.options import AsJson, OptionalRun, whole_number_option
 from hvd_elastic.cli.output import print_json, print_rows
-from hvd_elastic.cli.shared_options import AsJson, OptionalRun
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import (
@@ -76,11 +75,15 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
         )
         return
     path, submitted = str(folder.path), folder.is_submitted
-    print_rows(status_rows(summary, state, until, path, time.time(), submitted=submitted))
+    resume, now = folder.resume_command, time.time()
+    print_rows(status_rows(summary, state, until, path, now, resume, submitted=submitted))
     if latest:
         print("\nlatest")
     for t, line in latest:
-        print(f"  {clock_words(t)}  {line.text.splitlines()[0] if line.text else ''}")
+        stamp = clock_words(t)
+        first, *more = line.text.splitlines() or [""]
+        # Of a traceback the last line says what was wrong.
+        print(f"  {stamp}  {first} {more[-1].strip()}" if more else f"  {stamp}  {first}")
 
 
 def list_(
@@ -108,8 +111,10 @@ def list_(
     print(f"{'RUN':<{width}}  {'STATUS':<10} {'STARTED':<16} {'STEPS':>9}  WORKERS")
     for row in rows:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
+        queued = row["submitted"] and row["status"] == "never began"
+        state = "in queue?" if queued else row["status"]
         print(
-            f"{row['run_id']:<{width}}  {row['status']:<10} {started} {_steps_of(row):>9}  "
+            f"{row['run_id']:<{width}}  {state:<10} {started} {_steps_of(row):>9}  "
             f"{row['size'] or ''}"
         )
     if len(rows) < len(runs):

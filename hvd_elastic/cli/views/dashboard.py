@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hvd_elastic.cli.numbers import number_option, port_option
-from hvd_elastic.cli.shared_options import OptionalRun
+from hvd_elastic.cli.options import OptionalRun, number_option, port_option
 from hvd_elastic.formatting import clock_words, count, printable, unfiltered
 
 _PIECE_BYTES = 1 << 21
@@ -101,10 +100,9 @@ def top(
         state = run_state(summary.status, alive=alive, waiting=waiting, until=until)
         shown = Table.grid(padding=(0, 2))
         rate = summary.last.get("throughput")
-        path = str(folder.path)
-        for name, text in status_rows(
-            summary, state, until, path, time.time(), submitted=submitted
-        ):
+        path, resume, now = str(folder.path), folder.resume_command, time.time()
+        rows = status_rows(summary, state, until, path, now, resume, submitted=submitted)
+        for name, text in rows:
             shown.add_row(name, plain(text))
             if name == "progress" and rate and summary.size:
                 shown.add_row("speed", f"{rate:,.0f} examples/s on {count(summary.size, 'worker')}")

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from hvd_elastic.cli.jobs.naming import open_run
+from hvd_elastic.cli.options import AsJson, OptionalRun
 from hvd_elastic.cli.output import print_json, print_rows
-from hvd_elastic.cli.shared_options import AsJson, OptionalRun
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.records.audit import AuditResult

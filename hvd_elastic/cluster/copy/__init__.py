@@ -15,6 +15,6 @@ The way of a byte from the leader's disk to the last host's:
 6. When a file is complete and its SHA-256 is right, ``node/renaming`` waits until it is on the disk
    and gives it its name.
 
-With ``--pull`` the hosts fetch shares of a shared store themselves (``pull``, ``shares``,
-``node/pull``) and then exchange them in the same way.
+With ``--pull`` the hosts fetch shares of a shared store themselves and then exchange them in the
+same way (``pulling``).
 """

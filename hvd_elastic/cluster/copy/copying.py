@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from hvd_elastic.cluster.copy.job import Copied, CopyJob, CopyProgress, CopySettings, Pulled
 from hvd_elastic.cluster.copy.node.tree import decode
-from hvd_elastic.cluster.copy.pull import PullSession
+from hvd_elastic.cluster.copy.pulling.session import PullSession
 from hvd_elastic.cluster.copy.session import CopySession
 from hvd_elastic.errors import UsageError
 from hvd_elastic.hosts.connection import SshOptions

@@ -31,7 +31,6 @@ from hvd_elastic.hosts.remote_python import COMMAND_NOT_FOUND, no_python, start_
 from hvd_elastic.hosts.ssh import connect, is_local, own_address_towards
 from hvd_elastic.json_text import parse_json
 
-NODE = "hvd_elastic.cluster.copy.node"
 SOURCE = "the source"
 # Interval of the checks, pings to the nodes, and requests for newcomers.
 TICK_S = 0.1
@@ -115,7 +114,7 @@ class CopySession(AbstractContextManager["CopySession"]):
         skipped: paths in the source that are neither file, folder nor link.
     """
 
-    program = f"{NODE}.node"
+    program = "hvd_elastic.cluster.copy.node.node"
 
     def __init__(self, job: CopyJob) -> None:
         options, settings = job.options, job.settings

@@ -77,8 +77,17 @@ def is_own(pid: int) -> bool:
         return False
 
 
-def find(run: str | None, strays: bool, ours: bool, pattern: str | None) -> dict[Process, str]:
-    """Return the processes to end, with run or job; never this process or its ancestors."""
+def find(
+    run: str | None,
+    strays: bool = False,
+    ours: bool = False,
+    pattern: str | None = None,
+    variable: str = VARIABLE,
+) -> dict[Process, str]:
+    """Return the processes to end, with run or job; never this process or its ancestors.
+
+    Without ``strays`` and ``pattern`` they are those with a ``variable`` in their environment.
+    """
     processes = {pid: process for pid, process in all_processes().items() if is_own(pid)}
     spared = own_ancestors()
     marked: dict[int, str] = {}
@@ -94,7 +103,7 @@ def find(run: str | None, strays: bool, ours: bool, pattern: str | None) -> dict
         jobs = {pid: job for pid, job in found.items() if job is not None}
         marked = {pid: jobs[pid] for pid in jobs if is_left_behind(pid, processes, jobs)}
     else:
-        runs = {pid: environment(pid).get(VARIABLE) for pid in processes}
+        runs = {pid: environment(pid).get(variable) for pid in processes}
         marked = {pid: name for pid, name in runs.items() if name is not None}
         marked = {pid: name for pid, name in marked.items() if run in (None, name)}
     ending: dict[Process, str] = {}

@@ -23,14 +23,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hvd_elastic.hosts.programs.kill_run import find as find_marked
 from hvd_elastic.hosts.programs.processes import (
     Process,
     all_processes,
     command_line,
-    descendants,
     end_processes,
-    environment,
-    own_ancestors,
     read,
 )
 
@@ -50,11 +48,7 @@ HEAD_PROCESS, NODE_PROCESS = "gcs_server", "raylet"
 
 def find(cluster: str) -> list[Process]:
     """Return the processes of the cluster on this host, with all that they have started."""
-    processes = all_processes()
-    marked = [pid for pid in processes if environment(pid).get(MARK) == cluster]
-    below = descendants(marked, processes) if marked else []
-    spared = own_ancestors()
-    return [p for p in {*(processes[pid] for pid in marked), *below} if p.pid not in spared]
+    return list(find_marked(cluster, variable=MARK))
 
 
 def is_program(process: Process, name: str) -> bool:

@@ -124,6 +124,7 @@ class Agents:
             options=msg.WorkerOptions(
                 *(spec.heartbeat_s, spec.audit, spec.checkpoint_every_s, bool(spec.input_hosts)),
                 on_not_finite=spec.on_not_finite,
+                profile=-1 if spec.profile is None else spec.profile,
             ),
         )
         self.by_host[name] = AgentConnection(

@@ -20,6 +20,9 @@ _DISCARD_TIMEOUT_S = 10.0
 # The last line of Python's traceback when a host lacks a package.
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: .*'(?P<name>[\w.]+)'")
 
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+"""Exit statuses of a shell for a program that does not run, and for one that is not there."""
+
 Connect = Callable[[Host], Connection]
 
 
@@ -135,16 +138,28 @@ class AgentProcess:
                 "as 'hvd-elastic install HOSTFILE' does, or name another interpreter with --python."
             )
             return cause, True
-        if status in (126, 127):
+        if status == _NOT_FOUND:
             cause = (
                 f"host {name} has no Python at {self.python} ({last}). Install it there, "
                 "as 'hvd-elastic install HOSTFILE' does, or name another one with --python."
             )
             return cause, True
+        if status == _NOT_EXECUTABLE:
+            cause = (
+                f"host {name}: {self.python} is there and does not run ({last}): it was made for "
+                "another kind of processor, or is not whole. 'hvd-elastic install HOSTFILE' finds "
+                "out; --python names another one."
+            )
+            return cause, True
         if status == os.EX_NOPERM:
             return f"host {name}: {last}", True
         if missing is not None:
-            return f"host {name}: the agent cannot start: {last}. Install it there.", True
+            cause = (
+                f"host {name}: the agent cannot start: {last}. The environment of {self.python} is "
+                "not whole there, or that Python was updated: 'hvd-elastic install HOSTFILE' "
+                "brings what is missing."
+            )
+            return cause, True
         return f"host {name}: the agent did not start: {last}", False
 
     def _tail(self) -> str:

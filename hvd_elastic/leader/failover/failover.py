@@ -84,6 +84,7 @@ class Failover:
             self._run.spec.np,
             now + wait_s,
             patient=patient,
+            of_engine=self._run.spec.engine is not None,
             lease_open=self._run.fence.has_lease_file and not patient,
             unwritable=unwritable,
         )

@@ -27,6 +27,7 @@ class Takeover:
         np: number of processes that the user requests now.
         deadline: when to continue without the hosts that have not answered [monotonic s].
         patient: whether an unreachable host is tried again until then.
+        of_engine: whether an engine owns the hosts: it can reach no others, which are not asked.
 
     Attributes:
         asked: hosts whose agent is started: those of the last generation and those of the
@@ -45,6 +46,7 @@ class Takeover:
         deadline: float,
         *,
         patient: bool = False,
+        of_engine: bool = False,
         lease_open: bool = False,
         unwritable: CheckpointError | None = None,
     ) -> None:
@@ -54,7 +56,8 @@ class Takeover:
         self.leased_by: Lease | None = None
         self.unwritable = unwritable
         self.postponed: list[tuple[AgentConnection, FromAgent]] = []
-        self._awaited = past.generation_hosts or list(hosts)
+        known = past.generation_hosts
+        self._awaited = [name for name in known if name in hosts or not of_engine] or list(hosts)
         self.asked = list(dict.fromkeys([*self._awaited, *hosts]))
         self._past = past
         self._same_np = past.np == np

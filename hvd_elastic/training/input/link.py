@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import ssl
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import msgspec
 
 from hvd_elastic import __version__
 from hvd_elastic.errors import HvdElasticError
-from hvd_elastic.hosts.programs.tls import keep_alive, tls_context
+from hvd_elastic.hosts.programs.tls import TlsSocket, read_exactly
 
 Buffers = list[Any]
 """Bytes-like objects."""
@@ -102,7 +101,7 @@ class Link:
         peer: name of the other side, for errors.
     """
 
-    def __init__(self, connected: socket.socket, peer: str) -> None:
+    def __init__(self, connected: socket.socket | TlsSocket, peer: str) -> None:
         self._socket = connected
         self._peer = peer
 
@@ -126,33 +125,25 @@ class Link:
             OSError: the peer is gone.
             LinkError: the frame is invalid.
         """
-        header_bytes, count = _HEAD.unpack(self._exactly(_HEAD.size))
+        header_bytes, count = _HEAD.unpack(self._read(_HEAD.size))
         if header_bytes > _MAX_HEADER or count > _MAX_BUFFERS:
             raise LinkError(f"{self._peer} sent no valid frame")
-        sizes = [size for (size,) in _SIZE.iter_unpack(self._exactly(count * _SIZE.size))]
+        sizes = [size for (size,) in _SIZE.iter_unpack(self._read(count * _SIZE.size))]
         if sum(sizes) > _MAX_BATCH:
             raise LinkError(f"{self._peer} announced a batch of {sum(sizes)} bytes")
         try:
-            message = _decoder.decode(self._exactly(header_bytes))
+            message = _decoder.decode(self._read(header_bytes))
         except (ValueError, RecursionError) as error:
             raise LinkError(f"{self._peer} sent no valid frame: {error}") from error
-        return message, [self._exactly(size) for size in sizes]
+        return message, [self._read(size) for size in sizes]
 
-    def _exactly(self, size: int) -> memoryview:
-        view = memoryview(bytearray(size))
-        at = 0
-        while at < size:
-            got = self._socket.recv_into(view[at:])
-            if not got:
-                raise ConnectionResetError(f"{self._peer} has closed the connection")
-            at += got
-        return view
+    def _read(self, size: int) -> memoryview:
+        return read_exactly(self._socket, size, self._peer)
 
     def cut(self) -> None:
         """Make what another thread sends or receives fail; that thread closes the link."""
-        # Not the method of a TLS connection, which is used by one thread at a time.
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection."""
@@ -178,34 +169,7 @@ def accept(plain: socket.socket, certificate: str) -> Link:
     return _secured(plain, certificate, "a rank", client=False)
 
 
-class _Connection(ssl.SSLSocket):
-    """A TLS connection that is closed if its peer is gone before the handshake.
-
-    CPython 3.11 leaves it to the garbage collector then: the plain socket has lost its descriptor
-    to a connection that nobody is given.
-    """
-
-    def getpeername(self) -> Any:
-        """See :meth:`socket.socket.getpeername`; it is asked before the handshake."""
-        try:
-            return super().getpeername()
-        except OSError as error:
-            self.close()
-            raise ConnectionResetError("the peer has closed the connection") from error
-
-
 def _secured(plain: socket.socket, certificate: str, peer: str, *, client: bool) -> Link:
-    try:
-        plain.settimeout(_CONNECT_S)
-        keep_alive(plain)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            timeout_ms = int(1000 * _SEND_S)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
-        context = tls_context(certificate, client=client)
-        context.sslsocket_class = _Connection
-        secure = context.wrap_socket(plain, server_side=not client)
-        secure.settimeout(None)
-    except OSError:
-        plain.close()
-        raise
+    secure = TlsSocket(plain, certificate, client=client, limit_s=_CONNECT_S)
+    secure.has_begun(_SEND_S)
     return Link(secure, peer)

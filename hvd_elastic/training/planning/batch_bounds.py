@@ -6,16 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import as_whole, count
 from hvd_elastic.model.goodput import BatchLimits, nearest_plan
 
 
-def require_whole(name: str, value: Any, least: int, meaning: str, loader: str) -> None:
-    """Raise ScriptError unless a loader argument is a whole number of at least ``least``."""
-    if not _whole(value, least):
+def require_whole(name: str, value: Any, least: int, meaning: str, loader: str) -> int:
+    """Return an argument that must be a whole number of at least ``least``; else ScriptError."""
+    number = as_whole(value)
+    if not _whole(number, least):
         raise ScriptError(
             f"{loader}({name}={value!r}): it must be a whole number of at least {least} ({meaning})"
         )
+    return int(number)
 
 
 def batch_limits(
@@ -34,7 +36,7 @@ def batch_limits(
         ScriptError: an argument is invalid, or no number of ranks could meet the limits.
     """
     largest = "examples of all ranks in the largest step"
-    require_whole("max_batch_size", max_batch_size, 1, largest, loader)
+    max_batch_size = require_whole("max_batch_size", max_batch_size, 1, largest, loader)
     if max_batch_size < batch_size:
         raise ScriptError(
             f"{loader}(batch_size={batch_size}, max_batch_size={max_batch_size}): the largest "
@@ -71,7 +73,7 @@ def _pair(bounds: Any, loader: str) -> tuple[int, int | None]:
         return 1, None
     given = f"{loader}(atomic_batch_size_bounds={bounds!r})"
     try:
-        low, high = bounds
+        low, high = map(as_whole, bounds)
     except (TypeError, ValueError):
         low = high = 0
     if not (_whole(low, 1) and (high is None or _whole(high, 1))):

@@ -23,6 +23,7 @@ def order_for(
     seed: Any,
     drop_last: bool,
     new_event: NewEvent = no_event,
+    order: Any = None,
     **adapting: Any,
 ) -> DataOrder:
     """Return the order in which a loader's data set is read, with the planner of its steps.
@@ -34,6 +35,7 @@ def order_for(
         examples: number of examples in the data set, >= 1.
         shuffle, seed, drop_last: as given by the script.
         new_event: creates an event on the training device.
+        order: the script's own order, as of :class:`DataOrder`; None: there is none.
         adapting: the other arguments of the loader: ``max_batch_size``,
             ``atomic_batch_size_bounds``, ``accumulation`` and ``unequal_shares``.
 
@@ -47,8 +49,10 @@ def order_for(
             f"step, {loader}({first}, 64)"
         )
     together = "examples of all ranks together in one step"
-    require_whole("batch_size", batch_size, 1, together, loader)
-    require_whole("seed", seed, 0, "the same on all ranks", loader)
+    batch_size = require_whole("batch_size", batch_size, 1, together, loader)
+    seed = require_whole("seed", seed, 0, "the same on all ranks", loader)
+    if order is not None:
+        examples = _length_of(order, loader, shuffle=shuffle)
     if drop_last and examples < batch_size:
         raise ScriptError(
             f"drop_last=True leaves nothing to train on: the dataset has {examples} "
@@ -62,8 +66,28 @@ def order_for(
         shuffle=shuffle,
         seed=seed,
         drop_last=drop_last,
+        given=order,
         planner=_planner_for(loader, batch_size, examples, drop_last, new_event, **adapting),
     )
+
+
+def _length_of(order: Any, loader: str, *, shuffle: bool) -> int:
+    """Return the number of examples of an epoch in an order of the script's own."""
+    if not callable(order) or shuffle:
+        problem = "with shuffle=True" if callable(order) else f"is a {type(order).__name__}"
+        raise ScriptError(
+            f"{loader}(order=...) {problem}: give a function that returns the indices of an epoch "
+            "from its number, and leave shuffle out: order=lambda epoch: indices"
+        )
+    try:
+        examples = len(order(0))
+    except TypeError as error:
+        raise ScriptError(
+            f"{loader}(order=...): order(0) must return the indices of epoch 0 ({error})"
+        ) from None
+    if not examples:
+        raise ScriptError(f"{loader}(order=...): order(0) returns no index, so nothing is read")
+    return examples
 
 
 def _planner_for(

@@ -130,7 +130,7 @@ class Agent:
         env = {"SECRET": "s3cret", "TMPDIR": str(folder)}
         own = {"run_id": self.run_id, "cwd": str(folder), "command": tuple(command), "env": env}
         # What a leader tells all its agents while one of them is still being connected.
-        self.say(op="collected", step=1)
+        self.say(op="release", kind="shards", up_to_step=1)
         self.say(op="abort", generation=1)
         self.send(encode(leader_hello(**{**own, **hello})))
 
@@ -715,7 +715,7 @@ def test_files_of_the_script_that_no_leader_fetched_are_offered_to_the_next(
     new = start_agent(run_id=old.run_id, leader="second", take_over=True, leader_grace_s=60)
     (kept,) = new.event("hello")["saved"]
     assert (kept["name"], kept["bytes"]) == ("kept.pt", 4)
-    new.say(op="drop_saved", files=[kept])
+    new.say(op="release", kind="saved", files=[kept])
     new.say(op="shutdown", grace_s=0.5)
     assert new.process.wait(TIMEOUT_S) == 0
     assert new.process.stdout is not None

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.agent.template import process, template
-from hvd_elastic.agent.template.command import UnsuitableError, parse_python_command
-from hvd_elastic.agent.template.template import Template
+from hvd_elastic.agent.template.template import Template, UnsuitableError, parse_python_command
 from hvd_elastic.agent.worker_start import WorkerStart, start_process
 from hvd_elastic.hosts.programs.hold_command import SUBREAPER, become_subreaper
 from tests.paths import COSTLY

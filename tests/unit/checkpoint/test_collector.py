@@ -6,14 +6,16 @@ import os
 import queue
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hvd_elastic.checkpoint import sender
-from hvd_elastic.checkpoint.collector import CheckpointCollector
+from hvd_elastic.checkpoint import collector, sender
+from hvd_elastic.checkpoint.checkpoint_collector import CheckpointCollector
+from hvd_elastic.checkpoint.collector import Callbacks
 from hvd_elastic.checkpoint.manifests import complete_checkpoint, find_checkpoints, newest_valid
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.sender import Brought, CheckpointSender
@@ -38,8 +40,8 @@ class Host:
         self.puts = 0
 
     def send(self, message: msg.LeaderToAgent) -> None:
-        assert isinstance(message, msg.Collected)
-        drop_shards(self.spool, message.step)
+        assert isinstance(message, msg.Release)
+        drop_shards(self.spool, message.up_to_step)
 
     def receive(self, remote: str, write: Callable[[bytes | memoryview], object]) -> None:
         if not self.reachable:
@@ -76,11 +78,13 @@ class Run:
         store = CheckpointStore("r1", self.folder, place, keep=keep, resumed=resumed)
         self.collector = CheckpointCollector(
             store,
-            agents=lambda: self.hosts,
-            post=self.calls.put,
-            emit=lambda event: self.events.append(fields_of(event)),
-            warn=self.warnings.append,
-            on_idle=lambda: None,
+            by_host=lambda: self.hosts,
+            call=Callbacks(
+                self.calls.put,
+                lambda event: self.events.append(fields_of(event)),
+                self.warnings.append,
+                lambda: None,
+            ),
             **settings,
         )
         self.sender = CheckpointSender(
@@ -204,6 +208,39 @@ def test_a_failure_costs_the_checkpoint_and_is_said_once(tmp_path: Path) -> None
     for _ in range(3):
         run.collector.failed("node1", "no checkpoint was written: /spool is full")
     assert run.warnings[1:] == ["host node1: no checkpoint was written: /spool is full"]
+
+
+def test_a_checkpoint_that_could_not_be_fetched_is_tried_again_while_its_hosts_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "_PAUSES_S", (0.0, 3600.0, 0.0))
+    run = Run(tmp_path)
+    run.hosts["node1"].reachable = False
+    run.written(10, 0, 1)
+    run.settle()  # the second failure is followed by a long pause
+    assert len(run.warnings) == 1
+    assert run.warnings[0].endswith("node1: the connection is lost; trying again")
+    ended_at = time.monotonic()
+    assert run.collector.is_awaited(ended_at)
+    assert not run.collector.is_awaited(ended_at - 3600)
+    assert "the checkpoint of step 10 was not kept: host node1" in run.collector.why_missed
+    run.hosts["node1"].reachable = True
+    run.collector.fetch_due()
+    assert not run.collector.busy, "the pause is not over"
+    (missed,) = run.collector._known.values()
+    missed.retry.at = 0.0
+    run.collector.fetch_due()
+    run.settle()
+    assert run.steps() == [10]
+    assert not run.collector.is_awaited(time.monotonic())
+    assert run.hosts["node1"].steps() == []
+    run.hosts["node1"].reachable = False
+    run.written(20, 0, 1)
+    gone = run.hosts.pop("node1")
+    run.settle()
+    assert run.warnings[1].endswith("node1: the connection is lost"), "nothing can be tried"
+    assert not run.collector.is_awaited(time.monotonic())
+    assert gone.steps() == [(20, 1)]
 
 
 def test_what_the_leader_before_had_fetched_already_is_no_loss(tmp_path: Path) -> None:

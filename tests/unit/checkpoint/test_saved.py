@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import queue
+import shutil
 import socket
 import subprocess
 import threading
@@ -16,7 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from hvd_elastic.checkpoint import saved_collector
+from hvd_elastic.checkpoint import collector
+from hvd_elastic.checkpoint.collector import Callbacks
 from hvd_elastic.checkpoint.saved import (
     SAVED_FOLDER,
     check_name,
@@ -43,6 +45,7 @@ class Host:
         self.info = agent_hello(spool=str(folder))
         self.why_not = ""
         self.before: Callable[[], object] = lambda: None
+        self.answers: queue.Queue[msg.Tell] = queue.Queue()
 
     def save(self, name: str, content: bytes, **fields: Any) -> msg.SavedFile:
         return spool_file(
@@ -56,7 +59,10 @@ class Host:
         return sorted((each.name, each.step) for each in find_spooled(self.spool / SAVED_FOLDER))
 
     def send(self, message: msg.LeaderToAgent) -> None:
-        assert isinstance(message, msg.DropSaved)
+        if isinstance(message, msg.Tell):
+            self.answers.put(message)
+            return
+        assert isinstance(message, msg.Release)
         folder = self.spool / SAVED_FOLDER
         for saved in find_spooled(folder) if message.files is None else message.files:
             drop_spooled(folder, saved)
@@ -73,7 +79,8 @@ class Host:
             write(content[at : at + 4096])
 
     def put(self, local: Path, remote: str) -> None:
-        raise AssertionError("nothing is sent to a host")
+        Path(remote).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(local, remote)
 
     def discard(self, remote: str) -> None:
         raise AssertionError("nothing else is removed")
@@ -93,10 +100,12 @@ class Run:
             self.folder,
             life=lambda: life,
             agents=lambda: list(self.hosts.values()),
-            post=self.calls.put,
-            emit=lambda event: self.events.append(fields_of(event)),
-            warn=self.warnings.append,
-            on_idle=self.count_idle,
+            call=Callbacks(
+                self.calls.put,
+                lambda event: self.events.append(fields_of(event)),
+                self.warnings.append,
+                self.count_idle,
+            ),
         )
 
     def count_idle(self) -> None:
@@ -139,7 +148,7 @@ def test_a_saved_file_is_fetched_described_and_dropped_on_its_host(tmp_path: Pat
     run = Run(tmp_path)
     content = bytes(range(256)) * 100
     run.told("node0", run.hosts["node0"].save("best.pt", content, step=12))
-    assert run.collector.is_awaited(0.0)
+    assert run.collector.is_awaited(time.monotonic())
     run.step()
     assert run.read("best.pt") == content
     (event,) = run.events
@@ -148,7 +157,7 @@ def test_a_saved_file_is_fetched_described_and_dropped_on_its_host(tmp_path: Pat
     assert event["sha256"] == hashlib.sha256(content).hexdigest()
     assert find_stored(run.folder)["best.pt"].step == 12
     assert run.hosts["node0"].left == []
-    assert not run.collector.is_awaited(0.0)
+    assert not run.collector.is_awaited(time.monotonic())
     assert run.collector.missing() == ""
     assert run.idle == 1
     assert not run.warnings
@@ -201,7 +210,7 @@ def test_a_newer_file_takes_the_place_of_one_that_is_being_fetched(tmp_path: Pat
 def test_what_cannot_be_fetched_is_told_once_tried_again_and_missing_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved_collector, "_RETRY_S", 0.0)
+    monkeypatch.setattr(collector, "_PAUSES_S", (0.0,))
     run = Run(tmp_path)
     host = run.hosts["node0"]
     run.told("node0", host.save("best.pt", b"first", number=1))
@@ -228,6 +237,31 @@ def test_what_cannot_be_fetched_is_told_once_tried_again_and_missing_at_the_end(
     while run.collector.missing():
         run.step()
     assert run.read("best.pt") == b"second"
+
+
+def test_a_worker_that_loads_a_file_gets_the_newest_or_why_not(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    node0, node1 = run.hosts.values()
+
+    def answer() -> msg.SavedBrought:
+        told = node1.answers.get(timeout=30)
+        assert isinstance(told.message, msg.SavedBrought)
+        assert told.worker == "worker-1"
+        return told.message
+
+    run.collector.bring("best.pt", "worker-1", node1)
+    assert answer() == msg.SavedBrought("best.pt")
+    run.told("node0", node0.save("best.pt", b"best", step=12))
+    run.collector.bring("best.pt", "worker-1", node1)
+    assert node1.answers.empty()  # it is being fetched
+    run.step()
+    brought = answer()
+    assert Path(brought.path).read_bytes() == b"best"
+    node0.why_not = "the disk is broken"
+    run.told("node0", node0.save("best.pt", b"better", step=13, number=9))
+    run.collector.bring("best.pt", "worker-1", node1)
+    run.step()
+    assert "saved at step 13 is not in the run folder: host node0: the disk" in answer().error
 
 
 def test_a_file_that_changes_on_the_way_is_not_stored(tmp_path: Path) -> None:
@@ -260,15 +294,15 @@ def test_a_long_wait_at_the_end_is_told_with_its_progress(
     run.told("node1", host.save("best.pt", bytes(8000)))
     assert reached.wait(30)
     now = time.monotonic()
-    run.collector.tell_awaited(now)
+    assert run.collector.is_awaited(now + 3600)
     assert run.events == []
-    run.collector.tell_awaited(now - 1.5)
-    run.collector.tell_awaited(now - 2.0)  # soon after the first
+    assert run.collector.is_awaited(now - 1.5)
+    assert run.collector.is_awaited(now - 2.0)  # soon after the first
     gate.set()
     run.step()
     assert run.events[0] == {
-        "message": "training has ended; waiting for what the script saved: best.pt (3.0 kB of "
-        "8.0 kB are here from host node1)"
+        "message": "training has ended; waiting for the file 'best.pt' that the script saved at "
+        "step 1 (3.0 kB of 8.0 kB are here from host node1)"
     }
     assert [event.get("name") for event in run.events] == [None, "best.pt"]
 
@@ -280,11 +314,11 @@ def test_a_lost_host_is_told_and_its_file_fetched_when_it_is_back(tmp_path: Path
     run.told("node0", gone.save("best.pt", b"kept", step=3))
     del run.hosts["node0"]
     run.step()
-    run.collector.look()
-    run.collector.look()
+    run.collector.tell_lost()
+    run.collector.tell_lost()
     (warning,) = run.warnings
     assert warning.startswith("host node0 was lost before the file 'best.pt'")
-    assert not run.collector.is_awaited(0.0), "nobody knows whether it comes back"
+    assert not run.collector.is_awaited(time.monotonic()), "nobody knows whether it comes back"
     assert "host node0 was lost before it had been fetched" in run.collector.missing()
     back = run.hosts["node0"] = Host(gone.spool)
     run.collector.offered("node0", back, find_spooled(back.spool / SAVED_FOLDER))

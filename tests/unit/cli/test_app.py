@@ -13,7 +13,8 @@ import typer
 
 from hvd_elastic import __version__
 from hvd_elastic.cli import app as app_module
-from hvd_elastic.cli.app import COMMANDS, LazyCommand, main
+from hvd_elastic.cli import options
+from hvd_elastic.cli.app import COMMANDS, load_command, main
 from hvd_elastic.errors import RunError, UsageError
 
 
@@ -21,13 +22,14 @@ from hvd_elastic.errors import RunError, UsageError
 def command(monkeypatch):
     """Registers a function as `hvd-elastic probe`; returns the registering function."""
 
-    def register(function, **settings):
-        module = types.ModuleType("hvd_elastic_probe")
+    def register(target, *, pass_on=False):
+        if pass_on:
+            target = options.command(pass_on=True)(target)
+        module = types.ModuleType("hvd_elastic.cli.probe")
         module.__spec__ = types.SimpleNamespace(name=module.__name__)  # type: ignore[assignment]
-        module.target = function  # type: ignore[attr-defined]
+        module.target = target  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        entry = LazyCommand(module.__name__, "target", "A probe.", settings)
-        monkeypatch.setitem(app_module.COMMANDS, "probe", entry)
+        monkeypatch.setitem(app_module.COMMANDS, "probe", ("probe:target", "A probe."))
 
     return register
 
@@ -53,8 +55,8 @@ def test_a_flag_has_no_kind_of_value_in_the_help(capsys):
 
 
 def test_every_command_loads():
-    for name, entry in COMMANDS.items():
-        assert entry.load(name).name == name
+    for name in COMMANDS:
+        assert load_command(name).name == name
 
 
 def test_without_a_command_there_is_help_and_the_status_of_wrong_usage(capsys):
@@ -148,7 +150,7 @@ def test_options_after_the_script_belong_to_the_script(command, capsys, line):
     def take(words: list[str], np: int = 1) -> None:
         print(np, words)
 
-    command(take, **COMMANDS["run"].context_settings)
+    command(take, pass_on=True)
     assert status_of("probe", *line) == 0
     assert capsys.readouterr().out == "2 ['python', 'train.py', '--lr', '0.1', '--np', '9']\n"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.cli.cluster.copy_report import copied_in_words
-from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.copy import copied_in_words
+from hvd_elastic.cli.cluster.host_options import HereOptions
 from hvd_elastic.cli.cluster.host_report import Printer
 from hvd_elastic.cli.cluster.run import _is_nothing
 from hvd_elastic.cli.cluster.tools import (
@@ -24,7 +24,6 @@ from hvd_elastic.cli.cluster.tools import (
 from hvd_elastic.cluster.copy.job import Copied
 from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.ssh import SshOptions
 from hvd_elastic.records.run_folder import RunFolder
 
 
@@ -184,8 +183,7 @@ def test_a_closed_stream_is_no_hindrance(tmp_path: Path, close: str, out: str) -
 )
 def test_what_a_copy_says(copied: Copied, dry: bool, words: str) -> None:
     hosts = [Host("n1")]
-    how = {"dry_run": dry, "as_json": False, "verbose": False}
-    chosen = Chosen(Path("hosts"), lambda: hosts, hosts, SshOptions(), 1, **how)
+    chosen = HereOptions(dry_run=dry)
     result = HostResult(hosts[0], Outcome.OK, 2.0, copied)
     assert copied_in_words(result, chosen, Printer(hosts), None) == words
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import io
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import typer
 
-from hvd_elastic.cli.cluster.host_options import Chosen
+from hvd_elastic.cli.cluster.host_options import HereOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
-from hvd_elastic.hosts.connection import SshOptions
 from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import Host
 
@@ -40,16 +38,7 @@ def test_a_host_whose_line_is_out_counts_as_ended(
     monkeypatch.setattr(sys, "stdout", out)
     with pytest.raises(typer.Exit) as ended:
         finish(
-            Chosen(
-                Path("hosts"),
-                lambda: hosts,
-                hosts,
-                SshOptions(),
-                4,
-                dry_run=False,
-                as_json=True,
-                verbose=False,
-            ),
+            HereOptions(as_json=True).over(hosts),
             (HostResult(host, Outcome.OK, 0.1) for host in hosts),
             Printer(hosts),
             lambda result: {},

@@ -121,7 +121,7 @@ def test_submit_has_the_options_of_a_run_that_choose_no_hosts(
     assert told == {"spares": 1, "keep_checkpoints": 7, "checkpoint_copies": 1}
     assert job.spec["input_hosts"] == ("cpu1", "cpu2")
     assert (job.spec["preemption"], job.spec["interface"]) == ("aws", "eth1")
-    assert (job.spec["policy"], job.spec["target_examples"]) == ("fixed", None)
+    assert (job.spec["policy"], job.spec["objective"]["target"]) == ("fixed", None)
     for mistake, said in (
         (["--plain", "--spares", "1"], "leave --spares out"),
         (["--fixed"], "--fixed needs the number of slots"),

@@ -1,22 +1,24 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_elastic.cli.cluster.host_options import Chosen
-from hvd_elastic.cli.cluster.newcomers import Newcomers
+from hvd_elastic.cli.cluster.copy import Newcomers
+from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cluster.run.commands import select_hosts
-from hvd_elastic.hosts.hostfile import parse_hostfile
-from hvd_elastic.hosts.ssh import SshOptions
+from hvd_elastic.hosts.hostfile import Host, parse_hostfile
 
 
 def test_who_is_added_to_the_hostfile_joins_once_if_chosen(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("a\n")
 
-    def choose():
-        return select_hosts(parse_hostfile(path), None, "x" if "x" in path.read_text() else None)
+    class Choosing(HostOptions):
+        def read_hosts(self) -> Sequence[Host]:
+            excluded = "x" if "x" in path.read_text() else None
+            return select_hosts(parse_hostfile(path), None, excluded)
 
-    chosen = Chosen(path, choose, choose(), SshOptions(), 4, False, False, False)
+    chosen = Choosing(path)
     notes: list[str] = []
     newcomers = Newcomers(chosen, notes.append)
     assert newcomers() == []
@@ -38,5 +40,8 @@ def test_who_is_added_to_the_hostfile_joins_once_if_chosen(tmp_path: Path) -> No
 
 
 def test_a_hostfile_that_cannot_be_read_twice(tmp_path: Path) -> None:
-    chosen = Chosen(tmp_path / "none", list, [], SshOptions(), 4, False, False, False)
+    path = tmp_path / "hosts"
+    path.write_text("a\n")
+    chosen = HostOptions(path)
+    path.unlink()
     assert Newcomers(chosen, print)() == []

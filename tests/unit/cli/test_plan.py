@@ -19,7 +19,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
     hostfile = tmp_path / "hosts"
     hostfile.write_text("n0 slots=2 price=1.5\nn1 slots=2 price=1.5\n")
-    made = RunFolder.create("seen", {"hostfile": str(hostfile), "target_examples": 1e7})
+    made = RunFolder.create("seen", {"hostfile": str(hostfile), "objective": {"target": 1e7}})
     model = true_model(0.01, 0.001, 0.002, 1e-4, 0.006, 2e-4)
     lines = [json.dumps(event) for event in run_events(model, [[1], [2], [2, 2]])]
     made.events.write_text("\n".join(lines) + "\n")

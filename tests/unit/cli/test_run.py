@@ -8,8 +8,8 @@ import pytest
 
 from hvd_elastic.agent.spool import Spool
 from hvd_elastic.cli.app import main
+from hvd_elastic.cli.options import hostfile_of
 from hvd_elastic.cli.runs import run_options
-from hvd_elastic.cli.shared_options import hostfile_of
 from hvd_elastic.errors import HostfileError
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.leader.spec import RunSpec

@@ -121,6 +121,7 @@ def test_status_of_runs_that_are_not_well(call: Call) -> None:
     done = call("status", "a")
     assert "died: no live leader; go on with: hvd-elastic run --resume a" in done.out
     assert "worker n1:0: ValueError: no" in done.out
+    assert "  the script failed in worker n1:0: ValueError: no\n" in done.out
 
 
 def test_status_of_a_run_that_trains_on_without_a_leader(call: Call) -> None:
@@ -306,6 +307,7 @@ def test_stop_waits_for_the_end(call: Call) -> None:
         assert request.op == "stop"
         time.sleep(0.3)  # a leader takes a while to end its workers
         fields = {"run_id": "live", "status": "stopped", "steps": 12, "checkpoint_step": 10}
+        fields |= {"led_elsewhere": False}
         write(log, "run_finished", fields)
         return True
 
@@ -436,6 +438,7 @@ def test_drain_of_a_run_that_ends_meanwhile(call: Call) -> None:
     ("arguments", "words"),
     [
         (("--in", "soon"), "--in takes a time such as 45s, 90m or 1h30m, or seconds"),
+        (("--in", "0"), "--in takes a time above 0 such as 45s, 90m or 1h30m, or seconds, not '0'"),
         (("--in", "9s", "--undo"), "give one of them"),
     ],
 )

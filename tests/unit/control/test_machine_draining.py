@@ -97,6 +97,30 @@ def test_last_host_saves_its_state_trains_on_and_lets_it_go_once_it_is_saved():
     assert (new.root, new.restore) == (None, True)
 
 
+def test_all_hosts_that_go_at_once_save_their_state_at_once_and_before_they_go():
+    """As where an allocation ends: the second notice arrives while the first host is left."""
+    play = start("a", "b")
+    assert members(drain(play, "a", 20.0)) == ["b:0.1"]
+    assert drain(play, "b", 20.0) == []
+    assert play.joined("b:0.1") == [SaveState("b:0.1")], "it may go before that time"
+    assert play.ended("a:0.1") == [StopAgent("a")]
+    assert play.tell(ev.StateSaved(8)) == []
+    assert play.tell(ev.Tick(), after=20.0) == [Hold("b:0.1")]
+    assert play.tell(ev.WorkerHeld("b:0.1", 2, 90)) == [SaveState("b:0.1")]
+    assert play.tell(ev.StateSaved(90)) == [Leave("b:0.1")]
+    end = "(hosts a, b drained and not counted). Nothing is lost: the checkpoint of step 90 is "
+    assert str(play.kinds("waiting")[-1]["reason"]).endswith(f"{end}complete")
+
+
+def test_one_of_several_hosts_that_go_needs_no_checkpoint():
+    play = start("a", "b", "c")
+    answer = [*drain(play, "a", 20.0), *drain(play, "b", 20.0)]
+    answer += [*play.joined("b:0.1", "c:0.1"), *play.joined("c:0.1")]
+    assert play.names == ["c:0.1"]
+    assert is_running(play)
+    assert not [command for command in answer if isinstance(command, SaveState)]
+
+
 def test_state_that_is_held_for_a_host_that_goes_moves_to_one_that_comes():
     play = start("a")
     drain(play, "a", 0.0)

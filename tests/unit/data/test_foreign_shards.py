@@ -221,6 +221,9 @@ def test_labels_of_records_count_from_0_or_1(
     records = [TFRecord().encode("k", ("txt", "cls"), (b"t", b"%d" % (n - 1)))[0] for n in stored]
     (tmp_path / "a.tfrecord").write_bytes(b"".join(records))
     build_index(tmp_path, labels_from=option)
+    for again in (False, True):
+        assert [label for _, label in ShardDataset(tmp_path)] == read
+        build_index(tmp_path, again=again)  # without the option
     assert [label for _, label in ShardDataset(tmp_path)] == read
 
 
@@ -274,6 +277,10 @@ def test_a_label_of_several_numbers_in_some_examples_is_a_list_in_all(tmp_path: 
     features(tmp_path, {"label": b"cat"}, name="c.tfrecord")
     with pytest.raises(DataError, match=r"c\.tfrecord: label holds bytes values here, and int64"):
         build_index(tmp_path)
+    (tmp_path / "b.tfrecord").unlink()
+    (tmp_path / "c.tfrecord").unlink()
+    build_index(tmp_path)
+    assert [row[1] for row in ShardDataset(tmp_path, fields=("__key__", "cls"))] == [3, 4]
 
 
 def test_compressed_shards_are_called_so(tmp_path: Path) -> None:

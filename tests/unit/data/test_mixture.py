@@ -89,6 +89,14 @@ def test_it_is_pickled_and_read_as_other_data_sets(tmp_path: Path) -> None:
     assert sum(one != other for one, other in pairwise(turns)) == 2, "a shard at a time"
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    parts = [(Named(0, 3), 2), (Named(1, 4), 0.5)]
+    theirs = [(dataset, np.float32(weight)) for dataset, weight in parts]
+    mixture = Mixture(theirs, length=np.int64(5), seed=np.int64(2))
+    assert mixture.order_key == Mixture(parts, length=5, seed=2).order_key
+    assert len(mixture) == 5
+
+
 def test_arguments_that_do_not_fit_are_explained() -> None:
     good = Named(0, 3)
     for parts, options, said in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvd_elastic.hosts.hostfile import Host, format_hostfile, parse_hosts
-from hvd_elastic.jobs.devices import Devices
+from hvd_elastic.jobs.runs import Devices
 
 HOST = Host("a", slots=4)
 

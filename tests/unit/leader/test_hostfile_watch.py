@@ -11,6 +11,7 @@ import pytest
 from hvd_elastic.leader import hostfile_watch
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.policy.objective import Objective
 
 
 def become_a_pipe(hostfile: Path) -> None:
@@ -51,7 +52,11 @@ def test_a_host_without_a_price_changes_nothing_where_the_policy_minds_the_cost(
     hostfile.write_text("a price=1\n")
     told: list[str] = []
     spec = RunSpec(
-        ("true",), "/", hostfile=str(hostfile), policy="goodput", objective="cost", budget=4.0
+        ("true",),
+        "/",
+        hostfile=str(hostfile),
+        policy="goodput",
+        objective=Objective("cost", budget=4.0),
     )
     watch = HostfileWatch(spec, told.append)
     watch.read()
@@ -72,8 +77,8 @@ def test_where_the_policy_minds_the_cost_the_cheapest_hosts_come_first(
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2 price=9\nb price=2\nc slots=4 price=3\nd price=2\n")
     spec = RunSpec(
-        ("true",), "/", hostfile=str(hostfile), policy="goodput", objective="cost", budget=20.0,
-        np=np, pin_hosts=pinned,
+        ("true",), "/", hostfile=str(hostfile), policy="goodput", np=np, pin_hosts=pinned,
+        objective=Objective("cost", budget=20.0),
     )  # fmt: skip
     watch = HostfileWatch(spec, lambda _: None)
     watch.read()

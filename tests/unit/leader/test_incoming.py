@@ -29,6 +29,7 @@ def test_metrics_of_a_time_without_a_leader_are_late(
         said = Metrics(1, 0, 0, 8, 1, values={"loss": 0.5}, t=sent)
         (message,) = incoming.messages(encode(msg.WorkerSaid("w", said)))
         assert isinstance(message, msg.WorkerSaid)
+        assert isinstance(message.message, Metrics)
         return message.message.late_s
 
     list(incoming.messages(encode(agent_hello(time=time.time() + clock_ahead_s))))

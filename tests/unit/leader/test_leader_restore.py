@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Resumed:
     """A leader that has just announced a generation on two hosts, and looks for a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        self.shown: list[Mapping[str, Any]] = []
+        self.shown: list[Any] = []
         self.folder = RunFolder.create("r1", root=folder)
         spec = RunSpec(("python", "train.py"), "/", audit=True)
         self.leader = Leader(

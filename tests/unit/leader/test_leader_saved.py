@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.checkpoint import saved_collector
+from hvd_elastic.checkpoint import collector
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.control.progress import Activity
@@ -43,7 +43,7 @@ class Agent(Host):
         return time.monotonic()
 
     def send(self, message: msg.LeaderToAgent) -> None:
-        if isinstance(message, msg.DropSaved):
+        if isinstance(message, msg.Release) and message.kind == "saved":
             super().send(message)
 
     def take_activities(self) -> dict[str, Activity]:
@@ -106,7 +106,8 @@ def test_a_run_ends_when_its_files_have_arrived(run: Run) -> None:
     assert not run.stored
     notes = [event.message for event in run.shown if isinstance(event, LogNote)]
     (note,) = notes
-    assert note.startswith("training has ended; waiting for what the script saved: best.pt (0 B of")
+    assert note.startswith("training has ended; waiting for the file 'best.pt' that the script sav")
+    assert "at step 7 (0 B of" in note
     run.agent.gate.set()
     loop.join(10)
     assert not loop.is_alive()
@@ -130,7 +131,7 @@ def test_a_second_request_to_stop_ends_the_wait(run: Run) -> None:
 def test_what_cannot_be_fetched_ends_the_wait_and_fails_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved_collector, "_LAST_TRIES_S", 0.0)
+    monkeypatch.setattr(collector, "_LAST_TRIES_S", 0.0)
     run.agent.why_not = "no such file"
     run.agent.gate.set()
     run.leader._executor.execute(DONE)

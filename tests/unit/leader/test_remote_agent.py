@@ -160,7 +160,7 @@ def test_the_hello_of_another_version_is_told_as_that(fields: bytes) -> None:
         ),
         (
             b"  import msgspec\nModuleNotFoundError: No module named 'msgspec'",
-            "the agent cannot start: ModuleNotFoundError: No module named 'msgspec'. Install it",
+            "the agent cannot start: ModuleNotFoundError: No module named 'msgspec'. The env",
         ),
     ],
 )

@@ -46,6 +46,15 @@ def test_what_the_earlier_leader_may_not_know_is_heard_before_the_run_is_led() -
     assert takeover.complete
 
 
+def test_hosts_that_are_in_no_allocation_any_more_are_not_asked() -> None:
+    past = RunSummary(generation_hosts=["gone", "here"])
+    assert Takeover(["here", "new"], past, None, deadline=0.0).asked == ["gone", "here", "new"]
+    takeover = Takeover(["here", "new"], past, None, deadline=0.0, of_engine=True)
+    assert takeover.asked == ["here", "new"]
+    takeover.answered("here", HELD)
+    assert takeover.complete
+
+
 def test_generations_are_numbered_on_though_nothing_is_left_of_the_last_one() -> None:
     """The audit orders by them what is told late."""
     began = {"t": 1.0, "kind": "rescale_started", "generation": 7, "hosts": ["a"]}

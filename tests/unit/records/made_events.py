@@ -28,8 +28,7 @@ _OTHERS: tuple[Any, ...] = (None, "", True, 0, 1, [], _LIMITS, *_WORDS)
 def _rest_of(kind: str) -> dict[str, Any]:
     """Values for the fields that an event of this kind must have."""
     fields = msgspec.structs.fields(EVENT_TYPES[kind])
-    found = {field.name: _value_of(field.type) for field in fields if field.required}
-    return {**found, **({"led_elsewhere": False} if kind == "run_finished" else {})}
+    return {field.name: _value_of(field.type) for field in fields if field.required}
 
 
 def _value_of(type_: Any) -> Any:

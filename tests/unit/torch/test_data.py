@@ -37,6 +37,7 @@ from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.training.data_order import Place
 from hvd_elastic.training.input.times import InputTimes
 from hvd_elastic.training.launch import Mode
+from hvd_elastic.training.planning.batch_bounds import batch_limits
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.script_data import ScriptData
@@ -260,6 +261,56 @@ def test_each_epoch_is_read_exactly_once_whatever_the_world_does(
         assert world.progress.position == n
         world.next_epoch()
     assert world.progress.examples == 2 * n
+
+
+def test_an_order_of_the_scripts_own_is_read_whatever_the_world_does() -> None:
+    def by_length(epoch: int) -> list[int]:
+        return [*range(epoch, 60, 2), *range(1 - epoch, 60, 2)]
+
+    world = World(60, 8, order=by_length)
+    world.resize(2)
+    for epoch in range(2):
+        for size in (3, 1, 2):
+            world.step()
+            world.resize(size)
+        while world.step():
+            pass
+        assert world.read == by_length(epoch)
+        world.next_epoch()
+
+    context = fake(audit=False)
+    weighted: Any = DataLoader(Numbers(5), 2, order=lambda _: [4, 4, 0, 4], context=context)
+    assert (len(weighted), context.registered) == (2, [4])
+    found = []
+    for values, _ in weighted:
+        found += values.tolist()
+        context.consume()
+    assert found == [4, 4, 0, 4]
+    with pytest.raises(ScriptError, match=r"--audit, .* has some several times"):
+        DataLoader(Numbers(5), 2, order=lambda _: [4, 4, 0, 4], context=fake())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": [0, 1]}, "is a list: give a function that returns the indices of an epoch"),
+        ({"order": range, "shuffle": True}, "with shuffle=True: .* leave shuffle out"),
+        ({"order": lambda _: 7}, r"order\(0\) must return the indices of epoch 0"),
+        ({"order": lambda _: []}, "returns no index"),
+        ({"order": lambda e: [0.5, 1]}, "returns a float64 array"),
+        ({"order": lambda e: [0, 9]}, "returns the index 9, and the data set has 5 examples"),
+    ],
+)
+def test_an_order_that_is_none_is_explained(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScriptError, match=message):
+        next(iter(DataLoader(Numbers(5), 2, context=fake(audit=False), **options)))
+
+
+def test_an_order_that_changes_its_length_is_explained() -> None:
+    context = fake(audit=False, progress=Progress(epoch=1))
+    loader: Any = DataLoader(Numbers(5), 2, order=lambda e: [0] * (3 - e), context=context)
+    with pytest.raises(ScriptError, match=r"order\(1\) returns 2 indices, and 3 for epoch 0"):
+        next(iter(loader))
 
 
 class NumbersInBlocks(Numbers):
@@ -808,6 +859,23 @@ class Unsized:
 def test_what_cannot_work_is_explained(dataset: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ScriptError, match=message):
         DataLoader(dataset, context=fake(), **options)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    def read(whole: type) -> list[list[int]]:
+        options = {"seed": whole(3), "num_workers": whole(0), "shuffle": True}
+        loader: Any = DataLoader(Numbers(9), whole(4), context=fake(), **options)
+        assert type(loader.batch_size) is type(loader.seed) is int
+        return [batch[0].tolist() for batch in loader]
+
+    def limits(whole: type) -> str:
+        return repr(batch_limits(4, whole(8), (whole(1), whole(4)), True, 9))
+
+    assert limits(np.int64) == limits(int)
+    assert read(np.int64) == read(np.uint8) == read(int)
+    wrong: Any = np.bool_(False)
+    with pytest.raises(ScriptError, match=r"batch_size=np.False_\)"):
+        DataLoader(Numbers(4), wrong, context=fake())
 
 
 def test_pytorch_refuses_its_own_options_at_once() -> None:

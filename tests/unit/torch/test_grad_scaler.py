@@ -237,3 +237,22 @@ def test_pytorchs_own_scaler_is_refused_with_a_way_out(alone: Context) -> None:
         ScriptError, match=r"State\(scaler=\.\.\.\).*hvd_elastic\.torch\.GradScaler"
     ):
         hvd.State(scaler=torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_step_by_pytorchs_own_scaler_is_refused_at_one_rank_too(
+    alone: Context, ranks: int, enabled: bool
+) -> None:
+    if ranks == 2:
+        alone.worker.communicator = TwoRanks(other=3.0)
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    hand_out(alone)
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+    if not enabled:
+        scaler.step(optimizer)
+        return
+    with pytest.raises(ScriptError, match=r"use hvd\.GradScaler\(\)"):
+        scaler.step(optimizer)

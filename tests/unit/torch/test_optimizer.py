@@ -16,6 +16,7 @@ from hvd_elastic.torch.optimizer import DistributedOptimizer, averager_of
 from hvd_elastic.torch.state import State
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.elastic import run
+from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.planning.adaptive import AdaptivePlanner
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.step import Pass, Stage
@@ -205,6 +206,16 @@ def test_clipping_what_is_on_its_way_is_refused(
     optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), model)
     hand_out(alone)
     model(torch.ones(1, 1, dtype=kind)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ScriptError, match=r"'weight' was changed .* optimizer.synchronize\(\)"):
+        optimizer.step()
+
+
+def test_clipping_before_the_average_is_refused_at_one_rank_too(alone: Context) -> None:
+    model = linear()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    hand_out(alone)
+    model(torch.ones(1, 1)).sum().backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(ScriptError, match=r"'weight' was changed .* optimizer.synchronize\(\)"):
         optimizer.step()
@@ -572,6 +583,19 @@ class Nested:
 
     def __call__(self) -> None:
         """Nothing follows."""
+
+
+@pytest.mark.parametrize("own_data", [False, True])
+def test_a_batch_of_another_loader_is_warned_of_unless_it_is_meant(
+    alone: Context, caplog: pytest.LogCaptureFixture, own_data: bool
+) -> None:
+    alone.worker.mode, alone.worker.in_train, alone.own_data = Mode.STATIC, True, own_data
+    model = linear()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    told = [message.endswith("hvd.init(own_data=True)") for message in caplog.messages]
+    assert told == [True] * (not own_data)
 
 
 def test_an_optimizer_that_nobody_knows_of_is_named(alone: Context) -> None:

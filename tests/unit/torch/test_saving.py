@@ -127,6 +127,18 @@ def test_other_ranks_write_nothing_and_need_no_object(
     assert not (tmp_path / "saved").exists()
 
 
+def test_the_script_loads_what_it_saved_by_its_name(
+    alone: Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch.save(Net(seed=2).state_dict(), tmp_path / "best.pt")  # of something else
+    hvd.save("best.pt", Net(seed=1).state_dict())
+    for share in (False, True):
+        assert equal(hvd.load_model("best.pt", Net(), share=share), Net(seed=1))
+    monkeypatch.setattr(type(alone.worker.communicator), "rank", 1)
+    with pytest.raises(ScriptError, match=r"on rank 1: rank 0 has.* share=True"):
+        hvd.load_model("best.pt", Net())
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["", "../best.pt", "a/b.pt", "x" * 101])
 def test_bad_names_are_refused(name: str, tmp_path: Path) -> None:

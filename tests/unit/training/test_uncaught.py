@@ -48,6 +48,12 @@ def test_a_mistake_is_its_message_alone_in_a_real_script() -> None:
     )
 
 
+def test_a_script_of_torchrun_is_told_what_to_change_before_init_too() -> None:
+    done = run("-c", "import os, hvd_elastic.torch; os.environ['LOCAL_RANK']")
+    assert done.stderr.splitlines()[-2] == "KeyError: 'LOCAL_RANK'"
+    assert done.stderr.splitlines()[-1].startswith("error: this expects the process group of torc")
+
+
 @pytest.mark.usefixtures("hook")
 def test_pythons_way_where_it_is_wanted_and_for_other_errors(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

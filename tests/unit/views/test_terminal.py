@@ -107,7 +107,7 @@ def test_the_live_line_shows_at_once_that_a_rescale_is_over() -> None:
     view.show(made({"kind": "rescale_finished", "generation": 2, "size": 3, "pause_s": 0.1}))
     last = ESCAPES.sub("", stream.getvalue()).rpartition("\r")[2]
     view.close()
-    assert last.startswith("step 1 · epoch 0 · loss 1 · 3 workers")
+    assert last.startswith("step 1 · epoch 0 · loss 1 (rank 0) · 3 workers")
 
 
 def test_no_line_is_older_than_the_one_before_it() -> None:

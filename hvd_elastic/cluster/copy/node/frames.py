@@ -15,13 +15,12 @@ import io
 import json
 import os
 import socket
-import ssl
 import struct
 import sys
 import zlib
 from typing import Any, BinaryIO, Callable  # noqa: UP035  # Python 3.7 has no others
 
-from hvd_elastic.hosts.programs.tls import tls_context
+from hvd_elastic.hosts.programs.tls import TlsSocket
 
 HEADER = struct.Struct("!BIQI")  # kind, index of the file, offset, bytes of payload
 # Kinds of frames: piece of a file, its end, a whole small file, a file that fails, the end of all.
@@ -106,38 +105,6 @@ def unpack_payload(payload: bytes) -> bytes:
     return data
 
 
-class _Tls:
-    """TLS over a socket; unlike ``ssl.SSLSocket`` it passes many records in one system call."""
-
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, feeds: bool) -> None:
-        self._sock = sock
-        self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._arrived, self._leaving, server_side=not feeds)
-        self._until_done(self._tls.do_handshake)
-
-    def recv(self, size: int) -> bytes:
-        return bytes(self._until_done(self._tls.read, size))
-
-    def sendall(self, data: bytes) -> None:
-        self._tls.write(data)
-        self._sock.sendall(self._leaving.read())
-
-    def _until_done(self, action: Any, *arguments: Any) -> Any:
-        while True:
-            try:
-                done = action(*arguments)
-            except ssl.SSLWantReadError:
-                done = None
-            if self._leaving.pending:
-                self._sock.sendall(self._leaving.read())
-            if done is not None or (action == self._tls.do_handshake and self._tls.version()):
-                return done
-            data = self._sock.recv(LINK_BUFFER_BYTES)
-            if not data:
-                raise LinkError("the connection was closed")
-            self._arrived.write(data)
-
-
 class _Incoming(io.RawIOBase):
     """Raw stream of the data that arrives on a link, for a buffered reader."""
 
@@ -148,9 +115,7 @@ class _Incoming(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = self._channel.recv(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+        return int(self._channel.recv_into(buffer))
 
 
 class Link:
@@ -162,8 +127,7 @@ class Link:
         dropped_for_another: whether another link has replaced it.
     """
 
-    def __init__(self, sock: socket.socket, channel: Any) -> None:
-        self._sock = sock
+    def __init__(self, channel: Any) -> None:
         self._channel = channel
         self.file: Any = io.BufferedReader(_Incoming(channel), LINK_BUFFER_BYTES)
         self.dropped = False
@@ -189,12 +153,12 @@ class Link:
         """Shut the connection down; threads that are reading or writing it get an error."""
         self.dropped = True
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+            self._channel.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Shut the connection down and close its socket."""
         self.drop()
-        self._sock.close()
+        self._channel.close()
 
 
 def connect(
@@ -244,14 +208,15 @@ def _secure(sock: socket.socket, secret: bytes, certificate: str | None, feeds: 
         if sys.platform == "linux":
             # Unsent data in the kernel's buffer is lost when the feeder changes; keep it small.
             sock.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-        channel = (
-            sock
-            if certificate is None
-            else _Tls(sock, tls_context(certificate, client=feeds), feeds)
-        )
-        link = Link(sock, channel)
-        _prove(link, secret, feeds)
-        sock.settimeout(None)
+        if certificate is None:
+            link = Link(sock)
+            _prove(link, secret, feeds)
+            sock.settimeout(None)
+        else:
+            secured = TlsSocket(sock, certificate, client=feeds, limit_s=HANDSHAKE_S)
+            link = Link(secured)
+            _prove(link, secret, feeds)
+            secured.has_begun()
         return link
     except BaseException:
         sock.close()

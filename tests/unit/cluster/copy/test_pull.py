@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from hvd_elastic.cluster.copy.node.pull_command import fill, placeholders
-from hvd_elastic.cluster.copy.pull import check_pull, read_list
-from hvd_elastic.cluster.copy.shares import Shares
+from hvd_elastic.cluster.copy.pulling.command import fill, placeholders
+from hvd_elastic.cluster.copy.pulling.session import check_pull, read_list
+from hvd_elastic.cluster.copy.pulling.shares import Shares
 from hvd_elastic.errors import UsageError
 
 HOSTS = ["a", "b", "c"]

@@ -25,7 +25,6 @@ from hvd_elastic.cluster.copy.node import renaming
 from hvd_elastic.cluster.copy.node import store as copy_store
 from hvd_elastic.cluster.copy.node.comparison import Comparison, StoreError, check_free
 from hvd_elastic.cluster.copy.node.feed import LINK_UNKNOWN, Packer
-from hvd_elastic.cluster.copy.node.pull import Listed, Pull
 from hvd_elastic.cluster.copy.node.renaming import sync_disk
 from hvd_elastic.cluster.copy.node.store import SharedError, Target
 from hvd_elastic.cluster.copy.node.tree import (
@@ -37,6 +36,7 @@ from hvd_elastic.cluster.copy.node.tree import (
     read_tree,
     walk,
 )
+from hvd_elastic.cluster.copy.pulling.node import Listed, Pull
 from hvd_elastic.hosts.certificate import make_certificate
 from tests import other_user, small_disk
 from tests.other_user import open_folder as open_folder
@@ -578,5 +578,5 @@ def test_files_of_another_user_are_compared_and_not_trusted(
     plan.settle_doubts({index: hashlib.sha256(data).digest() for index, data in CONTENTS.items()})
     assert plan.needed == [1]
     pull = Pull(os.fsencode(place), "x {dst} {path}", [Listed("a", 1)], "c", 1, 0)
-    assert pull.look() == [], "there is nothing to compare it with"
+    assert pull.find_listed() == [], "there is nothing to compare it with"
     assert pull.foreign(source) == "a"

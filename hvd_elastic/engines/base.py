@@ -1,0 +1,76 @@
+"""The table of the engines that a run can be started in, and what engines share."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from hvd_elastic.hosts.engine import Engine
+from hvd_elastic.hosts.hostfile import Hostfile
+from hvd_elastic.records.run_folder import RunFolder
+
+INSIDE = {"slurm": "the nodes of this Slurm allocation"}
+"""What each engine gives to a run that is started inside of it, in words."""
+_END_S = 10.0
+"""How long the end of a block waits for a call that has begun [s]: what it asks may be busy."""
+
+
+class HostSource(Protocol):
+    """Gives the hosts of what this process runs in, such as an allocation."""
+
+    def is_around(self, environment: Mapping[str, str]) -> bool:
+        """Return whether a process with this environment runs in one."""
+
+    def hosts(self, environment: Mapping[str, str]) -> Hostfile:
+        """Return its hosts.
+
+        Raises:
+            HvdElasticError: there is none, or it cannot be used.
+        """
+
+    def lead(
+        self, folder: RunFolder, environment: Mapping[str, str]
+    ) -> AbstractContextManager[Engine]:
+        """Return the engine of a run, whose hosts it writes to the hostfile of the run folder."""
+
+    def clean(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment without variables that are right for this host alone."""
+
+
+def engine_named(name: str) -> HostSource:
+    """Return an engine of :data:`INSIDE`."""
+    from hvd_elastic.engines.slurm.engine import SlurmSource
+
+    return {"slurm": SlurmSource}[name]()
+
+
+def engine_around(environment: Mapping[str, str]) -> str | None:
+    """Return the engine that a process with this environment runs in; None: in none."""
+    return next((name for name in INSIDE if engine_named(name).is_around(environment)), None)
+
+
+@contextlib.contextmanager
+def repeating(name: str, every_s: float, act: Callable[[], bool]) -> Iterator[None]:
+    """Call a function now and then in a thread, until it returns True or the block ends.
+
+    Args:
+        name: name of the thread.
+        every_s: time between two calls [s].
+        act: the function.
+    """
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(every_s) and not act():
+            pass
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(_END_S)

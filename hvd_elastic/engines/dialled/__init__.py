@@ -1,0 +1,1 @@
+"""Hosts that dial in, and what they run: functions and scripts of a program."""

@@ -1,0 +1,302 @@
+"""Train a function or a script on hosts that an engine gives, and return the function's value."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from hvd_elastic.engines.base import repeating
+from hvd_elastic.engines.dialled.fixed_ranks import FixedRanks
+from hvd_elastic.engines.dialled.host_process import HostProcess
+from hvd_elastic.engines.dialled.hosts import DialledHosts
+from hvd_elastic.engines.dialled.task import COMMAND, OUTCOME_FILE, TASK_FILE, Outcome, Task
+from hvd_elastic.errors import ArgumentError, RunError
+from hvd_elastic.formatting import count
+from hvd_elastic.leader.leader import lead
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.policy.objective import Objective
+from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.records.tensorboard import check_tensorboard
+from hvd_elastic.run_events import (
+    Event,
+    HostDrained,
+    HostDraining,
+    HostReturned,
+    ScriptFailed,
+)
+from hvd_elastic.views.terminal import LastingView
+
+_CALM_S = 10.0
+"""Time without a new host after which an elastic run begins with fewer than wanted [s]."""
+
+OPTIONS = (
+    *("run_id", "audit", "on_not_finite", "tensorboard", "checkpoint_every_s", "keep_checkpoints"),
+    *("checkpoint_folder", "checkpoint_copies", "failure_timeout_s", "spares", "policy"),
+    *("objective", "min_speedup_per_slot", "deadline_s", "target_examples"),
+)
+"""Options of an elastic run, which are those of ``hvd-elastic run``."""
+
+_LOOK_S = 1.0
+"""Time between two checks whether more hosts are to come [s]."""
+
+Check = Callable[[], None]
+"""Raises an error if no more hosts are to come."""
+Acquire = Callable[[DialledHosts], AbstractContextManager[Check]]
+"""Has the engine give hosts, which dial in, until the context ends."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of processes.
+
+    Attributes:
+        wanted: number of processes to begin with.
+        least, most: bounds of an elastic run; None: 1, and ``wanted``.
+        elastic: whether ranks may come and go.
+    """
+
+    wanted: int
+    least: int | None = None
+    most: int | None = None
+    elastic: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.elastic and (self.least is not None or self.most is not None):
+            raise ArgumentError(
+                "with elastic=False the number of processes stays the same: leave its bounds out"
+            )
+        for name in ("least", "wanted", "most"):
+            value = getattr(self, name)
+            if value is None and name != "wanted":
+                continue
+            number = 0
+            with contextlib.suppress(TypeError):
+                number = operator.index(value)  # NumPy's integers have one too
+            if number < 1:
+                raise ArgumentError(
+                    f"the {name} number of processes is {value!r}; it must be a positive integer"
+                )
+            object.__setattr__(self, name, number)
+        if not (self.least or 1) <= self.wanted <= (self.most or self.wanted):
+            raise ArgumentError(
+                f"{count(self.wanted, 'process')} wanted, and at least {self.least or 1} and at "
+                f"most {self.most or self.wanted}: the first must be between the others"
+            )
+
+    @property
+    def fewest(self) -> int:
+        """Return the smallest number of processes."""
+        return (self.least or 1) if self.elastic else self.wanted
+
+    @property
+    def limit(self) -> int:
+        """Return the largest number of processes."""
+        return self.most or self.wanted
+
+
+def train(
+    task: Task,
+    sizes: Sizes,
+    address: str,
+    engine: str,
+    acquire: Acquire,
+    options: Mapping[str, Any] | None = None,
+    files: Mapping[str, BinaryIO] | None = None,
+) -> Any:
+    """Run a task on the hosts of an engine; return the function's value at rank 0.
+
+    An elastic task is a run with a run folder. Any other one has fixed ranks.
+
+    Args:
+        task: what to run.
+        sizes: numbers of processes.
+        address: address of this machine by which the hosts reach it.
+        engine: name of the engine.
+        acquire: has the engine give hosts.
+        options: some of :data:`OPTIONS`, for an elastic run.
+        files: open files that each host gets into its folder before it is used, by name.
+
+    Raises:
+        ArgumentError: an option is not known or cannot be used, or the task cannot be pickled.
+        RunError: it raised an exception, or the hosts do not suffice.
+    """
+    options = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in (options or {}).items()
+    }
+    if unknown := options.keys() - set(OPTIONS):
+        raise ArgumentError(
+            f"{', '.join(sorted(unknown))}: no option of a run; valid are {', '.join(OPTIONS)}"
+        )
+    if options and not sizes.elastic:
+        raise ArgumentError(
+            f"{task.name} has fixed ranks (elastic=False), and options of a run "
+            f"({', '.join(options)}) are for elastic ones: leave one of them out"
+        )
+    if options.get("tensorboard"):
+        check_tensorboard("the option tensorboard")
+    with tempfile.TemporaryFile() as packed:  # without a name, so that no end leaves it behind
+        packed.write(task.pack())
+        having = functools.partial(_hosts, address, acquire, {TASK_FILE: packed, **(files or {})})
+        if not sizes.elastic:
+            with having(None) as (hosts, check):
+                return FixedRanks(hosts, sizes.wanted, _show_line, _tell, check).run()
+        run_id = options.pop("run_id", None)
+        objective = Objective(
+            options.pop("objective", Objective.kind),
+            options.pop("min_speedup_per_slot", Objective.min_speedup_per_slot),
+            deadline_s=options.pop("deadline_s", None),
+            target=options.pop("target_examples", None),
+        )
+        spec = RunSpec(
+            command=COMMAND,
+            cwd=".",
+            engine=engine,
+            min_np=sizes.fewest,
+            max_np=sizes.limit,
+            objective=objective,
+            **options,
+        )
+        again = f"its program on {engine} once more, with the same checkpoint_folder"
+        folder = RunFolder.create(run_id, {**spec.as_dict(), "resume": again})
+        with having(folder.hosts) as (hosts, check):
+            hosts.wait_for(sizes.wanted, check, _CALM_S, least=spec.min_np)
+            if hosts.slots < sizes.wanted:
+                wanted = count(sizes.wanted, "process")
+                _tell(f"training begins with {hosts.slots} of {wanted}; others join when they come")
+            return _lead(replace(spec, hostfile=str(folder.hosts)), folder, hosts, check)
+
+
+def on_this_machine(slots: int, env: Mapping[str, str] | None = None) -> Acquire:
+    """Return what makes this machine the one host of a run.
+
+    Args:
+        slots: number of processes that it can hold.
+        env: variables for all that runs there, beside those of this process.
+    """
+
+    @contextlib.contextmanager
+    def acquire(hosts: DialledHosts) -> Iterator[Check]:
+        process = HostProcess(hosts.dial_in.invitation, "localhost", slots, env)
+
+        def check() -> None:
+            if process.ended:
+                process.wait()
+                raise RunError("the host process of this machine has ended")
+
+        try:
+            yield check
+        finally:
+            process.wait()
+
+    return acquire
+
+
+@contextlib.contextmanager
+def _hosts(
+    address: str, acquire: Acquire, files: Mapping[str, BinaryIO], hostfile: Path | None
+) -> Iterator[tuple[DialledHosts, Check]]:
+    """Yield the hosts that dial in, and a check whether more are to come."""
+    try:
+        hosts = DialledHosts(hostfile, address, _tell, files)
+    except OSError as error:
+        raise RunError(
+            f"hosts cannot dial in at {address}: {error.strerror}. It has to be an address of this "
+            "machine that the hosts reach"
+        ) from error
+    try:
+        with acquire(hosts) as check:
+            try:
+                yield hosts, check
+            finally:
+                hosts.close()  # before the engine is asked to end what it has started
+    finally:
+        hosts.close()
+
+
+def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -> Any:
+    """Lead an elastic run; return the function's value."""
+    failure: list[ScriptFailed] = []
+    leaving = set[str]()
+    with _own_signals(), LastingView(sys.stderr, live=False) as view:
+
+        def show(event: Event) -> None:
+            match event:
+                case ScriptFailed():
+                    failure.append(event)
+                case HostDraining(host=host, asked=True):
+                    leaving.add(host)  # others go by themselves, and others take their place
+                case HostReturned(host=host):
+                    leaving.discard(host)
+            view.show(event)
+            if isinstance(event, HostDrained) and event.host in leaving:
+                hosts.release_host(event.host)
+
+        def show_output(_host: str, _slot: int, line: str) -> None:
+            _show_line(0, line)
+
+        with _stopped_if_hopeless(folder, check):
+            engine = contextlib.nullcontext(hosts)
+            finish, _ = lead(spec, folder, {}, show, show_output, engine=engine)
+    if finish.status == "stopped":
+        raise KeyboardInterrupt(finish.message)
+    if finish.status != "succeeded":
+        text = failure[0].traceback.rstrip() if failure else ""
+        more = "" if text in finish.message else f"\n{text}"
+        raise RunError(f"run {folder.run_id} failed: {finish.message}{more}")
+    return Outcome.unpack((folder.saved / OUTCOME_FILE).read_bytes()).get("rank 0")
+
+
+@contextlib.contextmanager
+def _stopped_if_hopeless(folder: RunFolder, check: Check) -> Iterator[None]:
+    """Have the run stopped when no more hosts are to come; then raise the reason."""
+    hopeless: list[RunError] = []
+
+    def look() -> bool:
+        try:
+            check()
+        except RunError as error:
+            hopeless.append(error)
+            folder.send_request("stop")
+        return bool(hopeless)
+
+    with repeating("engine", _LOOK_S, look):
+        yield
+    if hopeless:
+        raise hopeless[0]
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Give the caller's program its handlers of signals back after the leader has set its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _show_line(rank: int, line: str) -> None:
+    sys.stdout.write(f"{line}\n" if rank == 0 else f"[rank {rank}] {line}\n")
+    sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"hvd_elastic: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,1 @@
+"""Training on the executors of a Spark cluster."""

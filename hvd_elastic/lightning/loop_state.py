@@ -1,0 +1,195 @@
+"""Counters of Lightning's loops and what callbacks remember, as one object of the State."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from hvd_elastic.lightning.library import part
+from hvd_elastic.lightning.sums import Sums
+from hvd_elastic.training.parts import Place
+
+_Loop: Any = part("loops.loop")._Loop
+_BaseProgress: Any = part("loops.progress")._BaseProgress
+_ModelCheckpoint: Any = part("callbacks").ModelCheckpoint
+_OWN = (part("callbacks").ProgressBar, part("callbacks").Timer)
+"""Callbacks whose attributes are of this process, such as times."""
+_CSVLogger: Any = part("loggers").CSVLogger
+_TensorBoardLogger: Any = part("loggers").TensorBoardLogger
+_CONNECTED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_OF_PROCESS = ("training", "_last_time_checked")
+"""Attributes that are of this process."""
+_SMALL = 4096
+"""Most elements of a tensor that is copied with the attributes after each step."""
+
+
+class LoopState(Place):
+    """Counters, callbacks, attributes of the module, and metrics, in the form of Lightning 2.
+
+    Ranks decide alike by what callbacks remember, such as the patience of EarlyStopping, so a
+    worker that joins needs it, and a part that is repeated begins with what it was before.
+
+    Attributes:
+        check: whether a validation is due.
+        last: whether the epoch's batches are over.
+    """
+
+    def __init__(self, fit_loop: Any, sums: Sums) -> None:
+        super().__init__()
+        self.check = self.last = False
+        self._trainer = trainer = fit_loop.trainer
+        self._sums = sums
+        self._counters = list(_counters(fit_loop, ""))
+        names = [_key(each, number) for number, each in enumerate(trainer.callbacks)]
+        self._things = {
+            name: each
+            for name, each in zip(names, trainer.callbacks, strict=True)
+            if not isinstance(each, _OWN)
+        } | {"module": trainer.lightning_module}
+        self._before = {name: _remembered(each) for name, each in self._things.items()}
+
+    # -- on this rank ----------------------------------------------------------------------
+
+    def snapshot(self) -> Any:
+        """Return what :meth:`roll_back` needs; called after each step."""
+        connector = self._trainer._logger_connector
+        return (
+            self._place(),
+            [getattr(item, name) for _, item, name in self._counters],
+            {name: _remembered(each) for name, each in self._things.items()},
+            [dict(getattr(connector, name)) for name in _CONNECTED],
+            (connector._first_loop_iter, connector._current_fx),
+            dict(self._trainer.strategy.slots),
+            self._sums.snapshot(),
+        )
+
+    def roll_back(self, values: Any) -> None:
+        """Go back to an earlier :meth:`snapshot`."""
+        place, counts, remembered, metrics, first, slots, sums = values
+        connector = self._trainer._logger_connector
+        self._go_to(place)
+        for (_, item, name), value in zip(self._counters, counts, strict=True):
+            setattr(item, name, value)
+        for name, attributes in remembered.items():
+            vars(self._things[name]).update(_copied(attributes))
+        for name, found in zip(_CONNECTED, metrics, strict=True):
+            setattr(connector, name, dict(found))
+        connector._first_loop_iter, connector._current_fx = first
+        self._trainer.strategy.slots = dict(slots)
+        self._sums.roll_back(sums)
+        toggled = self._trainer.lightning_module._param_requires_grad_state
+        for parameter, trains in toggled.items():  # toggle_optimizer() was interrupted
+            parameter.requires_grad = trains
+        toggled.clear()
+
+    # -- for other ranks, and for checkpoints ----------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it as plain values: of callbacks what has changed since training began."""
+        connector = self._trainer._logger_connector
+        return {
+            "place": list(self._place()),
+            "counters": {key: getattr(item, name) for key, item, name in self._counters},
+            "remembered": {
+                name: {
+                    key: value
+                    for key, value in _remembered(each).items()
+                    if key == "dirpath" or not _same(value, self._before[name].get(key, self))
+                }
+                for name, each in self._things.items()
+            },
+            "metrics": {name: dict(getattr(connector, name)) for name in _CONNECTED},
+            "first": [connector._first_loop_iter, connector._current_fx],
+            "slots": dict(self._trainer.strategy.slots),
+            "versions": [_version(each) for each in self._trainer.loggers],
+            "sums": self._sums.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` has returned on another rank."""
+        connector = self._trainer._logger_connector
+        self._go_to(state["place"])
+        for key, item, name in self._counters:
+            setattr(item, name, state["counters"].get(key, getattr(item, name)))
+        for name, each in self._things.items():
+            vars(each).update(_copied(self._before[name] | state["remembered"].get(name, {})))
+        for name in _CONNECTED:
+            setattr(connector, name, dict(state["metrics"][name]))
+        connector._first_loop_iter, connector._current_fx = state["first"]
+        self._trainer.strategy.slots = dict(state["slots"])
+        for logger, version in zip(self._trainer.loggers, state["versions"], strict=True):
+            if version:
+                vars(logger).update(version)
+        self._sums.load_state_dict(state["sums"], self._trainer.strategy.reduce)
+
+    def _place(self) -> tuple[bool, ...]:
+        return self.begun, self.due, self.check, self.last, self._trainer.should_stop
+
+    def _go_to(self, place: Any) -> None:
+        self.begun, self.due, self.check, self.last, self._trainer.should_stop = place
+
+
+def _counters(item: Any, prefix: str) -> Iterator[tuple[str, Any, str]]:
+    """Yield key, object and attribute of each counter of a loop and of those inside it."""
+    for name, value in list(vars(item).items()):
+        if isinstance(value, _Loop) or is_dataclass(value):
+            yield from _counters(value, f"{prefix}{name}.")
+        elif name == "_batches_that_stepped" or (
+            isinstance(item, _BaseProgress) and name in {each.name for each in fields(item)}
+        ):
+            yield f"{prefix}{name}", item, name
+
+
+def _version(logger: Any) -> dict[str, Any]:
+    """Return what a logger has chosen for the run: the number of a folder, or an id."""
+    if isinstance(logger, (_CSVLogger, _TensorBoardLogger)):
+        return {"_version": logger.version}
+    return {name: vars(logger)[name] for name in ("_run_id",) if vars(logger).get(name)}
+
+
+def _key(callback: Any, number: int) -> str:
+    return f"{number}.{type(callback).__name__}"
+
+
+def _remembered(item: Any) -> dict[str, Any]:
+    """Return the plain attributes of a callback, or of a module, with containers of their own."""
+    is_module = isinstance(item, torch.nn.Module)
+    found: dict[str, Any] = _copied(
+        {
+            key: value
+            for key, value in vars(item).items()
+            if key not in _OF_PROCESS and not (is_module and key[0] == "_") and _is_plain(value)
+        }
+    )
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (bool, int, float, str, torch.Tensor, type(None))):
+        return not isinstance(value, torch.nn.Parameter)
+    if isinstance(value, list):
+        return all(map(_is_plain, value[:1]))  # of one kind, and a history is long
+    return type(value) is dict and all(map(_is_plain, (*value, *value.values())))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.numel() <= _SMALL else value
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return [*value] if isinstance(value, list) else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)

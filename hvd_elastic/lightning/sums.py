@@ -1,0 +1,244 @@
+"""Sums over an epoch, of ``self.log`` and of torchmetrics, that stay when a rank dies.
+
+What each rank has added since the last step is added up over the ranks beside the backward pass,
+and taken over before the optimizer's step, so that a step that is repeated counts once. States of
+metrics that are no sums, such as a maximum or a list, are joined where an epoch ends.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
+
+from hvd_elastic.lightning.results import TrainingResults, is_summed
+from hvd_elastic.training import context
+
+_NAME = "user.lightning.sums"
+_SMALL = 4096
+"""Most elements of a state that is added up in each step."""
+
+
+class Sums:
+    """Metrics of the training batches, as a part of the State.
+
+    Args:
+        results: what ``self.log`` collects.
+        module: has the metrics of torchmetrics.
+        gather: gathers bytes of all ranks.
+        together: returns whether ranks call collectives together.
+    """
+
+    def __init__(
+        self,
+        results: TrainingResults,
+        module: torch.nn.Module,
+        gather: Callable[[torch.Tensor], torch.Tensor],
+        together: Callable[[], bool],
+    ) -> None:
+        self._results = results
+        self._gather = gather
+        self._together = together
+        self._told: dict[str, torch.Tensor] = {}
+        """Sums of all ranks by key; what a state has beyond them is this rank's own."""
+        self._counts: dict[str, int] = {}
+        """Number of updates of a metric when its sums were told; less: it was reset."""
+        self._begun: Any = None
+        self._whole: set[str] | None = None
+        """Where an epoch ends, the metrics that hold what all ranks have; None: it does not."""
+        self._own = {
+            name: each for name, each in module.named_modules() if isinstance(each, Metric)
+        }
+        for name, metric in self._own.items():
+            metric.dist_sync_fn = self._gathered
+            metric.distributed_available_fn = partial(self._is_gathered, name)
+
+    def _is_gathered(self, name: str) -> bool:
+        """Return whether a metric gathers the states of all ranks to compute its value."""
+        return self._together() and self._whole is not None and name not in self._whole
+
+    def _gathered(self, own: Any, group: Any = None) -> list[Any]:
+        """Return the values of all ranks; tensors may differ in shape."""
+        data = pickle.dumps(own)
+        head = torch.tensor([len(data)])
+        sizes = self._gather(head).tolist()
+        every = self._gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        pieces = every.split(sizes)
+        # They come from the other ranks of this run.
+        return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]  # noqa: S301
+
+    # -- sums ------------------------------------------------------------------------------
+
+    def _states(self) -> Iterator[tuple[str, Any, str]]:
+        """Yield key, metric and name of each state that is added up, on all ranks alike."""
+        for key, metric in self._results.items():
+            if is_summed(metric) and not metric.has_reset:
+                yield f"log.{key}", metric, "value"
+                if metric.meta.is_mean_reduction:
+                    yield f"log.{key}", metric, "cumulated_batch_size"
+        for name, metric in self._own.items():
+            if metric._update_count:
+                for state in metric._defaults:
+                    if _adds(metric, state):
+                        yield f"own.{name}", metric, state
+
+    def begin(self) -> None:
+        """Begin to add up what this rank has added since the last time; once a step."""
+        communicator, states = (
+            context.current().worker.communicator,
+            sorted(self._states(), key=lambda each: (each[0], each[2])),
+        )
+        if not states or self._begun is not None:
+            return
+        rows = []
+        for key, metric, name in states:
+            value = getattr(metric, name).detach().double().reshape(-1)
+            before, counted = self._told.get(f"{key}.{name}"), self._counts.get(key, 0)
+            if before is not None and _was_reset(metric, counted, value, before.to(value)):
+                before = None
+                del self._told[f"{key}.{name}"]
+            rows.append(value.clone() if before is None else value - before.to(value))
+        handle = None
+        if communicator.size > 1:
+            handle = communicator.sum_async(torch.cat(rows), _NAME)
+        self._begun = states, handle
+
+    def end(self) -> None:
+        """Wait for :meth:`begin`, and take over the sums of all ranks."""
+        if self._begun is None:
+            return
+        (states, handle), self._begun = self._begun, None
+        if handle is not None:
+            added = context.current().worker.communicator.wait(handle)
+            start = 0
+            for key, metric, name in states:
+                value = getattr(metric, name)
+                piece = added[start : start + value.numel()]
+                start += value.numel()
+                before = self._told.get(f"{key}.{name}")
+                total = piece if before is None else before.to(piece) + piece
+                if not value.is_floating_point():
+                    total = total.round()
+                setattr(metric, name, total.reshape(value.shape).to(value.dtype))
+                metric._computed = None
+        for key, metric, name in states:
+            value = getattr(metric, name).detach()
+            self._told[f"{key}.{name}"] = value.double().reshape(-1).clone()
+        self._counts = {key: metric._update_count for key, metric, _ in states}
+
+    # -- what is no sum --------------------------------------------------------------------
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have metrics of the training batches hold what all ranks have, in this block."""
+        self.begin()
+        self.end()
+        kinds = {
+            name: [state for state in each._defaults if not _adds(each, state)]
+            for name, each in self._own.items()
+        }
+        self._whole = {name for name, each in self._own.items() if each._update_count}
+        if not (self._together() and any(kinds.values())):
+            yield
+            self._whole = None
+            return
+        before = {
+            name: {state: getattr(self._own[name], state) for state in states}
+            for name, states in kinds.items()
+            if states and self._own[name]._update_count
+        }
+        counts = {name: self._own[name]._update_count for name in before}
+        every = self._gathered(before)
+        for name in sorted(set().union(*every)):
+            metric = self._own[name]
+            for state in kinds[name]:
+                parts = [each[name][state] for each in every if name in each]
+                setattr(metric, state, _joined(metric._reductions[state], parts))
+            metric._update_count, metric._computed = max(metric._update_count, 1), None
+            self._whole.add(name)
+        yield
+        self._whole = None
+        for name, states in before.items():
+            metric = self._own[name]
+            if metric._update_count == counts[name]:  # else it was reset, or goes on
+                for state, value in states.items():
+                    setattr(metric, state, value)
+                metric._computed = None
+
+    # -- a part of the State ---------------------------------------------------------------
+
+    def snapshot(self) -> Any:
+        """Return what :meth:`roll_back` needs."""
+        own = {
+            name: (
+                {state: _copied(getattr(metric, state)) for state in metric._defaults},
+                metric._update_count,
+            )
+            for name, metric in self._own.items()
+        }
+        return dict(self._told), dict(self._counts), own, self._results.snapshot()
+
+    def roll_back(self, values: Any) -> None:
+        """Go back to an earlier :meth:`snapshot`."""
+        told, counts, own, results = values
+        self._told, self._counts = dict(told), dict(counts)
+        self._begun = self._whole = None
+        for name, (states, count) in own.items():
+            metric = self._own[name]
+            for state, value in states.items():
+                setattr(metric, state, _copied(value))
+            metric._update_count, metric._computed = count, None
+        self._results.roll_back(results)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of all ranks."""
+        return {"told": dict(self._told), "results": self._results.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any], reduce: Any) -> None:
+        """Take over the sums of all ranks; what is no sum begins anew on this one."""
+        self._results.load_state_dict(state["results"], reduce, self._own)
+        self._told, self._counts = dict(state["told"]), {}
+        self._begun = self._whole = None
+        for metric in self._own.values():
+            metric.reset()
+        metrics: dict[str, Any] = {f"own.{name}": each for name, each in self._own.items()}
+        metrics |= {f"log.{key}": each for key, each in self._results.items()}
+        for place, total in self._told.items():
+            key, _, name = place.rpartition(".")
+            found = metrics.get(key)
+            if found is not None and hasattr(found, name):
+                value = getattr(found, name)
+                setattr(found, name, total.reshape(value.shape).to(value))
+                found._update_count, self._counts[key] = 1, 1
+
+
+def _was_reset(metric: Any, counted: int, value: torch.Tensor, before: torch.Tensor) -> bool:
+    """Return whether a metric was reset after ``counted`` updates, with the sum ``before``."""
+    if metric._update_count == counted:
+        return not torch.equal(value, before)
+    return bool(metric._update_count < counted)
+
+
+def _adds(metric: Any, state: str) -> bool:
+    value = metric._defaults[state]
+    is_sum = metric._reductions[state] is dim_zero_sum
+    return is_sum and isinstance(value, torch.Tensor) and value.numel() <= _SMALL
+
+
+def _joined(reduction: Any, parts: list[Any]) -> Any:
+    """Return a state of all ranks from those of each."""
+    if isinstance(parts[0], list):
+        return [value for each in parts for value in each]
+    if reduction is None:
+        return torch.stack(parts)
+    return dim_zero_cat(parts) if reduction is dim_zero_cat else reduction(torch.stack(parts))
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else [*value]

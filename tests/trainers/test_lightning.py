@@ -1,0 +1,122 @@
+"""Scripts of Lightning on ranks that die, join and leave end as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.conftest import StartJob
+from tests.dist.running import Stage
+from tests.paths import COSTLY, ROOT, WORKER_PYTHONPATH
+
+pytest.importorskip("lightning", reason="Lightning is not installed: make test-trainers")
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+
+SCRIPTS = ROOT / "tests" / "trainers" / "scripts"
+SCRIPT = SCRIPTS / "autoencoder.py"
+PLACES = ("after the step", "validation", "saving", "end of the epoch", "before the step")
+WAIT_S = 400.0
+
+
+def alone(folder: Path, script: Path = SCRIPT, **environment: str) -> Any:
+    """Train with one process, without a launcher; return what the script has written."""
+    folder.mkdir(exist_ok=True)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HVD_", "HOROVOD_"))}
+    kept |= {"PYTHONPATH": WORKER_PYTHONPATH, "OMP_NUM_THREADS": "1"} | environment
+    subprocess.run([sys.executable, str(script), str(folder)], env=kept, check=True)
+    return outcome(folder)
+
+
+def outcome(folder: Path) -> Any:
+    return json.loads((folder / "end.json").read_text())
+
+
+def differences(found: Any, expected: Any, place: str = "") -> list[str]:
+    """Where two outcomes differ by more than rounding."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), place
+        pairs = [(found[key], expected[key], f"{place}/{key}") for key in expected]
+    elif isinstance(expected, list):
+        if len(found) != len(expected):
+            return [f"{place}: {len(found)} entries, not {len(expected)}"]
+        pairs = [(*pair, place) for pair in zip(found, expected, strict=True)]
+    else:
+        same = found == pytest.approx(expected, abs=1e-8, nan_ok=True)
+        return [] if same else [f"{place}: {found}, not {expected}"]
+    return [each for pair in pairs for each in differences(*pair)]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=COSTLY) for seed in range(1, 6))])
+def test_kill_9_in_each_part_changes_nothing(
+    stage: Stage, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = random.Random(seed)
+    places = PLACES[:3] if seed == 0 else rng.choices(PLACES, k=5)
+    kills = [
+        (place, number, 0 if place == "saving" else rng.choice((0, 1)))
+        for number, place in enumerate(places)
+    ]
+    monkeypatch.setenv("KILLS", json.dumps(kills))
+    a, b, *_ = stage.hosts
+    job = start_job({a: 1, b: 1}, "--np", "2", script=[sys.executable, str(SCRIPT), "FOLDER"])
+    assert job.wait(WAIT_S) == 0, job.story()
+    died = sorted(job.folder.glob("killed-*"))
+    assert len(died) == len(kills), f"{[path.name for path in died]} of {kills}: {job.story()}"
+    assert job.check_audit(finished=True).complete_epochs == 8
+    monkeypatch.delenv("KILLS")
+    assert differences(outcome(job.folder), alone(tmp_path / "alone")) == []
+
+
+def test_stopped_after_a_rank_has_left_and_resumed_at_another_size(
+    stage: Stage, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCUMULATE", "3")
+    monkeypatch.setenv("SLOW", "0.1")
+    a, b, *_ = stage.hosts
+    script = [sys.executable, str(SCRIPT), "FOLDER"]
+    job = start_job({a: 1, b: 1}, "--np", "2", "--min-np", "1", script=script)
+    job.wait_size(2)
+    mark = job.mark()
+    job.command("scale", job.run_id, "1")
+    job.wait_size(1, mark)
+    job.command("stop", job.run_id)
+    job.wait(WAIT_S)
+    assert not (job.folder / "end.json").exists(), job.story()
+    monkeypatch.setenv("SLOW", "0")
+    job.resume("--np", "2")
+    assert job.wait(WAIT_S) == 0, job.story()
+    expected = alone(tmp_path / "alone", SLOW="0")
+    assert differences(outcome(job.folder), expected) == []
+
+
+@pytest.mark.parametrize(
+    "place", ["between the steps", pytest.param("after the steps", marks=COSTLY)]
+)
+def test_kill_9_in_a_gan_changes_nothing(
+    stage: Stage, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setenv("KILLS", json.dumps([[place, 1, 0]]))
+    a, b, *_ = stage.hosts
+    script = SCRIPTS / "gan.py"
+    job = start_job({a: 1, b: 1}, "--np", "2", script=[sys.executable, str(script), "FOLDER"])
+    assert job.wait(WAIT_S) == 0, job.story()
+    assert (job.folder / "killed-0").exists(), job.story()
+    assert job.check_audit(finished=True).complete_epochs == 8
+    monkeypatch.delenv("KILLS")
+    found, expected = outcome(job.folder), alone(tmp_path / "alone", script)
+    for each in (found, expected):
+        del each["largest"]  # a largest value goes with the rank that had it
+    assert differences(found, expected) == []
+    logged = [
+        (folder / "logs" / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+        for folder in (job.folder, tmp_path / "alone")
+    ]
+    assert logged[0][0] == logged[1][0]
+    assert len(logged[0]) >= len(logged[1]), "what the first rank 0 has logged is there"

@@ -1,0 +1,339 @@
+"""Functions and scripts as tasks of real worker processes on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+
+from hvd_elastic.engines.dialled.fixed_ranks import MOST_RESTARTS
+from hvd_elastic.engines.dialled.host_process import HostProcess
+from hvd_elastic.engines.dialled.hosts import DialledHosts
+from hvd_elastic.engines.dialled.task import Task
+from hvd_elastic.engines.dialled.training import Sizes, on_this_machine, train
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.records.run_folder import RunFolder
+from tests.paths import LITTLE_WORK, WORKER_PYTHONPATH
+from tests.tensorboard_files import read_scalars
+
+LONG_S = 60.0
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def run(
+    what: Callable[..., Any] | str,
+    *args: Any,
+    size: int = 2,
+    sizes: Sizes | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    env = {**LITTLE_WORK, "PYTHONPATH": WORKER_PYTHONPATH}
+    task, wanted = Task.of(what, args, kwargs), sizes or Sizes(size, elastic=False)
+    return train(task, wanted, "127.0.0.1", "test", on_this_machine(wanted.limit, env), options)
+
+
+def tell_ranks(*names: str) -> list[str]:
+    sys.stdout.write("half a line, ")
+    sys.stdout.flush()
+    sys.stdout.write(f"of {os.environ['RANK']}\n")
+    sys.stderr.write("the end has no line break")
+    return [os.environ[name] for name in names]
+
+
+def test_a_function_finds_its_rank_and_whole_lines_reach_the_driver(capfd):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "NODE_RANK")
+    assert run(tell_ranks, *names) == ["0", "0", "2", "2", "127.0.0.1", "0"]
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert lines == sorted(
+        [
+            *("half a line, of 0", "the end has no line break"),
+            *("[rank 1] half a line, of 1", "[rank 1] the end has no line break"),
+        ]
+    )
+
+
+def rank_times(factor: int, length: int) -> bytes:
+    return bytes([factor * (int(os.environ["RANK"]) + 1)]) * length
+
+
+def test_a_large_value_of_rank_0_comes_back():
+    assert run(rank_times, 3, 20 << 20) == bytes([3]) * (20 << 20)
+
+
+def fail_on(rank: str) -> None:
+    if os.environ["RANK"] == rank:
+        raise ValueError("no such colour")
+    import time
+
+    time.sleep(60)  # it is ended
+
+
+def test_an_exception_comes_with_the_traceback_and_the_name_of_its_rank():
+    with pytest.raises(RunError) as raised:
+        run(fail_on, "1")
+    text = str(raised.value)
+    assert text.startswith("rank 1 on host localhost: Traceback (most recent call last):")
+    assert text.endswith("ValueError: no such colour")
+    assert "in fail_on" in text
+    assert "run_task.py" not in text
+
+
+def be_killed_once(folder: str, always: bool) -> str:
+    if os.environ["RANK"] == "1":
+        mark = Path(folder, os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if always or not list(Path(folder).iterdir()):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def test_a_killed_rank_starts_all_again_and_that_is_said(tmp_path: Path, capfd) -> None:
+    assert run(be_killed_once, str(tmp_path), False) == "1"
+    said = capfd.readouterr().err
+    assert "rank 1 on host localhost was lost (signal 9): all 2 ranks start again" in said
+    assert f"restart 1 of {MOST_RESTARTS}" in said
+
+
+def test_ranks_that_are_lost_again_and_again_are_given_up(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"rank 1 .* was lost \(signal 9\); .* started 4 times"):
+        run(be_killed_once, str(tmp_path), True)
+
+
+SCRIPT = """
+import os, sys
+assert __name__ == "__main__"
+print("words", *sys.argv[1:], "rank", os.environ["RANK"], flush=True)
+if "--fail" in sys.argv:
+    sys.exit(5)
+"""
+
+
+def test_a_script_gets_its_words_and_prints_whole_lines(tmp_path: Path, capfd) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    assert run(str(script), "--lr=0.01", size=1) is None
+    assert capfd.readouterr().out == "words --lr=0.01 rank 0\n"
+    with pytest.raises(RunError, match="rank 0 on host localhost: it ended with exit status 5"):
+        run(str(script), "--fail", size=1)
+
+
+def ends(code: object) -> None:
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+def test_an_exit_with_status_0_is_a_success_and_any_other_one_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys\ndef main(): pass\nsys.exit(main())\n")
+    assert run(str(script)) is None
+    assert run(ends, 0, size=1) is None
+    # 255 is no signal, whose rank would start again.
+    for code, said in ((-1, "it ended with exit status 255"), ("no data", "no data")):
+        with pytest.raises(RuntimeError, match=f"^rank 0 on host localhost: {said}$"):
+            run(ends, code, size=1)
+
+
+def reads_input() -> str:
+    return sys.stdin.read()
+
+
+def test_the_standard_input_of_a_function_is_empty():
+    assert run(reads_input, size=1) == ""
+
+
+def leaves_children(how: str) -> list[int]:
+    import subprocess
+
+    orphan = ["sh", "-c", "sleep 3600 & echo $!"]
+    shell = subprocess.Popen(orphan, stdout=subprocess.PIPE)
+    assert shell.stdout is not None
+    pids = [
+        subprocess.Popen(["sleep", "3600"]).pid,
+        subprocess.Popen(["sleep", "3600"], start_new_session=True).pid,
+        int(shell.stdout.readline()),
+    ]
+    if how == "killed":
+        print(*pids, flush=True)
+        os._exit(3)
+    return pids
+
+
+def test_children_that_a_function_leaves_behind_end_with_its_rank(capfd) -> None:
+    left = run(leaves_children, "returns", size=1)
+    with pytest.raises(RunError, match="exit status 3"):
+        run(leaves_children, "killed", size=1)
+    left += map(int, capfd.readouterr().out.split())
+    assert len(left) == 6
+    assert not [pid for pid in left if psutil.pid_exists(pid)]
+
+
+DRIVER = """
+import sys
+from hvd_elastic.spark import TorchDistributor
+def train():
+    import time
+    print("trains", flush=True)
+    time.sleep(3600)
+TorchDistributor(1, local_mode=True, use_gpu=False, elastic=False).run(train)
+"""
+
+
+def test_a_driver_that_is_terminated_leaves_no_files(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": WORKER_PYTHONPATH, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER], env=env, stdout=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "trains\n"
+        driver.terminate()
+        driver.stdout.read()  # ends with the last process of the run
+    deadline = time.monotonic() + LONG_S
+    while [*tmp_path.iterdir()] and time.monotonic() < deadline:
+        time.sleep(0.05)  # the host's process has lost its parent, and ends
+    assert [*tmp_path.iterdir()] == []
+
+
+def ends_at_once() -> None:
+    os._exit(7)
+
+
+def test_a_rank_that_ends_without_a_value_says_how():
+    with pytest.raises(RunError, match=r"rank 0 .* ended with exit status 7 and gave no value"):
+        run(ends_at_once, size=1)
+
+
+def elastic(steps: int, fail: bool = False, exits: bool = False) -> tuple[int, bytes]:
+    import torch
+
+    import hvd_elastic.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader: Any = hvd.DataLoader(torch.utils.data.TensorDataset(torch.ones(64, 1)), batch_size=4)
+
+    @hvd.run
+    def train(state: Any) -> int:
+        for (inputs,) in hvd.steps(steps, loader):
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+            if fail:
+                raise ValueError("no such loss")
+            state.commit()
+        return hvd.size()
+
+    size = train(hvd.State(model=model, optimizer=optimizer))
+    print(f"trained with {size}")
+    if exits:
+        sys.exit()
+    return size, bytes(3 << 20)
+
+
+def test_an_elastic_function_returns_its_value_at_rank_0(
+    tmp_path: Path, monkeypatch, capfd
+) -> None:
+    pytest.importorskip("horovod.torch")
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    before = signal.getsignal(signal.SIGINT)
+    options = {"run_id": "drawn", "tensorboard": True}
+    assert run(elastic, 5, sizes=Sizes(2), options=options) == (2, bytes(3 << 20))
+    assert read_scalars(tmp_path / "runs/drawn/tensorboard")["size/world_size"][-1][1] == 2.0
+    assert RunFolder.open("drawn").resume_command.startswith("its program on ")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert capfd.readouterr().out == "trained with 2\n"
+    assert run(elastic, 5, exits=True, sizes=Sizes(1)) is None
+    with pytest.raises(RunError) as raised:
+        run(elastic, 5, fail=True, sizes=Sizes(1, 1, 2))
+    assert re.search(r"run \S+ failed: .*", str(raised.value))
+    assert str(raised.value).endswith("ValueError: no such loss")
+
+
+def train_until(path: str) -> int:
+    """Train until there is one rank left, and until a file is there."""
+    import torch
+
+    import hvd_elastic.torch as hvd
+
+    hvd.init()
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader: Any = hvd.DataLoader(torch.utils.data.TensorDataset(torch.ones(64, 1)), batch_size=4)
+
+    @hvd.run
+    def train(state: Any) -> int:
+        for (inputs,) in hvd.steps(10**9, loader):
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+            state.commit()
+            if hvd.size() == 1 and Path(path).exists():
+                break
+        return hvd.size()
+
+    return train(hvd.State(model=model, optimizer=optimizer))
+
+
+def test_a_drained_host_that_dialled_in_is_told_to_end_at_once(tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("horovod.torch")
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    ended, meanwhile = tmp_path / "ended", list[bool]()
+
+    @contextlib.contextmanager
+    def two_hosts(hosts: DialledHosts) -> Iterator[Callable[[], None]]:
+        env = {**LITTLE_WORK, "PYTHONPATH": WORKER_PYTHONPATH}
+        kept, drained = (HostProcess(hosts.dial_in.invitation, name, 1, env) for name in "ab")
+
+        def drain() -> None:
+            folder = RunFolder.open("drained")
+            while not folder.events.exists() or "worker_joined" not in folder.events.read_text():
+                time.sleep(0.05)
+            folder.ask_leader("drain", {"host": "b"})
+            deadline = time.monotonic() + LONG_S
+            while not drained.ended and time.monotonic() < deadline:
+                time.sleep(0.05)
+            meanwhile.append(drained.ended and not kept.ended)
+            ended.touch()
+
+        thread = threading.Thread(target=drain)
+        thread.start()
+        try:
+            yield lambda: None
+        finally:
+            thread.join(LONG_S)
+            kept.close()
+            drained.close()
+
+    task = Task.of(train_until, (str(ended),), {})
+    options = {"run_id": "drained"}
+    assert train(task, Sizes(2, 1, 2), "127.0.0.1", "test", two_hosts, options) == 1
+    assert meanwhile == [True]
+
+
+def test_an_elastic_function_that_does_not_train_says_so(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
+    with pytest.raises(RunError, match=r"error: len has ended without training\. It was run"):
+        run(len, "no training", sizes=Sizes(1))
+    with pytest.raises(RunError, match=r"error: RANK is asked for .* give elastic=False"):
+        run(tell_ranks, sizes=Sizes(1))
+
+
+def test_unknown_options_are_refused_with_the_valid_ones():
+    task = Task.of(tell_ranks, (), {})
+    with pytest.raises(UsageError, match="colour: no option of a run; valid are run_id, audit"):
+        train(task, Sizes(1), "127.0.0.1", "test", on_this_machine(1), {"colour": 1})
+    with pytest.raises(UsageError, match=r"tell_ranks has fixed ranks .* \(audit\) are for"):
+        run(tell_ranks, options={"audit": True})

@@ -1,0 +1,39 @@
+"""What a leader makes of notices that hosts go."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import pytest
+
+from hvd_elastic.control.endings import StopCause
+from hvd_elastic.control.events import HostDraining
+from hvd_elastic.leader.reports import Reports
+from hvd_elastic.wire import messages as msg
+
+
+@pytest.mark.parametrize("cause", [None, StopCause.TERMINATE])
+def test_a_notice_is_acted_upon_a_moment_later_unless_the_run_stops_by_then(
+    monkeypatch, cause: StopCause | None
+) -> None:
+    """Slurm's one signal ends leader and hosts; who leaves would take the state along."""
+    monkeypatch.setattr("hvd_elastic.leader.reports.time", Mock(monotonic=lambda: 100.0))
+    run, executor, stopping = Mock(), Mock(), Mock(cause=None)
+    run.hostfile.hosts = {"a": None}
+    reports = Reports(run, executor, Mock(reserve_s=10.0), Mock(), stopping)
+    for host in ("a", "gone"):
+        agent = Mock()
+        agent.host.name = host
+        reports.take(agent, msg.Notice("a test", 30.0))
+    reports.look(100.0)
+    executor.tell.assert_not_called()
+    stopping.cause = cause
+    reports.look(105.0)
+    told = [call.args[0] for call in executor.tell.call_args_list]
+    assert len(told) == (cause is None)
+    for event in told:
+        assert isinstance(event, HostDraining)
+        assert (event.host, event.leave_in_s) == ("a", 30.0)
+        assert event.train_for_s == 15.0, "less what has passed"
+    reports.look(110.0)
+    assert len(executor.tell.call_args_list) == len(told), "once"
