@@ -29,7 +29,7 @@ from hvd_elastic.run_events import (
 )
 from hvd_elastic.wire.framing import MessageDecoder, compress, decompress, encode
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of the protocol, increased with every incompatible change."""
 
 

@@ -12,6 +12,7 @@ from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.objective import Objective
 from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import Decision, HostOffer
+from hvd_elastic.records.events import event_of
 from hvd_elastic.run_events import Metrics
 from tests.unit.policy.known_runs import run_events, true_model
 
@@ -83,7 +84,6 @@ def test_broken_and_foreign_events_are_left_out():
         {"kind": "rescale_finished", "generation": 7, "mono": 0.0},
         {"kind": "metrics", "step": "x", "mono": 1.0},
         {"kind": "metrics"},
-        {},
         {"kind": "rescale_started", "generation": 1, "hosts": ["a"], "slots": "2"},
     ]
-    assert replay([*odd, *events]).timings.worlds == {(1, 2), (2, 4)}
+    assert replay([*map(event_of, odd), *events]).timings.worlds == {(1, 2), (2, 4)}
