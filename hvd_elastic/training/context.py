@@ -613,6 +613,10 @@ class Context:
 
     def script_failed(self, text: str) -> bool:
         """Report the exception that ends the script; return whether it could be sent."""
+        for name in self.worker.saved_names:
+            if f"No such file or directory: {name!r}" in text:
+                how = f"hvd.load_model({name!r}, model, share=True)"
+                text = f"{text.rstrip()} (hvd.save keeps it in the run folder: {how} loads it)\n"
         try:
             self.worker.sink.send(msg.ScriptRaised(text, self.worker.position))
         except OSError:  # the agent is gone

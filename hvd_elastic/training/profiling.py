@@ -36,11 +36,12 @@ class StepProfile:
             ScriptError: the framework has no profiler that is used here.
         """
         worker = self._worker
-        if self._profiler is None and worker.communicator.rank != worker.options.profile:
+        if self._steps < _AFTER_STEPS and worker.communicator.rank != worker.options.profile:
             return
         self._steps += 1
-        if self._steps == _AFTER_STEPS:
+        if self._profiler is None:  # made at once: a framework that has none is told of now
             self._profiler = worker.frontend.profiler()
+        if self._steps == _AFTER_STEPS:
             self._profiler.start()
         elif self._steps == _AFTER_STEPS + _STEPS:
             self._save()

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from hvd_elastic.cli.options import hostfile_of, number_option, whole_number_option
+from hvd_elastic.cli.options import SshConfigOption, hostfile_of, number_option, whole_number_option
 from hvd_elastic.cluster.run.commands import select_hosts
 from hvd_elastic.errors import UsageError
 from hvd_elastic.hosts.fanout import DEFAULT_FANOUT
@@ -62,16 +62,7 @@ class HostOptions:
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line, as hosts end.")
     ] = False
-    ssh_config: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssh-config",
-            "-F",
-            envvar="HVD_ELASTIC_SSH_CONFIG",
-            metavar="FILE",
-            help="Read this ssh configuration instead of ~/.ssh/config.",
-        ),
-    ] = None
+    ssh_config: SshConfigOption = None
     identity: Annotated[
         Path | None,
         typer.Option("--identity", "-i", metavar="FILE", help="A private key to try first."),

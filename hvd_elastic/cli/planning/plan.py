@@ -13,6 +13,7 @@ import typer
 
 from hvd_elastic.cli.options import (
     AsJson,
+    SshConfigOption,
     hostfile_option,
     number_option,
     parse_duration,
@@ -68,15 +69,7 @@ def plan(
     probe_for: Annotated[
         str, typer.Option(metavar="TIME", help="total training time of --probe")
     ] = "2m",
-    ssh_config: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssh-config",
-            "-F",
-            envvar="HVD_ELASTIC_SSH_CONFIG",
-            help="ssh configuration for --probe (default: ~/.ssh/config)",
-        ),
-    ] = None,
+    ssh_config: SshConfigOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict throughput, goodput, time and cost of other sizes, with 80 % ranges.

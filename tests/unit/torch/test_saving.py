@@ -23,6 +23,7 @@ from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.torch.checkpoint import TorchContent, load_object
 from hvd_elastic.training.context import Context
+from hvd_elastic.training.profiling import StepProfile
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.sink import FileSink
 from tests.paths import WORKER_PYTHONPATH
@@ -137,6 +138,35 @@ def test_the_script_loads_what_it_saved_by_its_name(
     monkeypatch.setattr(type(alone.worker.communicator), "rank", 1)
     with pytest.raises(ScriptError, match=r"on rank 1: rank 0 has.* share=True"):
         hvd.load_model("best.pt", Net())
+
+
+def test_a_script_that_opens_what_it_saved_is_told_how_to_load_it(
+    alone: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(alone.worker.sink, "send", told.append)
+    alone.worker.saved_names.add("best.pt")
+    for name in ("best.pt", "data.pt"):
+        alone.script_failed(f"FileNotFoundError: [Errno 2] No such file or directory: '{name}'\n")
+    hinted = ["hvd.load_model('best.pt', model, share=True)" in each.traceback for each in told]
+    assert hinted == [True, False]
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(7, False), (22, True)])
+def test_a_profile_is_kept_or_its_lack_is_told(
+    alone: Context, caplog: pytest.LogCaptureFixture, tmp_path: Path, steps: int, kept: bool
+) -> None:
+    alone.worker.options.profile = 0
+    profile = StepProfile(alone.worker)
+    for alone.worker.progress.step in range(1, steps + 1):
+        profile.step_counted()
+    profile.training_ends()
+    assert [path.name for path in tmp_path.glob("saved/profile*")] == (
+        ["profile-rank0-step22.json.gz"] if kept else []
+    )
+    assert ["after 7 steps of this rank" in message for message in caplog.messages] == (
+        [] if kept else [True]
+    )
 
 
 @pytest.mark.usefixtures("alone")
