@@ -431,7 +431,10 @@ def test_prometheus_has_the_gpus_of_each_host() -> None:
                 "kind": "host_sample",
                 "host": "node1",
                 "cpu": 0.5,
-                "gpus": [{"busy": 0.75, "memory": 0.25}, {"busy": 1.0, "memory": 0.5}],
+                "gpus": [
+                    {"busy": 0.75, "memory": 0.25, "memory_bytes": 1},
+                    {"busy": 1.0, "memory": 0.5, "memory_bytes": 1},
+                ],
             },
         ]
     )
