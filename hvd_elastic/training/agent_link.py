@@ -251,6 +251,13 @@ class AgentLink:
                 self.send(Warned(message))
 
     def _read(self) -> None:
+        try:
+            self._read_all()
+        except Exception:  # else this worker would wait for ever for what the agent says
+            log.exception("messages of the agent cannot be read. This worker ends")
+            os._exit(1)
+
+    def _read_all(self) -> None:
         lines = LineSplitter("the agent")
         messages: MessageDecoder[Any] = MessageDecoder(msg.AgentToWorker, "the agent")
         while True:

@@ -21,11 +21,10 @@ from hvd_elastic.records.audit import AuditResult, check_audit
 from hvd_elastic.records.json_lines import Record, read_records
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist.running import Stage, processes_with
-from tests.paths import LITTLE_WORK, WORKER_PYTHONPATH
+from tests.paths import LIMIT_S, LITTLE_WORK, WORKER_PYTHONPATH
 
 MARK = "HVD_ELASTIC_TEST_JOB"
-START_S = 180.0
-CLEAN_S = 60.0
+START_S = CLEAN_S = LIMIT_S
 
 TINY = '''\
 """A small model on made-up data; goes wrong, waits or tells what it sees, as asked."""

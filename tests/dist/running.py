@@ -26,7 +26,7 @@ from hvd_elastic.records.events import check_event
 from hvd_elastic.records.json_lines import Follower, Record, decode_record, read_records
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.virtual import VirtualCluster
-from tests.paths import LITTLE_WORK, ROOT, WORKER_PYTHONPATH
+from tests.paths import LIMIT_S, LITTLE_WORK, ROOT, WORKER_PYTHONPATH
 
 __all__ = ["CLEAN_S", "RunningJob", "Stage", "WorkerProcess", "processes_with"]
 
@@ -38,10 +38,7 @@ PROBES = {
     "loop": [str(TENSORFLOW_PROBE), "FOLDER", "--style", "loop"],
 }
 """The probe script by the style of its training."""
-DEADLINE_S = 120.0
-"""For what takes a few seconds on an idle machine; busy ones take many times that."""
-CLEAN_S = 60.0
-"""Nothing of ours is left on any host this long after a run's end, however it ended."""
+DEADLINE_S = CLEAN_S = LIMIT_S
 POLL_S = 0.02
 _AGENT = "hvd_elastic.agent.agent"
 
@@ -196,7 +193,7 @@ class RunningJob:
             capture_output=True,
             text=True,
             env=self.environment(),
-            timeout=60,
+            timeout=LIMIT_S,
         )
         assert done.returncode == 0, f"{arguments} ended with {done.returncode}: {done.stderr}"
         return done.stdout

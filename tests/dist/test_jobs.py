@@ -27,7 +27,7 @@ from hvd_elastic.records.json_lines import read_records
 from tests.dist import jobs
 from tests.dist.jobs import START_S, assert_nothing_left, audit_of, call, hostfile_of, write_script
 from tests.dist.running import Stage
-from tests.paths import ALL
+from tests.paths import ALL, LIMIT_S
 
 pytestmark = pytest.mark.dist
 shared = jobs.shared
@@ -69,7 +69,7 @@ class Cluster:
                 os.kill(int(json.loads((run / "leader.lock").read_text())["pid"]), signal.SIGKILL)
 
     def call(self, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = call(*arguments, home=self.home, timeout_s=150)
+        done = call(*arguments, home=self.home, timeout_s=LIMIT_S)
         assert not check or done.returncode == 0, f"{arguments}: {done.stderr}"
         return done
 

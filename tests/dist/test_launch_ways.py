@@ -30,14 +30,14 @@ from tests.dist.jobs import (
     hostfile_of,
     write_script,
 )
-from tests.paths import COSTLY, ROOT
+from tests.paths import COSTLY, LIMIT_S, ROOT
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 hosts, shared = jobs.hosts, jobs.shared
 
 DIGITS = ROOT / "scripts" / "examples" / "digits.py"
 EPOCHS = 2
-DEADLINE_S = 120.0
+DEADLINE_S = LIMIT_S
 HOROVODRUN = shutil.which(
     "horovodrun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 )

@@ -14,10 +14,10 @@ from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist import jobs
 from tests.dist.jobs import Job, environment, hostfile_of, write_script
-from tests.paths import COSTLY, NEEDS_TENSORFLOW
+from tests.paths import COSTLY, LIMIT_S, NEEDS_TENSORFLOW
 from tests.unit.data.shards import damage, write_numbers
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 hosts, shared = jobs.hosts, jobs.shared
 
 SCRIPT = '''\
@@ -124,7 +124,7 @@ def test_examples_that_cannot_be_decoded_count_nothing_at_any_number_of_ranks(
         folder = tmp_path / "run"
         settings = {"HVD_ELASTIC_RUN_FOLDER": str(folder), "HVD_ELASTIC_AUDIT": "1"}
         env = environment(tmp_path) | settings
-        subprocess.run([*map(str, train)], env=env, check=True, timeout=120)
+        subprocess.run([*map(str, train)], env=env, check=True, timeout=LIMIT_S)
         records = [*read_records(folder / "audit.jsonl")]
         skipped = [
             e for e in read_records(folder / "events.jsonl") if e["kind"] == "example_skipped"

@@ -27,9 +27,9 @@ from hvd_elastic.checkpoint.reader import load_file, open_checkpoint
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_records
 from tests.dist.jobs import Job, environment
-from tests.paths import ALL, COSTLY, NEEDS_TENSORFLOW, ROOT
+from tests.paths import ALL, COSTLY, LIMIT_S, NEEDS_TENSORFLOW, ROOT
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.dist
 
 STYLES = ROOT / "tests/dist/styles/elastic"
 DISTURBED = ROOT / "tests/dist/scripts/disturbed.py"
@@ -78,7 +78,7 @@ def alone(name: str, script: Path, folder: Path) -> dict[str, Any]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     return final_state(folder / "run")

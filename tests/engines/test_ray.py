@@ -18,7 +18,7 @@ from tests.dist.running import RunningJob, Stage, processes_with
 from tests.paths import ROOT, WORKER_PYTHONPATH
 
 pytest.importorskip("ray", reason="Ray is not installed; see make test-engines")
-pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.dist, pytest.mark.root]
 
 DRIVER = str(ROOT / "tests" / "engines" / "ray_driver.py")
 PROGRAM = str(ROOT / "tests" / "engines" / "ray_program.py")

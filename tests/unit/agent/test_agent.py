@@ -40,11 +40,12 @@ from hvd_elastic.leader.agents.process import agent_command
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import compress, decompress, encode
 from tests import other_user
+from tests.paths import LIMIT_S
 from tests.small_group import SMALL_BYTES, inside, small_group
 from tests.unit.wire.wire_samples import leader_hello, saved_file
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT_S = 60.0
+TIMEOUT_S = LIMIT_S
 Message = dict[str, Any]
 
 WORKER = """

@@ -19,9 +19,10 @@ from hvd_elastic.run_events import Warned
 from hvd_elastic.wire import messages as msg
 from tests import other_user
 from tests.other_user import open_folder as open_folder
+from tests.paths import LIMIT_S
 from tests.unit.wire.wire_samples import leader_hello
 
-TIMEOUT_S = 60
+TIMEOUT_S = LIMIT_S
 
 
 def test_workers_die_with_the_agent_that_is_killed(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from hvd_elastic.records.cluster import summarize_cluster
 from hvd_elastic.records.json_lines import EventLog, iter_records
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.run_events import RunStarted
+from tests.paths import LIMIT_S
 from tests.unit.records.made_events import write
 
 SPEC = {"command": ["train"], "cwd": "/"}
@@ -109,7 +110,7 @@ class Running:
             store.close()
 
     def until(self, condition: Callable[[], Any]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_S
         while True:
             with contextlib.suppress(RunError):  # no daemon yet
                 if condition():
