@@ -21,7 +21,7 @@ from benchmarks.testbed.command import Say, run_benchmark
 from benchmarks.testbed.figures import Result, conditions, figure
 from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT
 from hvd_elastic.errors import RunError
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 
 RANKS = (1, 2)
 CHECKPOINT_EVERY_S = 2.0
@@ -89,7 +89,7 @@ def measure_run(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
         )
         if done.returncode != 0:
             raise RunError(f"the run with {ranks} ranks failed:\n{done.stdout}{done.stderr}")
-        events = read_events(Path(home) / "runs" / "bench" / "events.jsonl")
+        events = read_records(Path(home) / "runs" / "bench" / "events.jsonl")
     taken = [event for event in events if event["kind"] == "checkpoint"]
     said = next(e for e in reversed(events) if e["kind"] == "metrics" and "fresh_copy_s" in e)
     # The last checkpoint is taken after training, when it delays no step.

@@ -31,7 +31,8 @@ from benchmarks.testbed.figures import Result, conditions, figure, spread
 from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT
 from benchmarks.testbed.replay import Replay
 from hvd_elastic.errors import RunError
-from hvd_elastic.records.json_lines import EventFollower, iter_events
+from hvd_elastic.records.events import event_of
+from hvd_elastic.records.json_lines import Follower, decode_record, iter_records
 from hvd_elastic.records.tensorboard import TensorBoardWriter
 
 PARTS = ("open", "large", "live", "training")
@@ -191,7 +192,7 @@ def measure_open(home: Path, repetitions: int, say: Say) -> dict[str, Any]:
                 shown.close()
     return {
         "events_mb": round(events.stat().st_size / 1e6, 1),
-        "metrics_events": sum(event["kind"] == "metrics" for event in iter_events(events)),
+        "metrics_events": sum(event["kind"] == "metrics" for event in iter_records(events)),
         "first_page": figure(first),
         "all_read_from_start_of_server": figure(whole),
         "drawn_in_browser": figure(drawn),
@@ -205,9 +206,9 @@ def measure_tensorboard(home: Path, repetitions: int, say: Say) -> dict[str, Any
     logs = home / "tensorboard"
     last = 0
     with TensorBoardWriter(logs / RUN, say) as writer:
-        for event in iter_events(home / "runs" / RUN / "events.jsonl"):
-            writer.note(event)
-            last = event.get("step", last) if event["kind"] == "metrics" else last
+        for record in iter_records(home / "runs" / RUN / "events.jsonl"):
+            writer.take(event_of(record))
+            last = record.get("step", last) if record["kind"] == "metrics" else last
     whole, memory = [], []
     for number in range(repetitions):
         say(f"TensorBoard, {number + 1} of {repetitions}")
@@ -294,7 +295,7 @@ def measure_training(folder: Path, pairs: int, seconds: float, say: Say) -> dict
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    follower = EventFollower(home / "runs" / RUN / "events.jsonl")
+    follower = Follower(home / "runs" / RUN / "events.jsonl", decode_record)
     rates: dict[bool, list[float]] = {False: [], True: []}
     try:
         deadline = time.monotonic() + 120

@@ -34,7 +34,7 @@ from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT, start_logged, write_
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.records.audit import check_audit
-from hvd_elastic.records.json_lines import EventFollower, read_events
+from hvd_elastic.records.json_lines import Follower, Record, decode_record, read_records
 from hvd_elastic.records.run_folder import RunFolder, new_run_id
 
 PARTS = ("faults", "template", "overhead")
@@ -223,7 +223,7 @@ class Disturbed:
         self._log = folder / "log"
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self._process = start_logged(command, self._log, environment)
-        self._follower: EventFollower | None = None
+        self._follower: Follower[Record] | None = None
         self._generations, self._size, self._steps, self._settled = 0, 0, 0, 0
         self.pauses: list[float] = []
         self.deaths: list[str] = []
@@ -267,7 +267,7 @@ class Disturbed:
     def _look(self) -> None:
         if self._follower is None:
             try:
-                self._follower = EventFollower(RunFolder.open(self.run_id).events)
+                self._follower = Follower(RunFolder.open(self.run_id).events, decode_record)
             except RunError:
                 return  # the run has not created its folder yet
         for event in self._follower.poll():
@@ -305,7 +305,7 @@ class Disturbed:
             raise RunError(f"the run did not end:\n{self.tail()}") from None
         if status:
             raise RunError(f"the run ended with status {status}:\n{self.tail()}")
-        audit = check_audit(read_events(RunFolder.open(self.run_id).audit), finished=True)
+        audit = check_audit(read_records(RunFolder.open(self.run_id).audit), finished=True)
         if not audit.ok:
             raise RunError(audit.sentence())
 

@@ -37,7 +37,7 @@ from benchmarks.testbed.figures import Result, conditions, plain
 from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT, start_logged
 from benchmarks.testbed.many_names import SSHDS, ManyNames
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.records.json_lines import Record, read_events
+from hvd_elastic.records.json_lines import Record, read_records
 from hvd_elastic.virtual import VirtualCluster
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Run:
 
     def events(self, kind: str) -> list[Record]:
         """Return the events of a kind so far."""
-        events = read_events(self._home / "runs/bench/events.jsonl")
+        events = read_records(self._home / "runs/bench/events.jsonl")
         return [event for event in events if event["kind"] == kind]
 
     def met(self, generation: int, size: int) -> dict[int, tuple[int, float]] | None:

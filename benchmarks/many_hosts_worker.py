@@ -17,7 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hvd_elastic.control.progress import Activity, Position
+from hvd_elastic.control.progress import Activity
+from hvd_elastic.run_events import Metrics
 from hvd_elastic.training.agent_link import AgentLink
 from hvd_elastic.wire import messages as msg
 
@@ -82,10 +83,9 @@ def main() -> None:
     def report() -> None:
         while True:
             time.sleep(METRICS_EVERY_S)
-            position = Position(steps, 0, steps, steps)
             with sending:
                 if joined and rank == 0:
-                    link.send(msg.Metrics(position, size, {"throughput": 1.0, "loss": 1.0}))
+                    link.send(Metrics(steps, 0, steps, steps, size, 1.0, values={"loss": 1.0}))
 
     rank = size = 0
     threading.Thread(target=report, daemon=True).start()

@@ -21,7 +21,7 @@ SCHEMA = HERE.parent / "docs" / "events.schema.json"
 
 def schema_text() -> str:
     """Return what the file should hold."""
-    from hvd_elastic.records.schema import event_schema
+    from hvd_elastic.records.events import event_schema
 
     schema = event_schema()
     kinds = ",\n".join(

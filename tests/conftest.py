@@ -1,6 +1,7 @@
 """For all tests."""
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -63,6 +64,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if not mark.args or not all(isinstance(reason, str) for reason in mark.args):
                 raise pytest.UsageError(f"{item.nodeid}: say the reason: unsure('…')")
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test is never garbage, and the collector takes long for it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(

@@ -12,6 +12,7 @@ __all__ = [
     "ALL",
     "COSTLY",
     "HAS_TENSORFLOW",
+    "LIMIT_S",
     "LITTLE_WORK",
     "NEEDS_TENSORFLOW",
     "OF_ONE_FRAMEWORK",
@@ -38,6 +39,9 @@ WORKER_PYTHONPATH = f"{ROOT / 'tests/quick_torch'}{os.pathsep}{ROOT}"
 """For programs that train: they start without PyTorch's compiler."""
 LITTLE_WORK = {"OMP_NUM_THREADS": "1", "HOROVOD_CYCLE_TIME": "5"}
 """For programs that train: several share a core, and Horovod looks for work less often."""
+LIMIT_S = 200.0
+"""For what takes seconds on an idle machine; busy ones take many times that, and no test fails by
+its own limit there."""
 ALL = os.environ.get("HVD_ELASTIC_TEST_ALL") == "1"
 COSTLY = pytest.mark.skipif(not ALL, reason="a costly variant: HVD_ELASTIC_TEST_ALL=1 runs it")
 """For a variant that starts real processes, where another one tries almost the same."""

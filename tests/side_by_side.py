@@ -1,8 +1,5 @@
 """``pytest -n``: several processes run tests at a time, handed out by the one that was started.
 
-Tests marked ``alone`` look at times that depend on what else the machine does: while one of them
-runs, no other test does.
-
 When the tests are broken off, pytest-xdist itself gives those who run them five seconds, interrupts
 them again amid their tidying up, and then kills them: virtual hosts and ranks would be left behind.
 """
@@ -10,12 +7,10 @@ them again amid their tidying up, and then kills them: virtual hosts and ranks w
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import threading
 import time
-from collections.abc import Generator
 from typing import Any
 
 import psutil
@@ -81,36 +76,11 @@ def _end_what_the_dead_forked() -> None:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
-class RunsTests:
-    """In a process that runs tests beside others; the checkout and its settings are the locks."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._door = os.open(config.rootpath, os.O_RDONLY)
-        assert config.inipath is not None
-        self._room = os.open(config.inipath, os.O_RDONLY)
-
-    # Outside of pytest-timeout's: waiting is not the test's time.
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        alone = item.get_closest_marker("alone") is not None
-        # Who waits for an empty room stands in its door, so that it becomes empty.
-        fcntl.flock(self._door, fcntl.LOCK_EX)
-        try:
-            fcntl.flock(self._room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        finally:
-            fcntl.flock(self._door, fcntl.LOCK_UN)
-        try:
-            return (yield)
-        finally:
-            fcntl.flock(self._room, fcntl.LOCK_UN)
-
-
 def register(config: pytest.Config) -> None:
     """For ``pytest_configure``."""
     if hasattr(config, "workerinput"):
         # A terminal sends Ctrl-C to all of its process group; these are to hear of it once. What
         # they fork is in a group of theirs.
         os.setpgid(0, 0)
-        config.pluginmanager.register(RunsTests(config))
     else:
         config.pluginmanager.register(HandsOut())

@@ -13,15 +13,15 @@ consider slow hosts, prices or measured pauses.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hvd_elastic.control.scaling import ScalingConfig
 from hvd_elastic.model.goodput import BatchLimits, best_batch_plan
 from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer
+from hvd_elastic.run_events import ReadEvent
 
 _PERIOD_S = 60.0
 _MIN_UTILITY, _MAX_UTILITY = 0.35, 0.65
@@ -65,9 +65,9 @@ class AdaptDLRule:
         self._rescaling = False
         self.evidence.formed(hosts_of_ranks)
 
-    def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
-        """Record an event of the run."""
-        self.evidence.note(kind, fields, now)
+    def note(self, event: ReadEvent) -> None:
+        """Take an event of the run."""
+        self.evidence.note(event)
         if self.evidence.measured:
             self._profiled = max(self._profiled, self.evidence.allocation.slots)
 

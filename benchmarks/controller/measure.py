@@ -38,6 +38,7 @@ from benchmarks.testbed.launchers import FailedPlayError
 from hvd_elastic.policy.forecast import forecast
 from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import HostOffer
+from hvd_elastic.records.events import event_of
 
 _GOODPUT = ("--policy", "goodput")
 _SETTLE_S = (40.0, 90.0)
@@ -146,7 +147,7 @@ def measure_forecast(stage: Stage, name: str, say: Say) -> list[Row]:
             play.train(_FORECAST_S)
         offers = [HostOffer(f"host{number}", 1) for number in range(MOST_HOSTS)]
         try:
-            told = forecast(replay(play.records), offers, MOST_HOSTS)
+            told = forecast(replay(map(event_of, play.records)), offers, MOST_HOSTS)
         except ValueError as error:
             raise FailedPlayError(str(error)) from error
         rows: list[Row] = []

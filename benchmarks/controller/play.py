@@ -14,7 +14,7 @@ from benchmarks.elasticity.stage import Stage
 from benchmarks.testbed.hosts import Testbed
 from benchmarks.testbed.launchers import OURS, Job, Order
 from benchmarks.testbed.links import limit_link
-from hvd_elastic.records.json_lines import EventFollower, Record
+from hvd_elastic.records.json_lines import Follower, Record, decode_record
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.virtual.plan import parse_rate
 
@@ -51,7 +51,7 @@ class Play:
         self._bed = bed
         self._job = job
         self._control = control
-        self._follower = EventFollower(job.events_path)
+        self._follower = Follower(job.events_path, decode_record)
         self._folder = RunFolder(job.events_path.parent)
         self.records: list[Record] = []
 

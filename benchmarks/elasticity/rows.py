@@ -31,7 +31,7 @@ from hvd_elastic.agent.template.process import TITLE
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.hosts.programs.processes import read
 from hvd_elastic.records.audit import check_audit
-from hvd_elastic.records.json_lines import iter_events
+from hvd_elastic.records.json_lines import iter_records
 
 Figures = Iterator[tuple[str, float]]
 """Pairs of case and value."""
@@ -263,7 +263,7 @@ def lose_leader(stage: Stage, launcher: Launcher) -> Figures:
         resumed = job.wait(lambda: _resumed_at(job, asked), stage.limit_s, "no new leader")
         since = resumed + _AFTER_RESUME_S
         job.wait(lambda: _all_stepped_since(job, since), stage.limit_s, "did not go on")
-        audit = check_audit(iter_events(job.events_path.with_name("audit.jsonl")))
+        audit = check_audit(iter_records(job.events_path.with_name("audit.jsonl")))
         if not audit.ok:
             raise FailedPlayError("examples were not used exactly once", audit.sentence())
         places = lanes(job.marks.processes).values()

@@ -20,7 +20,7 @@ from benchmarks.testbed.hosts import DIGITS, Testbed, make_testbed
 from benchmarks.testbed.launchers import LAUNCHERS, OURS, ROOT, Launcher, Order
 from benchmarks.testbed.marks import Process, first_step
 from hvd_elastic.errors import RunError
-from hvd_elastic.records.json_lines import Record, read_events
+from hvd_elastic.records.json_lines import Record, read_records
 
 TARGET_S = 8.0
 _DEADLINE_S = 120.0
@@ -92,7 +92,7 @@ def _start_once(bed: Testbed, launcher: Launcher) -> tuple[float, dict[str, floa
             raise RunError(f"{launcher.name} trained on {sizes} ranks, not {_HOSTS}")
         phases = {}
         if launcher == OURS:
-            phases = phases_of(job.asked, read_events(job.events_path), job.marks.processes)
+            phases = phases_of(job.asked, read_records(job.events_path), job.marks.processes)
     return first - job.asked, phases
 
 

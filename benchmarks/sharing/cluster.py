@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.testbed.launchers import OUR_PROGRAM
-from hvd_elastic.records.json_lines import Record, read_events
+from hvd_elastic.records.json_lines import Record, read_records
 from hvd_elastic.virtual import VirtualCluster
 
 _DEADLINE_S = 180.0
@@ -85,11 +85,11 @@ class Cluster:
 
     def queue_events(self) -> list[Record]:
         """Return the events of the queue."""
-        return read_events(self.folder / "events.jsonl")
+        return read_records(self.folder / "events.jsonl")
 
     def events(self, run_id: str, kind: str) -> list[Record]:
         """Return the events of one kind of a run."""
-        found = read_events(self.home / "runs" / run_id / "events.jsonl")
+        found = read_records(self.home / "runs" / run_id / "events.jsonl")
         return [event for event in found if event["kind"] == kind]
 
     def wait_event(self, run_id: str, kind: str, **fields: Any) -> Record:

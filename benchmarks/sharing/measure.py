@@ -21,7 +21,7 @@ from hvd_elastic.errors import UsageError
 from hvd_elastic.policy.schedule.policies import POLICIES
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.cluster import ClusterSummary, summarize_cluster
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.sim.jobs.history import History, read_history, simulate_history
 
 OTHER = {"goodput": "equal", "equal": "goodput", "fifo": "goodput"}
@@ -128,7 +128,7 @@ def _submit_all(cluster: Cluster, policy: str, over_s: float, say: Say) -> list[
 
 def _read(home: Path) -> Shared:
     told = json.loads((home / _MEASURED).read_text(encoding="utf-8"))
-    queue = read_events(home / "clusters/hosts/events.jsonl")
+    queue = read_records(home / "clusters/hosts/events.jsonl")
     summary = summarize_cluster(queue, "hosts")
     with mock.patch.dict(os.environ, HVD_ELASTIC_HOME=str(home)):
         history = read_history(summary)
@@ -154,8 +154,8 @@ def _read(home: Path) -> Shared:
             training += [(at + begin, 1), (at + end, -1)]
             continue
         folder = home / "runs" / run_id
-        audits[run_id] = check_audit(read_events(folder / "audit.jsonl"), finished=True).ok
-        events = read_events(folder / "events.jsonl")
+        audits[run_id] = check_audit(read_records(folder / "audit.jsonl"), finished=True).ok
+        events = read_records(folder / "events.jsonl")
         pauses += pauses_of(events)
         sizes = _sizes(events)
         training += [(at, after - before) for (_, before), (at, after) in pairwise(sizes)]

@@ -44,7 +44,7 @@ from benchmarks.testbed.figures import conditions
 from hvd_elastic.bench.digits_data import write_digits
 from hvd_elastic.errors import UsageError
 from hvd_elastic.records.audit import AuditResult, check_audit
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.virtual.netns import why_no_namespaces
 
@@ -324,7 +324,7 @@ def _check_records(job: SoakJob, result: SoakResult, *, finished: bool) -> Audit
     result.checks["examples, as the ranks saw it"] = seen.sentence()
     if not seen.ok:
         result.problems += [f"as the ranks saw it: {text}" for text in seen.problems()]
-    written = check_audit(read_events(job.folder.audit), finished=finished)
+    written = check_audit(read_records(job.folder.audit), finished=finished)
     said = written.sentence()
     full = [(i.began, i.undone) for i in result.incidents if i.fault.kind == "full_run_disk"]
     excused = epochs_between(job.records.read_all(), full)
@@ -364,7 +364,7 @@ def _check_clean(job: SoakJob, result: SoakResult) -> None:
 def _accuracy(ground: Ground, run_id: str) -> float | None:
     """Return the last test accuracy that the run recorded, or None."""
     found = None
-    for event in read_events(ground.scratch / "home/runs" / run_id / "events.jsonl"):
+    for event in read_records(ground.scratch / "home/runs" / run_id / "events.jsonl"):
         if event["kind"] == "metrics" and "test_accuracy" in event:
             found = float(event["test_accuracy"])
     return found

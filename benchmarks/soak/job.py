@@ -21,7 +21,7 @@ from benchmarks.soak.records import RecordFolder
 from benchmarks.soak.schedule import MIN_NP
 from benchmarks.testbed.launchers import OUR_PROGRAM, ROOT, start_logged, write_hostfile
 from hvd_elastic.errors import RunError
-from hvd_elastic.records.json_lines import EventFollower, Record
+from hvd_elastic.records.json_lines import Follower, Record, decode_record
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.virtual import VirtualCluster
 
@@ -149,7 +149,7 @@ class SoakJob:
         self._records_folder.mkdir()
         self.records = RecordFolder(self._records_folder)
         self.chronicle = self.records.chronicle
-        self._follower = EventFollower(self.folder.events)
+        self._follower = Follower(self.folder.events, decode_record)
         self._temporary = ground.temporary_entries()
         self._run = [
             *("--run-id", run_id, "--hostfile", str(self.hostfile), "--audit"),

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from benchmarks.testbed.environments import PeerEnvironment, PeerMissingError
 from benchmarks.testbed.marks import Lane, MarkFolder, Process
 from hvd_elastic.errors import RunError
-from hvd_elastic.records.json_lines import Record, read_events
+from hvd_elastic.records.json_lines import Record, read_records
 
 if TYPE_CHECKING:
     from benchmarks.testbed.hosts import Testbed
@@ -116,7 +116,7 @@ class Job(abc.ABC):
 
     def events(self, kind: str) -> list[Record]:
         """Return the events of a kind; for jobs of hvd-elastic only."""
-        return [event for event in read_events(self.events_path) if event["kind"] == kind]
+        return [event for event in read_records(self.events_path) if event["kind"] == kind]
 
     def newest(self, lane: Lane) -> Process:
         """Return the process that was started last in a lane (host and slot)."""

@@ -113,7 +113,9 @@ class Replay:
         self._plan(scale, f"noise scale {self._noise():.0f}: goodput 1.12 x", None)
 
     def _plan(self, scale: float, reason: str, limits: dict[str, int | None] | None) -> None:
-        bounds = limits or {"initial_batch_size": 256, "max_batch_size": 4096}
+        bounds: dict[str, int | None] = {"initial_batch_size": 256, "max_batch_size": 4096}
+        bounds |= {"min_atomic_batch_size": 1, "max_accumulation_steps": 15, **(limits or {})}
+        bounds.setdefault("max_atomic_batch_size", None)
         self.add(
             "batch_plan", step=self.step, global_batch_size=self.batch,
             atomic_batch_size=self.batch // max(1, self.size), accumulation_steps=0,

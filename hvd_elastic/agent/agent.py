@@ -479,9 +479,12 @@ class Agent:
             self._warn(
                 f"no other leader can take this host over: no socket can be made in {no_door}"
             )
-        self._sampler = HostSampler(self._interface)
+        self._sampler = HostSampler(self._interface, hello.host)
         self._begin(
-            self._sampler.watch(lambda: self._activities(time.monotonic()), self._link.send)
+            self._sampler.watch(
+                lambda: self._activities(time.monotonic()),
+                lambda sample: self._link.send(msg.HostSampled(sample=sample)),
+            )
         )
         for message in self._spool.take_untold():
             self._tell(message)

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Mapping
 from itertools import takewhile
 
-from hvd_elastic.wire import messages as msg
+from hvd_elastic.run_events import GpuSample
 
 _LIBRARY = "libnvidia-ml.so.1"
 _MOST = 16
@@ -52,7 +52,7 @@ class Gpus:
     def __len__(self) -> int:
         return len(self._handles)
 
-    def look(self) -> list[msg.GpuSample]:
+    def look(self) -> list[GpuSample]:
         """Return the use of each GPU that answers."""
         found = []
         for handle in self._handles:
@@ -62,7 +62,7 @@ class Gpus:
             if self._nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
                 continue
             used = memory.used / max(1, memory.total)
-            found.append(msg.GpuSample(use.gpu / 100, round(used, 3), memory.total))
+            found.append(GpuSample(use.gpu / 100, round(used, 3), memory.total))
         return found
 
 

@@ -18,7 +18,7 @@ import psutil
 from hvd_elastic.agent.gpus import Gpus
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.programs.memory import memory_kills, usable_memory
-from hvd_elastic.wire import messages as msg
+from hvd_elastic.run_events import HostSample
 
 _EVERY_S = 10.0
 """Time between two samples [s]."""
@@ -33,10 +33,11 @@ class HostSampler:
 
     Args:
         interface: network interface of the ring; None: all of them together.
+        host: name of the host.
     """
 
-    def __init__(self, interface: str | None) -> None:
-        self._interface = interface
+    def __init__(self, interface: str | None, host: str) -> None:
+        self._interface, self._host = interface, host
         self._gpus = Gpus()
         psutil.cpu_percent()  # counts from now
         self._counted = self._counters()
@@ -47,7 +48,7 @@ class HostSampler:
         """Number of hosts of the run."""
 
     async def watch(
-        self, look: Callable[[], Mapping[str, Activity]], send: Callable[[msg.HostSample], None]
+        self, look: Callable[[], Mapping[str, Activity]], send: Callable[[HostSample], None]
     ) -> None:
         """Send samples, until cancelled.
 
@@ -60,7 +61,7 @@ class HostSampler:
             send(self.sample(look()))
             await asyncio.sleep(max(_EVERY_S, self.hosts / _HOSTS_PER_S))
 
-    def sample(self, activities: Mapping[str, Activity]) -> msg.HostSample:
+    def sample(self, activities: Mapping[str, Activity]) -> HostSample:
         """Return what was measured since the last sample, or since this object was made.
 
         Args:
@@ -76,7 +77,8 @@ class HostSampler:
         memory = usable_memory()
         self.memory_kills.look()
         step_s, rank_wait = self._workers(activities, elapsed_s)
-        return msg.HostSample(
+        return HostSample(
+            host=self._host,
             cpu=round(psutil.cpu_percent() / 100, 3),
             memory=round(1 - memory.available / memory.total, 3),
             memory_bytes=memory.total,

@@ -378,6 +378,8 @@ class Workers:
                     worker.outlived = outlived
                     loop = asyncio.get_running_loop()
                     loop.call_later(_SAME_NOTICE_S, self._end_if_meant_alone, worker)
+            case msg.WorkerHello():
+                pass  # it has connected before
             case msg.CheckpointAnswered():
                 worker.has_answered = True
             case msg.Imported(modules=modules):
@@ -385,7 +387,7 @@ class Workers:
                 self._template.learn(worker.start, modules, took_s)
             case msg.ScriptRaised() if worker.is_fork and not worker.is_ready:
                 pass  # it is started again, without the template
-            case msg.WorkerReport():
+            case _:
                 if isinstance(message, msg.Ready):
                     worker.is_ready = True
                 if isinstance(message, (msg.Joined, msg.Finished)):

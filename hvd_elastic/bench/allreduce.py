@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from hvd_elastic.bench.step_timer import PREFIX
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.run_events import Metrics, ReadEvent, RescaleStarted
 
 LEAST_BYTES, MOST_BYTES = 1 << 10, 1 << 30
 _FACTOR = 4
@@ -106,12 +107,13 @@ def measure_allreduce(
     with BackgroundRun(hostfile, command, ranks, options, "the benchmark") as run:
         for size in sizes:
 
-            def look(event: Mapping[str, Any], name: str = f"{PREFIX}{size}_s") -> float | None:
+            def look(event: ReadEvent, name: str = f"{PREFIX}{size}_s") -> float | None:
                 nonlocal used
-                if event["kind"] == "rescale_started":
-                    used = len(event["hosts"])
-                told = event.get("size") == ranks and event["kind"] == "metrics"
-                return event.get(name) if told else None
+                if isinstance(event, RescaleStarted):
+                    used = len(event.hosts)
+                if isinstance(event, Metrics) and event.size == ranks:
+                    return event.values.get(name)
+                return None
 
             seconds = run.wait(look, f"sums of {bytes_words(size)}", PATIENCE_S + _SIZE_S)
             algorithm = size / seconds

@@ -6,13 +6,13 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.records.json_lines import EventFollower
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.run_events import ReadEvent, RunFinished
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -66,7 +66,7 @@ class BackgroundRun:
             kind = UsageError if started.returncode == UsageError.exit_status else RunError
             raise kind(f"{name} could not be started; see above")
         self.folder = RunFolder.open(started.stdout.split()[0])
-        self._follower = EventFollower(self.folder.events)
+        self._follower = self.folder.follow_events()
         self._logs = f"its logs: hvd-elastic logs {self.folder.run_id}"
 
     def __enter__(self) -> Self:
@@ -86,7 +86,7 @@ class BackgroundRun:
         self.folder.ask_leader("scale", {"np": slots})
 
     def wait(
-        self, look: Callable[[Mapping[str, Any]], _Found | None], what: str, patience_s: float
+        self, look: Callable[[ReadEvent], _Found | None], what: str, patience_s: float
     ) -> _Found:
         """Return the first thing that ``look`` finds in an event.
 
@@ -119,11 +119,11 @@ class BackgroundRun:
                 pass
             time.sleep(_POLL_S)
 
-    def _events(self) -> Iterator[Mapping[str, Any]]:
+    def _events(self) -> Iterator[ReadEvent]:
         for event in self._follower.poll():
-            if event["kind"] == "run_finished":
+            if isinstance(event, RunFinished):
                 raise RunError(
-                    f"{self._name} {event.get('status')} before it had measured enough: "
-                    f"{event.get('message')}{self._advice}; {self._logs}"
+                    f"{self._name} {event.status} before it had measured enough: "
+                    f"{event.message}{self._advice}; {self._logs}"
                 )
             yield event

@@ -32,9 +32,9 @@ from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.hosts.programs.processes import environment
 from hvd_elastic.hosts.ssh import SshOptions
 from hvd_elastic.records.audit import AuditResult
-from hvd_elastic.records.json_lines import EventFollower
 from hvd_elastic.records.run_folder import RunFolder, new_run_id
 from hvd_elastic.records.summary import RunSummary
+from hvd_elastic.run_events import Metrics, RescaleFinished
 from hvd_elastic.views.report import write_report
 from hvd_elastic.virtual import VirtualCluster
 
@@ -68,7 +68,7 @@ class Story:
     """Follows the events of a run and makes the changes of the cluster one after the other."""
 
     def __init__(self, folder: RunFolder, acts: list[Act], say: Callable[[str], None]) -> None:
-        self._events = EventFollower(folder.events)
+        self._events = folder.follow_events()
         self._acts = acts
         self._say = say
         self._current: Act | None = None
@@ -85,15 +85,15 @@ class Story:
     def look(self) -> None:
         """Read new events; begin the next act when training has gone on for a while."""
         for event in self._events.poll():
-            kind = event["kind"]
-            if kind == "rescale_finished":
-                self._generations += 1
-                self._size = event["size"]
-                self._settled_at = self._step
-            elif kind == "metrics":
-                self._step = event["step"]
-                if self._settled_at is None:
+            match event:
+                case RescaleFinished(size=size):
+                    self._generations += 1
+                    self._size = size
                     self._settled_at = self._step
+                case Metrics(step=step):
+                    self._step = step
+                    if self._settled_at is None:
+                        self._settled_at = step
         act = self._current
         if (
             act is not None

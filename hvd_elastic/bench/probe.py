@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hvd_elastic.bench.background_run import PATIENCE_S, BackgroundRun, Say
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.run_events import ReadEvent, RescaleFinished
 
 _ADVICE = ". Give it a longer training (more epochs), or a shorter --probe-for"
 
@@ -58,9 +58,8 @@ def probe(
             if size != sizes[0]:
                 run.scale(size)
 
-            def look(event: Mapping[str, Any], size: int = size) -> bool | None:
-                trains = event["kind"] == "rescale_finished" and event.get("size") == size
-                return trains or None
+            def look(event: ReadEvent, size: int = size) -> bool | None:
+                return (isinstance(event, RescaleFinished) and event.size == size) or None
 
             run.wait(look, f"training on {size} processes", PATIENCE_S)
             run.train(for_s / len(sizes))

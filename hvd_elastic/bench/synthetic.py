@@ -17,6 +17,7 @@ from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.policy.replay import replay
+from hvd_elastic.run_events import Metrics, ReadEvent, RescaleStarted
 
 
 class Progress(Protocol):
@@ -90,20 +91,20 @@ def _figures(
     hosts = 1
     began: tuple[float, int] | None = None
 
-    def look(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def look(event: ReadEvent) -> Mapping[str, Any] | None:
         nonlocal hosts, began
-        if event["kind"] == "rescale_started":
-            hosts = len(event["hosts"])
-        if event["kind"] != "metrics" or event.get("size") != size:
+        if isinstance(event, RescaleStarted):
+            hosts = len(event.hosts)
+        if not isinstance(event, Metrics) or event.size != size:
             return None
-        if event.get(PREFIX + "size") != size:
-            began = began or (event["mono"], event["step"])
-            if steps := event["step"] - began[1]:
-                step_took((event["mono"] - began[0]) / steps)
+        if event.values.get(PREFIX + "size") != size:
+            began = began or (event.mono, event.step)
+            if steps := event.step - began[1]:
+                step_took((event.mono - began[0]) / steps)
             return None
         return {
             name.removeprefix(PREFIX): value
-            for name, value in event.items()
+            for name, value in event.values.items()
             if name.startswith(PREFIX)
         }
 

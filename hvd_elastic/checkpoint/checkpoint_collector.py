@@ -20,6 +20,7 @@ from hvd_elastic.checkpoint.manifests import CheckpointInfo, warning_of_not_fini
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.shards import Key, ShardInfo, complete_sets, parse_shard, receive_shard
 from hvd_elastic.errors import CheckpointError, HvdElasticError
+from hvd_elastic.run_events import Checkpoint
 from hvd_elastic.wire.framing import encode
 from hvd_elastic.wire.messages import CheckpointWritten, Release
 
@@ -141,16 +142,16 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
             place = self._store.upload(info)
         except CheckpointError as error:
             problems.append(f"a checkpoint is in the run folder alone: {error}")
-        fields = {
-            "step": info.step,
-            "path": place,
-            "bytes": info.bytes,
-            "seconds": round(info.seconds, 3),
-            "blocked_s": round(max(source.blocked_s for source in parcel.sources), 6),
-            "shards": len(info.shards),
-            "not_finite": info.not_finite,
-        }
-        self._call.post(lambda: self._call.emit("checkpoint", fields))
+        event = Checkpoint(
+            step=info.step,
+            path=place,
+            bytes=info.bytes,
+            seconds=round(info.seconds, 3),
+            blocked_s=round(max(source.blocked_s for source in parcel.sources), 6),
+            shards=len(info.shards),
+            not_finite=info.not_finite,
+        )
+        self._call.post(lambda: self._call.emit(event))
         return info, problems
 
     def _receive_all(self, sources: Sequence[Source[ShardInfo]]) -> list[ShardInfo]:

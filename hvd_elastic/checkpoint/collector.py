@@ -12,16 +12,17 @@ import re
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.control.backoff import Retry
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.formatting import bytes_words, hosts_named
+from hvd_elastic.run_events import Event, LogNote
 from hvd_elastic.wire.messages import AgentHello, LeaderToAgent, SavedFile
 
 _PAUSES_S = (2.0, 5.0, 15.0, 30.0, 60.0)
@@ -115,7 +116,7 @@ class Callbacks:
     """
 
     post: Callable[[Callable[[], None]], None]
-    emit: Callable[[str, Mapping[str, Any]], None]
+    emit: Callable[[Event], None]
     warn: Callable[[str], None]
     on_idle: Callable[[], None]
 
@@ -234,7 +235,7 @@ class Collector(ABC, Generic[Entry, Stored]):
         if now >= max(ended_at + _SILENT_S, self._told_at + _TOLD_EVERY_S):
             self._told_at = now
             message = f"training has ended; waiting for {', '.join(map(_progress, awaited))}"
-            self._call.emit("log_note", {"message": message})
+            self._call.emit(LogNote(message))
         return True
 
     # -- of each kind ----------------------------------------------------------------------

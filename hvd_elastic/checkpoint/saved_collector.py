@@ -122,7 +122,7 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
         self._stored[stored.name] = stored
         path = str(self._folder / stored.name)
         seconds = source.seconds + time.monotonic() - source.heard
-        self._call.emit("saved", stored.event_fields(path, seconds))
+        self._call.emit(stored.event(path, seconds))
         _release(source.agent, stored)
         wanted = self._wanted.get(stored.name)
         if wanted is not None and wanted.sources[0].entry == stored:

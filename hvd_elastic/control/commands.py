@@ -5,8 +5,9 @@ A command is a request; its outcome is reported back to the machine as an event.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from hvd_elastic.run_events import Event, Status
 
 
 @dataclass(frozen=True)
@@ -110,15 +111,14 @@ class Abort:
 class Emit:
     """Record one event in events.jsonl."""
 
-    kind: str
-    fields: Mapping[str, object] = field(default_factory=dict)
+    event: Event
 
 
 @dataclass(frozen=True)
 class Finish:
     """End the run with ``succeeded``, ``failed`` or ``stopped``; always the last command."""
 
-    status: str
+    status: Status
     message: str
 
 

@@ -36,25 +36,6 @@ _NEEDS_GROUP = {"_get_default_group", "_get_env_or_raise"}
 """Functions of torch.distributed that raise if torchrun has not set up the process."""
 
 
-class Departure(enum.Enum):
-    """How a worker process ended, as reported by the event ``worker_left``.
-
-    LEFT: it left on request. FINISHED: its training function returned. HOST_LOST: its host was
-    lost. KILLED: the run killed it. DIED: anything else, such as a crash or a kill from outside.
-    """
-
-    LEFT = "left"
-    FINISHED = "finished"
-    HOST_LOST = "host_lost"
-    KILLED = "killed"
-    DIED = "died"
-
-    @property
-    def in_order(self) -> bool:
-        """Return whether the end was orderly, so that no other worker is affected."""
-        return self in (Departure.LEFT, Departure.FINISHED)
-
-
 class StopCause(enum.Enum):
     """Who asked for the end of a run; the values appear in events."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvd_elastic.control.commands import Member
+from hvd_elastic.run_events import Status
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,7 @@ class StopRequested:
     """The end of the run was requested; ``status`` is the result it should end with."""
 
     reason: str
-    status: str = "stopped"
+    status: Status = "stopped"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from hvd_elastic.control.events import AgentFailed, AgentLost, FoundWorker
 from hvd_elastic.control.membership import Seat, SlotId
 from hvd_elastic.control.outbox import Outbox
 from hvd_elastic.formatting import hosts_named, plural, worker_name
+from hvd_elastic.run_events import HostLost, Warned, WorkerStarted
 
 STABLE_S = 60.0
 """Lifetime of a member after which its death resets the slot's backoff [s]: it worked properly."""
@@ -298,14 +299,14 @@ class Fleet:
         if event.fatal or cause != self._agent(host).cause:
             again = "" if event.fatal else "; trying again"
             said = f"{cause}{again}"
-            self._out.emit("warning", message=said, unusable_host=host, fatal=event.fatal)
+            self._out.emit(Warned(said, host, event.fatal))
         agent = self._note_failure(host, cause, event.brief, now)
         agent.fatal = event.fatal
         agent.unknown = event.unknown
 
     def agent_lost(self, event: AgentLost, now: float) -> None:
         """Note that a running agent ended."""
-        self._out.emit("host_lost", host=event.host, cause=event.cause, silent_s=event.silent_s)
+        self._out.emit(HostLost(event.host, event.cause, event.silent_s))
         cause = f"host {event.host}: {event.cause}"
         self._note_failure(event.host, cause, "did not come back yet", now)
 
@@ -362,7 +363,7 @@ class Fleet:
     def give_up(self, slot: SlotId, cause: str) -> None:
         """Start no worker in ``slot`` until the hostfile is saved again."""
         self._slot(slot).given_up = cause
-        self._out.emit("warning", message=f"slot {worker_name(*slot)} is given up: {cause}")
+        self._out.emit(Warned(f"slot {worker_name(*slot)} is given up: {cause}"))
 
     # -- requested -------------------------------------------------------------------------
 
@@ -393,7 +394,7 @@ class Fleet:
             history.incarnations += 1
             name = f"{slot[0]}:{slot[1]}.{history.incarnations}"
             self._add(name, slot, started_at=now)
-            self._out.emit("worker_started", host=slot[0], local_rank=slot[1])
+            self._out.emit(WorkerStarted(*slot))
             self._out.send(StartWorker(name, *slot))
 
     def stop_idle_agents(self, desired: Sequence[SlotId]) -> None:

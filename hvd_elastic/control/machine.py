@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from hvd_elastic import run_events
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.backoff import FailureBackoff
 from hvd_elastic.control.candidates import Candidates
@@ -40,7 +41,6 @@ from hvd_elastic.control.commands import (
 from hvd_elastic.control.config import MachineConfig
 from hvd_elastic.control.endings import (
     NEEDS_LESS_MEMORY,
-    Departure,
     Endings,
     crashed,
     how_it_ended,
@@ -52,6 +52,7 @@ from hvd_elastic.control.outbox import Outbox
 from hvd_elastic.control.plan import Plan
 from hvd_elastic.control.waiting import WaitingReport
 from hvd_elastic.formatting import worker_name
+from hvd_elastic.run_events import Departure
 
 __all__ = ["HostSlots", "MachineConfig", "Phase", "RunMachine"]
 
@@ -215,7 +216,7 @@ class RunMachine:
             case ev.HostReturned():
                 if event.host in self._plan.draining:
                     self._plan.drain_only(set(self._plan.draining) - {event.host})
-                    self._out.emit("host_returned", host=event.host)
+                    self._out.emit(run_events.HostReturned(event.host))
             case ev.StateSaved():
                 self._backoff.saved(event.step)
                 for waiting in self._fleet.present(Stage.WAITING):
@@ -254,13 +255,8 @@ class RunMachine:
         """Begin to drain a host, or update the time of one that is being drained."""
         until = None if event.train_for_s is None else now + event.train_for_s
         self._plan.drain(event.host, until)
-        self._out.emit(
-            "host_draining",
-            host=event.host,
-            cause=event.cause,
-            leave_in_s=event.leave_in_s,
-            asked=event.asked,
-        )
+        cause, leave_in_s = event.cause, event.leave_in_s
+        self._out.emit(run_events.HostDraining(event.host, cause, leave_in_s, event.asked))
 
     def _take_over(self, event: ev.RunTakenOver, now: float) -> None:
         """Continue a run that another leader began, from what was found of it."""
@@ -274,13 +270,8 @@ class RunMachine:
         workers = self._fleet.workers
         if workers:
             live = [member for member in event.members if member.worker in workers]
-            self._out.emit(
-                "taken_over",
-                generation=event.generation,
-                size=len(live),
-                workers=len(workers),
-                processes=sorted(worker.slot for worker in workers.values()),
-            )
+            slots = sorted(worker.slot for worker in workers.values())
+            self._out.emit(run_events.TakenOver(event.generation, len(live), len(workers), slots))
         if any(found.finished for found in event.workers):
             self._finishing_since = now
         if not event.members:
@@ -306,7 +297,7 @@ class RunMachine:
             case ev.WorkerReady():
                 if worker.stage is Stage.STARTING:
                     self._fleet.worker_ready(worker, now)
-                    self._emit_worker("worker_standby", worker, warm_s=event.warm_s)
+                    self._out.emit(run_events.WorkerStandby(*worker.slot, event.warm_s))
             case ev.WorkerJoined():
                 self._on_joined(worker, event.generation, now)
             case ev.WorkerBroken() | ev.WorkerHeld():
@@ -338,7 +329,7 @@ class RunMachine:
         if first:
             place = next((m for m in self._current.members if m.worker == worker.name), None)
             if place is not None:
-                self._emit_worker("worker_joined", worker, rank=place.rank)
+                self._out.emit(run_events.WorkerJoined(*worker.slot, place.rank))
         number = self._current.number
         if self._phase is Phase.FORMING and all(
             member.joined == number or member.finished for member in self._each_live()
@@ -421,7 +412,7 @@ class RunMachine:
             self._break(cause, now)
 
     def _on_script_failed(self, worker: Worker, traceback: str) -> None:
-        self._emit_worker("script_failed", worker, traceback=traceback)
+        self._out.emit(run_events.ScriptFailed(*worker.slot, traceback))
         if worker.leaving or self._can_do_without(worker):
             return
         last_line = traceback.strip().rsplit("\n", 1)[-1]
@@ -451,9 +442,9 @@ class RunMachine:
         elif self._config.plain:
             end = Departure.FINISHED if code == 0 else Departure.DIED
             self._fleet.bury(worker, now, "")
-            self._emit_worker("worker_left", worker, cause=what, how=end.value)
-            status = "succeeded" if code == 0 else "failed"
-            self._out.send(Finish(status, f"the command {how} on host {worker.host}"))
+            self._out.emit(run_events.WorkerLeft(*worker.slot, what, end))
+            ended = f"the command {how} on host {worker.host}"
+            self._out.send(Finish("succeeded" if code == 0 else "failed", ended))
         elif code is None:
             if crashed(event) and worker.member_of == self._current.number > 0:
                 self._current.crashed = True
@@ -494,12 +485,12 @@ class RunMachine:
             blame: why its end counts as a failure of its slot; empty: it does not.
         """
         self._fleet.bury(worker, now, blame)
-        self._emit_worker("worker_left", worker, cause=cause, how=how.value)
+        self._out.emit(run_events.WorkerLeft(*worker.slot, cause, how))
         if worker.finished:
             if not how.in_order:
                 self._endings.badly(worker.name, cause)
                 message = f"{cause}, after its training function had returned"
-                self._out.emit("warning", message=message)
+                self._out.emit(run_events.Warned(message))
             return
         if worker.joined_at is not None and not worker.leaving:
             self._endings.badly(worker.name, cause)
@@ -640,7 +631,7 @@ class RunMachine:
             self._wind_up(now)
         self._hasten_leavers(now)
         for host in self._plan.emptied():
-            self._out.emit("host_drained", host=host)
+            self._out.emit(run_events.HostDrained(host))
 
     def _assemble(self, now: float) -> None:
         """Announce a generation as soon as there are enough workers for it."""
@@ -723,13 +714,9 @@ class RunMachine:
         self._waiting.is_over()
         slots = Counter(member.host for member in members)
         self._out.emit(
-            "rescale_started",
-            generation=number,
-            from_size=len(self._formed),
-            to_size=len(members),
-            hosts=list(slots),
-            slots=list(slots.values()),
-            reason=reason,
+            run_events.RescaleStarted(
+                number, len(self._formed), len(members), [*slots], [*slots.values()], reason
+            )
         )
         restore = root is None and self._may_have_progress
         self._out.send(Announce(number, members, self._current.root, restore, reason))
@@ -804,7 +791,3 @@ class RunMachine:
                 self._kill(worker, f"worker {worker.place} was told to leave and did not")
             else:
                 self._out.wake(worker.leave_by)
-
-    def _emit_worker(self, kind: str, worker: Worker, **fields: object) -> None:
-        # Logs are named by slot, so readers of the events need the slot as local rank.
-        self._out.emit(kind, host=worker.host, local_rank=worker.slot[1], **fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hvd_elastic.control.commands import Command, Emit, Finish
+from hvd_elastic.run_events import Event
 
 
 class Outbox:
@@ -30,9 +31,9 @@ class Outbox:
         self.ordered += not isinstance(command, Emit)
         self.closed = isinstance(command, Finish)
 
-    def emit(self, kind: str, **fields: object) -> None:
+    def emit(self, event: Event) -> None:
         """Add a command that records an event in events.jsonl."""
-        self.send(Emit(kind, fields))
+        self.send(Emit(event))
 
     def wake(self, at: float) -> None:
         """Request a Tick at time ``at`` [s] or earlier."""

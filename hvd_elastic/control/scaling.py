@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from hvd_elastic.policy.autoscale import (
 from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.objective import Objective, Parameters
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Memory, Snapshot
+from hvd_elastic.run_events import ReadEvent
 
 _LOOK_S = 1.0
 """Shortest time between two decisions [s]; more often, few new measurements would have come."""
@@ -104,9 +105,10 @@ class ScalingController:
         self._look_at = now
         self.evidence.formed(hosts_of_ranks)
 
-    def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
+    def note(self, event: ReadEvent) -> None:
         """Take measurements from an event of the run; see :meth:`Evidence.note`."""
-        self.evidence.note(kind, fields, now)
+        self.evidence.note(event)
+        now = event.mono
         if self.evidence.news:
             self.evidence.news = False
             self._surroundings_changed(now)
@@ -223,7 +225,6 @@ class ScalingController:
             memory=self._memory,
             unequal_shares=evidence.speeds.unequal,
             constant_examples=evidence.speeds.fixed.examples,
-            rejected=evidence.rejected,
             supply=evidence.supply,
         )
 

@@ -8,6 +8,7 @@ from hvd_elastic.control.membership import SlotId
 from hvd_elastic.control.outbox import Outbox
 from hvd_elastic.control.plan import Plan
 from hvd_elastic.formatting import count, hosts_named, plural
+from hvd_elastic.run_events import Waiting
 
 
 class WaitingReport:
@@ -47,7 +48,7 @@ class WaitingReport:
         reason = self._what_is_missing(have, now)
         if reason != self._last:
             self._last = reason
-            self._out.emit("waiting", reason=reason, have=have, need=self._config.min_np)
+            self._out.emit(Waiting(reason, have, self._config.min_np))
 
     def _what_is_missing(self, have: int, now: float) -> str:
         need, slots = self._config.min_np, self._plan.offered()

@@ -16,9 +16,9 @@ from hvd_elastic.engines.base import repeating
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.records.json_lines import EventFollower
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.records.summary import RunSummary, take_event
+from hvd_elastic.records.summary import RunSummary, take_events
+from hvd_elastic.run_events import AgentStarted, HostLost, ReadEvent
 
 START_S = 60.0
 """Least time that a host must be there before it is left again [s]: workers have to start."""
@@ -156,14 +156,14 @@ class Growth:
         self._pause_s = 5 * limits.give_back_after_s
         self._not_before = 0.0
 
-    def read_event(self, event: dict[str, object], now: float) -> None:
+    def read_event(self, event: ReadEvent, now: float) -> None:
         """Take an event of the run."""
-        take_event(self.run, event)
-        host = str(event.get("host"))
-        if event["kind"] == "host_lost":
-            self._lost.setdefault(host, now)
-        elif event["kind"] == "agent_started":
-            self._lost.pop(host, None)
+        take_events(self.run, [event])
+        match event:
+            case HostLost(host=host):
+                self._lost.setdefault(host, now)
+            case AgentStarted(host=host):
+                self._lost.pop(host, None)
 
     def adopt(self) -> None:
         """Take the hosts into the run that its last leader has left.
@@ -317,7 +317,7 @@ def growing(growth: Growth, folder: RunFolder, warn: Callable[[str], None]) -> I
         folder: folder of the run, whose events it follows.
         warn: called once with each reason for which it cannot grow for now.
     """
-    follower = EventFollower(folder.events)
+    follower = folder.follow_events()
     said = ""
 
     def look() -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from hvd_elastic.model.goodput import goodput_curve
 from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.replay import Replay
-from hvd_elastic.records.json_lines import Record
+from hvd_elastic.run_events import Metrics, ReadEvent, RescaleFinished, RunFinished, TakenOver
 
 _WARMING_S = 1.0
 """Training time that a change of slots costs beside its pause [slot seconds]: the new processes
@@ -36,16 +36,19 @@ class Measured:
         """Number of whole epochs, and useful examples at the end of the last."""
         self._curve: tuple[StepTimeModel, float, tuple[int, ...], np.ndarray] | None = None
 
-    def note(self, event: Record) -> None:
+    def note(self, event: ReadEvent) -> None:
         """Take an event of the run."""
         self._replay.add(event)
-        kind, at = event["kind"], float(event.get("t") or 0.0)
-        if kind in ("rescale_finished", "taken_over"):
-            self._resized(int(event.get("size") or 0), at)
-        elif kind == "run_finished":
-            self._resized(0, at)
-        elif kind == "metrics":
-            self._note_progress(event)
+        match event:
+            case RescaleFinished(size=size) | TakenOver(size=size):
+                self._resized(size, event.t)
+            case RunFinished():
+                self._resized(0, event.t)
+            case Metrics(epoch=epoch, done=part):
+                if epoch > self._epochs[0]:
+                    self._epochs = (float(epoch), self.done)
+                if part is not None and 0 < part <= 1:
+                    self._part = part
 
     @property
     def timed(self) -> set[int]:
@@ -119,14 +122,6 @@ class Measured:
             self._attained_slot_s += self._size * max(0.0, at - self._size_since)
             self.rescales += bool(size) and size != self._size
         self._size, self._size_since = size, at
-
-    def _note_progress(self, event: Record) -> None:
-        epoch = event.get("epoch")
-        if isinstance(epoch, int) and epoch > self._epochs[0]:
-            self._epochs = (float(epoch), self.done)
-        part = event.get("done")
-        if isinstance(part, (int, float)) and 0 < part <= 1:
-            self._part = float(part)
 
 
 def _sizes(most: int) -> np.ndarray:

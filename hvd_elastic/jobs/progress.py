@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hvd_elastic import run_events as ev
 from hvd_elastic.jobs.measured import Measured
-from hvd_elastic.records.json_lines import EventFollower, Record
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.wording import cut_off_words, silent_words
+from hvd_elastic.run_events import ReadEvent
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class RunProgress:
         self.trained_at: float | None = None
         self.hosts = RunHosts()
         self.measured = Measured()
-        self._follower = EventFollower(folder.events)
+        self._follower = folder.follow_events()
 
     def poll(self) -> bool:
         """Read new events; return whether they may change a decision of the scheduler."""
@@ -56,16 +57,16 @@ class RunProgress:
             self._note(event)
         return before != (self.measured.slots, self.hosts.unheard)
 
-    def _note(self, event: Record) -> None:
-        kind, at = event["kind"], float(event.get("t") or 0.0)
-        if kind == "run_started":
-            self.ending, self.began_at = None, at
-        elif kind == "leader_cut_off":
-            self.cut_off_at, self.is_tried = at, False
-        elif kind == "rescale_finished":
-            self.trained_at = at
-        elif kind == "run_finished":
-            self.ending = Ending(at, str(event.get("status")), str(event.get("message") or ""))
+    def _note(self, event: ReadEvent) -> None:
+        match event:
+            case ev.RunStarted():
+                self.ending, self.began_at = None, event.t
+            case ev.LeaderCutOff():
+                self.cut_off_at, self.is_tried = event.t, False
+            case ev.RescaleFinished():
+                self.trained_at = event.t
+            case ev.RunFinished(status=status, message=message):
+                self.ending = Ending(event.t, status, message)
 
 
 class RunHosts:
@@ -113,68 +114,58 @@ class RunHosts:
         found, self._lost = self._lost, {}
         return found
 
-    def note(self, event: Record) -> None:
+    def note(self, event: ReadEvent) -> None:
         """Take an event of the run."""
-        kind, host = event["kind"], str(event.get("host"))
-        slot = (host, int(event.get("local_rank") or 0))
-        if kind == "run_started":
-            self._processes.clear()
-            self._lost.clear()
-            self.lost.clear()
-            self.unfit.clear()
-            self.silent.clear()
-            self._cut_off = ""
-        elif kind == "leader_cut_off":
-            since = float(event["t"]) - float(event.get("silent_s") or 0.0)
-            self._cut_off = cut_off_words(event)
-            self.silent |= dict.fromkeys([host for host, _ in self._processes], since)
-        elif kind == "hosts_changed" and self._cut_off:
-            # It leads again; processes of which it does not say so now have ended meanwhile.
-            self._cut_off = ""
-            self._processes.clear()
-        elif kind == "taken_over":
-            found = {(str(h), int(r)): True for h, r in event.get("processes") or []}
-            self._processes |= found
-            for reached, _ in found:
-                self.silent.pop(reached, None)
-        elif kind == "rescale_started":
-            self._occupy(event)
-        elif kind == "rescale_finished":
-            self.silent.clear()
-        elif kind == "worker_started":
-            self._processes.setdefault(slot, False)
-            self.silent.pop(host, None)
-        elif kind == "worker_standby":
-            self._processes[slot] = True
-            self._lost.pop(host, None)
-        elif kind == "worker_left":
-            self._processes.pop(slot, None)
-        elif kind == "host_lost":
-            self._lost[host] = str(event.get("cause") or "lost")
-            self.lost.add(host)
-            self.silent.pop(host, None)
-            for each in [each for each in self._processes if each[0] == host]:
-                del self._processes[each]
-        elif kind == "warning" and "unusable_host" in event:
-            self._note_unusable(event)
-        elif kind == "agent_started":
-            self._lost.pop(host, None)
-            self.lost.discard(host)
-            self.silent.pop(host, None)
-            self.unfit.pop(host, None)
-        elif kind == "run_finished":
-            self._cut_off = ""
-            self.silent.clear()
-            self._processes.clear()
-
-    def _note_unusable(self, event: Record) -> None:
-        host, cause = str(event["unusable_host"]), str(event.get("message"))
-        self._lost[host] = cause
-        if event.get("fatal"):
-            self.unfit[host] = cause
-
-    def _occupy(self, event: Record) -> None:
-        # Members of a taken-over run have no event of their own in this leader's life.
-        hosts, slots = event.get("hosts") or [], event.get("slots") or []
-        for host, number in zip(hosts, slots, strict=False):
-            self._processes |= {(str(host), slot): True for slot in range(int(number))}
+        match event:
+            case ev.RunStarted():
+                self._processes.clear()
+                self._lost.clear()
+                self.lost.clear()
+                self.unfit.clear()
+                self.silent.clear()
+                self._cut_off = ""
+            case ev.LeaderCutOff():
+                since = event.t - event.silent_s
+                self._cut_off = cut_off_words(event)
+                self.silent |= dict.fromkeys([host for host, _ in self._processes], since)
+            case ev.HostsChanged() if self._cut_off:
+                # It leads again; processes of which it does not say so now have ended meanwhile.
+                self._cut_off = ""
+                self._processes.clear()
+            case ev.TakenOver(processes=found):
+                self._processes |= dict.fromkeys(found, True)
+                for host, _ in found:
+                    self.silent.pop(host, None)
+            case ev.RescaleStarted(hosts=hosts, slots=slots):
+                # Members of a taken-over run have no event of their own in this leader's life.
+                for host, number in zip(hosts, slots, strict=False):
+                    self._processes |= {(host, slot): True for slot in range(number)}
+            case ev.RescaleFinished():
+                self.silent.clear()
+            case ev.WorkerStarted(host=host, local_rank=slot):
+                self._processes.setdefault((host, slot), False)
+                self.silent.pop(host, None)
+            case ev.WorkerStandby(host=host, local_rank=slot):
+                self._processes[host, slot] = True
+                self._lost.pop(host, None)
+            case ev.WorkerLeft(host=host, local_rank=slot):
+                self._processes.pop((host, slot), None)
+            case ev.HostLost(host=host, cause=cause):
+                self._lost[host] = cause
+                self.lost.add(host)
+                self.silent.pop(host, None)
+                for each in [each for each in self._processes if each[0] == host]:
+                    del self._processes[each]
+            case ev.Warned(unusable_host=host, message=cause) if host:
+                self._lost[host] = cause
+                if event.fatal:
+                    self.unfit[host] = cause
+            case ev.AgentStarted(host=host):
+                self._lost.pop(host, None)
+                self.lost.discard(host)
+                self.silent.pop(host, None)
+                self.unfit.pop(host, None)
+            case ev.RunFinished():
+                self._cut_off = ""
+                self.silent.clear()
+                self._processes.clear()

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.training.instances import holders_of
 
 _MONITORS = (
     keras.callbacks.EarlyStopping,
@@ -44,8 +45,9 @@ class Monitors:
         self.callbacks = callbacks = next(
             (
                 each.callbacks
-                for each in gc.get_objects()
-                if isinstance(each, keras.callbacks.CallbackList) and first in each.callbacks
+                for found in gc.get_referrers(first)
+                if isinstance(found, list)
+                for each in holders_of(found, keras.callbacks.CallbackList)
             ),
             [first],
         )

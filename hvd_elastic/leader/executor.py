@@ -84,8 +84,8 @@ class Executor:
     def execute(self, command: cmd.Command) -> None:
         """Execute a command of the machine."""
         match command:
-            case cmd.Emit(kind=kind, fields=fields):
-                self._run.journal.emit(kind, fields)
+            case cmd.Emit(event=event):
+                self._run.journal.emit(event)
             case cmd.StartAgent(host=host):
                 self.start_agent(host, take_over=False)
             case cmd.StopAgent(host=host):

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.errors import HostfileError
@@ -21,6 +20,7 @@ from hvd_elastic.hosts.hostfile import (
     require_prices,
 )
 from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.run_events import HostsChanged
 
 _REPLACED_WITHIN_S = 2.0
 """How long the hostfile may be missing without a warning [s]: some editors replace it by renaming,
@@ -64,11 +64,10 @@ class HostfileWatch:
         """Return the number of slots of each host, in the order of the hostfile."""
         return tuple(HostSlots(host.name, host.slots) for host in self.hosts.values())
 
-    def event_fields(self) -> dict[str, Any]:
-        """Return the fields of the event ``hosts_changed``."""
+    def event(self) -> HostsChanged:
+        """Return the event that tells the hosts."""
         prices = {host.name: host.price for host in self.hosts.values() if host.price}
-        fields = {"hosts": [[host.name, host.slots] for host in self.slots]}
-        return {**fields, **({"prices": prices} if prices else {})}
+        return HostsChanged([(host.name, host.slots) for host in self.slots], prices)
 
     def read(self) -> None:
         """Read the hostfile into ``hosts``.

@@ -27,6 +27,7 @@ from hvd_elastic.leader.workers import Workers
 from hvd_elastic.policy.input import InputFinding, InputWatch, choose_readers
 from hvd_elastic.policy.prices import hourly_price
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.run_events import Decision, Event, InputHostJoined, InputHostLeft, Warned
 from hvd_elastic.wire import messages as msg
 
 _MOST_SCRIPT_FAILURES = 3
@@ -76,7 +77,7 @@ class InputHosts:
         environment: Mapping[str, str],
         led: Callable[[], msg.LeaderIdentity],
         post: Callable[[Callable[[], None]], None],
-        emit: Callable[[str, Mapping[str, Any]], None],
+        emit: Callable[[Event], None],
         changed: Callable[[msg.UseInput], None],
         engine: Engine | None = None,
     ) -> None:
@@ -156,7 +157,7 @@ class InputHosts:
         """
         found = self.watch.look(members)
         if found is not None:
-            self._emit("input", found.as_fields())
+            self._emit(found.event())
             if found.bound == "cores":
                 self._add_readers(found, {host for _, host in members})
 
@@ -168,9 +169,7 @@ class InputHosts:
         used += [host for name, host in self._others.items() if name in trains]
         is_known = all(host.price is not None for host in used)
         choice = choose_readers(found, offered, hourly_price(used) if is_known else None)
-        self._emit(
-            "decision", {"action": "grow" if choice.hosts else "stay", "reason": choice.reason}
-        )
+        self._emit(Decision("grow" if choice.hosts else "stay", choice.reason))
         for name in choice.hosts:
             self._known[name].needed, self._known[name].start_at = True, time.monotonic()
 
@@ -207,8 +206,8 @@ class InputHosts:
                 self._failed(name, cause, fatal=fatal)
             case msg.AgentWarning(message=text):
                 self._warn(f"host {name}: {text}")
-            case msg.HostSample():
-                self._emit("host_sample", message.event_fields(name))
+            case msg.HostSampled(sample=sample):
+                self._emit(sample)
             case msg.Log(worker=worker, data=data) if worker == known.worker:
                 self._workers.log(worker, data)
             case msg.WorkerNotStarted(error=error):
@@ -244,12 +243,12 @@ class InputHosts:
                 address = agent.info.interfaces.get(agent.info.interface or "", "127.0.0.1")
                 self._servers[name] = msg.InputServer(name, address, ports)
                 self.watch.begin_anew()
-                self._emit("input_host_joined", {"host": name, "processes": len(ports)})
+                self._emit(InputHostJoined(name, len(ports)))
                 self._tell_ranks()
             case msg.ScriptRaised(traceback=text):
                 self._workers.write(known.worker, text)
                 known.error = text.strip().rsplit("\n", 1)[-1]
-            case msg.WorkerWarning(message=text):
+            case Warned(message=text):
                 self._warn(f"input host {name}: {text}")
 
     def _ended(self, known: _InputHost, message: msg.WorkerEnded) -> None:
@@ -290,7 +289,7 @@ class InputHosts:
         """Tell the ranks that a host does not read any more; return whether it did."""
         if self._servers.pop(name, None) is None:
             return False
-        self._emit("input_host_left", {"host": name, "cause": cause})
+        self._emit(InputHostLeft(name, cause))
         self._tell_ranks()
         return True
 
@@ -301,4 +300,4 @@ class InputHosts:
         return msg.UseInput(self._certificate, [*self._servers.values()])
 
     def _warn(self, text: str) -> None:
-        self._emit("warning", {"message": text})
+        self._emit(Warned(text))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import shown_line
-from hvd_elastic.records.json_lines import EventLog, RecordNotWrittenError
+from hvd_elastic.records.events import append_event
+from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.run_events import Event, Output, Warned
 
-Show = Callable[[Mapping[str, Any]], None]
+Show = Callable[[Event], None]
 ShowOutput = Callable[[str, int, str], None]
 
 
@@ -40,19 +42,18 @@ class Journal:
         self.listeners = [show]
         self.recorded_step: int | None = None
 
-    def emit(self, kind: str, fields: Mapping[str, Any]) -> None:
+    def emit(self, event: Event) -> None:
         """Record an event and pass it to the listeners, even if it cannot be written to disk."""
         try:
-            record = self._events.append(kind, fields)
-        except RecordNotWrittenError as error:
-            self._show({"t": time.time(), "kind": "warning", "message": str(error)})
-            record = error.record
+            append_event(self._events, event)
+        except RunError as error:
+            self._show(Warned(str(error), t=event.t, mono=event.mono))
         for listen in self.listeners:
-            listen(record)
+            listen(event)
 
     def warn(self, message: str) -> None:
         """Record a warning."""
-        self.emit("warning", {"message": message})
+        self.emit(Warned(message))
 
     def read(self, kind: str, fields: Mapping[str, Any], *, late: bool = False) -> None:
         """Record which examples were read, or that a checkpoint was restored, if audited.
@@ -65,7 +66,7 @@ class Journal:
             return
         try:
             self._audit.append(kind, fields)
-        except RecordNotWrittenError as error:
+        except RunError as error:
             self.warn(str(error))
         else:
             if not late:
@@ -75,8 +76,8 @@ class Journal:
         """Record and show a line that rank 0 printed."""
         line = shown_line(line)
         self._show_output(host, local_rank, line)
-        with contextlib.suppress(RecordNotWrittenError):  # the event log warns about the disk
-            self._output.append("output", {"host": host, "local_rank": local_rank, "line": line})
+        with contextlib.suppress(RunError):  # the event log warns about the disk
+            append_event(self._output, Output(host, local_rank, line))
 
     def close(self) -> None:
         """Close all files."""

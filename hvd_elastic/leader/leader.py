@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.control import commands as cmd
@@ -41,6 +41,14 @@ from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.secret_digests import digests_of
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.records.tensorboard import TensorBoardWriter
+from hvd_elastic.run_events import (
+    Event,
+    HostReturned,
+    LeaderCutOff,
+    RunFinished,
+    RunStarted,
+    Warned,
+)
 from hvd_elastic.wire import messages as msg
 
 if TYPE_CHECKING:
@@ -76,7 +84,7 @@ def lead(
     """
 
     def warn(message: str) -> None:
-        show({"t": time.time(), "kind": "warning", "message": message})
+        show(Warned(message, t=time.time()))
 
     with (
         folder.take_lead(),
@@ -84,10 +92,10 @@ def lead(
         TensorBoardWriter(folder.tensorboard, warn) as board,
     ):
 
-        def show_and_draw(event: Mapping[str, Any]) -> None:
+        def show_and_draw(event: Event) -> None:
             show(event)
             if spec.tensorboard:
-                board.note(event)
+                board.take(event)
 
         leader = Leader(
             spec, folder, environment, show_and_draw, show_output, resumed=resumed, engine=hosts
@@ -193,18 +201,17 @@ class Leader:
         self._fetching.expect_checkpoint(past)
         self._steering.start_policy(run.folder.iter_events() if self._resumed else ())
         run.journal.emit(
-            "run_started",
-            {
-                "run_id": run.folder.run_id,
-                "hosts": run.hostfile.event_fields()["hosts"],
-                "min_np": spec.min_np,
-                "max_np": spec.max_np,
-                "np": spec.np,
-                "pinned": list(spec.pin_hosts),
-                "command": list(spec.command),
-                "resumed": self._resumed,
-                **({"plain": True} if spec.plain else {}),
-            },
+            RunStarted(
+                run_id=run.folder.run_id,
+                hosts=run.hostfile.event().hosts,
+                min_np=spec.min_np,
+                max_np=spec.max_np,
+                np=spec.np,
+                pinned=list(spec.pin_hosts),
+                command=list(spec.command),
+                resumed=self._resumed,
+                plain=spec.plain,
+            )
         )
         with self._stopping.signals(), self._failover.lease():
             try:
@@ -227,19 +234,18 @@ class Leader:
             self._end_agents()
         resumes, reached = self._fetching.checkpoints.resume_step, run.progress.reached
         run.journal.emit(
-            "run_finished",
-            {
-                "run_id": run.folder.run_id,
-                "status": finish.status,
-                "message": self._outcome(finish),
-                "steps": reached.step,
-                "examples": reached.examples,
-                "epochs": reached.epoch,
-                "exact": run.progress.is_exact,
-                "checkpoint_step": resumes if resumes >= 0 else None,
-                "led_elsewhere": run.fence.led_elsewhere,
-                "resume": run.folder.resume_command,
-            },
+            RunFinished(
+                status=finish.status,
+                message=self._outcome(finish),
+                run_id=run.folder.run_id,
+                steps=reached.step,
+                examples=reached.examples,
+                epochs=reached.epoch,
+                exact=run.progress.is_exact,
+                checkpoint_step=resumes if resumes >= 0 else None,
+                led_elsewhere=run.fence.led_elsewhere,
+                resume=run.folder.resume_command,
+            )
         )
         run.workers.close()
         run.journal.close()
@@ -317,7 +323,7 @@ class Leader:
         self._run.readers.look(now)
 
     def _hosts_changed(self) -> None:
-        self._run.journal.emit("hosts_changed", self._run.hostfile.event_fields())
+        self._run.journal.emit(self._run.hostfile.event())
         self._run.readers.update(self._run.hostfile.input_hosts, self._run.hostfile.hosts)
         self._executor.tell(ev.HostsChanged(self._run.hostfile.slots))
 
@@ -360,8 +366,7 @@ class Leader:
         """
         grace_s = self._run.spec.leader_grace_s
         tries_s = max(TAKEOVER_S, grace_s - silent_s)
-        fields = {"silent_s": round(silent_s, 3), "grace_s": grace_s, "tries_s": round(tries_s, 3)}
-        self._run.journal.emit("leader_cut_off", fields)
+        self._run.journal.emit(LeaderCutOff(round(silent_s, 3), grace_s, round(tries_s, 3)))
         self._run.agents.drop()
         self._run.readers.drop()
         self._liveness.begin_anew()
@@ -372,9 +377,9 @@ class Leader:
 
     def _lead_found(self, takeover: Takeover) -> None:
         """Lead what the hosts hold of the run, now that they have answered."""
-        self._run.journal.emit("hosts_changed", self._run.hostfile.event_fields())
+        self._run.journal.emit(self._run.hostfile.event())
         for host in takeover.came_back:
-            self._run.journal.emit("host_returned", {"host": host})
+            self._run.journal.emit(HostReturned(host))
         event, workers = takeover.event(self._run.hostfile.slots), takeover.workers
         if takeover.unwritable is not None:
             if not workers:

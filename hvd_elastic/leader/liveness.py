@@ -10,6 +10,7 @@ from hvd_elastic.control.progress import ProgressWatch
 from hvd_elastic.formatting import duration_words
 from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.led_run import LedRun
+from hvd_elastic.run_events import LogNote
 
 
 class Liveness:
@@ -96,4 +97,4 @@ class Liveness:
             message = (
                 f"the others wait for worker {name}{place}, {duration_words(step_s)} into its step"
             )
-            self._run.journal.emit("log_note", {"message": message})
+            self._run.journal.emit(LogNote(message))

@@ -15,6 +15,19 @@ from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.leader.liveness import Liveness
 from hvd_elastic.leader.steering import host_draining
 from hvd_elastic.leader.stopping import Stopping
+from hvd_elastic.run_events import (
+    AgentStarted,
+    BatchPlan,
+    ExampleSkipped,
+    Metrics,
+    RescaleFinished,
+    Restored,
+    RunEvent,
+    Shares,
+    TrainingGoesOn,
+    TrainingStopped,
+    Warned,
+)
 from hvd_elastic.wire import messages as msg
 
 _OTHER_CODE = (
@@ -87,26 +100,27 @@ class Reports:
                 self._notices.append((time.monotonic(), host, message))
             case msg.AgentWarning(message=text):
                 self._run.journal.warn(f"host {host}: {text}")
-            case msg.HostSample():
-                self._run.journal.emit("host_sample", message.event_fields(host))
+            case msg.HostSampled(sample=sample):
+                self._run.journal.emit(sample)
             case msg.PastReading(message=reading):
-                self._run.journal.read(*reading.as_event(), late=True)
+                self._run.journal.read(*reading.as_record(), late=True)
             case msg.Log() | msg.WorkerEnded() | msg.WorkerNotStarted() | msg.WorkerSaid():
                 if message.worker in self._run.workers.places:
                     self._on_worker(message)
 
     def _on_hello(self, agent: AgentConnection, hello: msg.AgentHello) -> None:
         host = agent.host.name
-        fields = {
-            "host": host,
-            "seconds": round(time.monotonic() - agent.started_at, 3),
-            "python": hello.python,
-            "hostname": hello.hostname,
-            "interface": hello.interface,
-            "cpus": hello.cpus,
-            "machine": hello.machine,
-        }
-        self._run.journal.emit("agent_started", fields)
+        self._run.journal.emit(
+            AgentStarted(
+                host=host,
+                seconds=round(time.monotonic() - agent.started_at, 3),
+                python=hello.python,
+                hostname=hello.hostname,
+                interface=hello.interface,
+                cpus=hello.cpus,
+                machine=hello.machine,
+            )
+        )
         self._run.readers.watch.machines[host] = (hello.machine or host, hello.cpus)
         if hello.swept:
             strays = count(hello.swept, "stray process")
@@ -136,8 +150,8 @@ class Reports:
                 match self._run.workers.ended(exited):
                     case ev.ScriptFailed() as failed:
                         self._executor.tell(failed)
-                    case (kind, fields):
-                        self._run.journal.emit(kind, fields)
+                    case RunEvent() as event:
+                        self._run.journal.emit(event)
                 self._executor.tell(exited)
             case msg.WorkerNotStarted(error=error):
                 host, _ = self._run.workers.places.pop(worker)
@@ -147,7 +161,7 @@ class Reports:
             case msg.WorkerSaid(message=said):
                 self.take_of_worker(worker, said)
 
-    def take_of_worker(self, worker: str, said: msg.WorkerReport) -> None:
+    def take_of_worker(self, worker: str, said: msg.Report) -> None:
         """Handle a message of a worker."""
         tell, progress = self._executor.tell, self._run.progress
         match said:
@@ -160,7 +174,7 @@ class Reports:
                 if progress.stopped and not stopped:
                     # The rank that reported it was lost before another one had agreed.
                     progress.stopped = ""
-                    self._run.journal.emit("training_goes_on", {"step": said.step})
+                    self._run.journal.emit(TrainingGoesOn(said.step))
                 tell(ev.WorkerJoined(worker, generation))
             case msg.Broken(generation=generation, step=step, error=error, state=state):
                 progress.ended_at(said.progress)
@@ -177,23 +191,22 @@ class Reports:
                 self._run.workers.failure_told = True
                 progress.ended_at(reached)
                 tell(ev.ScriptFailed(worker, explain_script_error(traceback) or traceback))
-            case msg.Metrics(progress=reached):
-                progress.passed(reached)
-                self._run.journal.emit(*said.as_event())
-            case msg.TrainingStopped(reason=reason):
+            case Metrics(step=step, epoch=epoch, position=place, examples=examples):
+                progress.passed(Position(step, epoch, place, examples))
+                self._run.journal.emit(said)
+            case TrainingStopped(reason=reason):
                 progress.stopped = reason
-                self._run.journal.emit(*said.as_event())
-            case msg.BatchPlan() | msg.Shares() | msg.RescaleFinished() | msg.ExampleSkipped():
-                self._run.journal.emit(*said.as_event())
-            case msg.WorkerWarning(message=text):
+                self._run.journal.emit(said)
+            case BatchPlan() | Shares() | RescaleFinished() | ExampleSkipped():
+                self._run.journal.emit(said)
+            case Warned(message=text):
                 self._run.journal.warn(f"worker {self._run.workers.name(worker)}: {text}")
             case msg.Dataset() | msg.Used():
-                self._run.journal.read(*said.as_event())
-            case msg.Restored():
+                self._run.journal.read(*said.as_record())
+            case Restored():
                 progress.stopped = ""
-                kind, fields = said.as_event()
-                path = self._fetching.sender.restored_from
-                self._run.journal.emit(kind, {**fields, "path": path})
+                said.path = self._fetching.sender.restored_from
+                self._run.journal.emit(said)
             case (
                 msg.CheckpointWritten()
                 | msg.CheckpointFailed()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
+from hvd_elastic import run_events
 from hvd_elastic.control.commands import Member
 from hvd_elastic.control.events import TargetChanged
 from hvd_elastic.control.fleet import AgentState
@@ -15,6 +15,7 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Snapshot
+from hvd_elastic.run_events import Event, PredictionMissed, ReadEvent, Warned
 
 
 class Scaler:
@@ -31,14 +32,17 @@ class Scaler:
     def __init__(
         self,
         spec: RunSpec,
-        emit: Callable[[str, Mapping[str, Any]], None],
+        emit: Callable[[Event], None],
         started_at: float,
-        past: Sequence[Mapping[str, Any]] = (),
+        past: Sequence[ReadEvent] = (),
     ) -> None:
         config = ScalingConfig(spec.min_np, spec.max_np, spec.objective)
         self._controller = ScalingController(config, started_at, replay(past))
-        self._controller.pause(_why_paused(past))
-        self._asked = _last_asked(past)
+        last = _last_decision(past)
+        is_paused = last is not None and last.action == "pause"
+        self._controller.pause(last.reason if last is not None and is_paused else "")
+        asks = last is not None and last.np is not None
+        self._asked = Allocation.of(dict(last.target or ())) if last is not None and asks else None
         """Slots of the last decision, while they are not yet in use."""
         self._pinned = frozenset(spec.pin_hosts)
         self._emit = emit
@@ -46,9 +50,9 @@ class Scaler:
         self._said: tuple[object, ...] = ()
         self._looked = False
 
-    def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
+    def note(self, event: Event) -> None:
         """Pass an event of the run to the controller, which takes measurements from it."""
-        self._controller.note(kind, fields, now)
+        self._controller.note(event)
 
     def look(self, machine: RunMachine, hosts: Iterable[Host], now: float) -> TargetChanged | None:
         """Decide if a decision is due; return the event for the machine, None for no change."""
@@ -58,7 +62,7 @@ class Scaler:
             self._looked = True
             late = controller.out_of_reach(now)
             if late:
-                self._emit("warning", {"message": late})
+                self._emit(Warned(late))
         # While hosts are being drained, the machine changes the size itself; decide afterwards.
         leaving = any(member.host in machine.draining for member in members)
         if machine.phase is not Phase.RUNNING or leaving:
@@ -73,7 +77,7 @@ class Scaler:
             return None
         decision, snapshot = found
         if controller.miss is not None:
-            self._emit("prediction_missed", dataclasses.asdict(controller.miss))
+            self._emit(PredictionMissed(*dataclasses.astuple(controller.miss)))
         if snapshot.current == self._asked:
             self._asked = None
         if decision.action == "stay":
@@ -81,20 +85,20 @@ class Scaler:
         np = decision.target.slots
         if decision.target != self._asked:  # else it was requested, and its slots are starting
             self._asked = decision.target
-            self._emit("decision", {**_fields(decision, snapshot), "np": np})
+            self._emit(_event(decision, snapshot, np))
         return TargetChanged(np, _slots(decision.target, members))
 
     def pause(self, why: str) -> None:
         """Make no decisions until :meth:`resume`; ``why`` is recorded."""
         self._controller.pause(why)
         self._asked = None
-        self._emit("decision", {"action": "pause", "reason": why})
+        self._emit(run_events.Decision("pause", why))
 
     def resume(self, why: str, now: float) -> None:
         """Make decisions again; ``why`` is recorded."""
         self._controller.resume(now)
         self._said = ()
-        self._emit("decision", {"action": "resume", "reason": why})
+        self._emit(run_events.Decision("resume", why))
 
     def _stay(
         self, decision: Decision, snapshot: Snapshot, members: Sequence[Member]
@@ -113,39 +117,26 @@ class Scaler:
             # stay requested.
             if said != self._said:
                 self._said = said
-                self._emit("decision", _fields(decision, snapshot))
+                self._emit(_event(decision, snapshot))
             return None
         self._asked, self._said = None, said
         reason = f"{decision.reason}; slots that were still starting are given back"
         np = snapshot.current.slots
         given_back = dataclasses.replace(decision, reason=reason)
-        self._emit("decision", {**_fields(given_back, snapshot), "np": np})
+        self._emit(_event(given_back, snapshot, np))
         return TargetChanged(np, _slots(snapshot.current, members))
 
 
-def _fields(decision: Decision, snapshot: Snapshot) -> dict[str, Any]:
-    return {
-        "action": decision.action,
-        "reason": decision.reason,
-        "target": [list(pair) for pair in decision.target.counts],
-        "snapshot": snapshot.as_fields(),
-    }
+def _event(decision: Decision, snapshot: Snapshot, np: int | None = None) -> run_events.Decision:
+    """Return the event for a decision; ``np``: it changes the number of slots."""
+    target = [*decision.target.counts]
+    told = snapshot.as_fields()
+    return run_events.Decision(decision.action, decision.reason, target, told, np)
 
 
-def _why_paused(past: Sequence[Mapping[str, Any]]) -> str:
-    """Return why the policy was paused when the run's last leader ended; empty: it was not."""
-    for record in reversed(past):
-        if record.get("kind") == "decision":
-            return str(record.get("reason")) if record.get("action") == "pause" else ""
-    return ""
-
-
-def _last_asked(past: Sequence[Mapping[str, Any]]) -> Allocation | None:
-    """Return the slots of the run's last decision if it changed them, else None."""
-    for record in reversed(past):
-        if record.get("kind") == "decision":
-            return Allocation.of(dict(record["target"])) if "np" in record else None
-    return None
+def _last_decision(past: Sequence[ReadEvent]) -> run_events.Decision | None:
+    decisions = (event for event in reversed(past) if isinstance(event, run_events.Decision))
+    return next(decisions, None)
 
 
 def _offers(machine: RunMachine, hosts: Iterable[Host], pinned: frozenset[str]) -> list[HostOffer]:

@@ -16,6 +16,7 @@ from hvd_elastic.leader.fetching import Fetching
 from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.stopping import Stopping
+from hvd_elastic.run_events import CommandDone, ReadEvent
 
 if TYPE_CHECKING:
     from hvd_elastic.leader.scaling import Scaler
@@ -55,18 +56,16 @@ class Steering:
         self._fetching = fetching
         self._scaler: Scaler | None = None
 
-    def start_policy(self, events: Iterable[Mapping[str, Any]]) -> None:
+    def start_policy(self, events: Iterable[ReadEvent]) -> None:
         """Let the policy of the run decide, if it has one; ``events``: those of the run so far."""
         if self._run.spec.policy == "fixed":
             return
         from hvd_elastic.leader.scaling import Scaler
 
         past = [*events]
-        age_s = max(0.0, time.time() - past[0]["t"]) if past else 0.0
+        age_s = max(0.0, time.time() - past[0].t) if past else 0.0
         scaler = Scaler(self._run.spec, self._run.journal.emit, time.monotonic() - age_s, past)
-        self._run.journal.listeners.append(
-            lambda event: scaler.note(event["kind"], event, event["mono"])
-        )
+        self._run.journal.listeners.append(scaler.note)
         self._scaler = scaler
 
     def let_policy_decide(self, now: float) -> None:
@@ -83,13 +82,9 @@ class Steering:
             answer = self._answer(request.op, request.fields)
             if answer.event is not None:
                 self._executor.tell(answer.event)
-            fields = {
-                "id": request.id,
-                "op": request.op,
-                "ok": answer.ok,
-                "message": answer.message,
-            }
-            self._run.journal.emit("command_done", {**request.fields, **fields})
+            done = CommandDone(request.id, request.op, answer.ok, answer.message)
+            done.values = dict(request.fields)
+            self._run.journal.emit(done)
 
     def _answer(self, op: str, fields: Mapping[str, Any]) -> Answer:
         hosts, draining = self._run.hostfile.hosts, self._executor.machine.draining

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from hvd_elastic import run_events
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.control.events import StopRequested
 from hvd_elastic.control.machine import Phase
@@ -85,7 +86,7 @@ class Stopping:
                     self._run.loop.stop()  # without what is still to be fetched
             return
         self.cause = cause
-        self._run.journal.emit("stop_requested", {"reason": cause.value})
+        self._run.journal.emit(run_events.StopRequested(cause.value))
         self.begin_if_asked()
 
     def begin_if_asked(self) -> None:

@@ -11,13 +11,12 @@ from hvd_elastic.control import events as ev
 from hvd_elastic.control.endings import crash_stack, explain_script_error, how_it_ended
 from hvd_elastic.formatting import worker_name
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.run_events import ScriptFailed, WorkerCrashed
 
 _TAIL_LINES = 30  # enough for a Python traceback, and fits a terminal
 _END_BYTES = 64 << 10  # holds the stacks of a hundred threads
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 """Signals at which Python's faulthandler writes the stacks of all threads."""
-
-Emitted = tuple[str, dict[str, Any]]
 
 
 class Workers:
@@ -90,7 +89,9 @@ class Workers:
         except OSError:
             pass  # the event log is on the same disk and warns about it
 
-    def ended(self, exited: ev.WorkerExited) -> Emitted | ev.ScriptFailed | None:
+    def ended(
+        self, exited: ev.WorkerExited
+    ) -> ScriptFailed | WorkerCrashed | ev.ScriptFailed | None:
         """Remove a worker; return an event with the cause from its log, unless already reported.
 
         The library reports no traceback for an error before ``init()`` or a ``sys.exit()``, so the
@@ -102,7 +103,6 @@ class Workers:
             file.close()
         host, slot = self.places.pop(exited.worker)
         status, how = how_it_ended(exited)
-        place = {"host": host, "local_rank": slot}
         if status and not self.failure_told:
             self.failure_told = True
             lines = self._end_of_log(host, slot).rstrip().splitlines()[-_TAIL_LINES:]
@@ -111,12 +111,12 @@ class Workers:
             explained = explain_script_error(tail)
             if explained is not None:
                 return ev.ScriptFailed(exited.worker, explained)
-            return "script_failed", {**place, "traceback": tail}
+            return ScriptFailed(host, slot, tail)
         if exited.signal in _CRASHES and (stack := crash_stack(self._end_of_log(host, slot))):
             if stack != self._crash_told:  # the slot's next worker may crash in the same place
                 self._crash_told = stack
                 stack += f"\n(log: {self._folder.log_path(host, slot)})"
-                return "worker_crashed", {**place, "cause": how, "traceback": stack}
+                return WorkerCrashed(host, slot, how, stack)
         return None
 
     def _end_of_log(self, host: str, slot: int) -> str:

@@ -22,6 +22,7 @@ from hvd_elastic.policy.objective import Objective, Parameters
 from hvd_elastic.policy.place import placements, sizes_to_try
 from hvd_elastic.policy.scoring import Scores, expected_gain_and_loss, score_allocations
 from hvd_elastic.policy.snapshot import Allocation, Decision, Memory, Snapshot
+from hvd_elastic.run_events import Action
 
 _NOTABLE = 0.005
 """A relative gain below this is reported as no gain."""
@@ -499,7 +500,7 @@ def _why_starved(snapshot: Snapshot, options: Sequence[Allocation], scores: Scor
     )
 
 
-def _action(current: Allocation, target: Allocation) -> str:
+def _action(current: Allocation, target: Allocation) -> Action:
     if target.slots == current.slots:
         return "stay" if target == current else "move"
     return "grow" if target.slots > current.slots else "shrink"

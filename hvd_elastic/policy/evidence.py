@@ -1,18 +1,20 @@
 """Collect measurements from the events of a run: step times, noise scale, pauses, progress.
 
-The fields of events come from workers and are not trusted: an event with a value that is not a
-finite number of the right sign is ignored and counted.
+What workers report was checked where it was read; a number without a meaning, such as a negative
+noise scale, is ignored.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from msgspec import structs
+
+from hvd_elastic import run_events as ev
 from hvd_elastic.formatting import count
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan, statistical_efficiency
 from hvd_elastic.model.step_time import Observation, StepTimeModel
@@ -20,11 +22,10 @@ from hvd_elastic.model.timings import LEADER_RULES, Configuration, StepTimings
 from hvd_elastic.policy.input import InputSupply
 from hvd_elastic.policy.snapshot import Allocation
 from hvd_elastic.policy.speeds import RankSpeeds
+from hvd_elastic.run_events import Metrics, ReadEvent
 
 _WINDOW_S = 1.0
 """Shortest window; shorter ones are joined, since times of metrics are exact to a step only."""
-_MOST = 2**53
-"""Largest number accepted: above it floats are not exact, and no run has as many examples."""
 _SHORTEST_S = 1e-9
 """Shortest compute time accepted."""
 _SETTLING = 1
@@ -41,7 +42,6 @@ class Evidence:
     """Collects measurements of one run.
 
     Attributes:
-        rejected: number of invalid reports.
         done: number of useful examples so far.
         noise_scale: gradient noise scale reported last [examples]; NaN: not known.
         limits: limits of the batch plan; None: not known.
@@ -55,7 +55,6 @@ class Evidence:
     """
 
     def __init__(self) -> None:
-        self.rejected = 0
         self.done = 0.0
         self.noise_scale = math.nan
         self.limits: BatchLimits | None = None
@@ -84,76 +83,48 @@ class Evidence:
         self.measured = 0
         self._present = None
 
-    def note(self, kind: str, fields: Mapping[str, Any], now: float) -> None:
-        """Record an event of the run; events without measurements are ignored.
+    def note(self, event: ReadEvent) -> None:
+        """Take measurements from an event of the run; others are ignored."""
+        match event:
+            case Metrics():
+                self._take_metrics(event)
+            case ev.BatchPlan(global_batch_size=batch, accumulation_steps=extra, limits=limits):
+                self.plan = BatchPlan(batch, extra)
+                self._present = None
+                self._windows.restart(self._planned_passes)
+                self.limits, self._adaptive = BatchLimits(**structs.asdict(limits)), True
+            case ev.AgentStarted(host=host, machine=machine, cpus=cores):
+                self.cores.add_host(host, machine, cores)
+            case ev.Input(core_s=core_s, bound=bound, helpers=helpers):
+                # Input hosts have cores of their own, which bound nothing here.
+                is_bound = bound == "cores" and not helpers
+                before, self._core_s = self._core_s, core_s if is_bound else None
+                self.news |= (before is None) != (self._core_s is None)
+            case ev.RescaleFinished(pause_s=pause_s) if pause_s is not None:
+                self._pauses.append(pause_s)
 
-        Args:
-            kind: kind of the event.
-            fields: fields of the event, as in events.jsonl.
-            now: monotonic time of the event [s].
-        """
-        if kind == "metrics":
-            self._on_metrics(fields, now)
-        elif kind == "batch_plan":
-            self._on_plan(fields)
-        elif kind == "agent_started":
-            cores = _whole(fields.get("cpus"), 1)
-            if cores is not None:
-                self.cores.add_host(str(fields.get("host")), fields.get("machine"), cores)
-        elif kind == "input":
-            self._on_input(fields)
-        elif kind == "rescale_finished":
-            pause = _number(fields.get("pause_s"))
-            if pause is not None:
-                self._pauses.append(pause)
-
-    def _on_input(self, fields: Mapping[str, Any]) -> None:
-        core_s = _number(fields.get("core_s"), _SHORTEST_S)
-        # Input hosts have cores of their own, which bound nothing here.
-        bound = fields.get("bound") == "cores" and not fields.get("helpers")
-        before, self._core_s = self._core_s, core_s if bound else None
-        self.news |= (before is None) != (self._core_s is None)
-
-    def _on_plan(self, fields: Mapping[str, Any]) -> None:
-        batch = _whole(fields.get("global_batch_size"), 1)
-        extra = _whole(fields.get("accumulation_steps"), 0)
-        if batch is None or extra is None:
-            self.rejected += 1
-            return
-        self.plan = BatchPlan(batch, extra)
-        self._present = None
-        self._windows.restart(self._planned_passes)
-        limits = _limits(fields.get("limits"))
-        if limits is not None:
-            self.limits, self._adaptive = limits, True
-
-    def _on_metrics(self, fields: Mapping[str, Any], now: float) -> None:
-        step, examples = _number(fields.get("step")), _number(fields.get("examples"))
-        if step is None or examples is None:
-            self.rejected += 1
-            return
-        if fields.get("size") not in (None, self.allocation.slots):
+    def _take_metrics(self, event: Metrics) -> None:
+        if event.size != self.allocation.slots:
             self._windows.interrupt()  # a late report of another generation
             return
-        noise = _number(fields.get("noise_scale"))
-        if noise is not None:
-            self.noise_scale = noise
-        self._note_shares(fields.get("shares"))
-        self._note_compute_times(fields.get("rank_s"), now)
-        report = _Progress(now, step, examples, _number(fields.get("passes")))
-        window = self._windows.add(report, self._planned_passes)
+        if event.noise_scale is not None and 0 <= event.noise_scale < math.inf:
+            self.noise_scale = event.noise_scale
+        if event.shares is not None:
+            self._take_shares(event.shares)
+        if event.rank_s:
+            self._take_compute_times(event.rank_s, event.mono)
+        window = self._windows.add(event, self._planned_passes)
         if window is not None:
-            self._note_window(window, fields, now)
+            self._take_window(window, event)
         # Steps outside of windows count too, such as the first ones after a rescale.
-        self.done += self._windows.examples_since(examples) * self._efficiency()
+        self.done += self._windows.examples_since(event.examples) * self._efficiency()
 
-    def _note_window(self, window: _Window, fields: Mapping[str, Any], now: float) -> None:
+    def _take_window(self, window: _Window, event: Metrics) -> None:
         batch = window.examples / window.steps
         if not self._adaptive:
             # Take the batch of full steps; the last step of an epoch is smaller.
             known = self.plan.global_batch_size if self.plan else 0
-            reported = _whole(fields.get("global_batch_size"), 1)
-            whole = reported or max(known, math.ceil(batch - 0.01))
+            whole = event.global_batch_size or max(known, math.ceil(batch - 0.01))
             if whole > 0 and whole != known:
                 self.plan = BatchPlan(whole)
                 self.limits = BatchLimits(whole, whole, max_accumulation_steps=0)
@@ -170,23 +141,19 @@ class Evidence:
         self._present = where
         self.measured += 1
         self.cores.note_timed(self.allocation.counts)
-        if self.timings.add(where, window.seconds / window.steps, now=now):
+        if self.timings.add(where, window.seconds / window.steps, now=event.mono):
             self.news = True
 
-    def _note_shares(self, reported: Any) -> None:
-        """Record the examples of each rank in a full step; not reported if shares are equal."""
-        if not isinstance(reported, Sequence) or len(reported) != len(self.speeds.hosts):
-            return
-        shares = tuple(whole for share in reported if (whole := _whole(share, 1)) is not None)
-        if len(shares) == len(reported) and self.speeds.note_shares(shares):
-            self._windows.restart(self._windows.passes)
+    def _take_shares(self, shares: Sequence[int]) -> None:
+        """Take the examples of each rank in a full step; not reported if shares are equal."""
+        if len(shares) == len(self.speeds.hosts) and min(shares, default=0) > 0:
+            if self.speeds.note_shares(tuple(shares)):
+                self._windows.restart(self._windows.passes)
 
-    def _note_compute_times(self, reported: Any, now: float) -> None:
-        if not isinstance(reported, Sequence) or len(reported) != len(self.speeds.hosts):
+    def _take_compute_times(self, reported: Sequence[float | None], now: float) -> None:
+        if len(reported) != len(self.speeds.hosts) or not self.speeds.is_new(reported):
             return
-        if not reported or not self.speeds.is_new(reported):
-            return
-        times = [_number(seconds, _SHORTEST_S) or 0.0 for seconds in reported]
+        times = [seconds if seconds and seconds >= _SHORTEST_S else 0.0 for seconds in reported]
         fastest = None if self.plan is None else self.speeds.fastest(times, self.plan)
         if fastest is not None and self.plan is not None and round(fastest.examples) >= 1:
             examples, extra = round(fastest.examples), self.plan.accumulation_steps
@@ -249,15 +216,6 @@ class Evidence:
         return float(statistical_efficiency(self.noise, initial, size))
 
 
-class _Progress(NamedTuple):
-    """A report of the run's progress; ``passes`` is None if not reported."""
-
-    at_s: float
-    step: float
-    examples: float
-    passes: float | None
-
-
 class _Window(NamedTuple):
     """Steps between two reports; ``settling`` if it is too soon after a change to be timed."""
 
@@ -280,7 +238,7 @@ class _ProgressWindows:
         self.passes = 1.0
         self.count = 0
         self.measured_at = -math.inf
-        self._last: _Progress | None = None
+        self._last: Metrics | None = None
         self._examples = 0.0
         self._settling = _SETTLING
 
@@ -299,18 +257,18 @@ class _ProgressWindows:
         self.passes = passes
         self._settling = _SETTLING
 
-    def add(self, report: _Progress, planned_passes: float) -> _Window | None:
+    def add(self, report: Metrics, planned_passes: float) -> _Window | None:
         """Add a report; return the window that it ends, or None."""
         last = self._last
         if (
             last is None
             or report.step < last.step
             or report.examples < last.examples
-            or report.at_s < last.at_s
+            or report.mono < last.mono
         ):
             self._last = report
             return None
-        seconds, steps = report.at_s - last.at_s, report.step - last.step
+        seconds, steps = report.mono - last.mono, report.step - last.step
         if steps < 1 or seconds < _WINDOW_S:
             return None
         self._last = report
@@ -318,7 +276,7 @@ class _ProgressWindows:
         if report.passes is not None and last.passes is not None:
             self.passes = max(1.0, (report.passes - last.passes) / steps)
         self.count += 1
-        self.measured_at = report.at_s
+        self.measured_at = report.mono
         settling = self._settling > 0
         self._settling = max(0, self._settling - 1)
         return _Window(seconds, steps, report.examples - last.examples, settling)
@@ -344,20 +302,25 @@ class CoreSharing:
 
     def __init__(self) -> None:
         self.densest: Sharing | None = None
+        self._timed: Sequence[tuple[str, int]] = ()
+        """What :attr:`densest` counts last."""
         self._machines: dict[str, tuple[str, int]] = {}
 
-    def add_host(self, host: str, machine: Any, cores: int) -> None:
+    def add_host(self, host: str, machine: str, cores: int) -> None:
         """Record the machine of a host, if it is known, and its number of cores."""
-        self._machines[host] = (str(machine or host), cores)
+        self._machines[host] = (machine or host, cores)
+        self._timed = ()
 
     @property
     def machines(self) -> tuple[tuple[str, str, int], ...]:
         """Machine and number of cores of each known host."""
         return tuple((host, *found) for host, found in self._machines.items())
 
-    def note_timed(self, counts: Iterable[tuple[str, int]]) -> None:
+    def note_timed(self, counts: Sequence[tuple[str, int]]) -> None:
         """Record that steps were timed with these numbers of ranks on hosts."""
-        self.densest = max(self.of(counts), self.densest, key=_density)
+        if counts != self._timed:
+            self._timed = counts
+            self.densest = max(self.of(counts), self.densest, key=_density)
 
     def why_unknown(self, counts: Iterable[tuple[str, int]]) -> str:
         """Return why a size cannot be predicted: more ranks share a core than were timed; else "".
@@ -401,33 +364,3 @@ class CoreSharing:
 
 def _density(sharing: Sharing | None) -> float:
     return 0.0 if sharing is None else sharing.ranks_per_core
-
-
-def _limits(reported: Any) -> BatchLimits | None:
-    if not isinstance(reported, Mapping):
-        return None
-    names = {f.name for f in dataclasses.fields(BatchLimits)}
-    found = {name: reported[name] for name in names if name in reported}
-    initial, most = (_whole(found.get(n), 1) for n in ("initial_batch_size", "max_batch_size"))
-    optional = found.get("max_atomic_batch_size")
-    rest = [found.get("min_atomic_batch_size", 1), found.get("max_accumulation_steps", 0)]
-    if initial is None or most is None or most < initial:
-        return None
-    if any(_whole(value, 0) is None for value in rest):
-        return None
-    if optional is not None and _whole(optional, 1) is None:
-        return None
-    return BatchLimits(**found)
-
-
-def _number(value: Any, least: float = 0.0) -> float | None:
-    """Return a number between ``least`` and ``_MOST``, else None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if least <= value <= _MOST else None
-
-
-def _whole(value: Any, least: int) -> int | None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-        return None
-    return value

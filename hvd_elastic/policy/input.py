@@ -9,10 +9,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from hvd_elastic.formatting import plural
 from hvd_elastic.policy.prices import PricedHost, hourly_price
+from hvd_elastic.run_events import Bound, Input
 
 _WINDOW_S = 5.0
 """Least time in the loop that is looked at [s]: a few steps, and ticks of 10 ms of processor time
@@ -150,23 +151,23 @@ class InputFinding:
 
     share: float
     shares: tuple[float, ...]
-    bound: str
+    bound: Bound
     more_cores: float | None
     core_s: float | None
     helpers: int
     reason: str
 
-    def as_fields(self) -> dict[str, Any]:
-        """Return the fields of the event ``input``."""
-        return {
-            "share": round(self.share, 4),
-            "shares": [round(share, 4) for share in self.shares],
-            "bound": self.bound,
-            "more_cores": None if self.more_cores is None else round(self.more_cores, 2),
-            "core_s": None if self.core_s is None else float(f"{self.core_s:.4g}"),
-            "helpers": self.helpers,
-            "reason": self.reason,
-        }
+    def event(self) -> Input:
+        """Return the event of the run."""
+        return Input(
+            share=round(self.share, 4),
+            shares=[round(share, 4) for share in self.shares],
+            bound=self.bound,
+            more_cores=None if self.more_cores is None else round(self.more_cores, 2),
+            core_s=None if self.core_s is None else float(f"{self.core_s:.4g}"),
+            helpers=self.helpers,
+            reason=self.reason,
+        )
 
 
 def find_input_bound(
@@ -195,6 +196,7 @@ more core of decoding would end it: num_workers=1'
     helpers = sum(each.helpers for each in readings)
     waits = f"ranks wait {100 * share:.0f} % of the time for data"
     more: float | None = None
+    bound: Bound
     if share < _NOTABLE:
         bound, reason = "nothing", f"input is no bottleneck: {waits}"
     elif not is_known:
@@ -218,7 +220,7 @@ def _remedy(
     readings: Sequence[Reading],
     hosts: Sequence[str],
     machines: Mapping[str, tuple[str, int]],
-) -> tuple[str, float | None, str]:
+) -> tuple[Bound, float | None, str]:
     """Return what rank ``worst`` waits for, how many more cores would end it, and what to do."""
     reading = readings[worst]
     processes = reading.processes or 0

@@ -6,27 +6,26 @@ A leader that resumes a run continues with the measurements of the one before, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from hvd_elastic.policy.evidence import Evidence
+from hvd_elastic.run_events import Input, Metrics, ReadEvent, RescaleFinished, RescaleStarted
 
 
-def replay(records: Iterable[Mapping[str, Any]]) -> Evidence:
+def replay(events: Iterable[ReadEvent]) -> Evidence:
     """Return the measurements in a run's events, which come oldest first.
 
     The result has no present generation: nothing counts as measured until one is formed.
 
-    >>> events = [{"kind": "rescale_started", "generation": 1, "hosts": ["a"], "slots": [2]},
-    ...           {"kind": "rescale_finished", "generation": 1, "mono": 0.0}]
-    >>> events += [{"kind": "metrics", "mono": 2.0 * n, "step": 20 * n, "examples": 640 * n}
-    ...            for n in range(6)]
+    >>> events = [RescaleStarted(1, 0, 2, ["a"], [2], "start"), RescaleFinished(1, 2, None)]
+    >>> for n in range(6):
+    ...     events.append(Metrics(20 * n, 0, 0, 640 * n, 2, mono=2.0 * n))
     >>> round(float(replay(events).model().step_s(1, 2, 16, 0)), 2)
     0.1
     """
     replaying = Replay()
-    for record in records:
-        replaying.add(record)
+    for event in events:
+        replaying.add(event)
     evidence = replaying.evidence
     evidence.formed([])
     evidence.news = False
@@ -42,25 +41,22 @@ class Replay:
 
     def __init__(self) -> None:
         self.evidence = Evidence()
-        self._begun: tuple[Any, list[str]] = (None, [])
+        self._begun: RescaleStarted | None = None
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, event: ReadEvent) -> None:
         """Take measurements from an event."""
-        kind, now = record.get("kind"), record.get("mono")
-        if kind == "rescale_started":
-            self._begun = (record.get("generation"), _hosts_of_ranks(record))
-        elif not isinstance(now, (int, float)):
-            return
-        elif kind == "rescale_finished" and self._begun[0] == record.get("generation"):
-            self.evidence.formed(self._begun[1])
-            self.evidence.note(kind, record, now)
-        elif kind in ("metrics", "batch_plan", "agent_started"):
-            self.evidence.note(kind, record, now)
-
-
-def _hosts_of_ranks(record: Mapping[str, Any]) -> list[str]:
-    """Return the host of each rank; the ranks of a host are consecutive."""
-    hosts, slots = record.get("hosts"), record.get("slots")
-    if not isinstance(hosts, list) or not isinstance(slots, list) or len(hosts) != len(slots):
-        return []
-    return [str(host) for host, number in zip(hosts, slots, strict=True) for _ in range(number)]
+        begun = self._begun
+        match event:
+            case Metrics():
+                pass  # nearly all are
+            case RescaleStarted():
+                self._begun = event
+                return
+            case RescaleFinished(generation=generation):
+                if begun is None or begun.generation != generation:
+                    return
+                ranks = zip(begun.hosts, begun.slots, strict=False)  # those of a host in a row
+                self.evidence.formed([host for host, number in ranks for _ in range(number)])
+            case Input():
+                return  # of the run's past: it waits for other things by now
+        self.evidence.note(event)

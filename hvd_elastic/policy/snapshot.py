@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan
 from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.input import InputSupply
+from hvd_elastic.run_events import Action
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Allocation:
         pairs = counts.items() if isinstance(counts, Mapping) else counts
         return cls(tuple((host, number) for host, number in pairs if number > 0))
 
-    @property
+    @cached_property
     def slots(self) -> int:
         return sum(number for _, number in self.counts)
 
@@ -111,7 +113,6 @@ class Snapshot:
         unequal_shares: whether slow ranks get fewer examples of a step, to finish together.
         constant_examples: number of examples whose compute time equals the fixed cost of one pass;
             0: not known.
-        rejected: number of invalid reports of the workers.
         supply: what the hosts' cores can read; None: training does not wait for that.
     """
 
@@ -131,7 +132,6 @@ class Snapshot:
     memory: Memory = field(default_factory=Memory)
     unequal_shares: bool = False
     constant_examples: float = 0.0
-    rejected: int = 0
     supply: InputSupply | None = None
 
     def as_fields(self) -> dict[str, Any]:
@@ -149,7 +149,6 @@ class Snapshot:
             "max_batch_size": self.limits.max_batch_size,
             "noise_scale": _finite(self.noise_scale),
             "measured": self.measured,
-            "rejected": self.rejected,
             "pause_s": round(self.pause_s, 3),
             "min_np": self.min_np,
             "max_np": self.max_np,
@@ -180,7 +179,7 @@ class Decision:
         batch: expected global batch size on the target; 0 for ``stay``.
     """
 
-    action: str
+    action: Action
     reason: str
     target: Allocation
     wish: Allocation | None = None

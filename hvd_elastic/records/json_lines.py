@@ -15,16 +15,20 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from hvd_elastic.errors import RunError
 
 Record = dict[str, Any]
+Read = TypeVar("Read")
+"""What a line is read as."""
+Decode = Callable[[bytes], Read | None]
+"""Reads a line; None: it is damaged and skipped."""
 
 SYNCED_KINDS = frozenset({"run_started", "checkpoint", "run_finished"})
 """Kinds of records that are synced to the disk, because a resumed run needs them.
@@ -35,14 +39,6 @@ After a power failure, others may be lost; all survive the death of the process.
 _STAMPS = frozenset({"t", "mono", "kind"})  # set by the writer, never taken from the fields
 _READ_BYTES = 1 << 20  # most bytes per read of a followed file
 _DECODER = msgspec.json.Decoder()  # three times as fast as json
-
-
-class RecordNotWrittenError(RunError):
-    """A record could not be written; ``record`` holds it, for display."""
-
-    def __init__(self, message: str, record: Record) -> None:
-        super().__init__(message)
-        self.record = record
 
 
 class EventLog(AbstractContextManager["EventLog"]):
@@ -74,16 +70,22 @@ class EventLog(AbstractContextManager["EventLog"]):
         """Write one record; return it as written, with ``t`` and ``mono``.
 
         Raises:
-            RecordNotWrittenError: the disk is full or broken. It is raised for the first lost
-                record only, so that the log does not end a training run. Further losses are
-                counted in ``lost`` and reported by a ``warning`` record once writing works again.
+            RunError: see :meth:`write`.
         """
-        record: Record = {
-            "t": round(time.time(), 6),
-            "mono": round(time.monotonic(), 6),
-            "kind": kind,
-            **{key: value for key, value in (fields or {}).items() if key not in _STAMPS},
-        }
+        t, mono = stamps()
+        own = {key: value for key, value in (fields or {}).items() if key not in _STAMPS}
+        record = {"t": t, "mono": mono, "kind": kind, **own}
+        self.write(record)
+        return record
+
+    def write(self, record: Record) -> None:
+        """Write one record as it is.
+
+        Raises:
+            RunError: the disk is full or broken. It is raised for the first lost record only, so
+                that the log does not end a training run. Further losses are counted in ``lost``
+                and reported by a ``warning`` record once writing works again.
+        """
         line = encode_line(record)
         with self._lock:
             if self._fd < 0:
@@ -93,19 +95,17 @@ class EventLog(AbstractContextManager["EventLog"]):
                 head += encode_line(self._loss_warning(record))
             try:
                 self._write(head + line)
-                if kind in SYNCED_KINDS:
+                if record["kind"] in SYNCED_KINDS:
                     os.fsync(self._fd)
             except OSError as error:
                 self.lost += 1
                 if self.lost > 1:
-                    return record
-                raise RecordNotWrittenError(
+                    return
+                raise RunError(
                     f"cannot write to {self.path}: {error.strerror}. The run goes on, but its "
-                    "events are not recorded until there is room again; free space on that disk.",
-                    record,
+                    "events are not recorded until there is room again; free space on that disk."
                 ) from error
             self.lost = 0
-        return record
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -139,7 +139,12 @@ class EventLog(AbstractContextManager["EventLog"]):
         }
 
 
-def iter_events(path: Path) -> Iterator[Record]:
+def stamps() -> tuple[float, float]:
+    """Return the time for a record: Unix seconds, and seconds of the monotonic clock."""
+    return round(time.time(), 6), round(time.monotonic(), 6)
+
+
+def iter_records(path: Path) -> Iterator[Record]:
     """Yield the records of a file, oldest first; nothing if there is no such file yet.
 
     Lines that are not a JSON object with a ``kind`` are skipped: the disk was full, or the file
@@ -151,32 +156,37 @@ def iter_events(path: Path) -> Iterator[Record]:
     ...     _ = log.append("host_lost", {"host": "node3"})
     >>> with path.open("a") as file:
     ...     _ = file.write('{"t": 3, "ki')
-    >>> [record["host"] for record in iter_events(path)]
+    >>> [record["host"] for record in iter_records(path)]
     ['node3']
     """
-    if not Path(path).exists():
-        return
-    with Path(path).open("rb") as file:
-        for line in file:
-            record = _decode(line)
-            if record is not None:
-                yield record
+    return read_lines(path, decode_record)
 
 
-def read_events(path: Path) -> list[Record]:
-    """Return all records of a file; see :func:`iter_events`."""
-    return list(iter_events(path))
+def read_records(path: Path) -> list[Record]:
+    """Return all records of a file; see :func:`iter_records`."""
+    return list(iter_records(path))
 
 
-def read_last_events(path: Path, max_bytes: int) -> list[Record]:
-    """Return the records within the last ``max_bytes`` of a file."""
+def read_lines(path: Path, decode: Decode[Read]) -> Iterator[Read]:
+    """Yield what the lines of a file are read as; nothing if there is no such file yet."""
+    if Path(path).exists():
+        with Path(path).open("rb") as file:
+            yield from decoded(file, decode)
+
+
+def read_last_lines(path: Path, max_bytes: int, decode: Decode[Read]) -> list[Read]:
+    """Return what the lines within the last ``max_bytes`` of a file are read as."""
     try:
         size = Path(path).stat().st_size
     except FileNotFoundError:
         return []
     lines = LineFollower(path, offset=max(0, size - max_bytes)).poll_rest()
-    decoded = (_decode(line) for line in lines)  # an incomplete first line is skipped
-    return [record for record in decoded if record is not None]
+    return [*decoded(lines, decode)]  # an incomplete first line is skipped
+
+
+def decoded(lines: Iterable[bytes], decode: Decode[Read]) -> Iterator[Read]:
+    """Yield what lines are read as; damaged ones are skipped."""
+    return (found for line in lines if (found := decode(line)) is not None)
 
 
 class LineFollower:
@@ -226,35 +236,32 @@ class LineFollower:
         return [*lines, rest] if rest else lines
 
 
-class EventFollower:
-    """Returns the records that were added to a file since the last call.
+class Follower(Generic[Read]):
+    """Returns what was added to a file since the last call.
 
     Args:
         path: path of the file.
+        decode: reads a line.
         last_bytes: how much of what is there already is returned at most, from its end.
     """
 
-    def __init__(self, path: Path, *, last_bytes: float = math.inf) -> None:
+    def __init__(self, path: Path, decode: Decode[Read], *, last_bytes: float = math.inf) -> None:
         size = Path(path).stat().st_size if Path(path).exists() else 0
         self._lines = LineFollower(path, offset=int(size - min(size, last_bytes)))
+        self._decode = decode
 
     @property
     def offset(self) -> int:
         """Return how many bytes of the file have been read."""
         return self._lines.offset
 
-    def poll(self, max_bytes: float = math.inf) -> list[Record]:
-        """Return the new records; invalid lines are skipped.
+    def poll(self, max_bytes: float = math.inf) -> list[Read]:
+        """Return what is new; damaged lines are skipped.
 
         Args:
             max_bytes: about how many bytes to read at most; the next call continues there.
         """
-        return decode_lines(self._lines.poll(max_bytes))
-
-
-def decode_lines(lines: Iterable[bytes]) -> list[Record]:
-    """Return the records of lines; invalid ones are skipped."""
-    return [record for record in map(_decode, lines) if record is not None]
+        return [*decoded(self._lines.poll(max_bytes), self._decode)]
 
 
 def _ends_inside_a_line(fd: int) -> bool:
@@ -265,14 +272,15 @@ def _ends_inside_a_line(fd: int) -> bool:
 def encode_line(record: Record) -> bytes:
     """Return a record as a line of JSON."""
     try:
-        text = json.dumps(record, default=_plain, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(record, default=as_plain, allow_nan=False, separators=(",", ":"))
     except ValueError:
         # JSON lacks NaN and infinity, as of a diverged loss: null is written instead.
-        text = json.dumps(_without_nan(record), default=_plain, separators=(",", ":"))
+        text = json.dumps(_without_nan(record), default=as_plain, separators=(",", ":"))
     return text.encode("ascii") + b"\n"
 
 
-def _decode(line: bytes) -> Record | None:
+def decode_record(line: bytes) -> Record | None:
+    """Return the record of a line."""
     try:
         record = _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -282,7 +290,7 @@ def _decode(line: bytes) -> Record | None:
     return None
 
 
-def _plain(value: Any) -> Any:
+def as_plain(value: Any) -> Any:
     """Return a JSON value for numbers of numpy and torch, paths, sets and other objects."""
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=str)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -37,15 +38,18 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.json_text import parse_json
 from hvd_elastic.own_files import private_folder
-from hvd_elastic.records.json_lines import EventFollower, Record, iter_events, read_events
+from hvd_elastic.records.events import decode_event
+from hvd_elastic.records.json_lines import Follower, read_last_lines, read_lines
 from hvd_elastic.records.process_lock import is_locked, take_lock
 from hvd_elastic.records.wording import IN_QUEUE
 from hvd_elastic.replaced_files import write_whole
+from hvd_elastic.run_events import CommandDone, ReadEvent, RunFinished, RunStarted
 
 COMMAND_TIMEOUT_S = 20.0
 """How long to wait for the leader's answer [s]; during a takeover, it answers no requests."""
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_TAIL_BYTES = 256 * 1024  # holds the last events of a run
 _POLL_S = 0.05  # between two readings of the events while a user waits for an answer
 
 
@@ -248,13 +252,21 @@ class RunFolder:
         """Return whether another machine led the run before and has its earlier records."""
         return bool(self.read_run().get("began_elsewhere"))
 
-    def read_events(self) -> list[Record]:
+    def read_events(self) -> list[ReadEvent]:
         """Return all events so far, oldest first; those of a week may take gigabytes."""
-        return read_events(self.events)
+        return [*self.iter_events()]
 
-    def iter_events(self) -> Iterator[Record]:
+    def iter_events(self) -> Iterator[ReadEvent]:
         """Yield all events so far, oldest first."""
-        return iter_events(self.events)
+        return read_lines(self.events, decode_event)
+
+    def last_events(self) -> list[ReadEvent]:
+        """Return the events at the end, among them those of the end of a run."""
+        return read_last_lines(self.events, _TAIL_BYTES, decode_event)
+
+    def follow_events(self, *, last_bytes: float = math.inf) -> Follower[ReadEvent]:
+        """Return what returns new events; see :class:`Follower`."""
+        return Follower(self.events, decode_event, last_bytes=last_bytes)
 
     # -- the leader ------------------------------------------------------------------------
 
@@ -371,17 +383,17 @@ class RunFolder:
             RunError: there is no live leader, no answer came in time, or the leader refused.
         """
         self.need_leader(op)
-        follower = EventFollower(self.events, last_bytes=0)
+        follower = self.follow_events(last_bytes=0)
         request_id = self.send_request(op, fields)
         deadline = time.monotonic() + timeout_s
         while True:
             alive = self.leader_alive()  # before reading, so that its last events are read too
-            for record in follower.poll():
-                if record["kind"] == "command_done" and record.get("id") == request_id:
-                    if record.get("ok", True):
-                        return str(record.get("message") or "")
+            for event in follower.poll():
+                if isinstance(event, CommandDone) and event.id == request_id:
+                    if event.ok:
+                        return event.message
                     raise RunError(
-                        f"the leader of run {self.run_id} refused '{op}': {record.get('message')}"
+                        f"the leader of run {self.run_id} refused '{op}': {event.message}"
                     )
             if not alive or time.monotonic() > deadline:
                 # A later leader of this run must not carry out an old request.
@@ -399,10 +411,10 @@ class RunFolder:
         if self.leader_alive():
             return
         ended = "it never began"
-        for record in iter_events(self.events):
-            if record["kind"] == "run_finished":
-                ended = f"it has {record.get('status', 'finished')}"
-            elif record["kind"] == "run_started":
+        for event in self.iter_events():
+            if isinstance(event, RunFinished):
+                ended = f"it has {event.status}"
+            elif isinstance(event, RunStarted):
                 ended = f"its leader died; go on with: {self.resume_command}"
         if self.is_submitted:
             ended += f". {IN_QUEUE}"

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_elastic.records.json_lines import read_last_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.records.wording import GOES_ON, run_state
-
-_TAIL_BYTES = 256 * 1024  # holds the last events of a run
 
 
 def run_row(folder: RunFolder) -> dict[str, Any]:
     """Return a row of the list of runs, read from the last events only to be fast."""
     alive = folder.leader_alive()  # before its last events are read
-    summary = summarize(read_last_events(folder.events, _TAIL_BYTES))
+    summary = summarize(folder.last_events())
     until = None if alive else folder.leaderless_until(summary.ended)
     last = summary.last
     status = "running" if summary.status == "unknown" and summary.ended else summary.status

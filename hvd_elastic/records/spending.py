@@ -76,15 +76,12 @@ class Spending:
 
         Args:
             at_s: times of ``metrics`` events, which end the intervals [s].
-            data_wait, rank_wait: part of each interval that waits for data, and for other ranks;
-                empty: not known.
+            data_wait, rank_wait: part of each interval that waits for data, and for other ranks.
         """
-        if self._told_s is not None:
-            spans = [*map(sub, at_s, [self._told_s, *at_s])]
-            if data_wait:
-                self.add("input", sum(map(mul, spans, data_wait)))
-            if rank_wait:
-                self.add("communication", sum(map(mul, spans, rank_wait)))
+        since_s = at_s[0] if self._told_s is None else self._told_s
+        spans = [*map(sub, at_s, [since_s, *at_s])]
+        self.add("input", sum(map(mul, spans, data_wait)))
+        self.add("communication", sum(map(mul, spans, rank_wait)))
         self._told_s = at_s[-1]
 
     def went_back(self, checkpoint_at_s: float) -> None:

@@ -5,31 +5,31 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, groupby, islice
+from operator import attrgetter
 from typing import Any
 
-from hvd_elastic.formatting import worker_name
-from hvd_elastic.records.spending import Spending
-from hvd_elastic.records.wording import MISFIT, batch_words, cut_off_words, shares_words
+from msgspec import UNSET
 
-METRIC_FIELDS = frozenset(
-    {
-        "t", "mono", "kind", "step", "epoch", "examples", "throughput", "noise_scale", "efficiency",
-        "goodput", "global_batch_size", "skipped_steps", "lr", "loss", "position", "size",
-        "generation", "rank", "host", "local_rank", "passes", "rank_s", "shares",
-        "data_wait", "rank_wait", "done", "late_s",
-    }
-)  # fmt: skip
-"""Fields of ``metrics`` events that the library sets; all others come from the script."""
+from hvd_elastic import run_events as ev
+from hvd_elastic.formatting import worker_name
+from hvd_elastic.records.events import as_record
+from hvd_elastic.records.spending import Spending
+from hvd_elastic.records.wording import batch_words, cut_off_words, shares_words
+from hvd_elastic.run_events import Metrics
+
 _STALE_S = 60.0
 """Age from which a sample of a host is not shown as present [s]."""
 _TOGETHER = 10_000
 """Most events that are taken together, since they are in memory meanwhile."""
-_NOT_SERIES = frozenset({"t", "mono", "kind", "step", "epoch", "examples", "late_s"})
-
-
+_OUTDATED = ("noise_scale", "efficiency", "goodput")
+"""Metrics that are not known in an event of a step that lacks them: infinite, for one."""
+_UNPLOTTED = ("step", "epoch", "examples", "late_s", "t", "mono", "values")
+_SERIES = [(n, attrgetter(n)) for n in Metrics.__struct_fields__ if n not in _UNPLOTTED]
+"""Fields of ``metrics`` events that are kept over time."""
+_FREQUENT = frozenset({Metrics, ev.HostSample})
 _RATES = frozenset({"throughput", "goodput"})
 """Metrics that have no value while no process trains."""
 
@@ -168,6 +168,11 @@ class MetricSeries:
     at_s: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
+    def add(self, at_s: float, value: float) -> None:
+        """Add a value at a time [s]."""
+        self.at_s.append(at_s)
+        self.values.append(value)
+
 
 @dataclass
 class RunSummary:
@@ -205,7 +210,7 @@ class RunSummary:
         prices: price of hosts per hour, where the hostfile has any.
         use: newest sample of each host.
         spending: what took time and money besides training.
-        misfits: number of events whose fields are not those of their kind.
+        misfits: number of events that this version cannot read.
     """
 
     run_id: str = ""
@@ -249,7 +254,7 @@ class RunSummary:
     scaled_to: int | None = None
     scaled_slots: list[tuple[str, int]] = field(default_factory=list)
     generation_hosts: list[str] = field(default_factory=list)
-    batch_plan: dict[str, Any] = field(default_factory=dict)
+    batch_plan: ev.BatchPlan | None = None
     input: str = ""
     input_hosts: dict[str, int] = field(default_factory=dict)
     missed: str = ""
@@ -322,6 +327,7 @@ class RunSummary:
         """Return plain data for ``--json``."""
         data = asdict(self)
         del data["series"], data["sizes"], data["placements"]
+        data["batch_plan"] = as_record(self.batch_plan) if self.batch_plan else {}
         data["spending"] = data["spending"]["by_cause"]
         data["duration_s"] = self.duration_s
         data["longest_pause_s"] = self.longest_pause_s
@@ -330,102 +336,160 @@ class RunSummary:
         return data
 
 
-def summarize(records: Iterable[Mapping[str, Any]]) -> RunSummary:
+def summarize(events: Iterable[ev.ReadEvent]) -> RunSummary:
     """Return the summary of a run from its events, oldest first.
 
     >>> events = [
-    ...     {"t": 5.0, "kind": "run_started", "run_id": "a", "hosts": [["n1", 2]]},
-    ...     {"t": 6.0, "kind": "rescale_started", "generation": 1, "from_size": 0, "to_size": 2,
-    ...      "reason": "start with 2 slots"},
-    ...     {"t": 8.0, "kind": "rescale_finished", "generation": 1, "size": 2, "pause_s": None},
-    ...     {"t": 9.0, "kind": "metrics", "step": 10, "epoch": 0, "loss": 0.5, "accuracy": 0.9},
+    ...     ev.RescaleStarted(1, 0, 2, ["n1"], [2], "start with 2 slots", t=6.0),
+    ...     ev.RescaleFinished(1, 2, None, t=8.0),
+    ...     Metrics(10, 0, 20, 20, 2, values={"loss": 0.5, "accuracy": 0.9}, t=9.0),
     ... ]
     >>> run = summarize(events)
-    >>> run.status, run.steps, run.size, run.first_step_s, run.final_metrics()
-    ('running', 10, 2, 3.0, {'loss': 0.5, 'accuracy': 0.9})
+    >>> run.steps, run.size, run.first_step_s, run.final_metrics()
+    (10, 2, 2.0, {'loss': 0.5, 'accuracy': 0.9})
     """
     run = RunSummary()
-    take_events(run, records)
+    take_events(run, events)
     return run
 
 
-def take_events(run: RunSummary, records: Iterable[Mapping[str, Any]]) -> None:
+def take_events(run: RunSummary, events: Iterable[ev.ReadEvent]) -> None:
     """Update the summary with the next events, oldest first.
 
-    Nearly all events of a long run are metrics with equal fields: they are taken together, field
-    by field, which is ten times as fast.
+    Nearly all events of a long run are metrics and samples of hosts: they are taken together, the
+    metrics field by field, which is ten times as fast, and of the samples the newest.
     """
-    for fields, group in groupby(records, _fields_of_metrics):
+    for are_frequent, group in groupby(events, lambda event: type(event) in _FREQUENT):
         while some := list(islice(group, _TOGETHER)):
-            first, *more = some
-            take_event(run, first)
-            if fields is not None and run.first_step_s is not None and _are_timed(some):
-                _equal_metrics(run, more)
+            if are_frequent:
+                _take_frequent(run, some)
             else:
-                for record in more:
-                    take_event(run, record)
+                for event in some:
+                    _take(run, event)
 
 
-def _fields_of_metrics(record: Mapping[str, Any]) -> tuple[str, ...] | None:
-    together = record.get("kind") == "metrics" and "late_s" not in record
-    return tuple(record) if together else None
+def _take_frequent(run: RunSummary, events: Sequence[ev.ReadEvent]) -> None:
+    timed = [*zip(events, _times(run, events), strict=True)]
+    metrics = [(event, at_s) for event, at_s in timed if isinstance(event, Metrics)]
+    if metrics:
+        _take_metrics(run, [event for event, _ in metrics], [at_s for _, at_s in metrics])
+    samples = {event.host: (event, at) for event, at in timed if isinstance(event, ev.HostSample)}
+    for host, (sample, at_s) in samples.items():
+        fields = as_record(sample).items()
+        figures = {name: value for name, value in fields if isinstance(value, (int, float))}
+        run.use[host] = HostUse(at_s, figures, [(gpu.busy, gpu.memory) for gpu in sample.gpus])
 
 
-def _are_timed(records: Iterable[Mapping[str, Any]]) -> bool:
-    return {type(record.get("t")) for record in records} <= {int, float}
+def _take(run: RunSummary, event: ev.ReadEvent) -> None:
+    """Update the summary with the next event, which is none of the frequent ones."""
+    (at_s,) = _times(run, [event])
+    match event:
+        case ev.RunStarted():
+            _begin_run(run, event, at_s)
+        case ev.LeaderCutOff():
+            run.cut_off = cut_off_words(event)
+        case ev.HostsChanged():
+            _change_hosts(run, event.hosts)
+            run.prices |= event.prices
+        case ev.HostDraining(host=host, cause=cause, leave_in_s=leave_in_s):
+            before = run.draining.get(host)
+            # A preemption notice does not cancel the user's request to drain the host.
+            asked = event.asked or (before is not None and before.asked)
+            run.draining[host] = Draining(at_s, cause, leave_in_s, asked=asked)
+        case ev.HostDrained(host=host):
+            if host in run.draining:
+                run.draining[host] = replace(run.draining[host], empty=True)
+        case ev.HostReturned(host=host):
+            run.draining.pop(host, None)
+        case ev.RescaleStarted():
+            _begin_rescale(run, event, at_s)
+        case ev.RescaleFinished():
+            _finish_rescale(run, event, at_s)
+        case ev.TakenOver(size=size):
+            # The leader's start did not stop them.
+            _set_size(run, at_s, size, since_s=math.nextafter(run.began_s, 0))
+            run.spending.size = size
+        case ev.CommandDone(op="scale", ok=True, values=asked):
+            np = asked.get("np")
+            run.scaled_to, run.scaled_slots = np if isinstance(np, int) else None, []
+        case ev.WorkerStarted():
+            if run.plain:  # it never joins a generation
+                run.waiting = ""
+                _set_size(run, at_s, 1)
+        case ev.WorkerJoined():
+            run.joined.append(Arrival(at_s, event.host, event.local_rank, event.rank))
+        case ev.WorkerLeft(host=host, local_rank=local_rank, cause=cause, how=how):
+            run.left.append(Departure(at_s, host, local_rank, cause))
+            run.spending.failed |= not how.in_order
+        case ev.HostLost(host=host, cause=cause):
+            run.left.append(Departure(at_s, host, None, cause))
+            run.spending.failed = True
+        case ev.Checkpoint():
+            step, path, size, took_s = event.step, event.path, event.bytes, event.seconds
+            blocked_s, not_finite = event.blocked_s, event.not_finite
+            made = Checkpoint(at_s, step, path, size, took_s, blocked_s, not_finite)
+            run.checkpoints.append(made)
+        case ev.Saved():
+            run.saved[event.name] = SavedFile(at_s, event.step, event.bytes)
+        case ev.Restored():
+            run.steps, run.examples = event.step, event.examples
+            run.last.update({"step": run.steps, "examples": run.examples})
+            run.stopped_for = ""
+            for saved_at_s in [c.at_s for c in run.checkpoints if c.step == run.steps][-1:]:
+                run.spending.went_back(saved_at_s)
+        case ev.TrainingStopped(reason=reason):
+            run.stopped_for = reason
+        case ev.TrainingGoesOn():
+            run.stopped_for = ""
+        case ev.InputHostJoined():
+            run.input_hosts[event.host] = event.processes
+        case ev.InputHostLeft(host=host):
+            run.input_hosts.pop(host, None)
+        case ev.ExampleSkipped():
+            run.skipped[event.example] = event.reason
+        case ev.Warned(message=message):
+            run.warnings.append(TimedEvent(at_s, "warning", message))
+        case ev.Waiting(reason=reason):
+            run.waiting = reason
+        case ev.ScriptFailed():
+            if not run.failure:
+                run.failure = event.traceback
+                run.failed_worker = worker_name(event.host, event.local_rank)
+        case ev.RunFinished():
+            _finish_run(run, event, at_s)
+        case ev.Decision() | ev.Input() | ev.Shares() | ev.BatchPlan() | ev.PredictionMissed():
+            text = _decide(run, event)
+            if text:
+                run.decisions.append(TimedEvent(at_s, event.kind, text))
+        case ev.Unread():
+            run.misfits += 1
 
 
-def take_event(run: RunSummary, record: Mapping[str, Any]) -> None:
-    """Update the summary with the next event; a clock that was set back stands still meanwhile."""
-    t = _number(record.get("t"))
-    if t is not None:
-        if run.started is None:
-            run.started = float(t)
-        run.ended = max(float(t), run.ended or float(t))
-    take = _HANDLERS.get(str(record.get("kind")))
-    if take is None:
-        return
-    try:
-        take(run, record, run.duration_s)
-    except MISFIT:
-        run.misfits += 1
+def _times(run: RunSummary, events: Sequence[ev.ReadEvent]) -> list[float]:
+    """Note the times of events; return them from the start of the run [s].
+
+    A clock that was set back stands still meanwhile.
+    """
+    times = [event.t for event in events]
+    if run.started is None or run.ended is None:
+        run.started = run.ended = times[0]
+    *clock, run.ended = accumulate(times, max, initial=run.ended)
+    return [max(0.0, t - run.started) for t in (*clock[1:], run.ended)]
 
 
-_Handler = Callable[[RunSummary, Mapping[str, Any], float], None]
-_HANDLERS: dict[str, _Handler] = {}
-"""What updates the summary with an event, by kind; its arguments are those of ``_run_started``."""
-
-
-def _on(*kinds: str) -> Callable[[_Handler], _Handler]:
-    """Register a function for the events of these kinds."""
-
-    def register(handler: _Handler) -> _Handler:
-        _HANDLERS.update(dict.fromkeys(kinds, handler))
-        return handler
-
-    return register
-
-
-@_on("run_started")
-def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    """Update the summary with an event, ``at_s`` seconds after the start of the run."""
-    run.run_id = str(record.get("run_id") or run.run_id)
+def _begin_run(run: RunSummary, event: ev.RunStarted, at_s: float) -> None:
+    run.run_id = event.run_id or run.run_id
     run.status = "running"
-    run.cut_off = ""
     run.message = run.failure = run.failed_worker = ""
-    run.plain = record.get("plain") is True
+    run.plain = event.plain
     run.ended_in = None
     run.attempts += 1
     run.began_s = at_s
     run.use = {}
-    run.min_np = _whole(record.get("min_np"))
-    run.max_np = _whole(record.get("max_np"))
-    run.pinned = [str(host) for host in record.get("pinned") or []]
-    np = _whole(record.get("np"))
-    if np != run.np:
-        run.np, run.scaled_to, run.scaled_slots = np, None, []
-    if "hosts" in record:
-        _hosts_changed(run, record, at_s)
+    run.min_np, run.max_np, run.pinned = event.min_np, event.max_np, event.pinned
+    if event.np != run.np:
+        run.np, run.scaled_to, run.scaled_slots = event.np, None, []
+    _change_hosts(run, event.hosts)
     if run.attempts > 1:
         _set_size(run, at_s, 0)
         run.spending.failed = False
@@ -433,131 +497,40 @@ def _run_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> Non
     run.input_hosts = {}
 
 
-@_on("leader_cut_off")
-def _leader_cut_off(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
-    run.cut_off = cut_off_words(record)
-
-
-@_on("hosts_changed")
-def _hosts_changed(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
+def _change_hosts(run: RunSummary, hosts: list[ev.HostSlots]) -> None:
     run.cut_off = ""  # it leads again
-    run.hosts = [
-        (str(entry[0]), int(entry[1]))
-        for entry in record.get("hosts") or []
-        if isinstance(entry, (list, tuple)) and len(entry) >= 2
-    ]
-    prices = record.get("prices")
-    if isinstance(prices, dict):
-        known = {str(name): _number(price) for name, price in prices.items()}
-        run.prices |= {name: price for name, price in known.items() if price is not None}
-    names = {name for name, _ in run.hosts}
+    run.hosts = hosts
+    names = {name for name, _ in hosts}
     run.draining = {name: found for name, found in run.draining.items() if name in names}
 
 
-@_on("host_sample")
-def _host_sample(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    numbers = {name: _number(value) for name, value in record.items()}
-    gpus = [gpu for gpu in record.get("gpus") or [] if isinstance(gpu, dict)]
-    run.use[_host(record)] = HostUse(
-        at_s,
-        {name: value for name, value in numbers.items() if value is not None},
-        [(_number(gpu.get("busy")) or 0.0, _number(gpu.get("memory")) or 0.0) for gpu in gpus],
-    )
-
-
-@_on("host_draining")
-def _host_draining(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    host, cause = _host(record), _text(record, "cause")
-    before = run.draining.get(host)
-    # A preemption notice does not cancel the user's request to drain the host.
-    asked = record.get("asked") is not False or (before is not None and before.asked)
-    leave_in_s = _number(record.get("leave_in_s"))
-    run.draining[host] = Draining(at_s, cause, leave_in_s, asked=asked)
-
-
-@_on("host_drained")
-def _host_drained(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
-    host = _host(record)
-    if host in run.draining:
-        run.draining[host] = replace(run.draining[host], empty=True)
-
-
-@_on("host_returned")
-def _host_returned(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
-    run.draining.pop(_host(record), None)
-
-
-@_on("rescale_started")
-def _rescale_started(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
+def _begin_rescale(run: RunSummary, event: ev.RescaleStarted, at_s: float) -> None:
     run.waiting = run.missed = ""
     run.shares = ""  # a new generation begins with equal shares
-    run.generation_hosts = [str(host) for host in record.get("hosts") or []]
-    slots = record.get("slots")
-    if isinstance(slots, list) and len(slots) == len(run.generation_hosts):
-        ranks = [_whole(number) or 0 for number in slots]
-        run.placements.append((at_s, [*zip(run.generation_hosts, ranks, strict=True)]))
+    run.generation_hosts = event.hosts
+    if len(event.slots) == len(event.hosts):
+        run.placements.append((at_s, [*zip(event.hosts, event.slots, strict=True)]))
+    before, after, failed = event.from_size, event.to_size, run.spending.failed
     run.rescales.append(
-        Rescale(
-            generation=_count(record, "generation"),
-            at_s=at_s,
-            from_size=_count(record, "from_size"),
-            to_size=_count(record, "to_size"),
-            reason=_text(record, "reason"),
-            failure=run.spending.failed,
-        )
+        Rescale(event.generation, at_s, before, after, event.reason, failure=failed)
     )
     run.spending.failed = False
     run.spending.rate = run.hourly_price
 
 
-@_on("rescale_finished")
-def _rescale_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    generation, size = _count(record, "generation"), _count(record, "size")
-    pause_s = _number(record.get("pause_s"))
+def _finish_rescale(run: RunSummary, event: ev.RescaleFinished, at_s: float) -> None:
+    size, pause_s = event.size, event.pause_s
     for place in reversed(range(len(run.rescales))):
         begun = run.rescales[place]
-        if begun.generation == generation and not begun.finished:
+        if begun.generation == event.generation and not begun.finished:
             run.rescales[place] = replace(begun, to_size=size, pause_s=pause_s, finished=True)
             _spend_on_rescale(run, run.rescales[place], at_s)
             break
     _set_size(run, at_s, size)
-    _first_step(run, at_s)
+    if run.first_step_s is None:
+        run.first_step_s = at_s
     run.spending.size = size
     run.spending.trains_from(at_s)
-
-
-@_on("taken_over")
-def _taken_over(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    # The leader's start did not stop them.
-    _set_size(run, at_s, _count(record, "size"), since_s=math.nextafter(run.began_s, 0))
-    run.spending.size = run.size
-
-
-@_on("command_done")
-def _command_done(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
-    if record.get("op") == "scale" and record.get("ok"):
-        run.scaled_to, run.scaled_slots = _whole(record.get("np")), []
-
-
-@_on("worker_started")
-def _worker_started(run: RunSummary, _record: Mapping[str, Any], at_s: float) -> None:
-    if run.plain:  # it never joins a generation
-        run.waiting = ""
-        _set_size(run, at_s, 1)
-
-
-@_on("worker_joined")
-def _worker_joined(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    local_rank, rank = _count(record, "local_rank"), _whole(record.get("rank"))
-    run.joined.append(Arrival(at_s, _host(record), local_rank, rank))
-
-
-@_on("worker_left", "host_lost")
-def _left(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    local_rank, cause = _whole(record.get("local_rank")), _text(record, "cause", "no cause given")
-    run.left.append(Departure(at_s, _host(record), local_rank, cause))
-    if record.get("how", "host_lost") in ("died", "killed", "host_lost"):
-        run.spending.failed = True
 
 
 def _spend_on_rescale(run: RunSummary, rescale: Rescale, at_s: float) -> None:
@@ -567,8 +540,7 @@ def _spend_on_rescale(run: RunSummary, rescale: Rescale, at_s: float) -> None:
         if run.sizes:
             _set_size(run, since_s, 0, since_s=since_s)
             for name in run.series.keys() & _RATES:
-                run.series[name].at_s.append(since_s)
-                run.series[name].values.append(math.nan)
+                run.series[name].add(since_s, math.nan)
         unused_s = max(0.0, run.began_s - since_s)
         if unused_s and len(run.placements) > 1 and run.placements[-2][1]:
             run.placements.insert(-1, (since_s, []))  # it died, and did not say so
@@ -582,219 +554,38 @@ def _spend_on_rescale(run: RunSummary, rescale: Rescale, at_s: float) -> None:
     run.spending.add("failures" if rescale.failure else "rescales", pause_s)
 
 
-def _progress(run: RunSummary, record: Mapping[str, Any]) -> None:
-    """Take how far training is from a ``metrics`` event, and what it says of each rank."""
-    for name in ("step", "epoch", "examples"):
-        count = _whole(record.get(name))
-        if count is not None:
-            run.last[name] = count
-    run.steps = _whole(run.last.get("step")) or run.steps
-    run.examples = _whole(run.last.get("examples")) or run.examples
-    epoch = _whole(run.last.get("epoch"))
-    if epoch is not None:
-        run.epochs = epoch + 1
-    shares = record.get("shares")
-    if isinstance(shares, list):
-        run.rank_shares = [_number(value) for value in shares]
+def _decide(
+    run: RunSummary,
+    event: ev.Decision | ev.Input | ev.Shares | ev.BatchPlan | ev.PredictionMissed,
+) -> str:
+    """Take what was decided or found out; return it as text, empty if it is not worth a line."""
+    match event:
+        case ev.Decision(action=action, reason=reason, np=np):
+            if np:
+                slots = [(host, index) for host, n in event.target or [] for index in range(n)]
+                run.scaled_to, run.scaled_slots = np, slots
+            return f"{action}: {reason}".strip(": ")
+        case ev.Input(bound=bound, reason=reason):
+            run.input = reason
+            return reason if bound != "nothing" else ""
+        case ev.Shares(shares=shares):
+            text = shares_words(event)
+            run.shares = text if shares else ""
+            return text
+        case ev.BatchPlan():
+            text = batch_words(event, run.batch_plan)
+            run.batch_plan = event
+            return text
+        case ev.PredictionMissed(reason=reason):
+            run.missed = reason
+            return f"prediction missed: {reason}"
 
 
-@_on("metrics")
-def _metrics(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    _progress(run, record)
-    # What arrives late, as after a takeover, belongs to the time when it was measured.
-    late_s = _number(record.get("late_s")) or 0.0
-    at_s = max(at_s - late_s, min(at_s, run.spending.heard_s))
-    run.spending.heard_s = at_s
-    if _whole(record.get("step")):
-        _first_step(run, at_s)
-    if "throughput" in record:  # else the script reports between two of them
-        waits = (_number(record.get(name)) for name in ("data_wait", "rank_wait"))
-        run.spending.trained([at_s], *([] if wait is None else [wait] for wait in waits))
-    if "global_batch_size" in record:
-        # These are left out of an event when infinite or unknown, so the last value is outdated.
-        for name in {"noise_scale", "efficiency", "goodput"} & run.last.keys() - record.keys():
-            del run.last[name]
-            series = run.series.setdefault(name, MetricSeries())
-            series.at_s.append(at_s)
-            series.values.append(math.nan)
-    for name, value in record.items():
-        if name not in _NOT_SERIES:
-            _metric(run, name, value, at_s)
-
-
-def _metric(run: RunSummary, name: str, value: Any, at_s: float) -> None:
-    if value is None and name in run.series:
-        value = math.nan  # the event log writes NaN as null
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = math.nan if _number(value) is None else value
-        series = run.series.setdefault(name, MetricSeries())
-        series.at_s.append(at_s)
-        series.values.append(float(value))
-    elif not isinstance(value, (str, bool)):
-        return
-    if name not in METRIC_FIELDS and name not in run.user_metrics:
-        run.user_metrics.append(name)
-    run.last[name] = value
-
-
-def _equal_metrics(run: RunSummary, records: Sequence[Mapping[str, Any]]) -> None:
-    """Take ``metrics`` events that all have the fields of the one that was taken before them."""
-    if not records:
-        return
-    assert run.started is not None
-    assert run.ended is not None
-    times = [float(record["t"]) for record in records]
-    clock = list(accumulate(times, max, initial=run.ended))[1:]
-    run.ended = clock[-1]
-    at_s = [max(0.0, t - run.started) for t in clock]
-    for name in records[0]:
-        if name in _NOT_SERIES:
-            continue
-        column = [record[name] for record in records]
-        series = run.series.get(name)
-        if series is not None and _all_finite(column):
-            series.at_s.extend(at_s)
-            series.values.extend(column)
-            run.last[name] = column[-1]
-        else:
-            for value, at in zip(column, at_s, strict=True):
-                _metric(run, name, value, at)
-    _progress(run, records[-1])
-    run.spending.heard_s = at_s[-1]
-    if "throughput" in records[0]:
-        data, ranks = (
-            [record.get(name, 0.0) for record in records] for name in ("data_wait", "rank_wait")
-        )
-        run.spending.trained(
-            at_s, data if _all_finite(data) else [], ranks if _all_finite(ranks) else []
-        )
-
-
-def _all_finite(column: Sequence[Any]) -> bool:
-    if not {*map(type, column)} <= {int, float}:
-        return False
-    return min(column) >= -sys.float_info.max and max(column) <= sys.float_info.max
-
-
-@_on("checkpoint")
-def _checkpoint(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    run.checkpoints.append(
-        Checkpoint(
-            at_s=at_s,
-            step=_count(record, "step"),
-            path=_text(record, "path"),
-            size_bytes=_count(record, "bytes"),
-            seconds=_number(record.get("seconds")) or 0.0,
-            blocked_s=_number(record.get("blocked_s")),
-            not_finite=_text({**(record.get("shard") or {}), **record}, "not_finite"),
-        )
-    )
-
-
-@_on("saved")
-def _saved(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    saved = SavedFile(at_s, _count(record, "step"), _count(record, "bytes"))
-    run.saved[_text(record, "name")] = saved
-
-
-@_on("decision")
-def _decision(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    text = f"{record.get('action') or ''}: {record.get('reason') or ''}".strip(": ")
-    np = _whole(record.get("np"))
-    if np:
-        run.scaled_to = np
-        run.scaled_slots = [
-            (str(host), index)
-            for host, number in record.get("target") or []
-            for index in range(_whole(number) or 0)
-        ]
-    run.decisions.append(TimedEvent(at_s, "decision", text))
-
-
-@_on("restored")
-def _restored(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
-    run.steps, run.examples = _count(record, "step"), _count(record, "examples")
-    run.last.update({"step": run.steps, "examples": run.examples})
-    run.stopped_for = ""
-    for saved_at_s in [c.at_s for c in run.checkpoints if c.step == run.steps][-1:]:
-        run.spending.went_back(saved_at_s)
-
-
-@_on("training_stopped", "training_goes_on")
-def _training_ends(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
-    run.stopped_for = _text(record, "reason")  # training that goes on after all has none
-
-
-@_on("input")
-def _input(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    run.input = _text(record, "reason")
-    if record.get("bound") != "nothing":
-        run.decisions.append(TimedEvent(at_s, "input", run.input))
-
-
-@_on("input_host_joined")
-def _input_host_joined(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
-    run.input_hosts[_host(record)] = _count(record, "processes")
-
-
-@_on("input_host_left")
-def _input_host_left(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
-    run.input_hosts.pop(_host(record), None)
-
-
-@_on("shares")
-def _shares(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    text = shares_words(record)
-    run.decisions.append(TimedEvent(at_s, "shares", text))
-    run.shares = text if record.get("shares") else ""
-
-
-@_on("batch_plan")
-def _batch_plan(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    text = batch_words(record, run.batch_plan)
-    run.batch_plan = dict(record)
-    if text:
-        run.decisions.append(TimedEvent(at_s, "batch_plan", text))
-
-
-@_on("prediction_missed")
-def _prediction_missed(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    run.missed = _text(record, "reason")
-    text = f"prediction missed: {run.missed}"
-    run.decisions.append(TimedEvent(at_s, "prediction_missed", text))
-
-
-@_on("example_skipped")
-def _example_skipped(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
-    run.skipped[_text(record, "example")] = _text(record, "reason")
-
-
-@_on("warning")
-def _warning(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    text = _text(record, "message") or _text(record, "reason")
-    run.warnings.append(TimedEvent(at_s, "warning", text))
-
-
-@_on("waiting")
-def _waiting(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
-    run.waiting = _text(record, "reason", "waiting for hosts")
-
-
-@_on("script_failed")
-def _script_failed(run: RunSummary, record: Mapping[str, Any], _: float) -> None:
-    if not run.failure:
-        run.failure = _text(record, "traceback")
-        run.failed_worker = worker_name(record.get("host"), record.get("local_rank"))
-
-
-@_on("run_finished")
-def _run_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> None:
-    run.status = _text(record, "status", "finished")
-    run.message = _text(record, "message")
-    run.steps = _whole(record.get("steps")) or run.steps
-    run.examples = _whole(record.get("examples")) or run.examples
-    run.exact = record.get("exact") is not False
-    run.ended_in = _whole(record.get("epochs"))
+def _finish_run(run: RunSummary, event: ev.RunFinished, at_s: float) -> None:
+    run.status, run.message, run.exact = event.status, event.message, event.exact
+    run.steps = event.steps or run.steps
+    run.examples = event.examples or run.examples
+    run.ended_in = event.epochs
     run.epochs = run.ended_in or run.epochs
     run.waiting = run.cut_off = ""
     run.placements.append((at_s, []))
@@ -803,9 +594,89 @@ def _run_finished(run: RunSummary, record: Mapping[str, Any], at_s: float) -> No
     run.spending.idle_s = at_s
 
 
-def _first_step(run: RunSummary, at_s: float) -> None:
+def _take_metrics(run: RunSummary, events: Sequence[Metrics], at_s: list[float]) -> None:
+    """Take ``metrics`` events that follow each other; ``at_s``: their times [s]."""
+    last = events[-1]
+    # What arrives late, as after a takeover, belongs to the time when it was measured.
+    for place, event in enumerate(events):
+        if event.late_s:
+            heard_s = at_s[place - 1] if place else run.spending.heard_s
+            at_s[place] = max(at_s[place] - event.late_s, min(at_s[place], heard_s))
+    run.spending.heard_s = at_s[-1]
+    run.last.update({"step": last.step, "epoch": last.epoch, "examples": last.examples})
+    run.steps, run.examples = last.step, last.examples
+    run.epochs = last.epoch + 1
     if run.first_step_s is None:
-        run.first_step_s = at_s
+        run.first_step_s = next((at for at, e in zip(at_s, events, strict=True) if e.step), None)
+    shares = [event.shares for event in events if event.shares is not None]
+    run.rank_shares = [*shares[-1]] if shares else run.rank_shares
+    # Without a throughput, the script reports between two of them.
+    timed = [place for place, event in enumerate(events) if event.throughput is not None]
+    if timed:
+        data = [events[place].data_wait or 0.0 for place in timed]
+        ranks = [events[place].rank_wait or 0.0 for place in timed]
+        run.spending.trained([at_s[place] for place in timed], data, ranks)
+    for name, field_of in _SERIES:
+        column = [*map(field_of, events)]
+        if name in _OUTDATED and None in column:
+            steps = [event.global_batch_size is not None for event in events]
+            _take_known(run, name, column, at_s, steps)
+        else:
+            _take_column(run, name, column, at_s, None if name != "lr" else UNSET)
+    for name in dict.fromkeys(name for event in events for name in event.values):
+        column = [event.values.get(name, UNSET) for event in events]
+        _take_column(run, name, column, at_s, UNSET)
+        if name in run.last and name != "loss" and name not in run.user_metrics:
+            run.user_metrics.append(name)
+
+
+def _take_known(
+    run: RunSummary,
+    name: str,
+    column: Sequence[float | None],
+    at_s: Sequence[float],
+    steps: Sequence[bool],
+) -> None:
+    """Take a metric that has no value any more where the event of a step lacks it."""
+    for value, at, is_of_step in zip(column, at_s, steps, strict=True):
+        if value is not None:
+            _take_metric(run, name, value, at)
+        elif is_of_step and run.last.pop(name, None) is not None:
+            run.series.setdefault(name, MetricSeries()).add(at, math.nan)
+
+
+def _take_column(
+    run: RunSummary, name: str, column: Sequence[Any], at_s: Sequence[float], absent: Any
+) -> None:
+    """Take the values of a metric at several times; ``absent``: what stands for none."""
+    if absent in column:
+        known = [(at, value) for at, value in zip(at_s, column, strict=True) if value is not absent]
+        if not known:
+            return
+        at_s, column = [at for at, _ in known], [value for _, value in known]
+    if {*map(type, column)} <= {int, float} and _all_finite(column):
+        series = run.series.setdefault(name, MetricSeries())
+        series.at_s.extend(at_s)
+        series.values.extend(column)
+        run.last[name] = column[-1]
+        return
+    for value, at in zip(column, at_s, strict=True):
+        _take_metric(run, name, value, at)
+
+
+def _all_finite(column: Sequence[float]) -> bool:
+    return min(column) >= -sys.float_info.max and max(column) <= sys.float_info.max
+
+
+def _take_metric(run: RunSummary, name: str, value: Any, at_s: float) -> None:
+    if value is None and name in run.series:
+        value = math.nan  # the event log writes NaN as null
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = value if abs(value) <= sys.float_info.max else math.nan
+        run.series.setdefault(name, MetricSeries()).add(at_s, float(value))
+    elif not isinstance(value, (str, bool)):
+        return
+    run.last[name] = value
 
 
 def _set_size(run: RunSummary, at_s: float, size: int, *, since_s: float | None = None) -> None:
@@ -819,28 +690,3 @@ def _set_size(run: RunSummary, at_s: float, size: int, *, since_s: float | None 
     run.size = size
     run.largest_size = max(run.largest_size, size)
     run.sizes.append((at_s, size))
-
-
-def _host(record: Mapping[str, Any]) -> str:
-    return str(record.get("host"))
-
-
-def _text(record: Mapping[str, Any], name: str, default: str = "") -> str:
-    return str(record.get(name) or default)
-
-
-def _count(record: Mapping[str, Any], name: str) -> int:
-    """Return a whole number of an event; 0 if it is missing."""
-    return _whole(record.get(name)) or 0
-
-
-def _whole(value: Any) -> int | None:
-    number = _number(value)
-    return None if number is None else int(number)
-
-
-def _number(value: Any) -> float | None:
-    """Return ``value`` if it is a number within the range of a float, else None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return value if abs(value) <= sys.float_info.max else None

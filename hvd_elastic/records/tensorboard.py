@@ -13,12 +13,14 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import UsageError
+from hvd_elastic.records.events import as_record
+from hvd_elastic.run_events import Metrics, RunEvent
 
 # Tags of the library's metrics; all others get the group "train".
 _TAGS = {
@@ -26,23 +28,23 @@ _TAGS = {
     "size": "size/world_size",
     "global_batch_size": "size/global_batch_size",
 }
-# Fields of a metrics record that are not metrics.
+# Fields of an event that are not metrics.
 _PLACES = frozenset({"t", "mono", "kind", "step", "position", "examples", "passes"})
 _RETRY_S = 30.0
 """Time before writing is tried again after an error [s], as a full disk rarely empties at once."""
 
 
-def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values of a ``metrics`` record by TensorBoard tag.
+def scalars(event: Metrics) -> dict[str, float]:
+    """Return the values of a ``metrics`` event by TensorBoard tag.
 
     The loss, the learning rate and the script's own metrics get the group ``train/``, unless their
     name has a group already.
 
-    >>> scalars({"kind": "metrics", "step": 9, "size": 2, "loss": 0.5, "val/accuracy": 0.9})
-    {'size/world_size': 2.0, 'train/loss': 0.5, 'val/accuracy': 0.9}
+    >>> scalars(Metrics(9, 1, 8, 72, 2, values={"loss": 0.5, "val/accuracy": 0.9}))
+    {'train/epoch': 1.0, 'size/world_size': 2.0, 'train/loss': 0.5, 'val/accuracy': 0.9}
     """
     found = {}
-    for name, value in record.items():
+    for name, value in as_record(event).items():
         if name in _PLACES or isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         tag = name if "/" in name else _TAGS.get(name, f"train/{name}")
@@ -88,18 +90,18 @@ class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):
         self._retry_at = 0.0
         self._numbers = itertools.count()
 
-    def note(self, record: Mapping[str, Any]) -> None:
-        """Write the metrics of a record; records of other kinds are ignored."""
-        if record["kind"] != "metrics" or record["t"] < self._retry_at:
+    def take(self, event: RunEvent) -> None:
+        """Write the metrics of an event; events of other kinds are ignored."""
+        if not isinstance(event, Metrics) or event.t < self._retry_at:
             return
         try:
-            for event in self._events(record):
-                self._records.write(event)
+            for record in self._serialized(event):
+                self._records.write(record)
             self._records.flush()
         except OSError as error:
             # Readers would stop at an incomplete event, so a new file is begun.
             self.close()
-            self._retry_at = record["t"] + _RETRY_S
+            self._retry_at = event.t + _RETRY_S
             if not self._warned:
                 self._warned = True
                 self._warn(
@@ -117,12 +119,12 @@ class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):
             with contextlib.suppress(OSError):  # every record was flushed already
                 records.close()
 
-    def _events(self, record: Mapping[str, Any]) -> Iterator[bytes]:
-        """Yield the serialized TensorBoard events for a record, in order."""
+    def _serialized(self, event: Metrics) -> Iterator[bytes]:
+        """Yield the serialized TensorBoard events for an event, in order."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        wall_time, step = record["t"], record["step"]
+        wall_time, step = event.t, event.step
         if self._records is None:
             self._records = self._open()
             yield Event(wall_time=wall_time, file_version="brain.Event:2").SerializeToString()
@@ -131,7 +133,7 @@ class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):
             yield Event(wall_time=wall_time, step=step, session_log=start).SerializeToString()
         self._step = step
         values = [
-            Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record).items()
+            Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(event).items()
         ]
         yield Event(
             wall_time=wall_time, step=step, summary=Summary(value=values)

@@ -6,11 +6,11 @@ read; a test compares them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hvd_elastic.control.endings import Departure
+from hvd_elastic import run_events as ev
 from hvd_elastic.formatting import (
     bytes_words,
     clock_words,
@@ -21,6 +21,7 @@ from hvd_elastic.formatting import (
     plural,
     worker_name,
 )
+from hvd_elastic.run_events import Departure
 
 if TYPE_CHECKING:
     from hvd_elastic.records.summary import Draining, RunSummary
@@ -34,7 +35,6 @@ READING = "reading"
 _NOTABLE = 0.005
 """Part of the time from which a cause is told in words."""
 _SHARES_TOLD = 8  # number of ranks whose shares are listed, so that the text fits a line
-_DEPARTURES = {departure.value: departure for departure in Departure}
 
 
 @dataclass(frozen=True)
@@ -45,83 +45,74 @@ class Line:
     tone: str = "plain"
 
 
-MISFIT = (TypeError, ValueError, OverflowError, LookupError, AttributeError)
-"""Errors at an event whose fields are not those of its kind, as a file that was damaged, or written
-by another version, may have."""
-
-
 class Narrator:
     """Turns events into lines, one at a time; combines the events of a rescale into one line.
 
     >>> narrator = Narrator()
-    >>> narrator.tell({"kind": "rescale_started", "generation": 2, "from_size": 2, "to_size": 3,
-    ...                "reason": "host node3 joined: 2 → 3 slots"})
+    >>> narrator.tell(ev.RescaleStarted(2, 2, 3, [], [], "host node3 joined: 2 → 3 slots"))
     []
-    >>> [line.text for line in narrator.tell(
-    ...     {"kind": "rescale_finished", "generation": 2, "size": 3, "pause_s": 0.1234})]
+    >>> [line.text for line in narrator.tell(ev.RescaleFinished(2, 3, 0.1234))]
     ['host node3 joined: 2 → 3 slots (pause 0.12 s)']
     """
 
     def __init__(self) -> None:
         self._reasons: dict[int, str] = {}
-        self._batch: Mapping[str, Any] = {}
+        self._batch: ev.BatchPlan | None = None
         self._crash = ""
         self._error = ""
         self._plain = False
+        self._unknown: set[str] = set()
 
-    def tell(self, event: Mapping[str, Any]) -> list[Line]:
+    def tell(self, event: ev.ReadEvent) -> list[Line]:
         """Return the lines for an event, usually none or one."""
-        try:
-            return self._lines(event)
-        except MISFIT:
-            return [Line(f"an event '{event.get('kind')}' has unexpected fields", "note")]
-
-    def _lines(self, event: Mapping[str, Any]) -> list[Line]:
-        kind = str(event.get("kind"))
-        before: list[Line] = []
-        match kind:
-            case "rescale_started":
+        match event:
+            case ev.Metrics():
+                return []
+            case ev.RescaleStarted():
                 # Its end may be reported only after the next rescale has begun.
-                self._reasons[int(event.get("generation") or 0)] = _rescale_words(event)
+                sizes = f"{event.from_size} → {event.to_size} slots"
+                self._reasons[event.generation] = event.reason or sizes
                 return []
-            case "rescale_finished":
+            case ev.RescaleFinished():
                 return self._rescale_finished(event)
-            case "run_finished":
+            case ev.RunFinished():
                 return self._run_finished(event)
-            case "batch_plan":
-                text = batch_words(event, self._batch)
-                self._batch = event
+            case ev.RunStarted():
+                self._plain = event.plain
+                return [*self._unfinished(), *_tell(event)]
+            case ev.Waiting():
+                return [*self._unfinished(), *_tell(event)]
+            case ev.BatchPlan():
+                text, self._batch = batch_words(event, self._batch), event
                 return [Line(text, "change")] if text else []
-            case "script_failed":
-                self._error = _traceback(event).rsplit("\n", 1)[-1]
-            case "worker_crashed":
-                self._crash = f"worker {_worker(event)} {event.get('cause')}"
-            case "worker_left":
-                if self._crash and event.get("cause") == self._crash:
-                    self._crash = ""
-                    return []  # the crash was already shown with its stack
-            case "input" if event.get("bound") == "nothing":
-                return []
-            case "run_started" | "waiting":
-                before = self._unfinished()
-                self._plain = event.get("plain") is True if kind == "run_started" else self._plain
-        if self._plain and kind in ("worker_left", "script_failed"):
-            return _plain_lines(event)
-        line = _tell(kind, event)
-        return before if line is None else [*before, line]
+            case ev.ScriptFailed(host=host, traceback=traceback):
+                self._error = traceback.rstrip().rsplit("\n", 1)[-1]
+                if self._plain:
+                    # The end of the run tells the exit status of the command.
+                    return [
+                        Line(f"the command failed on host {host}:\n{traceback.rstrip()}", "bad")
+                    ]
+            case ev.WorkerCrashed():
+                self._crash = f"worker {worker_name(event.host, event.local_rank)} {event.cause}"
+            case ev.WorkerLeft(cause=cause):
+                if self._plain or (self._crash and cause == self._crash):
+                    self._crash = "" if cause == self._crash else self._crash
+                    return []  # a crash was already shown with its stack
+            case ev.Unread(what=kind, known=False):
+                if kind in self._unknown:
+                    return []
+                self._unknown.add(kind)
+        return _tell(event)
 
-    def _run_finished(self, event: Mapping[str, Any]) -> list[Line]:
-        status = str(event.get("status") or "finished")
+    def _run_finished(self, event: ev.RunFinished) -> list[Line]:
+        status, message = event.status, event.message
         unfinished = self._unfinished()
-        if status in ("failed", "succeeded") and not event.get("steps"):
+        if status in ("failed", "succeeded") and not event.steps:
             unfinished = []  # there was no step to finish the start: its end is enough
-        message = str(event.get("message") or "")
         if self._error:
             message = message.removesuffix(f": {self._error}")  # was shown in full before
-        exact = event.get("exact") is not False
-        steps = None if self._plain else event.get("steps")
-        examples = event.get("examples")
-        words = outcome_words(status, steps, examples, message, exact=exact)
+        steps = None if self._plain else event.steps
+        words = outcome_words(status, steps, event.examples, message, exact=event.exact)
         ended = Line(f"run {words}", {"succeeded": "good", "failed": "bad"}.get(status, "note"))
         way_on = resume_words(event)
         return [*unfinished, ended, *([Line(way_on, "note")] if way_on else [])]
@@ -131,70 +122,117 @@ class Narrator:
         self._reasons = {}
         return lines
 
-    def _rescale_finished(self, event: Mapping[str, Any]) -> list[Line]:
-        generation, size = int(event.get("generation") or 0), event.get("size")
-        pause_s = event.get("pause_s")
-        reason = self._reasons.pop(generation, count(size, "slot"))
+    def _rescale_finished(self, event: ev.RescaleFinished) -> list[Line]:
+        generation, slots = event.generation, count(event.size, "slot")
+        reason = self._reasons.pop(generation, slots)
         # Earlier rescales that broke before their first step get a line too, to show their causes.
         broken = [number for number in self._reasons if number < generation]
         lines = [Line(self._reasons.pop(number), "change") for number in broken]
-        if pause_s is None:
-            return [*lines, Line(f"training on {count(size, 'slot')}: {reason}", "good")]
-        return [*lines, Line(f"{reason} (pause {duration_words(float(pause_s))})", "change")]
+        if event.pause_s is None:
+            return [*lines, Line(f"training on {slots}: {reason}", "good")]
+        return [*lines, Line(f"{reason} (pause {duration_words(event.pause_s)})", "change")]
 
 
-class _Fields(dict[str, Any]):
-    """The fields of an event; a missing field is None."""
-
-    def __missing__(self, _: str) -> None:
-        return None
-
-
-def _tell(kind: str, event: Mapping[str, Any]) -> Line | None:
-    """Return the line for an event that needs no other event; None: it has none."""
-    if kind == "worker_left":
-        return _worker_left(event)
-    if kind == "command_done":
-        return _command_done(event)
-    if kind not in _LINES:
-        return None
-    words, tone = _LINES[kind]
-    return Line(words.format_map(_Fields(event)) if isinstance(words, str) else words(event), tone)
+def _tell(event: ev.ReadEvent) -> list[Line]:
+    """Return the line for an event that needs no other event, if it has one."""
+    told = _words(event)
+    return [] if told is None else [Line(*told)]
 
 
-def _run_started(event: Mapping[str, Any]) -> str:
-    hosts = event.get("hosts") or []
-    slots = sum(int(entry[1]) for entry in hosts)
-    return f"run {event.get('run_id')}: {count(len(hosts), 'host')}, {count(slots, 'slot')}"
+def _words(event: ev.ReadEvent) -> tuple[str, str] | None:
+    """Return text and tone of an event that needs no other event; None: it is not told."""
+    match event:
+        case ev.RunStarted(run_id=run_id, hosts=hosts):
+            slots = count(sum(number for _, number in hosts), "slot")
+            return f"run {run_id}: {count(len(hosts), 'host')}, {slots}", "plain"
+        case ev.TakenOver(size=0, workers=workers):
+            return f"took over the run: {count(workers, 'worker')} did not train yet", "good"
+        case ev.TakenOver(size=size):
+            trained = count(size, "worker")
+            return f"took over the run: {trained} went on training without a leader", "good"
+        case ev.LeaderCutOff(silent_s=silent_s, grace_s=grace_s):
+            silent, grace = duration_words(silent_s), duration_words(grace_s)
+            text = (
+                f"no host was heard of for {silent}: this machine is cut off, or all of them are "
+                f"gone. Training goes on without a leader for {grace}; trying to reach them"
+            )
+            return text, "bad"
+        case ev.Waiting(reason=reason):
+            return reason, "note"
+        case ev.HostsChanged(hosts=hosts):
+            named = " ".join(f"{name}:{slots}" for name, slots in hosts) or "none"
+            return f"hosts are now: {named}", "note"
+        case ev.HostLost(host=host, cause=cause):
+            return f"host {host} lost: {cause}", "bad"
+        case ev.HostDraining(host=host, cause=cause, leave_in_s=leave_in_s):
+            when = "" if leave_in_s is None else f", it has {duration_words(leave_in_s)}"
+            return f"host {host} is being drained ({cause}){when}", "change"
+        case ev.HostDrained(host=host):
+            return f"host {host} is drained: nothing of this run is left on it", "note"
+        case ev.HostReturned(host=host):
+            return f"host {host} is given back and may be used again", "good"
+        case ev.Input(bound=bound, reason=reason):
+            return None if bound == "nothing" else (reason, "note")
+        case ev.InputHostJoined(host=host, processes=processes):
+            return f"input host {host} reads for the ranks in {processes} processes", "good"
+        case ev.InputHostLeft(host=host, cause=cause):
+            return f"input host {host} reads no more: {cause}", "bad"
+        case ev.Shares():
+            return shares_words(event), "change"
+        case ev.PredictionMissed(reason=reason):
+            return f"prediction missed: {reason}", "note"
+        case ev.Decision(action=action, reason=reason):
+            return f"decision: {action}: {reason}", "note"
+        case ev.Restored(step=step, path=path):
+            return f"went back to step {step}, from {path or 'the start'}", "note"
+        case ev.ScriptFailed(traceback=traceback):
+            worker = worker_name(event.host, event.local_rank)
+            return f"the script failed in worker {worker}:\n{traceback.rstrip()}", "bad"
+        case ev.WorkerCrashed(cause=cause, traceback=traceback):
+            worker = worker_name(event.host, event.local_rank)
+            return f"worker {worker} {cause}:\n{traceback.rstrip()}", "bad"
+        case ev.WorkerLeft():
+            return _left_words(event)
+        case ev.StopRequested(reason=reason):
+            return f"stopping: {reason}", "note"
+        case ev.TrainingStopped(step=step, rank=rank, reason=reason):
+            return f"training ends after step {step}, as rank {rank} has asked: {reason}", "note"
+        case ev.TrainingGoesOn(step=step):
+            lost = "the ranks that had agreed to end it are lost"
+            return f"training goes on after step {step}: {lost}", "note"
+        case ev.CommandDone(ok=False, message=message):
+            return f"could not do as asked: {message}", "bad"
+        case ev.CommandDone(message=message) if message:
+            return f"done as asked: {message}", "note"
+        case ev.LogNote(message=message):
+            return message, "note"
+        case ev.Warned(message=message):
+            return f"warning: {message}", "bad"
+        case ev.Unread(what=kind, known=True):
+            return f"an event '{kind}' has unexpected fields", "note"
+        case ev.Unread(what=kind):
+            return f"events '{kind}' are unknown to this version, and left out", "note"
+    return None
 
 
-def _taken_over(event: Mapping[str, Any]) -> str:
-    """Return what a new leader has found.
+def _left_words(event: ev.WorkerLeft) -> tuple[str, str] | None:
+    worker = worker_name(event.host, event.local_rank)
+    match event.how:
+        case Departure.LEFT:
+            return f"worker {worker} left as asked", "note"
+        case Departure.FINISHED:
+            return f"worker {worker} left: finished", "note"
+        case Departure.HOST_LOST:
+            return None  # the event of the host has its own line
+    return event.cause, "bad"
 
-    >>> _taken_over({"size": 0, "workers": 4})
-    'took over the run: 4 workers did not train yet'
-    """
-    size, workers = event.get("size"), event.get("workers")
-    if not size:
-        return f"took over the run: {count(workers, 'worker')} did not train yet"
-    return f"took over the run: {count(size, 'worker')} went on training without a leader"
 
-
-def _leader_cut_off(event: Mapping[str, Any]) -> str:
-    silent, grace = (duration_words(float(event.get(k) or 0)) for k in ("silent_s", "grace_s"))
+def cut_off_words(event: ev.LeaderCutOff) -> str:
+    """Return since when a leader hears from no host, and what it does."""
     return (
-        f"no host was heard of for {silent}: this machine is cut off, or all of them are gone. "
-        f"Training goes on without a leader for {grace}; trying to reach them"
-    )
-
-
-def cut_off_words(event: Mapping[str, Any]) -> str:
-    """Return since when a leader hears from no host, and what it does, by ``leader_cut_off``."""
-    at, silent_s = float(event.get("t") or 0.0), float(event.get("silent_s") or 0.0)
-    until = at + float(event.get("tries_s") or event.get("grace_s") or 0.0)
-    return (
-        f"its leader hears from none of its hosts since {clock_words(at - silent_s)}: they may "
-        f"train on alone; it tries them until {clock_words(until)}, then trains where it can"
+        f"its leader hears from none of its hosts since {clock_words(event.t - event.silent_s)}: "
+        f"they may train on alone; it tries them until {clock_words(event.t + event.tries_s)}, "
+        "then trains where it can"
     )
 
 
@@ -206,61 +244,6 @@ def silent_words(silent: Mapping[str, float]) -> str:
     """
     since = clock_words(min(silent.values()))
     return f"its leader has not reached {', '.join(silent)} again: no answer since {since}"
-
-
-def _host_draining(event: Mapping[str, Any]) -> str:
-    left = event.get("leave_in_s")
-    when = "" if left is None else f", it has {duration_words(float(left))}"
-    return f"host {event.get('host')} is being drained ({event.get('cause')}){when}"
-
-
-def _hosts_changed(event: Mapping[str, Any]) -> str:
-    named = " ".join(f"{name}:{slots}" for name, slots in event.get("hosts") or []) or "none"
-    return f"hosts are now: {named}"
-
-
-def _script_failed(event: Mapping[str, Any]) -> str:
-    return f"the script failed in worker {_worker(event)}:\n{_traceback(event)}"
-
-
-def _worker_crashed(event: Mapping[str, Any]) -> str:
-    return f"worker {_worker(event)} {event.get('cause')}:\n{_traceback(event)}"
-
-
-def _worker(event: Mapping[str, Any]) -> str:
-    return worker_name(event.get("host"), event.get("local_rank"))
-
-
-def _traceback(event: Mapping[str, Any]) -> str:
-    return str(event.get("traceback") or "").rstrip()
-
-
-def _command_done(event: Mapping[str, Any]) -> Line | None:
-    message = event.get("message")
-    if not event.get("ok", True):
-        return Line(f"could not do as asked: {message}", "bad")
-    return Line(f"done as asked: {message}", "note") if message else None
-
-
-def _worker_left(event: Mapping[str, Any]) -> Line | None:
-    worker, cause = _worker(event), str(event.get("cause") or "no cause given")
-    match _DEPARTURES.get(str(event.get("how"))):
-        case Departure.LEFT:
-            return Line(f"worker {worker} left as asked", "note")
-        case Departure.FINISHED:
-            return Line(f"worker {worker} left: finished", "note")
-        case Departure.HOST_LOST:
-            return None  # the event of the host has its own line
-        case Departure.KILLED | Departure.DIED:
-            return Line(cause, "bad")
-    return Line(f"worker {worker} left: {cause}", "bad")
-
-
-def _plain_lines(event: Mapping[str, Any]) -> list[Line]:
-    """Return the lines for what a plain command does; the end of the run tells its exit status."""
-    if event.get("kind") == "worker_left":
-        return []
-    return [Line(f"the command failed on host {event.get('host')}:\n{_traceback(event)}", "bad")]
 
 
 def departure_words(cause: str, rescale: str) -> str:
@@ -275,18 +258,14 @@ def departure_words(cause: str, rescale: str) -> str:
     >>> departure_words("finished", ""), departure_words("was killed by signal 9", "")
     ('its training function returned', 'was killed by signal 9')
     """
-    match _DEPARTURES.get(cause):
-        case Departure.LEFT:
+    match cause:
+        case Departure.LEFT.value:
             return f"as asked: {rescale}" if rescale else "as asked"
-        case Departure.FINISHED:
+        case Departure.FINISHED.value:
             return "its training function returned"
-        case Departure.HOST_LOST:
+        case Departure.HOST_LOST.value:
             return "its host was lost"
     return cause
-
-
-def _rescale_words(event: Mapping[str, Any]) -> str:
-    return str(event.get("reason") or f"{event.get('from_size')} → {event.get('to_size')} slots")
 
 
 # -- the state of a run ----------------------------------------------------------------------------
@@ -407,7 +386,7 @@ def run_sentences(
     if summary.missed:
         told.append(f"It fell short: {summary.missed}.")
     if summary.misfits:
-        told.append(f"{count(summary.misfits, 'event')} with unexpected fields left out.")
+        told.append(f"{misfit_words(summary)}.")
     if summary.warnings:
         told.append(f"Last warning: {summary.warnings[-1].text}")
     return told
@@ -467,6 +446,7 @@ def status_rows(
         submitted: whether it was submitted to Slurm.
     """
     failure = checkpoint = ""
+    plan = summary.batch_plan
     trains = summary.started is not None and not summary.plain
     if (kept := summary.kept_checkpoint) is not None:
         checkpoint = f"step {kept.step}, {kept.path}"
@@ -497,7 +477,7 @@ def status_rows(
         ("metrics", metric_words(own)),
         ("left out", left_out_words(summary.last)),
         ("skipped", skipped_words(summary.skipped)),
-        ("batch", _batch_size_words(summary) if summary.batch_plan else ""),
+        ("batch", _batch_size_words(summary, plan) if plan else ""),
         ("hosts", " ".join(hosts)),
         ("input hosts", " ".join(reading)),
         ("data", summary.input),
@@ -511,6 +491,7 @@ def status_rows(
         ("saved", saved_words(summary)),
         ("folder", folder),
         ("failure", failure),
+        ("not read", misfit_words(summary)),
     ]
     return [(label, text) for label, text in rows if text]
 
@@ -523,13 +504,10 @@ def _time_left_words(summary: RunSummary, found: Draining, now: float) -> str:
     return f"being left, {duration_words(left_s)} remain" if left_s > 0 else "being left, overdue"
 
 
-def _batch_size_words(summary: RunSummary) -> str:
-    plan = summary.batch_plan
-    text = f"{number_words(plan.get('global_batch_size'))} examples"
-    limits = plan.get("limits")
-    if isinstance(limits, dict):
-        initial, most = (limits.get(f"{name}_batch_size") for name in ("initial", "max"))
-        text += f" ({number_words(initial)} at first, at most {number_words(most)})"
+def _batch_size_words(summary: RunSummary, plan: ev.BatchPlan) -> str:
+    initial, most = plan.limits.initial_batch_size, plan.limits.max_batch_size
+    text = f"{number_words(plan.global_batch_size)} examples"
+    text += f" ({number_words(initial)} at first, at most {number_words(most)})"
     for name, unit in (("noise_scale", " examples"), ("efficiency", "")):
         if name in summary.last:
             text += f", {name.replace('_', ' ')} {number_words(summary.last[name])}{unit}"
@@ -539,6 +517,14 @@ def _batch_size_words(summary: RunSummary) -> str:
 def metric_words(metrics: Mapping[str, Any]) -> str:
     """Return names and values of metrics, as one line."""
     return ", ".join(f"{name} {number_words(value)}" for name, value in metrics.items())
+
+
+def misfit_words(summary: RunSummary) -> str:
+    """Return how many events are not shown, since this version cannot read them; empty: none."""
+    if not summary.misfits:
+        return ""
+    events = count(summary.misfits, "event")
+    return f"{events} left out, of a kind or with fields that this version does not know"
 
 
 def saved_words(summary: RunSummary) -> str:
@@ -556,30 +542,27 @@ def rescale_words(summary: RunSummary) -> str:
     return f"{len(summary.live_rescales)}{longest}"
 
 
-def resume_words(event: Mapping[str, Any]) -> str:
+def resume_words(event: ev.RunFinished) -> str:
     """Return how a run that ended early can be resumed; empty if it cannot or need not.
 
-    Args:
-        event: the run's ``run_finished`` event.
-
-    >>> resume_words({"status": "stopped", "run_id": "r1", "steps": 9, "checkpoint_step": 9})
+    >>> ended = ev.RunFinished("stopped", "", "r1", 9, 72, 0, True, 9, False)
+    >>> resume_words(ended)
     'its checkpoint is of step 9; go on with: hvd-elastic run --resume r1'
-    >>> resume_words({"status": "failed", "run_id": "r1", "steps": 9, "checkpoint_step": 7})
+    >>> ended.checkpoint_step = 7
+    >>> resume_words(ended)
     'its checkpoint is of step 7, so 2 steps will be done again; go on with: hvd-elastic run --resume r1'
-    >>> resume_words({"status": "stopped", "run_id": "r1", "steps": 9, "checkpoint_step": None})
+    >>> ended.checkpoint_step = None
+    >>> resume_words(ended)
     'it has no checkpoint here: --resume goes on from one that is still on a host, or begins anew'
-    >>> resume_words({"status": "stopped", "steps": 0, "checkpoint_step": 9, "resume": "sbatch x"})
+    >>> ended.resume = "sbatch x"
+    >>> ended.checkpoint_step = 9
+    >>> resume_words(ended)
     'its checkpoint is of step 9; go on with: sbatch x'
-    >>> resume_words({"status": "failed", "steps": 9, "checkpoint_step": 7, "led_elsewhere": True})
-    ''
     """  # noqa: E501
-    steps = event.get("steps")
-    if event.get("status") == "succeeded" or steps is None or "checkpoint_step" not in event:
-        return ""
-    step = event["checkpoint_step"]
-    if event.get("led_elsewhere"):
-        return ""  # the run continues under the other leader
-    if not steps and (step is None or event.get("status") == "failed"):
+    steps, step = event.steps, event.checkpoint_step
+    if event.status == "succeeded" or event.led_elsewhere:
+        return ""  # it is over, or continues under the other leader
+    if not steps and (step is None or event.status == "failed"):
         return ""  # nothing was trained, and the cause of the failure is enough
     if step is None:
         return (
@@ -587,7 +570,7 @@ def resume_words(event: Mapping[str, Any]) -> str:
             "or begins anew"
         )
     undone = f", so {count(steps - step, 'step')} will be done again" if step < steps else ""
-    command = event.get("resume") or f"hvd-elastic run --resume {event.get('run_id')}"
+    command = event.resume or f"hvd-elastic run --resume {event.run_id}"
     return f"its checkpoint is of step {step}{undone}; go on with: {command}"
 
 
@@ -656,52 +639,48 @@ def progress_words(metrics: Mapping[str, Any], size: int) -> str:
     return " · ".join(parts)
 
 
-def shares_words(event: Mapping[str, Any]) -> str:
+def shares_words(event: ev.Shares) -> str:
     """Return how the batch is divided among the ranks, and why; only the first ranks are listed.
 
-    >>> shares_words({"shares": [24, 8], "global_batch_size": 32, "reason": "rank 1 is slow"})
+    >>> shares_words(ev.Shares(9, 32, [24, 8], "rank 1 is slow"))
     'the ranks have 24, 8 of 32 examples: rank 1 is slow'
-    >>> shares_words({"shares": [], "reason": "the ranks are equally fast, to 5 %"})
+    >>> shares_words(ev.Shares(9, 32, [], "the ranks are equally fast, to 5 %"))
     'equal shares of the batch: the ranks are equally fast, to 5 %'
     """
-    shares, reason = event.get("shares") or [], event.get("reason")
+    shares, reason = event.shares, event.reason
     if not shares:
         return f"equal shares of the batch: {reason}"
     told = ", ".join(map(str, shares[:_SHARES_TOLD]))
     more = f" and {len(shares) - _SHARES_TOLD} more" if len(shares) > _SHARES_TOLD else ""
-    return f"the ranks have {told}{more} of {event.get('global_batch_size')} examples: {reason}"
+    return f"the ranks have {told}{more} of {event.global_batch_size} examples: {reason}"
 
 
-def batch_words(plan: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+def batch_words(plan: ev.BatchPlan, before: ev.BatchPlan | None) -> str:
     """Return how an adaptive batch size has changed, and why; empty if it has not.
 
     Args:
-        plan: ``batch_plan`` event.
-        before: previous ``batch_plan`` event; empty if there is none.
+        plan: the batch plan.
+        before: previous batch plan; None if there is none.
 
-    >>> first = {"global_batch_size": 64, "accumulation_steps": 0, "limits": {"initial_batch_size": 64}}
-    >>> batch_words(first, {})
+    >>> first = ev.BatchPlan(0, 64, 32, 0, None, ev.BatchLimits(64, 512, 1, None, 3), "")
+    >>> batch_words(first, None)
     ''
-    >>> grown = {**first, "global_batch_size": 128, "lr_scale": 1.74, "reason": "noise"}
+    >>> grown = ev.BatchPlan(9, 128, 32, 1, 1.74, first.limits, "noise")
     >>> batch_words(grown, first)
-    'batch 64 → 128 examples, learning rate x 1.74: noise'
-    >>> batch_words({**grown, "accumulation_steps": 1, "atomic_batch_size": 32}, grown)
-    'batch of 128 examples in 2 passes of 32 on each rank, learning rate x 1.74: noise'
-    """  # noqa: E501
-    size, extra = plan.get("global_batch_size"), plan.get("accumulation_steps") or 0
-    initial = (plan.get("limits") or {}).get("initial_batch_size")
-    known = before or {"global_batch_size": initial}
-    old = known.get("global_batch_size")
-    if size == old and extra == (known.get("accumulation_steps") or 0):
+    'batch 64 → 128 examples in 2 passes of 32 on each rank, learning rate x 1.74: noise'
+    """
+    size, extra = plan.global_batch_size, plan.accumulation_steps
+    old = before.global_batch_size if before else plan.limits.initial_batch_size
+    if size == old and extra == (before.accumulation_steps if before else 0):
         return ""
     text = f"batch of {number_words(size)} examples"
-    if size != old and old is not None:
+    if size != old:
         text = f"batch {number_words(old)} → {number_words(size)} examples"
     if extra:
-        text += f" in {extra + 1} passes of {plan.get('atomic_batch_size')} on each rank"
-    if plan.get("lr_scale") is not None:
-        text += f", learning rate x {number_words(plan['lr_scale'])}"
-    return f"{text}: {plan.get('reason')}"
+        text += f" in {extra + 1} passes of {plan.atomic_batch_size} on each rank"
+    if plan.lr_scale is not None:
+        text += f", learning rate x {number_words(plan.lr_scale)}"
+    return f"{text}: {plan.reason}"
 
 
 def attempts_words(attempts: int, failures: int, retries: int) -> str:
@@ -754,40 +733,3 @@ def removed_host_words(ends: Sequence[str], leaves: Sequence[str]) -> str:
 def _all_of(runs: Iterable[str]) -> str:
     named = [*runs]
     return f"{' and '.join(named)} {'has' if len(named) == 1 else 'have'}"
-
-
-_LINES: dict[str, tuple[str | Callable[[Mapping[str, Any]], str], str]] = {
-    "run_started": (_run_started, "plain"),
-    "taken_over": (_taken_over, "good"),
-    "leader_cut_off": (_leader_cut_off, "bad"),
-    "waiting": (lambda event: str(event.get("reason") or "waiting for hosts"), "note"),
-    "hosts_changed": (_hosts_changed, "note"),
-    "host_lost": ("host {host} lost: {cause}", "bad"),
-    "host_draining": (_host_draining, "change"),
-    "host_drained": ("host {host} is drained: nothing of this run is left on it", "note"),
-    "host_returned": ("host {host} is given back and may be used again", "good"),
-    "input": ("{reason}", "note"),
-    "input_host_joined": ("input host {host} reads for the ranks in {processes} processes", "good"),
-    "input_host_left": ("input host {host} reads no more: {cause}", "bad"),
-    "shares": (shares_words, "change"),
-    "prediction_missed": ("prediction missed: {reason}", "note"),
-    "decision": ("decision: {action}: {reason}", "note"),
-    "restored": (
-        lambda e: f"went back to step {e.get('step')}, from {e.get('path') or 'the start'}",
-        "note",
-    ),
-    "script_failed": (_script_failed, "bad"),
-    "worker_crashed": (_worker_crashed, "bad"),
-    "stop_requested": ("stopping: {reason}", "note"),
-    "training_stopped": (
-        "training ends after step {step}, as rank {rank} has asked: {reason}",
-        "note",
-    ),
-    "training_goes_on": (
-        "training goes on after step {step}: the ranks that had agreed to end it are lost",
-        "note",
-    ),
-    "log_note": (lambda event: str(event.get("message") or event.get("text") or ""), "note"),
-    "warning": ("warning: {message}", "bad"),
-}
-"""Text, or what makes it of the event, and tone, by kind of event."""

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
+from hvd_elastic import run_events as ev
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
 from hvd_elastic.model.goodput import BatchPlan, statistical_efficiency
 from hvd_elastic.policy.batch import BatchChoice
 from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer
+from hvd_elastic.run_events import ReadEvent
 from hvd_elastic.sim.cluster import Cluster
 from hvd_elastic.sim.static import best_at
 from hvd_elastic.sim.trace import Trace
@@ -52,7 +54,7 @@ class ScalingRule(Protocol):
     def formed(self, hosts_of_ranks: Sequence[str], now: float, /) -> None:
         """Note the host of each rank after a rescale."""
 
-    def note(self, kind: str, fields: Mapping[str, Any], now: float, /) -> None:
+    def note(self, event: ReadEvent, /) -> None:
         """Take an event of the run."""
 
     def due(self, now: float) -> bool:
@@ -304,7 +306,8 @@ class _Simulation:
         self._sample(0.0)
         self._pay(pause_s)
         self._now += pause_s
-        self._controller.note("rescale_finished", {"pause_s": pause_s}, self._now)
+        size = allocation.slots
+        self._controller.note(ev.RescaleFinished(0, size, pause_s, mono=self._now))
         self._form()
 
     def _form(self) -> None:
@@ -320,12 +323,10 @@ class _Simulation:
         job = self._job
         job.choice.cut_shares(job.allocation.slots)
         job.examples = job.step * job.plan.global_batch_size
-        fields = {
-            "global_batch_size": job.plan.global_batch_size,
-            "accumulation_steps": job.plan.accumulation_steps,
-            "limits": dataclasses.asdict(job.choice.limits_now),
-        }
-        self._controller.note("batch_plan", fields, self._now)
+        plan, limits = job.plan, ev.BatchLimits(**dataclasses.asdict(job.choice.limits_now))
+        size, extra = plan.global_batch_size, plan.accumulation_steps
+        event = ev.BatchPlan(0, size, 0, extra, None, limits, "", mono=self._now)
+        self._controller.note(event)
 
     def _review(self) -> None:
         """Choose the batch plan, as the ranks do."""
@@ -348,19 +349,16 @@ class _Simulation:
         compute_s, shares = job.compute_s(), job.parts
         job.choice.review_shares(compute_s, job.step_s())
         job.choice.cut_shares(job.allocation.slots)
-        fields: dict[str, Any] = {
-            "step": job.step,
-            "examples": job.examples,
-            "size": job.allocation.slots,
-            "noise_scale": job.jittered(job.noise),
-            "global_batch_size": job.plan.global_batch_size,
-        }
+        size, ranks = job.plan.global_batch_size, job.allocation.slots
+        # Parts of a step count as well here.
+        step, examples = cast(int, job.step), cast(int, job.examples)
+        told = ev.Metrics(step, 0, 0, examples, ranks, mono=self._now)
+        told.noise_scale, told.global_batch_size = job.jittered(job.noise), size
         if job.parts == shares:
-            fields["rank_s"] = compute_s  # otherwise measured with the shares before
-        if job.choice.unequal_shares and job.allocation.slots > 1:
-            size, ranks = job.plan.global_batch_size, job.allocation.slots
-            fields["shares"] = list(job.choice.balance.parts_of(size, ranks))
-        self._controller.note("metrics", fields, self._now)
+            told.rank_s = [*compute_s]  # otherwise measured with the shares before
+        if job.choice.unequal_shares and ranks > 1:
+            told.shares = list(job.choice.balance.parts_of(size, ranks))
+        self._controller.note(told)
 
     def _sample(self, goodput: float) -> None:
         job = self._job

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from hvd_elastic.torch.summed_losses import summed_losses_are_added
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.horovod_names import missing_name
+from hvd_elastic.training.instances import instances_of
 from hvd_elastic.training.uncaught import script_line
 from hvd_elastic.training.worker import Worker
 
@@ -113,9 +113,7 @@ class _OptimizerWatch:
     def __init__(self, worker: Worker, state: State) -> None:
         self._worker = worker
         self._state = state
-        self._early = weakref.WeakSet(
-            each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)
-        )
+        self._early = weakref.WeakSet(instances_of(torch.optim.Optimizer))
         self._told: set[str] = set()
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

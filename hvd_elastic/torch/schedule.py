@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
@@ -20,6 +19,7 @@ from torch.optim.lr_scheduler import (
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Schedule
+from hvd_elastic.training.instances import holders_of
 from hvd_elastic.training.planning.rules import whole_steps
 from hvd_elastic.training.worker import Worker
 
@@ -100,11 +100,10 @@ def forgotten_schedulers(worker: Worker, optimizer: Optimizer) -> list[LRSchedul
     if state is None or worker.communicator.rank != 0:
         return []
     kept = {id(found) for item in state.named_objects().values() for found in held_by(item)}
-    # The garbage collector's list is searched because optimizers do not refer to schedulers.
     users = {
         id(found): found
-        for found in gc.get_objects()
-        if issubclass(type(found), LRScheduler) and getattr(found, "optimizer", None) is optimizer
+        for found in holders_of(optimizer, LRScheduler)
+        if getattr(found, "optimizer", None) is optimizer
     }
     parts = {id(part) for user in users.values() for part in held_by(user) if part is not user}
     forgotten = [user for key, user in users.items() if key not in kept | parts]

@@ -28,6 +28,7 @@ import msgspec
 
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.peers import connect_own
+from hvd_elastic.run_events import Warned
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError, encode
 
@@ -223,7 +224,7 @@ class AgentLink:
         names = ", ".join(each.name for each in others)
         if names:
             self.send(
-                msg.WorkerWarning(
+                Warned(
                     f"the script has ended, and Python waits for its threads ({names}): "
                     "have them end, or start them with daemon=True"
                 )
@@ -247,9 +248,16 @@ class AgentLink:
                 f"a line with its address and {name} to /etc/hosts there"
             )
             with contextlib.suppress(OSError):
-                self.send(msg.WorkerWarning(message))
+                self.send(Warned(message))
 
     def _read(self) -> None:
+        try:
+            self._read_all()
+        except Exception:  # else this worker would wait for ever for what the agent says
+            log.exception("messages of the agent cannot be read. This worker ends")
+            os._exit(1)
+
+    def _read_all(self) -> None:
         lines = LineSplitter("the agent")
         messages: MessageDecoder[Any] = MessageDecoder(msg.AgentToWorker, "the agent")
         while True:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
+from hvd_elastic.run_events import Restored
 from hvd_elastic.training.checkpointing import Checkpointing
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.metrics import Metrics
@@ -174,4 +176,4 @@ class Membership:
         worker.progress = worker.state.load(worker.frontend.load_checkpoint(path), copy_of or path)
         if worker.mode is Mode.AGENT:  # the agent put a copy into the spool for this load only
             shutil.rmtree(Path(path).parent, ignore_errors=True)
-        worker.sink.send(msg.Restored(worker.position, path))
+        worker.sink.send(Restored(**asdict(worker.position), path=path))

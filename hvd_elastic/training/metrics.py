@@ -8,17 +8,17 @@ import numbers
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from hvd_elastic import run_events
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.training.worker import Worker
-from hvd_elastic.wire import messages as msg
 
-ENVELOPE = frozenset({"t", "mono", "kind"})
-"""Fields of every event: its time, and what has happened."""
+_FIELDS = frozenset({*run_events.Metrics.__struct_fields__, "kind"})
 _REAL = re.compile(r"(torch\.)?(bool|u?int\d|b?float\d)")  # names of types of real numbers
 _INTEGERS = range(-(2**63), 2**64)  # what messages can hold
 _INTERVAL_S = 0.25  # not every step: reading the script's tensors waits for the device
@@ -30,7 +30,6 @@ class Metrics:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._values: dict[str, Any] = {}
-        self._refused: set[str] = set()
         self._told_skipped = 0
         self._due = 0.0
         self._window = (time.monotonic(), 0)
@@ -43,16 +42,14 @@ class Metrics:
     def update(self, values: Mapping[str, Any]) -> None:
         """Store numbers from the script until metrics are sent next.
 
+        One that has the name of a field of the event is sent as ``script.NAME``.
+
         Raises:
             ScriptError: a value is not one number; names it.
         """
-        self._values.update({name: _one_number(name, value) for name, value in values.items()})
-        for name in values.keys() & ENVELOPE - self._refused:
-            self._refused.add(name)
-            self._worker.warn_once(
-                f"the metric {name!r} is not recorded: each event has a field of this name. Give "
-                "it another name"
-            )
+        for name, value in values.items():
+            number = _one_number(name, value)
+            self._values[f"script.{name}" if name in _FIELDS else name] = number
 
     def world_begins(self, *, first: bool, announces_pause: bool) -> None:
         """Begin to measure a generation; ``first``: the first one of this process."""
@@ -73,7 +70,7 @@ class Metrics:
             self._announces_pause = False
             pause = None if self._rescaled_from is None else now - self._rescaled_from
             size = worker.communicator.size
-            worker.sink.send(msg.RescaleFinished(worker.generation, size, pause))
+            worker.sink.send(run_events.RescaleFinished(worker.generation, size, pause))
         self._last_step = now
         if worker.step_began is not None:
             worker.longest_step_s = max(worker.longest_step_s, now - worker.step_began)
@@ -94,33 +91,31 @@ class Metrics:
         self._due = now + _INTERVAL_S
         since, examples = self._window
         done = worker.progress.examples - examples
-        record: dict[str, Any] = {}
+        size = worker.communicator.size
+        told = run_events.Metrics(**asdict(worker.position), size=size, **planned(), t=time.time())
         if done > 0 and now > since:
-            record["throughput"] = done / (now - since)
+            told.throughput = done / (now - since)
             waited_s = worker.communicator.waited_s - self._waited_s
-            record["rank_wait"] = round(min(1.0, max(0.0, waited_s / (now - since))), 4)
+            told.rank_wait = round(min(1.0, max(0.0, waited_s / (now - since))), 4)
+            if told.efficiency is not None:
+                told.goodput = told.throughput * told.efficiency
         loop_s, wait_s = (
             now - then for now, then in zip(worker.input_times.waited, self._input, strict=True)
         )
         if loop_s > 0:
-            record["data_wait"] = round(min(1.0, wait_s / loop_s), 4)
+            told.data_wait = round(min(1.0, wait_s / loop_s), 4)
         rate = worker.averagers.learning_rate()
         if rate is not None:
-            record["lr"] = rate
-        record |= planned()
+            told.lr = rate
         if worker.progress.skipped:
-            record["skipped_steps"] = self._told_skipped = worker.progress.skipped
-        if "throughput" in record and "efficiency" in record:
-            record["goodput"] = record["throughput"] * record["efficiency"]
-        own = {*worker.progress.as_dict(), "size", *ENVELOPE, *record}
-        for name, value in self._values.items():
-            if name not in own:  # the scheduling decisions rely on the library's own values
-                record[name] = _plain(worker.frontend.plain(value))
+            told.skipped_steps = self._told_skipped = worker.progress.skipped
+        told.values = {
+            name: _plain(worker.frontend.plain(value)) for name, value in self._values.items()
+        }
         self._window = (now, worker.progress.examples)
         self._input = worker.input_times.waited
         self._waited_s = worker.communicator.waited_s
-        size = worker.communicator.size
-        worker.sink.send(msg.Metrics(worker.position, size, record, sent=time.time()))
+        worker.sink.send(told)
 
 
 def _one_number(name: str, value: Any) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvd_elastic.formatting import count
+from hvd_elastic.run_events import ExampleSkipped
 from hvd_elastic.training.input.server import Source
 from hvd_elastic.training.input.skipped import Skipped
 from hvd_elastic.training.planning.planner import Planner
 from hvd_elastic.training.progress import Progress
 from hvd_elastic.training.worker import Worker
-from hvd_elastic.wire import messages as msg
 
 
 class ScriptData:
@@ -46,7 +46,7 @@ class ScriptData:
             if example in self._skipped:
                 continue
             self._skipped.add(example)
-            worker.sink.send(msg.ExampleSkipped(example=example, reason=reason))
+            worker.sink.send(ExampleSkipped(example=example, reason=reason))
             if (number := len(self._skipped)).bit_count() == 1:
                 worker.warn(
                     f"{example} cannot be decoded: {reason}. It is left out of its batch "

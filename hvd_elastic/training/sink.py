@@ -8,25 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER
-from hvd_elastic.records.json_lines import EventLog, Record, RecordNotWrittenError
+from hvd_elastic.errors import RunError
+from hvd_elastic.records.events import append_event, as_record
+from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.tensorboard import TensorBoardWriter, check_tensorboard
+from hvd_elastic.run_events import Event, RescaleFinished, Restored, RunEvent
 from hvd_elastic.training.agent_link import AgentLink
 from hvd_elastic.wire import messages as msg
 
 log = logging.getLogger(__name__)
-
-_AUDITED = (msg.Used, msg.Restored, msg.Dataset)
-_EVENTS = (
-    msg.Metrics,
-    msg.CheckpointWritten,
-    msg.FileSaved,
-    msg.Restored,
-    msg.TrainingStopped,
-    msg.WorkerWarning,
-    msg.BatchPlan,
-    msg.Shares,
-    msg.ExampleSkipped,
-)
 
 
 class Sink:
@@ -86,25 +76,36 @@ class FileSink(Sink):
             self._board = TensorBoardWriter(folder / "tensorboard", log.warning)
 
     def send(self, message: msg.WorkerToAgent) -> None:
-        if not isinstance(message, msg.WorkerReport):
-            return
-        kind = str(message.__struct_config__.tag)
-        fields = message.event_fields()
-        if isinstance(message, _EVENTS):
-            record = self._append("events.jsonl", kind, fields)
-            if self._board is not None:
-                self._board.note(record)
-        if isinstance(message, _AUDITED) and self.audit:
-            self._append("audit.jsonl", kind, fields)
+        match message:
+            case msg.CheckpointWritten() | msg.FileSaved():
+                self._record(message.event())
+            case RescaleFinished():
+                pass  # there is one generation
+            case RunEvent():
+                self._record(message)
+            case msg.Dataset() | msg.Used() if self.audit:
+                self._audit(*message.as_record())
+        if isinstance(message, Restored) and self.audit:
+            self._audit(message.kind, as_record(message))
 
-    def _append(self, name: str, kind: str, fields: dict[str, Any]) -> Record:
+    def _record(self, event: Event) -> None:
+        try:
+            append_event(self._log("events.jsonl"), event)
+        except RunError as error:
+            log.warning("%s", error)
+        if self._board is not None:
+            self._board.take(event)
+
+    def _audit(self, kind: str, fields: dict[str, Any]) -> None:
+        try:
+            self._log("audit.jsonl").append(kind, fields)
+        except RunError as error:
+            log.warning("%s", error)
+
+    def _log(self, name: str) -> EventLog:
         if name not in self._logs:  # most ranks have nothing to record
             self._logs[name] = EventLog(self._folder / name)
-        try:
-            return self._logs[name].append(kind, fields)
-        except RecordNotWrittenError as error:
-            log.warning("%s", error)
-            return error.record
+        return self._logs[name]
 
 
 def open_sink(link: AgentLink | None) -> Sink:

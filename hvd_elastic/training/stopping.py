@@ -6,8 +6,8 @@ import logging
 
 import numpy as np
 
+from hvd_elastic.run_events import TrainingStopped
 from hvd_elastic.training.worker import Worker
-from hvd_elastic.wire import messages as msg
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def agree_on_stop(worker: Worker, step: int) -> None:
     rank, reason = next((rank, each) for rank, each in enumerate(told) if each)
     worker.progress.stopped = True
     if communicator.rank == 0:
-        worker.sink.send(msg.TrainingStopped(step, rank, reason))
+        worker.sink.send(TrainingStopped(step, rank, reason))
         if worker.link is None:  # else the leader shows it
             text = "training ends after step %d, as rank %d has asked: %s"
             log.warning(text, step, rank, reason)

@@ -23,6 +23,7 @@ from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.communicator.ring import HorovodCommunicator
 from hvd_elastic.control.progress import Activity, Position
 from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.run_events import Warned
 from hvd_elastic.training.agent_link import AgentLink, worker_options
 from hvd_elastic.training.averagers import Averagers
 from hvd_elastic.training.data_digest import DataDigest
@@ -181,7 +182,7 @@ class Worker:
 
     def warn(self, message: str) -> None:
         """Record a warning and show it on the terminal; training continues."""
-        self.sink.send(msg.WorkerWarning(message))
+        self.sink.send(Warned(message))
         if self.link is None:  # else the leader shows it
             log.warning("%s", message)
 

@@ -22,7 +22,7 @@ from hvd_elastic.records.cluster import (
     JobRecord,
     summarize_cluster,
 )
-from hvd_elastic.records.json_lines import EventFollower, iter_events
+from hvd_elastic.records.json_lines import Follower, decode_record, iter_records
 from hvd_elastic.views.page import (
     MAX_ROWS,
     cell,
@@ -63,7 +63,7 @@ def write_cluster_report(name: str | None, out: Path | None = None) -> tuple[Pat
         RunError: there is no such cluster, it has no jobs yet, or ``out`` cannot be written.
     """
     folder = open_cluster(name)
-    summary = summarize_cluster(iter_events(folder.events), folder.name)
+    summary = summarize_cluster(iter_records(folder.events), folder.name)
     if not summary.jobs:
         raise RunError(f"cluster {summary.name} has had no jobs yet, so there is nothing to report")
     path = folder.path / "report.html" if out is None else out
@@ -369,7 +369,7 @@ class LiveClusters:
 class _LiveCluster:
     def __init__(self, folder: ClusterFolder) -> None:
         self._folder = folder
-        self._follower = EventFollower(folder.events)
+        self._follower = Follower(folder.events, decode_record)
         self._summary = ClusterSummary(folder.name)
         self._rendered: tuple[object, str] = (None, "")
 

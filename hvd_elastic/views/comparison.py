@@ -11,7 +11,6 @@ from typing import Any
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import duration_words, number_words
-from hvd_elastic.records.json_lines import iter_events
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import MetricSeries, RunSummary
 from hvd_elastic.records.wording import run_state
@@ -35,7 +34,7 @@ def write_comparison(folders: Sequence[RunFolder], out: Path) -> list[RunSummary
     found = []
     for folder in folders:
         alive = folder.leader_alive()  # before its last events are read
-        summary = summarize_for_plots(iter_events(folder.events))
+        summary = summarize_for_plots(folder.iter_events())
         if summary.started is None:
             raise RunError(f"run {folder.run_id} has no events yet, so there is nothing to compare")
         summary.run_id = folder.run_id

@@ -15,7 +15,8 @@ from typing import Any
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import bytes_words, clock_words, count
 from hvd_elastic.records.audit import AuditResult, check_audit
-from hvd_elastic.records.json_lines import EventFollower, LineFollower, decode_lines, iter_events
+from hvd_elastic.records.events import decode_event
+from hvd_elastic.records.json_lines import LineFollower, decoded, iter_records
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import MetricSeries, RunSummary, take_events
 from hvd_elastic.records.wording import ENDED, GOES_ON, READING, run_sentences, run_state
@@ -58,7 +59,7 @@ class LiveRun:
         self.folder = folder
         self.version = 0
         self._summary = RunSummary()
-        self._follower = EventFollower(folder.events)
+        self._follower = folder.follow_events()
         self.lock = threading.Lock()
         self._read_at = 0.0
         self._unread = 0
@@ -177,7 +178,7 @@ class LiveRun:
         metrics = (line for line in lines if b'"metrics"' in line)
         found = RunSummary(started=summary.started, ended=(summary.started or 0.0) + times[first])
         found.first_step_s = summary.first_step_s
-        take_events(found, decode_lines(metrics))
+        take_events(found, decoded(metrics, decode_event))
         return found
 
     def _charts_of(self, state: str) -> Charts:
@@ -197,7 +198,7 @@ class LiveRun:
             return check_audit(())
         if self._audit is None:
             self._audit = check_audit(
-                iter_events(self.folder.audit),
+                iter_records(self.folder.audit),
                 finished=state == "succeeded",
                 ended_in=self._summary.ended_in,
             )

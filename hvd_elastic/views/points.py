@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
 
 from hvd_elastic.records.summary import MetricSeries, RunSummary, take_events
+from hvd_elastic.run_events import ReadEvent
 
 MAX_POINTS = 2000
 """Most points of one plot: about two for each pixel of its width."""
@@ -66,9 +66,9 @@ def thin_out(summary: RunSummary) -> set[str]:
     return thinned
 
 
-def summarize_for_plots(records: Iterable[Mapping[str, Any]]) -> RunSummary:
+def summarize_for_plots(events: Iterable[ReadEvent]) -> RunSummary:
     """Return the summary of a run of any length from its events, oldest first, thinned out."""
-    summary, rest = RunSummary(), iter(records)
+    summary, rest = RunSummary(), iter(events)
     while some := list(islice(rest, _TOGETHER)):
         take_events(summary, some)
         thin_out(summary)

@@ -18,7 +18,7 @@ from hvd_elastic.formatting import (
     worker_name,
 )
 from hvd_elastic.records.audit import AuditResult, check_audit
-from hvd_elastic.records.json_lines import iter_events
+from hvd_elastic.records.json_lines import iter_records
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import MetricSeries, Rescale, RunSummary
 from hvd_elastic.records.wording import departure_words, run_state
@@ -77,7 +77,7 @@ def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
         RunError: the run has no events yet, or ``out`` cannot be written.
     """
     alive = folder.leader_alive()  # before its last events are read
-    summary = summarize_for_plots(iter_events(folder.events))
+    summary = summarize_for_plots(folder.iter_events())
     if summary.started is None:
         raise RunError(
             f"run {folder.run_id} has no events yet, so there is nothing to report; see: "
@@ -88,7 +88,7 @@ def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
     summary.status = run_state(summary.status, alive=alive, until=until)
     finished = summary.status == "succeeded"
     audit = check_audit(
-        iter_events(folder.audit),
+        iter_records(folder.audit),
         finished=finished,
         ended_in=summary.ended_in,
         steps_made=summary.steps if finished else 0,
@@ -312,9 +312,8 @@ def _tiles(summary: RunSummary, audit: AuditResult) -> str:
         tiles.append((number_words(summary.last["loss"]), "last loss (rank 0)", ""))
     plan = summary.batch_plan
     if plan:
-        initial = (plan.get("limits") or {}).get("initial_batch_size")
-        name = f"batch, {number_words(initial)} at first"
-        tiles.append((number_words(plan.get("global_batch_size")), name, ""))
+        name = f"batch, {number_words(plan.limits.initial_batch_size)} at first"
+        tiles.append((number_words(plan.global_batch_size), name, ""))
     tiles += [
         (number_words(summary.steps), "steps", ""),
         (number_words(summary.examples), "examples", ""),
@@ -408,9 +407,9 @@ def _plots(charts: list[dict[str, Any]]) -> str:
 
 
 def _batch_panel(summary: RunSummary, charts: list[dict[str, Any]]) -> str:
-    if not charts:
+    if not charts or summary.batch_plan is None:
         return ""
-    initial = number_words((summary.batch_plan.get("limits") or {}).get("initial_batch_size"))
+    initial = number_words(summary.batch_plan.limits.initial_batch_size)
     hint = (
         "Larger batches train on more examples per second, and each example brings less progress; "
         "the larger the gradient noise scale, the less is lost. Efficiency is the progress of an "

@@ -15,11 +15,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TextIO
 
+from msgspec import structs
+
+from hvd_elastic import run_events as ev
 from hvd_elastic.formatting import count, duration_words, printable, unfiltered, worker_name
+from hvd_elastic.records.events import as_record
 from hvd_elastic.records.wording import Line, Narrator, progress_words
 
 if TYPE_CHECKING:
@@ -72,7 +76,7 @@ class RunView(AbstractContextManager["RunView"]):
         self._state = ""
         self._plain = False
         self._rescaling_to: int | None = None
-        self._rescaling_generation: object = None
+        self._rescaling_generation = 0
         self._outputs: deque[tuple[str, str]] = deque(maxlen=_REMEMBERED)
         self._shown_at = float("-inf")
         self._unshown = False
@@ -81,21 +85,21 @@ class RunView(AbstractContextManager["RunView"]):
         if self._stream.isatty() if live is None else live:
             self._start_live(force=live is True)
 
-    def show(self, event: Mapping[str, Any]) -> None:
+    def show(self, event: ev.ReadEvent) -> None:
         """Show one event, if it is important, and the progress."""
         with self._lock:
             event = self._without_repetition(event)
             before = self._state
-            ended = event.get("kind") == "run_finished"
+            ended = isinstance(event, ev.RunFinished)
             lines = self._narrator.tell(event)
             if self._unshown and (ended or (lines and self._live is None)):
                 # Print the progress before the event that ends or changes it. At the end of the run
                 # it gets the time of the end, since output of the script may come before.
-                self._print_progress(event.get("t") if ended else self._metrics.get("t"))
+                self._print_progress(event.t if ended else self._metrics.get("t"))
             self._take(event)
             for line in lines:
-                self._print(line, event.get("t"))
-            if not ended and (event.get("kind") == "metrics" or self._state != before):
+                self._print(line, event.t)
+            if not ended and (isinstance(event, ev.Metrics) or self._state != before):
                 self._show_progress(at_once=self._state != before)
 
     def print(self, text: str) -> None:
@@ -122,12 +126,13 @@ class RunView(AbstractContextManager["RunView"]):
 
     # ------------------------------------------------------------------------------------------
 
-    def _without_repetition(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _without_repetition(self, event: ev.ReadEvent) -> ev.ReadEvent:
         """Return a failure with its last line alone if the worker itself has printed them all."""
-        last = str(event.get("traceback") or "").rstrip().rpartition("\n")[2]
-        worker = worker_name(event.get("host"), event.get("local_rank"))
-        if event.get("kind") == "script_failed" and (worker, last.strip()) in self._outputs:
-            return {**event, "traceback": last}
+        if isinstance(event, ev.ScriptFailed):
+            last = event.traceback.rstrip().rpartition("\n")[2]
+            worker = worker_name(event.host, event.local_rank)
+            if (worker, last.strip()) in self._outputs:
+                return structs.replace(event, traceback=last)
         return event
 
     def _start_live(self, *, force: bool) -> None:
@@ -141,34 +146,32 @@ class RunView(AbstractContextManager["RunView"]):
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._live.start()
 
-    def _take(self, event: Mapping[str, Any]) -> None:
-        kind = event.get("kind")
-        if kind == "run_started":
-            self._started = event.get("t")
-            self._state = "starting"
-            self._plain = event.get("plain") is True
-        elif kind == "worker_started" and self._plain:
-            self._state = ""
-        elif kind == "metrics":
-            # Metrics of an evaluation lack values that those of a step have: keep the newest.
-            self._metrics.update(event)
-            self._unshown = True
-            if self._rescaling_to is not None and event.get("size") == self._rescaling_to:
-                # A script that takes no further step never reports the end of the rescale.
-                self._rescaled(self._rescaling_to)
-        elif kind == "rescale_started":
-            self._rescaling_to = event.get("to_size")
-            self._rescaling_generation = event.get("generation")
-            self._state = f"rescaling {event.get('from_size')} → {self._rescaling_to}"
-        elif kind == "rescale_finished":
-            if self._rescaling_to is None or event.get("generation") == self._rescaling_generation:
-                self._rescaled(int(event.get("size") or 0))
-        elif kind == "waiting":
-            self._state = "waiting"
-        elif kind == "stop_requested":
-            self._state = "stopping"
-        elif kind == "run_finished":
-            self._state = ""
+    def _take(self, event: ev.ReadEvent) -> None:
+        match event:
+            case ev.RunStarted():
+                self._started, self._plain = event.t, event.plain
+                self._state = "starting"
+            case ev.WorkerStarted() if self._plain:
+                self._state = ""
+            case ev.Metrics(size=size):
+                # Metrics of an evaluation lack values that those of a step have: keep the newest.
+                self._metrics.update(as_record(event))
+                self._unshown = True
+                if size == self._rescaling_to:
+                    # A script that takes no further step never reports the end of the rescale.
+                    self._rescaled(size)
+            case ev.RescaleStarted(from_size=before, to_size=after):
+                self._rescaling_to, self._rescaling_generation = after, event.generation
+                self._state = f"rescaling {before} → {after}"
+            case ev.RescaleFinished(generation=generation, size=size):
+                if self._rescaling_to is None or generation == self._rescaling_generation:
+                    self._rescaled(size)
+            case ev.Waiting():
+                self._state = "waiting"
+            case ev.StopRequested():
+                self._state = "stopping"
+            case ev.RunFinished():
+                self._state = ""
 
     def _rescaled(self, size: int) -> None:
         self._size = size
@@ -232,7 +235,7 @@ class LastingView(RunView):
         self._writer = threading.Thread(target=self._write, name="terminal", daemon=True)
         self._writer.start()
 
-    def show(self, event: Mapping[str, Any]) -> None:
+    def show(self, event: ev.ReadEvent) -> None:
         self._calls.put(functools.partial(super().show, event))
 
     def print(self, text: str, *, keep: bool = False) -> None:

@@ -7,7 +7,6 @@ version, so there are no optional fields for older peers.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,9 +14,22 @@ import msgspec
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker, WorkerExited
 from hvd_elastic.control.progress import Activity, Position
+from hvd_elastic.run_events import (
+    BatchPlan,
+    Checkpoint,
+    ExampleSkipped,
+    HostSample,
+    Metrics,
+    RescaleFinished,
+    Restored,
+    Saved,
+    Shares,
+    TrainingStopped,
+    Warned,
+)
 from hvd_elastic.wire.framing import MessageDecoder, compress, decompress, encode
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of the protocol, increased with every incompatible change."""
 
 
@@ -83,23 +95,16 @@ class SavedFile(_Plain):
         """Name of the file in the spool of its host."""
         return f"{self.name}-{self.number}-{self.sha256[:12]}.save"
 
-    def event_fields(self, path: str, seconds: float) -> dict[str, Any]:
-        """Return the fields of the event ``saved``.
+    def event(self, path: str, seconds: float) -> Saved:
+        """Return the event of the run.
 
         Args:
             path: path of the file in the run folder.
             seconds: time from the call of ``save`` until it was there [s].
         """
-        return {
-            "name": self.name,
-            "path": path,
-            "bytes": self.bytes,
-            "sha256": self.sha256,
-            "seconds": round(seconds, 3),
-            "step": self.step,
-            "epoch": self.epoch,
-            "host": self.host,
-        }
+        name, size, sha256 = self.name, self.bytes, self.sha256
+        took_s = round(seconds, 3)
+        return Saved(name, path, size, sha256, took_s, self.step, self.epoch, self.host)
 
 
 class StoreEntry(_Plain):
@@ -207,27 +212,14 @@ class Imported(_FromWorker, tag="imported"):
 # ---- worker → leader, through the agent
 
 
-class WorkerReport(_FromWorker):
-    """A message of a worker to the leader; some of them become events of the run."""
-
-    def event_fields(self) -> dict[str, Any]:
-        """Return the fields of the event made from this message."""
-        fields: dict[str, Any] = msgspec.structs.asdict(self)
-        return fields
-
-    def as_event(self) -> tuple[str, dict[str, Any]]:
-        """Return the kind of its event and the fields."""
-        return str(self.__struct_config__.tag), self.event_fields()
-
-
-class Ready(WorkerReport, tag="ready"):
+class Ready(_FromWorker, tag="ready"):
     """A standby worker is warm; ``code``: digests of the script and what lies beside it."""
 
     warm_s: float
     code: dict[str, str] = {}
 
 
-class Standing(WorkerReport, kw_only=True):
+class Standing(_FromWorker, kw_only=True):
     """State of a member of a generation.
 
     Attributes:
@@ -257,110 +249,34 @@ class Broken(Standing, tag="broken"):
     progress: Position | None = None
 
 
-class Finished(WorkerReport, tag="finished"):
+class Finished(_FromWorker, tag="finished"):
     """The training function has returned."""
 
     progress: Position
 
 
-class ScriptRaised(WorkerReport, tag="script_error"):
+class ScriptRaised(_FromWorker, tag="script_error"):
     """The script has raised an exception; the process is about to end."""
 
     traceback: str
     progress: Position
 
 
-_LATE_S = 1.0
-"""Delay from which an event tells how late its metrics are, such as after a takeover [s]."""
+class _Reading(_FromWorker):
+    def as_record(self) -> tuple[str, dict[str, Any]]:
+        """Return the kind of its record in the audit, and the fields."""
+        fields = msgspec.to_builtins(self)
+        return fields.pop("kind"), fields
 
 
-class Metrics(WorkerReport, tag="metrics"):
-    """Progress, throughput, and metrics of the script by name.
-
-    Attributes:
-        sent: when the worker sent it, by the clock of its host [Unix s]; 0: not known.
-        late_s: how long it was on its way, as the leader sees it [s].
-    """
-
-    progress: Position
-    size: int
-    values: dict[str, Any]
-    sent: float = 0.0
-    late_s: float = 0.0
-
-    def event_fields(self) -> dict[str, Any]:
-        late = {"late_s": round(self.late_s, 3)} if self.late_s >= _LATE_S else {}
-        return {**asdict(self.progress), "size": self.size, **self.values, **late}
-
-
-class BatchPlan(WorkerReport, tag="batch_plan"):
-    """The batch plan at the start, or a change of it."""
-
-    step: int
-    global_batch_size: int
-    atomic_batch_size: int
-    accumulation_steps: int
-    lr_scale: float | None
-    limits: dict[str, int | None]
-    reason: str
-
-
-class Shares(WorkerReport, tag="shares"):
-    """Number of examples of each rank in a full step; empty: equal shares."""
-
-    step: int
-    global_batch_size: int
-    shares: list[int]
-    reason: str
-
-
-class RescaleFinished(WorkerReport, tag="rescale_finished"):
-    """The root has taken the first step of a generation."""
-
-    generation: int
-    size: int
-    pause_s: float | None
-
-
-class TrainingStopped(WorkerReport, tag="training_stopped"):
-    """The ranks have agreed to end training after ``step``, as ``rank`` has asked (``stop()``)."""
-
-    step: int
-    rank: int
-    reason: str
-
-
-class WorkerWarning(WorkerReport, tag="warning"):
-    """A problem that does not stop training."""
-
-    message: str
-
-
-class ExampleSkipped(WorkerReport, tag="example_skipped"):
-    """An example of the data set cannot be decoded and is left out; once for each worker."""
-
-    example: str
-    reason: str
-
-
-class Restored(WorkerReport, tag="restored"):
-    """The root has loaded a checkpoint."""
-
-    progress: Position
-    path: str
-
-    def event_fields(self) -> dict[str, Any]:
-        return {**asdict(self.progress), "path": self.path}
-
-
-class Dataset(WorkerReport, tag="dataset"):
+class Dataset(_Reading, tag="dataset"):
     """Number of examples of the data set and of those that ``drop_last`` drops, for the audit."""
 
     n: int
     dropped: int
 
 
-class Used(WorkerReport, tag="used"):
+class Used(_Reading, tag="used"):
     """Indices that all ranks really read for one step, for the audit.
 
     ``later`` holds those of the following epochs, one list each: a step of several batches may
@@ -377,19 +293,12 @@ class Used(WorkerReport, tag="used"):
     later: list[list[int]] = []
     skipped: list[int] = []
 
-    def event_fields(self) -> dict[str, Any]:
-        fields = super().event_fields()
-        for name in ("later", "skipped"):
-            if not fields[name]:
-                del fields[name]
-        return fields
-
 
 Reading = Dataset | Used
 """Messages that the audit records."""
 
 
-class CheckpointWritten(WorkerReport, tag="checkpoint"):
+class CheckpointWritten(_FromWorker, tag="checkpoint"):
     """A worker has written its shard; ``shard`` is the content of its description on disk."""
 
     shard: dict[str, Any]
@@ -401,41 +310,50 @@ class CheckpointWritten(WorkerReport, tag="checkpoint"):
     seconds: float
     blocked_s: float
 
-    def event_fields(self) -> dict[str, Any]:
-        names = ("shard", "step", "path", "bytes", "seconds", "blocked_s")
-        return {name: getattr(self, name) for name in names}
+    def event(self) -> Checkpoint:
+        """Return the event of a run without a leader, whose only shard this is."""
+        return Checkpoint(
+            step=self.step,
+            path=self.path,
+            bytes=self.bytes,
+            seconds=self.seconds,
+            blocked_s=self.blocked_s,
+            not_finite=str(self.shard.get("not_finite") or ""),
+            shard=self.shard,
+        )
 
 
-class FileSaved(WorkerReport, tag="saved"):
+class FileSaved(_FromWorker, tag="saved"):
     """The script has saved a file, which is in the host's spool; without a leader, at ``path``."""
 
     file: SavedFile
     path: str
     seconds: float
 
-    def event_fields(self) -> dict[str, Any]:
-        return self.file.event_fields(self.path, self.seconds)
+    def event(self) -> Saved:
+        """Return the event of the run."""
+        return self.file.event(self.path, self.seconds)
 
 
-class SavedWanted(WorkerReport, tag="saved_wanted"):
+class SavedWanted(_FromWorker, tag="saved_wanted"):
     """The worker is to load a file that the script has saved; answered by :class:`SavedBrought`."""
 
     name: str
 
 
-class InputServing(WorkerReport, tag="input_serving"):
+class InputServing(_FromWorker, tag="input_serving"):
     """A worker of an input host reads for the ranks, in one process for each port."""
 
     ports: list[int]
 
 
-class CheckpointFailed(WorkerReport, tag="checkpoint_failed"):
+class CheckpointFailed(_FromWorker, tag="checkpoint_failed"):
     """A worker could not write its shard."""
 
     message: str
 
 
-_Report = (
+Report = (
     Ready
     | Joined
     | Held
@@ -447,7 +365,7 @@ _Report = (
     | Shares
     | RescaleFinished
     | TrainingStopped
-    | WorkerWarning
+    | Warned
     | ExampleSkipped
     | Restored
     | Dataset
@@ -458,7 +376,9 @@ _Report = (
     | FileSaved
     | SavedWanted
 )
-WorkerToAgent = WorkerHello | WorkerBeat | CheckpointAnswered | Imported | _Report
+"""What a worker tells the leader, events of the run among it; ``t`` of an event: when it was sent.
+"""
+WorkerToAgent = WorkerHello | WorkerBeat | CheckpointAnswered | Imported | Report
 
 
 # ---- agent → worker
@@ -819,52 +739,10 @@ class Notice(_FromAgent, tag="notice"):
     leave_in_s: float
 
 
-class GpuSample(_Plain):
-    """Use of a GPU.
+class HostSampled(_FromAgent, tag="host_sample"):
+    """How busy the host is."""
 
-    Attributes:
-        busy: part of the time in which it computed.
-        memory: part of its memory in use.
-        memory_bytes: its memory.
-    """
-
-    busy: float
-    memory: float
-    memory_bytes: int
-
-
-class HostSample(_FromAgent, tag="host_sample"):
-    """How busy the host is, over the time since the sample before.
-
-    Attributes:
-        cpu, memory: part of all its cores, and of its memory, in use.
-        memory_bytes: its memory.
-        sent, received: over the network interface of the ring [bytes/s].
-        read, written: from and to disks [bytes/s].
-        gpus: use of its GPUs.
-        step_s: compute time of a step, without waits for data and for other ranks; mean over the
-            host's workers [s]; None: no step.
-        rank_wait: part of the time that they wait for other ranks; None: no step.
-    """
-
-    cpu: float
-    memory: float
-    memory_bytes: int
-    sent: int
-    received: int
-    read: int
-    written: int
-    gpus: list[GpuSample]
-    step_s: float | None
-    rank_wait: float | None
-
-    def event_fields(self, host: str) -> dict[str, Any]:
-        """Return the fields of the event ``host_sample``."""
-        fields = msgspec.to_builtins(self)
-        return {"host": host, **{name: fields[name] for name in fields if name not in _ENVELOPE}}
-
-
-_ENVELOPE = ("ev", "seq")
+    sample: HostSample
 
 
 class AgentWarning(_FromAgent, tag="warning"):
@@ -877,7 +755,7 @@ class WorkerSaid(_FromAgent, tag="worker"):
     """A message of a worker to the leader."""
 
     worker: str
-    message: _Report
+    message: Report
 
 
 class PastReading(_FromAgent, tag="past"):
@@ -923,7 +801,7 @@ AgentToLeader = (
     | AgentBeat
     | EntryAdded
     | Notice
-    | HostSample
+    | HostSampled
     | AgentWarning
     | WorkerSaid
     | PastReading

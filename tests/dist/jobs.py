@@ -18,14 +18,13 @@ import pytest
 from typing_extensions import Self
 
 from hvd_elastic.records.audit import AuditResult, check_audit
-from hvd_elastic.records.json_lines import Record, read_events
+from hvd_elastic.records.json_lines import Record, read_records
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist.running import Stage, processes_with
-from tests.paths import LITTLE_WORK, WORKER_PYTHONPATH
+from tests.paths import LIMIT_S, LITTLE_WORK, WORKER_PYTHONPATH
 
 MARK = "HVD_ELASTIC_TEST_JOB"
-START_S = 180.0
-CLEAN_S = 60.0
+START_S = CLEAN_S = LIMIT_S
 
 TINY = '''\
 """A small model on made-up data; goes wrong, waits or tells what it sees, as asked."""
@@ -175,7 +174,7 @@ class Job:
         return self.output.read_text(errors="replace")
 
     def events(self, kind: str | None = None) -> list[Record]:
-        found = read_events(self.folder / "events.jsonl")
+        found = read_records(self.folder / "events.jsonl")
         return found if kind is None else [event for event in found if event["kind"] == kind]
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> Any:
@@ -210,7 +209,7 @@ class Job:
 
 
 def audit_of(folder: Path) -> AuditResult:
-    return check_audit(read_events(folder / "audit.jsonl"), finished=True)
+    return check_audit(read_records(folder / "audit.jsonl"), finished=True)
 
 
 def marked(mark: str, name: str = MARK) -> list[psutil.Process]:

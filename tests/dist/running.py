@@ -22,11 +22,11 @@ import psutil
 from typing_extensions import Self
 
 from hvd_elastic.records.audit import AuditResult, check_audit
-from hvd_elastic.records.json_lines import EventFollower, Record, read_events
+from hvd_elastic.records.events import check_event
+from hvd_elastic.records.json_lines import Follower, Record, decode_record, read_records
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.records.schema import check_event
 from hvd_elastic.virtual import VirtualCluster
-from tests.paths import LITTLE_WORK, ROOT, WORKER_PYTHONPATH
+from tests.paths import LIMIT_S, LITTLE_WORK, ROOT, WORKER_PYTHONPATH
 
 __all__ = ["CLEAN_S", "RunningJob", "Stage", "WorkerProcess", "processes_with"]
 
@@ -38,10 +38,7 @@ PROBES = {
     "loop": [str(TENSORFLOW_PROBE), "FOLDER", "--style", "loop"],
 }
 """The probe script by the style of its training."""
-DEADLINE_S = 120.0
-"""For what takes a few seconds on an idle machine; busy ones take many times that."""
-CLEAN_S = 60.0
-"""Nothing of ours is left on any host this long after a run's end, however it ended."""
+DEADLINE_S = CLEAN_S = LIMIT_S
 POLL_S = 0.02
 _AGENT = "hvd_elastic.agent.agent"
 
@@ -142,7 +139,7 @@ class RunningJob:
         self.output = self.folder / "output"
         self.events: list[Record] = []
         self._run_folder = self.home / "runs" / self.run_id
-        self._follower = EventFollower(self._run_folder / "events.jsonl")
+        self._follower = Follower(self._run_folder / "events.jsonl", decode_record)
         self._lives = 0
         self._temporary = stage.temporary_entries()
         command = script or [sys.executable, *PROBES[style], *script_options]
@@ -196,7 +193,7 @@ class RunningJob:
             capture_output=True,
             text=True,
             env=self.environment(),
-            timeout=60,
+            timeout=LIMIT_S,
         )
         assert done.returncode == 0, f"{arguments} ended with {done.returncode}: {done.stderr}"
         return done.stdout
@@ -211,7 +208,7 @@ class RunningJob:
         """As if the leader's machine were gone for good."""
         self.poll()
         shutil.rmtree(self._run_folder)
-        self._follower = EventFollower(self._run_folder / "events.jsonl")
+        self._follower = Follower(self._run_folder / "events.jsonl", decode_record)
 
     def resume_elsewhere(self, *, alive: bool = False) -> None:
         """As another machine does, which has the hostfile and no record of the run."""
@@ -458,7 +455,7 @@ class RunningJob:
             finished: whether the last epoch is complete.
             all_recorded: whether no record may have died with who had it.
         """
-        result = check_audit(read_events(self._run_folder / "audit.jsonl"), finished=finished)
+        result = check_audit(read_records(self._run_folder / "audit.jsonl"), finished=finished)
         right = result.ok if all_recorded else result.recorded and not result.faulty
         assert right, "\n".join([*result.problems(), self.story()])
         return result

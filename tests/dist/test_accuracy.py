@@ -13,10 +13,10 @@ import pytest
 
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
-from tests.paths import COSTLY, ROOT
+from tests.paths import COSTLY, LIMIT_S, ROOT
 
 # test_same_outcome holds the parameters themselves against those of an undisturbed run.
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), COSTLY]
+pytestmark = [pytest.mark.dist, COSTLY]
 
 EPOCHS = 20
 STEP_TIME_S = 0.02
@@ -35,7 +35,7 @@ def digits(stage: Stage) -> Path:
 
 def accuracy(job: RunningJob) -> float:
     """Test accuracy of a run that ended well and read everything exactly once."""
-    assert job.wait(120) == 0, job.story()
+    assert job.wait(LIMIT_S) == 0, job.story()
     job.check_nothing_left()
     audit = job.check_audit(finished=True)
     assert audit.complete_epochs == EPOCHS

@@ -8,7 +8,7 @@ from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.running import RunningJob, Stage
 from tests.tensorboard_files import read_scalars
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 ADAPTIVE = ("--batch-size", "12", "--max-batch-size", "96", "--examples", "600")
 

@@ -11,7 +11,7 @@ import pytest
 from tests.dist.jobs import Job, call, write_script
 from tests.paths import COSTLY
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 DATA = """\
 import random

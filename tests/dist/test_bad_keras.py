@@ -11,9 +11,9 @@ import pytest
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist import jobs
 from tests.dist.jobs import Job, hostfile_of, write_script
-from tests.paths import COSTLY, NEEDS_TENSORFLOW, WORKER_PYTHONPATH
+from tests.paths import COSTLY, LIMIT_S, NEEDS_TENSORFLOW, WORKER_PYTHONPATH
 
-pytestmark = [pytest.mark.dist, NEEDS_TENSORFLOW, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.dist, NEEDS_TENSORFLOW]
 
 hosts, shared = jobs.hosts, jobs.shared
 
@@ -281,7 +281,7 @@ def job_of(text: str, folder: Path) -> Job:
 @pytest.mark.parametrize("case", WORKS)
 def test_it_trains(case: str, tmp_path: Path) -> None:
     with job_of(WORKS[case], tmp_path) as job:
-        assert job.wait(120) == 0, job.text
+        assert job.wait(LIMIT_S) == 0, job.text
     assert "oneDNN" not in job.text, "what TensorFlow prints while it is loaded"
     assert [event["steps"] for event in job.events("run_finished")] == [6]
 
@@ -289,7 +289,7 @@ def test_it_trains(case: str, tmp_path: Path) -> None:
 def test_metrics_losses_and_stops_are_those_of_all_ranks(tmp_path: Path) -> None:
     """A sum as loss, and counts, are those of Keras alone; one rank's callback ends training."""
     with job_of(ALL_RANKS, tmp_path) as job:
-        assert job.wait(120) == 0, job.text
+        assert job.wait(LIMIT_S) == 0, job.text
     (ended,) = job.events("run_finished")
     assert 6 < ended["steps"] < 9 * 3
 
@@ -328,7 +328,7 @@ def test_a_replay_buffer_is_undone_or_refused(tmp_path: Path, kind: str, ranks: 
 def test_it_is_refused_with_one_error(case: str, tmp_path: Path) -> None:
     text, said = REFUSED[case]
     with job_of(text, tmp_path) as job:
-        assert job.wait(120) == 1, job.text
+        assert job.wait(LIMIT_S) == 1, job.text
     assert said in job.text
     assert "Traceback" not in job.text
     assert job.text.count("error: ") <= 2, "that of the script on each rank, at most"
@@ -368,7 +368,7 @@ def test_what_does_not_fit_on_a_host_is_told_with_what_fits(
     command = ["-H", hostfile, "-F", hosts.ssh_config, "--", sys.executable]
     script = write_script(folder, BEGIN)
     with Job(*command, script, home=tmp_path, env={"PYTHONPATH": path, **variables}) as job:
-        assert job.wait(60) == 1, job.text
+        assert job.wait(LIMIT_S) == 1, job.text
     assert said in job.text
     assert ("unset the variable" if variables else "pip install 'tensorflow-cpu>=2") in job.text
     assert "Traceback" not in job.text

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.dist.running import Stage
-from tests.paths import COSTLY, LITTLE_WORK, NEEDS_TENSORFLOW, ROOT
+from tests.paths import COSTLY, LITTLE_WORK, NEEDS_TENSORFLOW, ROOT, WORKER_PYTHONPATH
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 
 def bench(stage: Stage, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -25,7 +25,7 @@ def bench(stage: Stage, folder: Path, *words: str) -> subprocess.CompletedProces
         **LITTLE_WORK,
         "HVD_ELASTIC_HOME": str(folder / "home"),
         "HVD_ELASTIC_SSH_CONFIG": str(stage.cluster.ssh_config),
-        "PYTHONPATH": str(ROOT / "tests" / "dist" / "scripts"),
+        "PYTHONPATH": f"{WORKER_PYTHONPATH}{os.pathsep}{ROOT / 'tests/dist/scripts'}",
     }
     command = [sys.executable, "-m", "hvd_elastic.cli.app", "bench", *words]
     return subprocess.run(

@@ -20,7 +20,7 @@ from tests.dist.running import PROBE, PROBES, RunningJob, Stage
 from tests.paths import COSTLY
 from tests.small_disk import mounted
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 # The probe, as if its parameters were many; ``gate-write-<host>`` in its folder holds the writing
 # of shards on that host, which says so by making ``at-write-<host>``; ``gate-write-<host>.<slot>``

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.dist.jobs import Job, environment, write_script
-from tests.paths import COSTLY
+from tests.paths import COSTLY, LIMIT_S
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 SCRIPT = '''\
 """Converts its model after the second epoch; a rank dies in the fourth."""
@@ -97,7 +97,7 @@ def test_a_model_that_is_converted_trains_as_on_one_rank(
     alone.mkdir()
     folder.mkdir()
     command = [sys.executable, str(script), str(alone), how, "lives"]
-    subprocess.run(command, env=environment(tmp_path), check=True, timeout=120)
+    subprocess.run(command, env=environment(tmp_path), check=True, timeout=LIMIT_S)
     hosts = tmp_path / "hosts"
     hosts.write_text(f"localhost slots={ranks + 1}\n", encoding="utf-8")
     options = ["--hostfile", hosts, "--np", ranks, "--min-np", ranks, "--spares", 1]

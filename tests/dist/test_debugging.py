@@ -12,9 +12,9 @@ import pytest
 
 from tests.dist.conftest import StartJob
 from tests.dist.running import Stage
-from tests.paths import COSTLY
+from tests.paths import COSTLY, LIMIT_S
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 SCRIPT = """
 import pdb
@@ -61,7 +61,7 @@ def test_a_rank_is_joined_at_a_breakpoint_and_profiled(stage: Stage, start_job: 
             env={**environment, "HVD_ELASTIC_HOME": str(job.home)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LIMIT_S,
             check=True,
         )
         return done.stdout

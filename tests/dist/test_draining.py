@@ -15,7 +15,7 @@ from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
 from tests.paths import COSTLY
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 
 def test_a_job_moves_off_its_hosts_and_back(stage: Stage, start_job: StartJob) -> None:

@@ -15,9 +15,9 @@ from hvd_elastic.hosts.programs.processes import command_line, read
 from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.jobs import call, write_script
 from tests.dist.running import CLEAN_S, RunningJob, Stage, WorkerProcess
-from tests.paths import COSTLY
+from tests.paths import COSTLY, LIMIT_S
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 STEPS_IN_A_REPORT = 25
 """Metrics come every 0.25 s, so the last step heard of is a few behind the last one made."""
@@ -304,7 +304,7 @@ def test_a_killed_process_of_the_loader_costs_its_rank_alone(tmp_path: Path) -> 
     script = write_script(tmp_path, KILLED_READER)
     options = ["--np", 2, "--run-id", "job", "--audit", "--checkpoint-every", 0]
     words = [sys.executable, script, tmp_path / "killed"]
-    done = call("run", *options, "--", *words, home=tmp_path, timeout_s=120)
+    done = call("run", *options, "--", *words, home=tmp_path, timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     printed = done.stdout + done.stderr
     assert "is killed by signal: Killed. The kernel does that" in printed

@@ -11,7 +11,7 @@ import pytest
 from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.running import RunningJob, Stage
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 # Both scripts evaluate after each epoch; rank 0 then computes the same in a plain loop and writes
 # down both. Reading waits while a file "slow" is there. 130 examples, and 2: fewer than ranks.

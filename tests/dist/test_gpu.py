@@ -13,7 +13,7 @@ import torch
 
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from tests.dist.jobs import environment, hostfile_of, write_script
-from tests.paths import ROOT
+from tests.paths import LIMIT_S, ROOT
 
 horovod = pytest.importorskip("horovod.torch", reason="Horovod is not built; see make horovod")
 
@@ -71,7 +71,7 @@ def test_more_slots_than_gpus_is_an_error_that_says_what_to_do(tmp_path: Path):
         capture_output=True,
         text=True,
         env=environment(tmp_path),
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 1
     assert f"slot {gpus} has no GPU of its own" in done.stdout + done.stderr

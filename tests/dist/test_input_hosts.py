@@ -19,7 +19,7 @@ from tests.dist.running import RunningJob, Stage
 from tests.paths import COSTLY, NEEDS_TENSORFLOW
 
 EXAMPLES = 150
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 
 def examples(job: RunningJob) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def read_on(job: RunningJob, host: str, since: int = 0) -> bool:
 
 @pytest.mark.parametrize(
     "style",
-    ["torch", pytest.param("loop", marks=NEEDS_TENSORFLOW)],
+    ["torch", pytest.param("loop", marks=[NEEDS_TENSORFLOW, COSTLY])],
     indirect=True,
     scope="module",
 )

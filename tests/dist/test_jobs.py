@@ -23,11 +23,11 @@ from hvd_elastic.jobs.messages import Hosts
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.server import ask_daemon
 from hvd_elastic.jobs.store import JobStore
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from tests.dist import jobs
 from tests.dist.jobs import START_S, assert_nothing_left, audit_of, call, hostfile_of, write_script
 from tests.dist.running import Stage
-from tests.paths import ALL
+from tests.paths import ALL, LIMIT_S
 
 pytestmark = pytest.mark.dist
 shared = jobs.shared
@@ -69,7 +69,7 @@ class Cluster:
                 os.kill(int(json.loads((run / "leader.lock").read_text())["pid"]), signal.SIGKILL)
 
     def call(self, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = call(*arguments, home=self.home, timeout_s=150)
+        done = call(*arguments, home=self.home, timeout_s=LIMIT_S)
         assert not check or done.returncode == 0, f"{arguments}: {done.stderr}"
         return done
 
@@ -102,7 +102,7 @@ class Cluster:
 
     def events(self, kind: str, run_id: str = "") -> list[dict[str, Any]]:
         folder = self.home / "runs" / run_id if run_id else self.folder
-        return [e for e in read_events(folder / "events.jsonl") if e["kind"] == kind]
+        return [e for e in read_records(folder / "events.jsonl") if e["kind"] == kind]
 
     def kill_daemon(self) -> None:
         """Kill -9."""

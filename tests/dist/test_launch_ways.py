@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.virtual import VirtualCluster
 from tests.command_lines import CommandLines
 from tests.dist import jobs
@@ -30,14 +30,14 @@ from tests.dist.jobs import (
     hostfile_of,
     write_script,
 )
-from tests.paths import COSTLY, ROOT
+from tests.paths import COSTLY, LIMIT_S, ROOT
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 hosts, shared = jobs.hosts, jobs.shared
 
 DIGITS = ROOT / "scripts" / "examples" / "digits.py"
 EPOCHS = 2
-DEADLINE_S = 120.0
+DEADLINE_S = LIMIT_S
 HOROVODRUN = shutil.which(
     "horovodrun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 )
@@ -115,7 +115,7 @@ def check(folder: Path, sizes: set[int], epochs: int = EPOCHS) -> None:
     result = audit_of(folder)
     assert result.ok, result.problems()
     assert result.complete_epochs == epochs
-    made = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "metrics"]
+    made = [event for event in read_records(folder / "events.jsonl") if event["kind"] == "metrics"]
     assert {event["size"] for event in made} == sizes
     assert made[-1]["test_accuracy"] > 0.85
 
@@ -171,7 +171,7 @@ def test_horovodrun_elastic_with_a_slot_that_is_added_and_taken_away(
         offer(1)
         assert process.wait(DEADLINE_S) == 0, output.read_text(errors="replace")
     check(folder, {1, 2}, epochs=12)
-    last = read_events(folder / "events.jsonl")[-1]
+    last = read_records(folder / "events.jsonl")[-1]
     assert last["counted"] == 12 * audit_of(folder).examples
 
 
@@ -213,7 +213,7 @@ def test_pictures_that_are_decoded_beside_two_ranks(tmp_path: Path) -> None:
     result = audit_of(job.folder)
     assert result.ok, result.problems()
     assert result.complete_epochs >= 2
-    events = read_events(job.folder / "events.jsonl")
+    events = read_records(job.folder / "events.jsonl")
     made = [event for event in events if event["kind"] == "metrics"]
     assert {event["size"] for event in made} == {2}
     # Of all 16 pictures, whichever rank looked at them.

@@ -17,7 +17,7 @@ from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.running import DEADLINE_S, RunningJob, Stage
 from tests.paths import COSTLY, ROOT
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 GRACE_S = 3.0
 SOON_S = 4.0
@@ -214,7 +214,6 @@ def test_training_that_ends_without_a_leader_ends_well(
 
 @EVERY_STYLE
 @pytest.mark.root
-@pytest.mark.alone
 def test_a_leader_whose_own_cable_is_pulled_comes_back_to_its_run(
     stage: Stage, quick_job: RunningJob
 ) -> None:
@@ -238,7 +237,6 @@ def test_a_leader_whose_own_cable_is_pulled_comes_back_to_its_run(
 
 @EVERY_STYLE
 @pytest.mark.root
-@pytest.mark.alone
 def test_a_frozen_leader_goes_on_after_the_one_that_took_over_has_ended(
     stage: Stage, quick_job: RunningJob
 ) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from tests.dist.conftest import EVERY_STYLE, StartJob, styles
 from tests.dist.running import RunningJob, Stage
-from tests.paths import COSTLY, ROOT
+from tests.paths import COSTLY, LIMIT_S, ROOT
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 SOON_S = 60.0
 """A run that is asked to stop waits up to 10 s for its last checkpoint; machines are busy."""
@@ -233,7 +233,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_step(stage: Stage, start_job: Sta
     job.process.send_signal(signal.SIGINT)
     job.wait_event("stop_requested", 0)
     job.process.send_signal(signal.SIGINT)
-    assert job.wait(120) == 130
+    assert job.wait(LIMIT_S) == 130
     job.check_nothing_left()
 
 

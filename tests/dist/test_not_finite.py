@@ -12,9 +12,9 @@ import pytest
 
 from hvd_elastic.checkpoint.manifests import find_checkpoints
 from tests.dist.jobs import Job, call, environment, write_script
-from tests.paths import COSTLY
+from tests.paths import COSTLY, LIMIT_S
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 SCRIPT = '''\
 """Two of the examples are NaN, or what one rank computes is now and then."""
@@ -98,7 +98,7 @@ def test_steps_that_are_not_finite_are_left_out_as_on_one_rank(
     alone.mkdir()
     folder.mkdir()
     command = [sys.executable, str(script), str(alone), where, "lives"]
-    subprocess.run(command, env=environment(tmp_path), check=True, timeout=120)
+    subprocess.run(command, env=environment(tmp_path), check=True, timeout=LIMIT_S)
     hosts = tmp_path / "hosts"
     hosts.write_text(f"localhost slots={ranks + 1}\n", encoding="utf-8")
     options = ["--hostfile", hosts, "--np", ranks, "--min-np", ranks, "--spares", 1]
@@ -167,7 +167,7 @@ def test_a_resumed_run_and_load_model_pass_over_a_checkpoint_that_is_not_finite(
             env=environment(tmp_path),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LIMIT_S,
         )
         assert loaded.stdout == "finite True\n", loaded.stderr
         done = call("run", "--resume", job.run_id, home=tmp_path)

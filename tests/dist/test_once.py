@@ -12,7 +12,7 @@ from tests.dist.jobs import Job, write_script
 from tests.paths import COSTLY
 
 # test_styles.py has workers die at random lines of three scripts in every run of the tests.
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), COSTLY]
+pytestmark = [pytest.mark.dist, COSTLY]
 
 SCRIPT = '''\
 """Train with everything that a script keeps between two steps; die once at each place."""

@@ -17,12 +17,12 @@ import pytest
 from hvd_elastic.records.json_lines import Record
 from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.running import RunningJob
-from tests.paths import COSTLY
+from tests.paths import COSTLY, LIMIT_S
 
-pytestmark = [pytest.mark.dist, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 BATCH = 24
-DEADLINE_S = 120.0
+DEADLINE_S = LIMIT_S
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from tests.dist.running import POLL_S, Stage
-from tests.paths import COSTLY, LITTLE_WORK, NEEDS_TENSORFLOW, WORKER_PYTHONPATH
+from tests.paths import COSTLY, LIMIT_S, LITTLE_WORK, NEEDS_TENSORFLOW, WORKER_PYTHONPATH
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 EXAMPLES = 10_000
 FEATURES = 5
 STYLES = pytest.mark.parametrize(
@@ -127,7 +127,7 @@ class Predicting:
         return (self.folder / "output").read_text()
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
-        end = time.monotonic() + 90
+        end = time.monotonic() + LIMIT_S
         while True:
             ended = self.started[-1].poll() is not None
             if found := condition():
@@ -207,7 +207,7 @@ def test_prediction_with_a_join_a_kill_and_an_interruption(
     leader = predicting.start(weights)
     predicting.wait_for(lambda: predicting.files() >= 5, "some outputs")
     leader.send_signal(signal.SIGINT)
-    assert leader.wait(60) == 130, predicting.said()
+    assert leader.wait(LIMIT_S) == 130, predicting.said()
     (folder / "slow").unlink()
     found = len(list(predicting.out.glob("outputs-*")))
     assert 5 <= found < 90
@@ -223,11 +223,11 @@ def test_prediction_with_a_join_a_kill_and_an_interruption(
     (folder / "wait").unlink()
     predicting.wait_for((folder / "rank-2").exists, "three ranks")
     predicting.worker(second).kill()
-    assert leader.wait(120) == 0, predicting.said()
+    assert leader.wait(LIMIT_S) == 0, predicting.said()
     told = events.read_text()
     assert "was killed by signal 9" in told
     predicting.check(weight, bias)
 
     again = predicting.start(weights)
-    assert again.wait(60) == 0
+    assert again.wait(LIMIT_S) == 0
     assert f"all {EXAMPLES} outputs are there already" in predicting.said()

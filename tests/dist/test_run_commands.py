@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from tests.dist import jobs
 from tests.dist.jobs import (
     START_S,
@@ -72,7 +72,7 @@ class Detached:
         return json.loads(done.stdout)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        found = read_events(self.folder / "events.jsonl")
+        found = read_records(self.folder / "events.jsonl")
         return [event for event in found if event["kind"] == kind]
 
     def size(self) -> int:

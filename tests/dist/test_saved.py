@@ -15,10 +15,10 @@ import torch
 from hvd_elastic.torch import load_model
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
-from tests.paths import COSTLY
+from tests.paths import COSTLY, LIMIT_S
 from tests.small_disk import mounted
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 # Saves the model after each epoch, with some bytes more where a file "large" is, and writes the
 # same bytes where the test can read them.
@@ -86,7 +86,7 @@ def get(job: RunningJob, name: str) -> bytes:
         [sys.executable, "-m", "hvd_elastic.cli.app", "get", job.run_id, name, "-"],
         capture_output=True,
         env=job.environment(),
-        timeout=60,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

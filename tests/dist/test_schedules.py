@@ -17,7 +17,7 @@ FIRST_SEED = int(os.environ.get("HVD_ELASTIC_TEST_FIRST_SEED", "0"))
 SCHEDULES_IN_A_RUN = 5
 """Starting a run takes longer than a schedule, so several are played on one, one after another."""
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 
 @pytest.fixture

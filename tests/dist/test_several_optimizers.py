@@ -16,7 +16,7 @@ from tests.dist.conftest import StartJob
 from tests.dist.running import Stage
 from tests.paths import COSTLY, ROOT, WORKER_PYTHONPATH
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 SCRIPT = ROOT / "tests" / "dist" / "scripts" / "adversaries.py"
 PLACES = ("after critic 0", "after critic 1", "before generator", "after generator")

@@ -12,7 +12,7 @@ from tests.dist.running import Stage
 from tests.paths import COSTLY
 from tests.unit.data.shards import write_numbers
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize("place", ["folder", pytest.param("url", marks=COSTLY)])

@@ -11,14 +11,14 @@ import pytest
 
 from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.running import RunningJob, Stage
-from tests.paths import COSTLY
+from tests.paths import COSTLY, LIMIT_S
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 BATCH = 24
 DATA = ("--batch-size", str(BATCH), "--examples", "300")
 DEVICE = ("--step-time", "0", "--example-time", "0.004")
-DEADLINE_S = 120.0
+DEADLINE_S = LIMIT_S
 
 
 def shares_told(job: RunningJob, since: int = 0) -> list[list[int]]:

@@ -15,7 +15,7 @@ import pytest
 from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.running import RunningJob, Stage
 
-pytestmark = [pytest.mark.dist, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 TIMEOUT_S = 2.0
 SLACK_S = 15.0

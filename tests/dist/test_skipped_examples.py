@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.records.audit import check_audit
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.virtual import VirtualCluster
 from tests.dist import jobs
 from tests.dist.jobs import Job, environment, hostfile_of, write_script
-from tests.paths import COSTLY, NEEDS_TENSORFLOW
+from tests.paths import COSTLY, LIMIT_S, NEEDS_TENSORFLOW
 from tests.unit.data.shards import damage, write_numbers
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 hosts, shared = jobs.hosts, jobs.shared
 
 SCRIPT = '''\
@@ -124,10 +124,10 @@ def test_examples_that_cannot_be_decoded_count_nothing_at_any_number_of_ranks(
         folder = tmp_path / "run"
         settings = {"HVD_ELASTIC_RUN_FOLDER": str(folder), "HVD_ELASTIC_AUDIT": "1"}
         env = environment(tmp_path) | settings
-        subprocess.run([*map(str, train)], env=env, check=True, timeout=120)
-        records = [*read_events(folder / "audit.jsonl")]
+        subprocess.run([*map(str, train)], env=env, check=True, timeout=LIMIT_S)
+        records = [*read_records(folder / "audit.jsonl")]
         skipped = [
-            e for e in read_events(folder / "events.jsonl") if e["kind"] == "example_skipped"
+            e for e in read_records(folder / "events.jsonl") if e["kind"] == "example_skipped"
         ]
     else:
         hosts = tmp_path / "hosts"
@@ -136,7 +136,7 @@ def test_examples_that_cannot_be_decoded_count_nothing_at_any_number_of_ranks(
         with Job(*options, "--", *train, home=tmp_path) as job:
             assert job.wait(240) == 0, job.text
             assert "example 'k0005' cannot be decoded: " in job.text
-            records = [*read_events(job.folder / "audit.jsonl")]
+            records = [*read_records(job.folder / "audit.jsonl")]
             skipped = job.events("example_skipped")
         assert (tmp_path / "died").exists()
     assert {each["example"] for each in skipped} == {
@@ -169,7 +169,7 @@ def test_an_input_host_leaves_them_out_too(
         job.until(lambda: job.events("input_host_joined"), "an input host")
         (folder / "joined").touch()
         assert job.wait(240) == 0, job.text
-        records = [*read_events(job.folder / "audit.jsonl")]
+        records = [*read_records(job.folder / "audit.jsonl")]
         skipped = job.events("example_skipped")
     assert {each["example"].rpartition(" ")[2] for each in skipped} == {
         f"'k{number:04d}'" for number in DAMAGED

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from hvd_elastic.records.audit import check_audit
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from tests.dist.jobs import Job, call, environment, write_script
 from tests.dist.test_launch_ways import HOROVODRUN, needs_horovodrun
-from tests.paths import COSTLY
+from tests.paths import COSTLY, LIMIT_S
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 SCRIPT = '''\
 """Groups of three batches that cross the passes over the data; one rank ends training."""
@@ -110,7 +110,7 @@ def end_of(home: Path, words: list[Any], name: str) -> tuple[list[float], str]:
     env = environment(home, **own)
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     command = [*map(str, words), str(write_script(home, SCRIPT)), str(folder(home, name))]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     return flat(json.loads((home / name / "end.json").read_text())), done.stdout + done.stderr
 
@@ -129,7 +129,7 @@ def test_groups_and_an_early_end_survive_deaths_at_any_place(tmp_path: Path) -> 
     found = flat(json.loads((kept / "end.json").read_text()))
     assert found == pytest.approx(undisturbed, rel=1e-9)
     (finished,) = job.events("run_finished")
-    records = read_events(job.folder / "audit.jsonl")
+    records = read_records(job.folder / "audit.jsonl")
     audit = check_audit(records, finished=True, ended_in=finished["epochs"])
     assert audit.ok, audit.problems()
     assert audit.complete_epochs == 7
@@ -185,7 +185,7 @@ train(hvd.State(model=model, optimizer=optimizer))
 def test_a_rank_that_alone_accumulates_ends_the_run(tmp_path: Path) -> None:
     script = write_script(tmp_path, ALONE)
     with Job("--np", 2, "--", sys.executable, script, home=tmp_path) as job:
-        assert job.wait(120) == 1, job.text
+        assert job.wait(LIMIT_S) == 1, job.text
     assert (
         "32 backward passes of step 3 were added up in `with optimizer.no_sync():` on rank 1 "
         in (job.text)

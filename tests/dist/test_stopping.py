@@ -17,7 +17,7 @@ from hvd_elastic.checkpoint.manifests import newest_valid
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
 
-pytestmark = [pytest.mark.dist, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.dist
 
 RETURNS = """
 import torch

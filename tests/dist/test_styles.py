@@ -25,11 +25,11 @@ from hvd_elastic.checkpoint.header import TensorInfo, decode_values
 from hvd_elastic.checkpoint.manifests import newest_valid
 from hvd_elastic.checkpoint.reader import load_file, open_checkpoint
 from hvd_elastic.records.audit import check_audit
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from tests.dist.jobs import Job, environment
-from tests.paths import ALL, COSTLY, NEEDS_TENSORFLOW, ROOT
+from tests.paths import ALL, COSTLY, LIMIT_S, NEEDS_TENSORFLOW, ROOT
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.dist
 
 STYLES = ROOT / "tests/dist/styles/elastic"
 DISTURBED = ROOT / "tests/dist/scripts/disturbed.py"
@@ -78,7 +78,7 @@ def alone(name: str, script: Path, folder: Path) -> dict[str, Any]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     return final_state(folder / "run")
@@ -101,7 +101,7 @@ def together(name: str, script: Path, folder: Path, **disturbance: Any) -> dict[
     died = folder / "died"
     where = died.read_text() if died.exists() else "nobody died"
     assert died.exists() == ("die" in disturbance), f"{disturbance}: {where}"
-    records = read_events(job.folder / "audit.jsonl")
+    records = read_records(job.folder / "audit.jsonl")
     audit = check_audit(records, finished=name not in WITHIN_EPOCH)
     assert audit.ok, f"{where}: {audit.problems()}"
     ends = [json.loads(line) for line in (folder / "ends.jsonl").read_text().splitlines()]

@@ -9,8 +9,9 @@ from typing import Any
 
 from benchmarks.testbed.slurm import SlurmCluster
 from tests.dist.running import RunningJob, Stage
+from tests.paths import LIMIT_S
 
-START_S = 60.0
+START_S = LIMIT_S
 POLL_S = 0.5
 
 

@@ -13,12 +13,12 @@ import pytest
 from benchmarks.testbed.ray import VirtualRay
 from hvd_elastic.hosts.programs.ray_node import MARK
 from hvd_elastic.records.audit import check_audit
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from tests.dist.running import RunningJob, Stage, processes_with
 from tests.paths import ROOT, WORKER_PYTHONPATH
 
 pytest.importorskip("ray", reason="Ray is not installed; see make test-engines")
-pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.dist, pytest.mark.root]
 
 DRIVER = str(ROOT / "tests" / "engines" / "ray_driver.py")
 PROGRAM = str(ROOT / "tests" / "engines" / "ray_program.py")
@@ -50,7 +50,7 @@ def test_rows_are_read_exactly_once_by_a_program_on_the_head(
     words = ["--cwd", str(ROOT), "--", *setting, "python", PROGRAM, str(folder), "1", "3", "200"]
 
     def sizes() -> list[int]:
-        events = [e for path in folder.glob("runs/*/events.jsonl") for e in read_events(path)]
+        events = [e for path in folder.glob("runs/*/events.jsonl") for e in read_records(path)]
         return [event["size"] for event in events if event["kind"] == "rescale_finished"]
 
     with ThreadPoolExecutor(1) as pool:
@@ -65,7 +65,7 @@ def test_rows_are_read_exactly_once_by_a_program_on_the_head(
     assert result["value"]["rank"] == 0
     assert result["value"]["rows"] == 480
     assert Path(result["checkpoint"]).is_file()
-    audit = check_audit(read_events(Path(result["folder"], "audit.jsonl")), finished=True)
+    audit = check_audit(read_records(Path(result["folder"], "audit.jsonl")), finished=True)
     assert audit.ok, audit.problems()
 
 

@@ -12,8 +12,9 @@ from hvd_elastic.engines.slurm.engine import SrunConnection
 from hvd_elastic.hosts.hostfile import Host
 from tests.dist.running import RunningJob, Stage
 from tests.engines.submitted_job import SubmittedJob
+from tests.paths import LIMIT_S
 
-pytestmark = [pytest.mark.dist, pytest.mark.root, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.dist, pytest.mark.root]
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +63,14 @@ def test_streams_of_srun_are_binary_and_not_held_back(stage, nodes, slurm, tmp_p
         job_id, node = variables["SLURM_JOB_ID"], variables["SLURM_JOB_NODELIST"]
         connection = SrunConnection(Host(node), job_id, seen)
         data = bytes(range(256)) * 4096 + b"\r\n\r\n\x04\x03\x00"
-        assert connection.run("cat", timeout_s=60, stdin=data).stdout == data
+        assert connection.run("cat", timeout_s=LIMIT_S, stdin=data).stdout == data
         process = connection.start("cat; echo ended >&2; exit 3")
         for number in range(20):
             process.stdin.write(b'{"n":%d}\n' % number)
-            assert process.stdout.readline(timeout=10) == b'{"n":%d}\n' % number
+            assert process.stdout.readline(timeout=LIMIT_S) == b'{"n":%d}\n' % number
         process.stdin.close()
-        assert process.wait(10) == 3
-        assert process.wait_drained(10)
+        assert process.wait(LIMIT_S) == 3
+        assert process.wait_drained(LIMIT_S)
         assert process.last_line == "ended"  # not what srun says about it
         assert connection.files is connection  # the node has another /tmp
         connection.close()
@@ -249,5 +250,5 @@ def test_a_leader_that_outlives_its_allocation_ends_with_a_checkpoint(stage, nod
 def test_an_allocation_that_has_ended_is_said(stage, two_nodes, slurm) -> None:
     slurm.call("scancel", "--me")
     with RunningJob(stage, None) as job:
-        assert job.process.wait(60) == 1
+        assert job.process.wait(LIMIT_S) == 1
         assert "does not run (" in job.output.read_text()

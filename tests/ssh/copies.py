@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.virtual import VirtualCluster, netns
+from tests.paths import LIMIT_S
 
 NO_NAMESPACES = netns.why_no_namespaces()
 MARKS = [
@@ -51,7 +52,7 @@ class Bed:
             text=True,
             errors="surrogateescape",
             env=self.environment,
-            timeout=90,
+            timeout=LIMIT_S,
             stdin=subprocess.DEVNULL,
         )
         return Outcome(done)
@@ -67,7 +68,7 @@ class Bed:
         )
 
     def finish(self, process: subprocess.Popen[str]) -> Outcome:
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate(timeout=LIMIT_S)
         return Outcome(subprocess.CompletedProcess([], process.returncode, out, err))
 
     def data(self, number: int) -> Path:
@@ -105,7 +106,7 @@ class Outcome:
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + LIMIT_S
     while True:
         try:
             if condition():

@@ -11,6 +11,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.paths import LIMIT_S
+
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 AVAILABLE = Path(SSHD).exists() and shutil.which("ssh-keygen") is not None
 
@@ -66,7 +68,7 @@ class Sshd:
     def _start(self) -> subprocess.Popen[bytes]:
         with (self.folder / "sshd.log").open("ab") as log:
             process = subprocess.Popen([SSHD, "-D", "-e", "-f", str(self.config)], stderr=log)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_S
         while True:
             try:
                 socket.create_connection((self.address, self.port), 1).close()
@@ -80,7 +82,7 @@ class Sshd:
 
     def stop(self) -> None:
         self.process.terminate()
-        self.process.wait(60)
+        self.process.wait(LIMIT_S)
 
     def known_hosts_line(self) -> str:
         key = " ".join((self.host_key.with_suffix(".pub")).read_text().split()[:2])

@@ -17,6 +17,7 @@ import pytest
 
 from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.virtual.netns import why_no_namespaces
+from tests.paths import LIMIT_S
 from tests.ssh.sshd import AVAILABLE, SSHD, make_key
 
 pytestmark = [
@@ -122,7 +123,7 @@ class Checked:
                 "HVD_ELASTIC_HOME": str(folder / "home"),
             },
             stdin=subprocess.DEVNULL,
-            timeout=120,
+            timeout=LIMIT_S,
         )
         self.status = done.returncode
         self.errors = done.stderr

@@ -10,7 +10,7 @@ import pytest
 
 from hvd_elastic.virtual import plan
 from tests import small_disk
-from tests.paths import COSTLY
+from tests.paths import COSTLY, LIMIT_S
 from tests.ssh.copies import (
     HOSTS,
     MARKS,
@@ -192,7 +192,7 @@ def test_an_interrupted_copy_goes_on_where_it_was(
     process = bed.start(str(source), "/data/set")
     bed.wait_for_parts(3, 8 * MB)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=LIMIT_S)
     assert process.returncode == (130 if number is signal.SIGINT else -signal.SIGKILL)
     bed.wait_idle()
     assert not (bed.data(3) / "set" / "large").exists()
@@ -208,7 +208,7 @@ def test_a_damaged_rest_is_found_and_sent_again(bed: Bed, source: Path) -> None:
     process = bed.start(str(source), "/data/set")
     bed.wait_for_parts(1, 8 * MB)
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=LIMIT_S)
     bed.wait_idle()
     (part,) = (path for path in bed.parts(1) if path.stat().st_size > MB)
     with part.open("r+b") as file:

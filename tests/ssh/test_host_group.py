@@ -16,6 +16,7 @@ from invoke.exceptions import CommandTimedOut, UnexpectedExit
 from hvd_elastic.cluster import HostConnection, HostGroup
 from hvd_elastic.errors import HostKeyError, HostUnreachableError, UsageError
 from hvd_elastic.hosts.connection import SshOptions
+from tests.paths import LIMIT_S
 from tests.ssh import sshd as private_sshd
 from tests.ssh import tools as shared
 from tests.ssh.tools import CHECKOUT, Tools
@@ -106,7 +107,11 @@ def test_files_go_and_come(
 def fab(tools: Tools, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).parent / "fab"), "-r", str(CHECKOUT / "scripts")]
     return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, env=tools.environment, timeout=100
+        [*command, *arguments],
+        capture_output=True,
+        text=True,
+        env=tools.environment,
+        timeout=LIMIT_S,
     )
 
 

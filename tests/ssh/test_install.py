@@ -20,7 +20,7 @@ import pytest
 from hvd_elastic.bench.digits_data import write_digits
 from hvd_elastic.hosts.programs.environment import new_name
 from hvd_elastic.virtual import VirtualCluster, netns
-from tests.paths import ALL, COSTLY, ROOT
+from tests.paths import ALL, COSTLY, LIMIT_S, ROOT
 
 NO_NAMESPACES = netns.why_no_namespaces()
 pytestmark = [
@@ -99,7 +99,9 @@ class Bed:
     def on(self, number: int, command: str) -> str:
         """Return what a shell command prints on a host."""
         host, argv = self.cluster.hosts[number], ["sh", "-c", command]
-        return self.cluster.run_on(host, argv, stdout=subprocess.PIPE, timeout=60).stdout.strip()
+        return self.cluster.run_on(
+            host, argv, stdout=subprocess.PIPE, timeout=LIMIT_S
+        ).stdout.strip()
 
 
 def run_there(bed: Bed) -> None:
@@ -136,7 +138,7 @@ def test_an_environment_comes_whole_or_not_at_all(bed: Bed) -> None:
     # One host has no room; the leader is killed while the others copy.
     bed.on(2, f"mkdir -p '{folder}' && mount -t tmpfs -o size=4m none '{folder}'")
     process = bed.start("install")
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + LIMIT_S
     while not bed.on(0, f"find '{new}' -size +1M 2> /dev/null"):
         assert time.monotonic() < deadline, "nothing is copied"
         assert process.poll() is None, process.communicate()
@@ -159,8 +161,18 @@ def test_an_environment_comes_whole_or_not_at_all(bed: Bed) -> None:
         run_there(bed)
 
     # A run uses it on one host: nothing changes anywhere, and what has not changed is no matter.
-    command = ["env", "HVD_ELASTIC_RUN_ID=digits-1", f"{prefix}/bin/python", "-c", "input()"]
-    running = bed.cluster.popen_on(bed.cluster.hosts[1], command, stdin=subprocess.PIPE)
+    command = [
+        "env",
+        "HVD_ELASTIC_RUN_ID=digits-1",
+        f"{prefix}/bin/python",
+        "-c",
+        "input('ready\\n')",
+    ]
+    running = bed.cluster.popen_on(
+        bed.cluster.hosts[1], command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline().strip() == "ready"
     only = ["--hosts", ",".join(bed.cluster.hosts[:2])]
     assert [found["environment"] for found in bed("install", *only, "--dry-run")] == [
         "up to date",

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,12 +20,23 @@ import pytest
 
 from hvd_elastic.virtual import plan
 from tests import other_user
+from tests.paths import LIMIT_S
 from tests.ssh.copies import CHECKOUT, HOSTS, MARKS, MB, Bed, bed, made, wait_until
 
 __all__ = ["bed", "made"]
 
 pytestmark = MARKS
 COUNT = 10
+
+
+# It says that a file is missing, and nothing else.
+FETCH = """import email.utils, os, sys, urllib.request
+sys.excepthook = lambda _, error, __: print("fetch:", error, file=sys.stderr)
+path, head = urllib.request.urlretrieve(*sys.argv[1:])
+"""
+KEEP_TIME = """when = email.utils.parsedate_to_datetime(head["Last-Modified"]).timestamp()
+os.utime(path, (when, when))
+"""
 
 
 class Store:
@@ -41,7 +53,7 @@ class Store:
         class Handler(SimpleHTTPRequestHandler):
             def do_GET(self) -> None:
                 store.asked.append(self.path)
-                assert store.held.wait(60)
+                assert store.held.wait(LIMIT_S)
                 super().do_GET()
 
             def log_request(self, code: object = "-", size: object = "-") -> None:
@@ -56,15 +68,17 @@ class Store:
         )
         self.url = f"http://{address}:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        # curl says that a file is missing, and nothing else.
-        self.each = f"curl -fsS {self.url}/{{path}} -o {{dst}}/{{path}}"
+        # Not every machine has curl.
+        fetch = shlex.join([sys.executable, "-ISc", FETCH])
+        self.each = f"{fetch} {self.url}/{{path}} {{dst}}/{{path}}"
         self.together = (
-            f"while read -r path; do curl -fsS {self.url}/$path -o {{dst}}/$path || exit; done "
+            f"while read -r path; do {fetch} {self.url}/$path {{dst}}/$path || exit; done "
             "< {list}"
         )
+        fetch = shlex.join([sys.executable, "-ISc", FETCH + KEEP_TIME])
         self.all = (
             f"cd {{dst}} && mkdir -p a b && for path in {' '.join(self.names)}; "
-            f"do curl -fsSR {self.url}/$path -o $path || exit; done"
+            f"do {fetch} {self.url}/$path $path || exit; done"
         )
 
     @property
@@ -153,7 +167,7 @@ def test_a_command_that_fails_on_one_host_and_a_file_that_is_not_there(
     result = bed("--pull", store.each, "--list", listed, "/data/set")
     assert result.status == 1
     for error in result["error"]:
-        assert "missing.tar was not fetched: exit status 22: curl" in error
+        assert "missing.tar was not fetched: exit status 1: fetch: HTTP Error 404" in error
         assert "404" in error
     check(bed, store)
     result = bed("--pull", "false {dst} {list}", "--list", listed, "/data/other")
@@ -216,7 +230,7 @@ def test_ctrl_c_ends_the_commands(bed: Bed, store: Store, tmp_path: Path) -> Non
     process = bed.start(*arguments)
     wait_until(lambda: len(store.asked) >= HOSTS, "the requests")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
     bed.wait_idle()
     store.held.set()
@@ -244,7 +258,7 @@ def start_preparing(bed: Bed, source: Path, out: Path, *options: object) -> subp
 
 
 def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    output, errors = process.communicate(timeout=90)
+    output, errors = process.communicate(timeout=LIMIT_S)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from hvd_elastic.hosts.hostfile import expand_hosts
 from tests.command_lines import CommandLines
-from tests.paths import ALL, COSTLY
+from tests.paths import ALL, COSTLY, LIMIT_S
 from tests.ssh import sshd as private_sshd
 from tests.ssh import tools as shared
 from tests.ssh.tools import Tools, is_alive, records, wait_until
@@ -68,7 +68,7 @@ def test_a_host_that_hangs_does_not_hold_up_the_others(tools: Tools) -> None:
         first = [json.loads(process.stdout.readline()) for _ in range(7)]
         assert [entry["state"] for entry in first] == ["ok"] * 7
         process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=60)
+        rest, _ = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 130
         assert json.loads(rest)["states"] == {"ok": 7, "interrupted": 1}
 
@@ -114,7 +114,7 @@ def test_the_commands_there_end_with_us_and_all_that_they_started(
     assert process.stdout is not None
     pids = [int(process.stdout.readline().split()[1]) for _ in range(9)]
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == (-number if number == signal.SIGKILL else 130)
     if number != signal.SIGKILL:
         assert "3 interrupted (node[1-3])" in errors
@@ -188,7 +188,7 @@ def test_slow_hosts_are_named_while_we_wait(tools: Tools, tmp_path: Path) -> Non
     while not re.search(r"waiting for node\d \(\d+ s\)", shown):
         shown += os.read(ours, 1000).decode()
     (tmp_path / "go").touch()
-    assert process.wait(60) == 0
+    assert process.wait(LIMIT_S) == 0
     os.close(ours)
 
 
@@ -248,7 +248,7 @@ def test_much_output_costs_no_memory(tools: Tools, tmp_path: Path) -> None:
                 text=True,
                 env=tools.environment,
                 stdin=subprocess.DEVNULL,
-                timeout=100,
+                timeout=LIMIT_S,
             )
         assert process.returncode == 0, process.stderr
         assert int(process.stderr.split()[-1]) < 120_000
@@ -265,7 +265,11 @@ def test_bytes_that_are_no_text_and_a_command_that_is_not_there(tools: Tools) ->
     ):
         argv = tools.argv("runclust", *arguments, *options, "printf 'a\\000\\377b\\n'")
         done = subprocess.run(
-            argv, capture_output=True, env=tools.environment, stdin=subprocess.DEVNULL, timeout=100
+            argv,
+            capture_output=True,
+            env=tools.environment,
+            stdin=subprocess.DEVNULL,
+            timeout=LIMIT_S,
         )
         assert done.returncode == 0, done.stderr
         assert want in done.stdout
@@ -327,5 +331,5 @@ def test_a_reader_that_goes_away_ends_it(tools: Tools) -> None:
         word = process.stdout.readline().split()[1]
         pids += [int(word)] if word.isdigit() else []
     process.stdout.close()
-    assert process.wait(60) == 1
+    assert process.wait(LIMIT_S) == 1
     wait_until(lambda: not any(map(is_alive, pids)), "the commands' end")

@@ -23,6 +23,7 @@ from tests.command_lines import CommandLines
 from tests.dist import conftest, jobs
 from tests.dist.jobs import Job, assert_nothing_left, call, hostfile_of, write_script
 from tests.dist.running import Stage
+from tests.paths import LIMIT_S
 from tests.ssh import sshd as private_sshd
 from tests.ssh.sshd import Sshd, make_key
 
@@ -352,7 +353,6 @@ def cmdline(pid: int) -> bytes:
 
 
 @pytest.mark.root
-@pytest.mark.timeout(300)
 def test_the_published_exploits_execute_nothing(live: LiveRun, shared: Path) -> None:
     """From a host outside the run, from one inside it, and from another user on it."""
     marker = shared / "executed"
@@ -373,7 +373,7 @@ def test_the_published_exploits_execute_nothing(live: LiveRun, shared: Path) -> 
     assert stores, "the run has a rendezvous"
 
     def on(host: str) -> Callable[[list[str]], subprocess.CompletedProcess[str]]:
-        return lambda words: live.hosts.run_on(host, words, timeout=120)
+        return lambda words: live.hosts.run_on(host, words, timeout=LIMIT_S)
 
     answers = attack(on(live.outsider), reachable, marker)
     assert not any(200 in said for said in answers.values()), answers
@@ -416,7 +416,7 @@ def test_another_user_cannot_speak_to_an_agent(live: LiveRun) -> None:
     worker = live.worker(first)
     for name in names:
         words = [sys.executable, "-c", program, name.removeprefix("@"), worker]
-        done = live.hosts.run_on(first, words, timeout=60)
+        done = live.hosts.run_on(first, words, timeout=LIMIT_S)
         assert done.stdout.strip() == "b''", done.stderr
     live.goes_on()
     assert "evil" not in live.job.text
@@ -436,9 +436,9 @@ def test_another_user_cannot_read_the_environment_of_workers(live: LiveRun) -> N
         "        except OSError:\n"
         "            pass\n"
     )
-    done = live.hosts.run_on(first, [sys.executable, "-c", program, BECOME_NOBODY], timeout=60)
+    done = live.hosts.run_on(first, [sys.executable, "-c", program, BECOME_NOBODY], timeout=LIMIT_S)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    done = live.hosts.run_on(first, [sys.executable, "-c", program, "pass"], timeout=60)
+    done = live.hosts.run_on(first, [sys.executable, "-c", program, "pass"], timeout=LIMIT_S)
     assert done.stdout, "its owner can"
     live.goes_on()
 

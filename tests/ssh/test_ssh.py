@@ -26,6 +26,7 @@ from hvd_elastic.hosts.ssh import (
     connect,
     is_local,
 )
+from tests.paths import LIMIT_S
 from tests.ssh import sshd as private_sshd
 from tests.ssh.sshd import Sshd
 
@@ -62,7 +63,7 @@ def connection(request: pytest.FixtureRequest, options: SshOptions) -> Iterator[
 
 
 def test_a_command_runs(connection: Connection) -> None:
-    result = connection.run("echo out; echo err >&2; exit 3", timeout_s=20)
+    result = connection.run("echo out; echo err >&2; exit 3", timeout_s=LIMIT_S)
     assert (result.exit_status, result.stdout, result.stderr) == (3, b"out\n", b"err\n")
     assert not result.ok
     assert result.text == "out"
@@ -72,13 +73,13 @@ def test_a_command_runs(connection: Connection) -> None:
 def test_arguments_arrive_as_they_are(connection: Connection) -> None:
     arguments = ["a b", "it's", '"q"', "$HOME", "*", "line1\nline2", "back\\slash", "", "ü", ";id"]
     program = "import sys; sys.stdout.write('\\0'.join(sys.argv[1:]))"
-    result = connection.run([sys.executable, "-c", program, *arguments], timeout_s=20)
+    result = connection.run([sys.executable, "-c", program, *arguments], timeout_s=LIMIT_S)
     assert result.stdout.decode().split("\0") == arguments
 
 
 def test_ten_megabytes_in_and_out(connection: Connection) -> None:
     data = os.urandom(10 << 20)
-    result = connection.run("cat", timeout_s=60, stdin=data)
+    result = connection.run("cat", timeout_s=LIMIT_S, stdin=data)
     assert hashlib.sha256(result.stdout).digest() == hashlib.sha256(data).digest()
 
 
@@ -88,8 +89,8 @@ def test_writing_everything_before_reading_does_not_hang(connection: Connection)
     process.stdin.write(data * 80_000)
     process.stdin.close()
     assert sum(1 for _ in process.stdout) == 80_000
-    assert process.wait(20) == 0
-    assert process.wait_drained(20)
+    assert process.wait(LIMIT_S) == 0
+    assert process.wait_drained(LIMIT_S)
     assert process.stderr_tail.endswith(data)
     process.close()
 
@@ -102,28 +103,28 @@ def test_a_dialogue_line_by_line(connection: Connection) -> None:
     for word in (b"one", b"two"):
         process.stdin.write(word + b"\n")
         process.stdin.flush()
-        assert process.stdout.readline(timeout=20) == b"got " + word + b"\n"
+        assert process.stdout.readline(timeout=LIMIT_S) == b"got " + word + b"\n"
     with pytest.raises(TimeoutError):
         process.stdout.readline(timeout=0.01)
     with pytest.raises(TimeoutError, match="still runs"):
         process.wait(0.01)
     process.stdin.close()
-    assert process.wait(20) == 7
-    assert process.wait_drained(20)
+    assert process.wait(LIMIT_S) == 7
+    assert process.wait_drained(LIMIT_S)
     assert list(process.stdout) == []
     assert b"".join(seen) == b"ready\n"
     process.close()
 
 
 def test_input_that_is_not_read_is_no_failure(connection: Connection) -> None:
-    result = connection.run("head -c 3", timeout_s=20, stdin=b"abc" * 3_000_000)
+    result = connection.run("head -c 3", timeout_s=LIMIT_S, stdin=b"abc" * 3_000_000)
     assert result.stdout == b"abc"
 
 
 def test_writing_to_a_command_that_ended_is_a_broken_pipe(connection: Connection) -> None:
     process = connection.start("exit 0")
-    assert process.wait(20) == 0
-    process.wait_drained(20)
+    assert process.wait(LIMIT_S) == 0
+    process.wait_drained(LIMIT_S)
     with pytest.raises(BrokenPipeError):
         process.stdin.write(b"x" * 20_000_000)
     process.close()
@@ -140,16 +141,14 @@ def test_a_command_that_takes_too_long_is_stopped_there(
         )
     assert caught.value.stdout == b"begun\n"
     pid = int(pid_file.read_text())
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_S
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline, "the command outlived its time"
         time.sleep(0.05)
 
 
 def test_a_background_child_does_not_hold_the_result(connection: Connection) -> None:
-    started = time.monotonic()
-    result = connection.run("echo begun; sleep 30 & echo $!", timeout_s=25)
-    assert time.monotonic() - started < 20
+    result = connection.run("echo begun; sleep 1000 & echo $!", timeout_s=LIMIT_S)
     words = result.text.split()
     os.kill(int(words[1]), 9)
     assert words[0] == "begun"
@@ -179,7 +178,7 @@ def test_a_key_can_be_known_to_the_project_alone(
     own_home.mkdir(exist_ok=True)
     (own_home / "known_hosts").write_text(server.known_hosts_line())
     with connect(Host("node1"), SshOptions(config)) as connection:
-        assert connection.run("true", 20).ok
+        assert connection.run("true", LIMIT_S).ok
 
 
 @pytest.mark.parametrize("marker", ["ed25519", "ecdsa", "@revoked "])
@@ -301,7 +300,7 @@ def test_the_agents_key_is_used(
         ["ssh-agent", "-D", "-a", str(agent_socket)], stdout=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_S
         while not agent_socket.exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -311,13 +310,13 @@ def test_the_agents_key_is_used(
         text = config.read_text().replace(f"IdentityFile {server.user_key}\n", "")
         config.write_text(text.replace("IdentitiesOnly yes", ""))
         with connect(Host("node1"), SshOptions(config_path=config)) as connection:
-            assert connection.run("true", 20).ok
+            assert connection.run("true", LIMIT_S).ok
         # Only its public half lies beside: IdentitiesOnly picks the agent's key for it.
         (tmp_path / "half.pub").write_text(Path(f"{server.user_key}.pub").read_text())
         (tmp_path / "half").write_text("unreadable")
         config.write_text(f"{text}  IdentityFile {tmp_path / 'half'}\n")
         with connect(Host("node1"), SshOptions(config_path=config)) as connection:
-            assert connection.run("true", 20).ok
+            assert connection.run("true", LIMIT_S).ok
     finally:
         agent.terminate()
         agent.wait(5)
@@ -327,7 +326,7 @@ def test_through_a_jump_host(server: Sshd, tmp_path: Path) -> None:
     config = server.write_config(tmp_path / "config", ["node1"], "  ProxyJump door\n")
     server.write_config(config, ["door"])
     with connect(Host("node1"), SshOptions(config_path=config)) as connection:
-        assert connection.run("echo there", 20).text == "there"
+        assert connection.run("echo there", LIMIT_S).text == "there"
         assert connection.peer_address is None
 
 
@@ -384,10 +383,10 @@ def test_a_lost_connection_is_noticed(server: Sshd, options: SshOptions) -> None
         assert isinstance(connection, SshConnection)
         process = connection.start("cat")
         # The sshd of this connection is the parent of its commands.
-        pid = int(connection.run("echo $PPID", 20).text)
+        pid = int(connection.run("echo $PPID", LIMIT_S).text)
         os.kill(pid, 9)
-        assert process.stdout.readline(timeout=20) == b""
-        assert process.wait(20) == -1
+        assert process.stdout.readline(timeout=LIMIT_S) == b""
+        assert process.wait(LIMIT_S) == -1
         process.close()
         with pytest.raises(SshError, match=r"host node1: .*connection is lost"):
             connection.start("true")
@@ -397,7 +396,7 @@ def test_a_lost_connection_is_noticed(server: Sshd, options: SshOptions) -> None
 def test_a_host_that_falls_silent_cannot_hold_the_caller(options: SshOptions) -> None:
     with connect(Host("node1"), options) as connection:
         process = connection.start("cat")
-        pid = int(connection.run("echo $PPID", 20).text)
+        pid = int(connection.run("echo $PPID", LIMIT_S).text)
         os.kill(pid, signal.SIGSTOP)
         try:
             started = time.monotonic()
@@ -409,7 +408,7 @@ def test_a_host_that_falls_silent_cannot_hold_the_caller(options: SshOptions) ->
 
 def test_a_command_killed_by_a_signal(connection: Connection) -> None:
     process = connection.start("kill -9 $$; sleep 1")
-    status = process.wait(20)
+    status = process.wait(LIMIT_S)
     assert status == (137 if isinstance(connection, LocalConnection) else -1)
     process.close()
 

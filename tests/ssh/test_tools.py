@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.hosts.programs.processes import read
+from tests.paths import LIMIT_S
 from tests.ssh import sshd as private_sshd
 from tests.ssh import tools as shared
 from tests.ssh.sshd import Sshd
@@ -164,7 +165,7 @@ def test_kill_ends_the_run_and_nothing_else(tools: Tools, tmp_path: Path) -> Non
         for process in everyone:
             if is_alive(process.pid):
                 process.kill()
-            process.wait(10)
+            process.wait(LIMIT_S)
             if process.stdout:
                 process.stdout.close()
 
@@ -260,7 +261,7 @@ def test_processes_are_ended_by_their_command_line(tools: Tools) -> None:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+            process.wait(LIMIT_S)
 
 
 def test_strays_are_ended_and_what_somebody_holds_is_not(tools: Tools) -> None:
@@ -311,7 +312,7 @@ def test_strays_are_ended_and_what_somebody_holds_is_not(tools: Tools) -> None:
                 os.kill(pid, signal.SIGKILL)
         for process in held:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+            process.wait(LIMIT_S)
 
 
 def test_check_says_what_python_there_lacks(tools: Tools) -> None:

@@ -29,7 +29,7 @@ from hvd_elastic.virtual.cpushare import CpuGroups
 from hvd_elastic.virtual.marks import marked_processes
 from hvd_elastic.virtual.plan import interface_name
 from hvd_elastic.virtual.state import clusters_folder
-from tests.paths import COSTLY
+from tests.paths import COSTLY, LIMIT_S
 from tests.small_disk import mounted
 
 NO_NAMESPACES = netns.why_no_namespaces()
@@ -77,7 +77,7 @@ def log_in(cluster: VirtualCluster, host: str, command: str) -> subprocess.Compl
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=30,
+        timeout=LIMIT_S,
     )
 
 
@@ -96,7 +96,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 def connect(cluster: VirtualCluster, host: str) -> socket.socket:
     entry = cluster.state.host(host)
-    connection = socket.create_connection((entry.address, entry.port), timeout=60)
+    connection = socket.create_connection((entry.address, entry.port), timeout=LIMIT_S)
     assert connection.recv(4) == b"SSH-"
     while b"\n" not in connection.recv(100):
         pass
@@ -173,7 +173,7 @@ def test_a_crash_ends_everything_and_a_boot_brings_the_host_back(both: VirtualCl
         both.crash("vc1-2")
         assert closes(connection), "a crash closes connections at once"
         assert not closes(other), "only the host that crashed"
-    assert session.wait(timeout=60) == 255
+    assert session.wait(timeout=LIMIT_S) == 255
     session.stdout.close()
     assert not any(map(read_process, sleepers))
     assert both.pids("vc1-2", system=True) == set()
@@ -219,7 +219,7 @@ def test_processes_of_a_host_are_found_and_killed_by_the_id_they_know(
     assert both.pids("vc1-1")
     assert both.pids("vc1-2") == set()
     both.kill("vc1-1", own_id)
-    assert sleeper.wait(timeout=60) in (255, 137)
+    assert sleeper.wait(timeout=LIMIT_S) in (255, 137)
     sleeper.stdout.close()
     until(lambda: both.pids("vc1-1") == set())
     with pytest.raises(VirtualClusterError, match="no process 999999"):
@@ -306,7 +306,7 @@ def test_a_virtclust_ended_half_way_leaves_nothing_at_the_latest_after_down(
     assert process.stdout is not None
     assert process.stdout.readline() == "half way\n"
     process.send_signal(number)
-    _, words = process.communicate(timeout=120)
+    _, words = process.communicate(timeout=LIMIT_S)
     if number == signal.SIGKILL:
         assert len(marked_processes(VirtualCluster("vc1").folder)) >= 2
         for left in VirtualCluster.every():
@@ -352,7 +352,7 @@ def test_clusters_made_at_the_same_time_do_not_collide(home: Path, loopback: boo
         for sub in ("a", "a", "b")
     ]
     try:
-        ends = [process.communicate(timeout=60) for process in started]
+        ends = [process.communicate(timeout=LIMIT_S) for process in started]
         assert [process.returncode for process in started] == [0, 0, 0], ends
         records = [json.loads(out) for out, _ in ends]
         assert sorted(record["name"] for record in records) == ["vc1", "vc1", "vc2"]
@@ -592,7 +592,7 @@ def test_the_link_rate_holds_in_both_directions(home: Path) -> None:
                 assert made.run_on(host, send).returncode == 0
             else:
                 subprocess.run(send, check=True)
-            assert receiver.wait(timeout=30) == 0
+            assert receiver.wait(timeout=LIMIT_S) == 0
             receiver.stdout.close()
             rate = size * 8 / (time.monotonic() - begun)
             assert rate < 1.3 * bits_per_s
@@ -647,7 +647,7 @@ def test_hosts_keep_their_etc_when_the_machine_replaces_files_of_its_own(
         ssh -F {home}/virtual/keeps/ssh_config keeps-1 getent hosts keeps-2
     """
     command = ["unshare", "--mount", "sh", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[1:] == ["keeps-2"]
 
@@ -665,7 +665,7 @@ def test_up_on_a_full_disk(tmp_path: Path, free_pages: int) -> None:
             env={**os.environ, "HVD_ELASTIC_HOME": str(disk)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LIMIT_S,
         )
         assert done.returncode == 1
         (line,) = done.stderr.splitlines()
@@ -725,7 +725,7 @@ def virtclust(*words: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=60,
+        timeout=LIMIT_S,
     )
 
 
@@ -769,7 +769,7 @@ def test_the_hostfile_alone_is_enough_and_the_command_to_train_is_printed(home: 
         [sys.executable, "-c", program, str(folder / "hostfile"), "echo hello"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
     )
     assert done.stdout == "alone-1: hello\n", done.stderr
     assert virtclust("down").returncode == 0

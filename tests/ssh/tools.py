@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.paths import LIMIT_S
 from tests.ssh.sshd import Sshd
 
 NAMES = [f"node{number}" for number in range(1, 9)]
@@ -56,7 +57,7 @@ class Tools:
             capture_output=True,
             text=True,
             env={**self.environment, **environment},
-            timeout=100,
+            timeout=LIMIT_S,
             input=text_in,
         )
 
@@ -72,7 +73,7 @@ def records(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any
 
 
 def wait_until(condition: object, what: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_S
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, f"never happened: {what}"
         time.sleep(0.05)

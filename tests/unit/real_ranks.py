@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.paths import ROOT
+from tests.paths import LIMIT_S, ROOT
 from tests.unit.forked import start_program
 
-TIMEOUT_S = 200
+TIMEOUT_S = LIMIT_S
 Forward = Callable[[Any, str, str, bytes], None]
 
 

@@ -18,14 +18,14 @@ from hvd_elastic.cli.options import AsJson, RequiredRun, parse_duration, parse_w
 from hvd_elastic.cli.output import print_json, wait_until
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
-from hvd_elastic.records.json_lines import EventFollower, Record, read_last_events
+from hvd_elastic.records.json_lines import Follower
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.wording import resume_words
+from hvd_elastic.run_events import HostDrained, ReadEvent, RunFinished
 
 DRAIN_TIMEOUT_S = 90.0
 """How long to wait for a host to be drained [s]; longer than replacements take to become warm."""
 _POLL_S = 0.1  # between two readings of files that are followed
-_TAIL_BYTES = 256 * 1024  # holds the last events of a run
 
 
 def stop(
@@ -43,14 +43,13 @@ def stop(
     folder = open_run(run)
     message = folder.ask_leader("stop", {"reason": "asked to by hvd-elastic stop"})
     ended = _wait_for_end(folder) if wait else None
-    result = (ended or {}).get("status", "stopping")
+    result = ended.status if ended else "stopping"
     if as_json:
         _answer(as_json, message, folder, status=result)
         return
-    steps = f" after {count(ended.get('steps'), 'step')}" if ended else ""
+    steps = f" after {count(ended.steps, 'step')}" if ended else ""
     print(f"run {folder.run_id}: {result}{steps}")
-    way_on = resume_words(ended or {})
-    if way_on:
+    if ended and (way_on := resume_words(ended)):
         print(way_on)
 
 
@@ -120,7 +119,7 @@ def drain(
         raise UsageError("--undo gives a host back, --in says when it goes: give one of them")
     leave_in_s = None if leave_in is None else parse_duration("--in", leave_in)
     folder = open_run(run)
-    follower = EventFollower(folder.events, last_bytes=0)
+    follower = folder.follow_events(last_bytes=0)
     message = folder.ask_leader("drain", {"host": host, "leave_in_s": leave_in_s, "undo": undo})
     drained = None
     if wait and not undo:
@@ -138,16 +137,17 @@ def drain(
 
 
 def _wait_until_drained(
-    folder: RunFolder, follower: EventFollower, host: str, leave_in_s: float
+    folder: RunFolder, follower: Follower[ReadEvent], host: str, leave_in_s: float
 ) -> bool:
     deadline = time.monotonic() + leave_in_s + DRAIN_TIMEOUT_S
     while True:
         alive = folder.leader_alive()  # before reading, so that its last events are read too
-        for record in follower.poll():
-            if record["kind"] == "run_finished":
-                return True
-            if record["kind"] == "host_drained" and record.get("host") == host:
-                return True
+        for event in follower.poll():
+            match event:
+                case RunFinished():
+                    return True
+                case HostDrained(host=drained) if drained == host:
+                    return True
         if not alive:
             folder.need_leader("drain")
         if time.monotonic() > deadline:
@@ -159,14 +159,14 @@ def _wait_until_drained(
         time.sleep(_POLL_S)
 
 
-def _wait_for_end(folder: RunFolder) -> Record | None:
+def _wait_for_end(folder: RunFolder) -> RunFinished | None:
     wait_until(
         lambda: not folder.leader_alive(),
         f"run {folder.run_id} is stopping, and may have a large checkpoint to write "
         f"({folder.leader()}). Ctrl-C ends the waiting alone; see: hvd-elastic logs "
         f"{folder.run_id} --leader",
     )
-    ended = [e for e in read_last_events(folder.events, _TAIL_BYTES) if e["kind"] == "run_finished"]
+    ended = [event for event in folder.last_events() if isinstance(event, RunFinished)]
     return ended[-1] if ended else None
 
 

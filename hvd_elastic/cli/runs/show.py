@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,11 +25,21 @@ from hvd_elastic.formatting import (
     shown_line,
     worker_name,
 )
-from hvd_elastic.records.json_lines import EventFollower, LineFollower, Record, iter_events
+from hvd_elastic.records.events import as_record, decode_output
+from hvd_elastic.records.json_lines import Follower, LineFollower
 from hvd_elastic.records.run_folder import RunFolder, list_runs
 from hvd_elastic.records.run_state import run_row
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.records.wording import IN_QUEUE, Line, Narrator, run_state, status_rows
+from hvd_elastic.run_events import (
+    HostDraining,
+    HostReturned,
+    HostsChanged,
+    Output,
+    ReadEvent,
+    RunFinished,
+    RunStarted,
+)
 
 _POLL_S = 0.1  # between two readings of files that are followed
 _TAIL_BYTES = 256 * 1024  # holds most tails of logs
@@ -46,7 +57,7 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
     """
     folder = open_run(run)
     alive = folder.leader_alive()
-    latest: deque[tuple[Record, Line]] = deque(maxlen=_LATEST)
+    latest: deque[tuple[float, Line]] = deque(maxlen=_LATEST)
     summary = summarize(_told(folder.iter_events(), latest))
     summary.run_id = folder.run_id
     until = None if alive else folder.leaderless_until(summary.ended)
@@ -68,8 +79,8 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
     print_rows(status_rows(summary, state, until, path, now, resume, submitted=submitted))
     if latest:
         print("\nlatest")
-    for event, line in latest:
-        stamp = clock_words(event.get("t"))
+    for t, line in latest:
+        stamp = clock_words(t)
         first, *more = line.text.splitlines() or [""]
         # Of a traceback the last line says what was wrong.
         print(f"  {stamp}  {first} {more[-1].strip()}" if more else f"  {stamp}  {first}")
@@ -173,23 +184,26 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
 
     folder = open_run(run)
     # Events are read first: when the end of the run is read, all output can be read too.
-    paths = (folder.events, folder.output)
-    followers = [EventFollower(path, last_bytes=_HISTORY_BYTES) for path in paths]
-    ended: Record | None = None
+    events = folder.follow_events(last_bytes=_HISTORY_BYTES)
+    output = Follower(folder.output, decode_output, last_bytes=_HISTORY_BYTES)
+    ended: RunFinished | None = None
     try:
         with RunView() as view:
             while True:
                 alive = folder.leader_alive()
-                news = [event for follower in followers for event in follower.poll()]
-                for event in sorted(news, key=lambda event: float(event.get("t") or 0.0)):
+                news = [*events.poll(), *output.poll()]
+                for event in sorted(news, key=attrgetter("t")):
+                    match event:
+                        case RunFinished():
+                            ended = event
+                        case RunStarted():
+                            ended = None
                     if as_json:
-                        print(json.dumps(event), flush=True)
-                    elif event["kind"] == "output":
-                        view.output(event["host"], event["local_rank"], event["line"])
+                        print(json.dumps(as_record(event)), flush=True)
+                    elif isinstance(event, Output):
+                        view.output(event.host, event.local_rank, event.line)
                     else:
                         view.show(event)
-                    if event["kind"] in {"run_finished", "run_started"}:
-                        ended = event if event["kind"] == "run_finished" else None
                 if ended is not None or not alive:
                     break
                 time.sleep(_POLL_S)
@@ -205,7 +219,7 @@ def attach(run: OptionalRun = None, as_json: AsJson = False) -> None:
             f"Go on with: {folder.resume_command}"
             + (f". {IN_QUEUE}" if folder.is_submitted else "")
         )
-    if ended.get("status") != "succeeded":
+    if ended.status != "succeeded":
         raise typer.Exit(1)
 
 
@@ -219,16 +233,17 @@ def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
       horovodrun -np 2 --host-discovery-script ./hosts.sh python train.py
     """
     folder = open_run(run)
-    hosts = None
+    hosts: list[tuple[str, int]] | None = None
     drained: set[str] = set()
-    for event in iter_events(folder.events):
-        if event["kind"] in {"hosts_changed", "run_started"} and "hosts" in event:
-            hosts = [(str(name), int(slots)) for name, slots in event["hosts"]]
-            drained &= {name for name, _ in hosts}
-        elif event["kind"] == "host_draining":
-            drained.add(event["host"])
-        elif event["kind"] == "host_returned":
-            drained.discard(event["host"])
+    for event in folder.iter_events():
+        match event:
+            case HostsChanged() | RunStarted():
+                hosts = event.hosts
+                drained &= {name for name, _ in hosts}
+            case HostDraining(host=host):
+                drained.add(host)
+            case HostReturned(host=host):
+                drained.discard(host)
     if hosts is None:
         raise RunError(
             f"run {folder.run_id} has not told its hosts yet; see: hvd-elastic status "
@@ -248,11 +263,11 @@ def discover(run: OptionalRun = None, as_json: AsJson = False) -> None:
             print(f"{name}:{slots}")
 
 
-def _told(events: Iterable[Record], latest: deque[tuple[Record, Line]]) -> Iterator[Record]:
+def _told(events: Iterable[ReadEvent], latest: deque[tuple[float, Line]]) -> Iterator[ReadEvent]:
     """Yield the events, and add the lines that tell of them to ``latest``."""
     narrator = Narrator()
     for event in events:
-        latest.extend((event, line) for line in narrator.tell(event))
+        latest.extend((event.t, line) for line in narrator.tell(event))
         yield event
 
 

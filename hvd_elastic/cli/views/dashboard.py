@@ -71,7 +71,6 @@ def top(
     from rich.text import Text
 
     from hvd_elastic.cli.jobs.naming import open_run
-    from hvd_elastic.records.json_lines import EventFollower
     from hvd_elastic.records.summary import RunSummary, take_events
     from hvd_elastic.records.wording import Narrator, run_state, status_rows
     from hvd_elastic.views.allocation import host_rows
@@ -81,7 +80,7 @@ def top(
 
     folder = open_run(run)
     submitted = folder.is_submitted
-    follower, narrator, summary = EventFollower(folder.events), Narrator(), RunSummary()
+    follower, narrator, summary = folder.follow_events(), Narrator(), RunSummary()
     latest: deque[str] = deque(maxlen=8)
 
     def plain(text: str) -> Text:
@@ -89,12 +88,12 @@ def top(
 
     def look() -> tuple[Group, bool]:
         alive = folder.leader_alive()
-        while records := follower.poll(_PIECE_BYTES):
-            take_events(summary, records)
+        while events := follower.poll(_PIECE_BYTES):
+            take_events(summary, events)
             thin_out(summary)
-            for record in records:
-                stamp = clock_words(record.get("t"))
-                latest.extend(f"{stamp}  {line.text}" for line in narrator.tell(record))
+            for event in events:
+                stamp = clock_words(event.t)
+                latest.extend(f"{stamp}  {line.text}" for line in narrator.tell(event))
         summary.run_id = folder.run_id
         until = None if alive else folder.leaderless_until(summary.ended)
         waiting = bool(summary.waiting)
@@ -115,11 +114,11 @@ def top(
             busy.add_column(head, justify="left" if head == "host" else "right")
         for name, cells in host_rows(summary):
             busy.add_row(*map(plain, (name, *cells)))
-        events = Table.grid()
+        told = Table.grid()
         for line in reversed(latest):  # where the window ends, the oldest are cut off
-            events.add_row(plain(line.splitlines()[0]))
+            told.add_row(plain(line.splitlines()[0]))
         hosts: list[RenderableType] = [busy, ""] if busy.row_count else []
-        return Group(shown, "", *hosts, events), alive or state in ("starting", "leaderless")
+        return Group(shown, "", *hosts, told), alive or state in ("starting", "leaderless")
 
     console = Console(file=unfiltered(sys.stdout))
     on_screen = console.is_terminal

@@ -29,6 +29,13 @@ from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.objective import Objective
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.tensorboard import check_tensorboard
+from hvd_elastic.run_events import (
+    Event,
+    HostDrained,
+    HostDraining,
+    HostReturned,
+    ScriptFailed,
+)
 from hvd_elastic.views.terminal import LastingView
 
 _CALM_S = 10.0
@@ -221,20 +228,21 @@ def _hosts(
 
 def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -> Any:
     """Lead an elastic run; return the function's value."""
-    failure: list[Mapping[str, Any]] = []
+    failure: list[ScriptFailed] = []
     leaving = set[str]()
     with _own_signals(), LastingView(sys.stderr, live=False) as view:
 
-        def show(event: Mapping[str, Any]) -> None:
-            if event["kind"] == "script_failed":
-                failure.append(event)
-            elif event["kind"] == "host_draining" and event["asked"]:
-                leaving.add(event["host"])  # others go by themselves, and others take their place
-            elif event["kind"] == "host_returned":
-                leaving.discard(event["host"])
+        def show(event: Event) -> None:
+            match event:
+                case ScriptFailed():
+                    failure.append(event)
+                case HostDraining(host=host, asked=True):
+                    leaving.add(host)  # others go by themselves, and others take their place
+                case HostReturned(host=host):
+                    leaving.discard(host)
             view.show(event)
-            if event["kind"] == "host_drained" and event["host"] in leaving:
-                hosts.release_host(event["host"])
+            if isinstance(event, HostDrained) and event.host in leaving:
+                hosts.release_host(event.host)
 
         def show_output(_host: str, _slot: int, line: str) -> None:
             _show_line(0, line)
@@ -245,7 +253,7 @@ def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -
     if finish.status == "stopped":
         raise KeyboardInterrupt(finish.message)
     if finish.status != "succeeded":
-        text = str(failure[0]["traceback"]).rstrip() if failure else ""
+        text = failure[0].traceback.rstrip() if failure else ""
         more = "" if text in finish.message else f"\n{text}"
         raise RunError(f"run {folder.run_id} failed: {finish.message}{more}")
     return Outcome.unpack((folder.saved / OUTCOME_FILE).read_bytes()).get("rank 0")

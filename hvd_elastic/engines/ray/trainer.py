@@ -13,6 +13,8 @@ from hvd_elastic.engines.ray.data import Preparer
 from hvd_elastic.errors import ArgumentError, RunError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import own_address_towards
+from hvd_elastic.records.events import as_record
+from hvd_elastic.run_events import Metrics
 
 if TYPE_CHECKING:
     from hvd_elastic.engines.dialled.hosts import DialledHosts
@@ -166,7 +168,8 @@ class ElasticTrainer:
         folder = RunFolder.open(run_id)
         events = folder.read_events()
         past = summarize(events)
-        metrics = next((event for event in reversed(events) if event["kind"] == "metrics"), {})
+        last = [event for event in events if isinstance(event, Metrics)][-1:]
+        metrics = as_record(last[0]) if last else {}
         return Result(
             value,
             run_id,

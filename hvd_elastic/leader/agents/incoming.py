@@ -14,6 +14,7 @@ from hvd_elastic.agent.spool import Spool
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.errors import SshError
 from hvd_elastic.leader.agents.process import AgentProcess
+from hvd_elastic.run_events import Metrics
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError
 
@@ -28,6 +29,10 @@ class UnfitHostError(SshError):
     """The host answers but cannot be used as it is, so trying again is useless."""
 
     brief = "cannot be used as it is"
+
+
+_LATE_S = 1.0
+"""Delay from which an event tells how late its metrics are, such as after a takeover [s]."""
 
 
 class Incoming:
@@ -90,12 +95,11 @@ class Incoming:
         """Note how long metrics were on their way: after a takeover they come late, all at once."""
         if isinstance(message, msg.AgentHello):
             self._apart_s = time.time() - message.time
-        elif isinstance(message, msg.WorkerSaid) and isinstance(message.message, msg.Metrics):
-            said = message.message
-            if said.sent:
-                apart_s = time.time() - said.sent
-                self._apart_s = min(self._apart_s, apart_s)
-                said.late_s = apart_s - self._apart_s
+        elif isinstance(message, msg.WorkerSaid) and isinstance(message.message, Metrics):
+            apart_s = time.time() - message.message.t
+            self._apart_s = min(self._apart_s, apart_s)
+            late_s = apart_s - self._apart_s
+            message.message.late_s = round(late_s, 3) if late_s >= _LATE_S else 0.0
 
     def _is_hello_of_another_version(self, line: bytes) -> bool:
         """Return whether the line is a hello; raise UnfitHostError if its version differs."""

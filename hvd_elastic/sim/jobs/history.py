@@ -23,6 +23,7 @@ from hvd_elastic.policy.schedule.policies import Policy
 from hvd_elastic.records.cluster import ClusterSummary, JobRecord
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
+from hvd_elastic.run_events import Metrics, WorkerStandby
 from hvd_elastic.sim.jobs.job import JobInTime, as_jobs
 from hvd_elastic.sim.jobs.run import Outcome, run_jobs
 
@@ -249,10 +250,10 @@ def _past_job(job: JobRecord, cluster_began: float) -> PastJob:
         began = cluster_began + (job.started_s or 0.0)
         if not start_s and summary.started is not None and summary.first_step_s is not None:
             start_s = max(0.0, summary.started + summary.first_step_s - began)
-        steps_at = [event["t"] for event in events if event["kind"] == "metrics"]
+        steps_at = [event.t for event in events if isinstance(event, Metrics)]
         if steps_at and job.ended_s is not None:
             start_s += max(0.0, cluster_began + job.ended_s - steps_at[-1])
-        warm = [event.get("warm_s", 0.0) for event in events if event["kind"] == "worker_standby"]
+        warm = [event.warm_s for event in events if isinstance(event, WorkerStandby)]
         warm_s = statistics.median(warm or [0.0])
         rescale_s = evidence.pause_s
         known = evidence.model() is not None and not math.isnan(evidence.noise)

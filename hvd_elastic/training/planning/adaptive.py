@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hvd_elastic import run_events
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan, statistical_efficiency
 from hvd_elastic.model.lr_rules import Adjustment, Rule, Situation, adascale
 from hvd_elastic.model.timings import RANK_RULES, Configuration, StepTimings
@@ -24,7 +25,6 @@ from hvd_elastic.training.planning.compute_times import (
 from hvd_elastic.training.planning.planner import Report, ReviewedPlanner
 from hvd_elastic.training.planning.schedule_checks import ScheduleChecks
 from hvd_elastic.training.worker import Worker
-from hvd_elastic.wire import messages as msg
 
 _YOUNG_STEPS = 10
 """Most steps until the next review early in a run, or when step times may have shifted: estimates
@@ -297,13 +297,13 @@ class AdaptivePlanner(ReviewedPlanner):
             atomic = max(-(-part // self.passes(step, part, ranks)) for part in self.parts)
         initial = plan.global_batch_size == self.limits.initial_batch_size
         worker.sink.send(
-            msg.BatchPlan(
+            run_events.BatchPlan(
                 step=step,
                 global_batch_size=plan.global_batch_size,
                 atomic_batch_size=atomic,
                 accumulation_steps=plan.accumulation_steps,
                 lr_scale=self.adjustments()[-1].factor,
-                limits=dataclasses.asdict(self.choice.limits_now),
+                limits=run_events.BatchLimits(**dataclasses.asdict(self.choice.limits_now)),
                 reason=why or ("the initial batch size" if initial else "as before"),
             )
         )

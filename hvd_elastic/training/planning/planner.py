@@ -25,10 +25,10 @@ import numpy as np
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.shares import ShareBalance
 from hvd_elastic.policy.batch import steps_to_review
+from hvd_elastic.run_events import Shares
 from hvd_elastic.training.planning.compute_times import ComputeTimes, SamplingCost
 from hvd_elastic.training.planning.skipped_steps import SkippedSteps
 from hvd_elastic.training.worker import Worker
-from hvd_elastic.wire import messages as msg
 
 _HEADER = 4  # numbers before the samples in a packed Report
 
@@ -225,7 +225,7 @@ class ReviewedPlanner(Planner):
             self._announce(worker, before[0], why_plan, first=first)
             if self.parts != before[1]:
                 worker.sink.send(
-                    msg.Shares(
+                    Shares(
                         step=step,
                         global_batch_size=self.batch_size,
                         shares=list(self.parts),

@@ -36,7 +36,7 @@ LINES = {False: 25, True: 250}
 """Lines in which the victim dies on average: about two steps."""
 STEPS = 3
 """After so many steps it dies in the next line."""
-WAIT_S = 60.0
+WAIT_S = 200.0
 
 
 def join():

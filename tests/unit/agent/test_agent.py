@@ -40,11 +40,12 @@ from hvd_elastic.leader.agents.process import agent_command
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import compress, decompress, encode
 from tests import other_user
+from tests.paths import LIMIT_S
 from tests.small_group import SMALL_BYTES, inside, small_group
 from tests.unit.wire.wire_samples import leader_hello, saved_file
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT_S = 60.0
+TIMEOUT_S = LIMIT_S
 Message = dict[str, Any]
 
 WORKER = """
@@ -91,16 +92,16 @@ WRITER = WORKER.replace("for line", f"{JOINED}for line").replace(
 # Speaks to its agent as every worker does, and has a child such as a data loader's.
 LINKED = """
 import os, signal, time
-from hvd_elastic.wire import messages as msg
+from hvd_elastic.run_events import Warned
 from hvd_elastic.training.agent_link import AgentLink
 link = AgentLink.from_environment(lambda generation: None)
 child = os.fork()
 if child == 0:
     time.sleep(3600)
-link.send(msg.WorkerWarning(f'["pids", {os.getpid()}, {child}]'))
+link.send(Warned(f'["pids", {os.getpid()}, {child}]'))
 while link.wait(0) is None:
     link.take_checkpoint_request()
-    link.send(msg.WorkerWarning('["asked"]'))
+    link.send(Warned('["asked"]'))
 """
 
 

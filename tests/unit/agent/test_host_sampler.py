@@ -13,6 +13,7 @@ from hvd_elastic.agent.gpus import Gpus, usable_gpus
 from hvd_elastic.agent.host_sampler import HostSampler, MemoryKills
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.policy.input import Reading
+from hvd_elastic.run_events import GpuSample
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, encode
 
@@ -36,7 +37,7 @@ int nvmlDeviceGetMemoryInfo(void *handle, memory_t *memory) {
 
 
 def test_a_sample_has_the_figures_of_this_machine(tmp_path: Path) -> None:
-    sampler = HostSampler(None)
+    sampler = HostSampler(None, "node1")
     with (tmp_path / "some").open("wb") as file:
         file.write(b"x" * 1_000_000)
     time.sleep(0.05)
@@ -46,10 +47,10 @@ def test_a_sample_has_the_figures_of_this_machine(tmp_path: Path) -> None:
     assert sample.memory_bytes > 1 << 28
     assert min(sample.sent, sample.received, sample.read, sample.written) >= 0
     assert (sample.step_s, sample.rank_wait) == (None, None)
-    fields = sample.event_fields("node1")
-    assert fields.keys() == {"host", *msg.HostSample.__struct_fields__} - {"seq"}
-    line = encode(sample).removesuffix(b"\n")
-    assert MessageDecoder(msg.AgentToLeader, "host node1").decode(line) == sample
+    assert sample.host == "node1"
+    message = msg.HostSampled(sample=sample)
+    line = encode(message).removesuffix(b"\n")
+    assert MessageDecoder(msg.AgentToLeader, "host node1").decode(line) == message
 
 
 def test_a_kill_for_lack_of_memory_is_new_for_a_while_and_once() -> None:
@@ -67,7 +68,7 @@ def test_a_kill_for_lack_of_memory_is_new_for_a_while_and_once() -> None:
 
 
 def test_the_compute_time_of_a_step_leaves_waits_out() -> None:
-    sampler = HostSampler(None)
+    sampler = HostSampler(None, "node1")
     sampler._at -= 10
     then = {"w": Activity(generation=1, step=100, waited_s=1.0, reading=Reading(wait_s=2.0))}
     assert sampler.sample(then).step_s is None, "there is nothing to compare with yet"
@@ -98,7 +99,7 @@ def nvml(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_gpus_are_asked_through_nvml(nvml: str) -> None:
-    expected = msg.GpuSample(busy=0.73, memory=0.25, memory_bytes=80 << 30)
+    expected = GpuSample(busy=0.73, memory=0.25, memory_bytes=80 << 30)
     assert Gpus(nvml).look() == [expected], "a lost GPU is left out"
 
 

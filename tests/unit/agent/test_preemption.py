@@ -17,6 +17,7 @@ import pytest
 from hvd_elastic.agent.preemption import clouds
 from hvd_elastic.agent.preemption.clouds import CLOUDS, CloudWatch
 from hvd_elastic.agent.preemption.notice import NOTICE_S, seconds_left
+from tests.paths import LIMIT_S
 
 NOW = 1_790_000_000.0  # 2026-09-21T14:13:20Z
 
@@ -150,7 +151,7 @@ class Watch:
         async def follow() -> None:
             watching = asyncio.ensure_future(self._watch.watch())
             for number, step in enumerate(steps):
-                end = time.monotonic() + 60
+                end = time.monotonic() + LIMIT_S
                 while not step():
                     assert time.monotonic() < end, (number, self.notices, self.troubles)
                     await asyncio.sleep(0.01)

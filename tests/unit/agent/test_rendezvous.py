@@ -15,8 +15,9 @@ import pytest
 
 from hvd_elastic.agent.rendezvous import GenerationStore, without_leftovers
 from hvd_elastic.hosts.peers import loopback_peer_uid
+from tests.paths import LIMIT_S
 
-TIMEOUT_S = 60
+TIMEOUT_S = LIMIT_S
 
 Forwarded = list[tuple[str, str, bytes]]
 Dialogue = Callable[[GenerationStore, Forwarded], Awaitable[None]]

@@ -8,6 +8,7 @@ from hvd_elastic.agent.unacknowledged import UnacknowledgedLog
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.control.progress import Position
+from hvd_elastic.run_events import Metrics
 from hvd_elastic.wire import messages as msg
 
 READY = msg.Ready(warm_s=1.0)
@@ -18,8 +19,8 @@ def used(step: int) -> msg.Used:
     return msg.Used(generation=1, step=step, epoch=0, position=0, indices=[step], padding=[])
 
 
-def metrics() -> msg.Metrics:
-    return msg.Metrics(Position(1, 0, 0, 8), size=1, values={"loss": 0.5})
+def metrics() -> Metrics:
+    return Metrics(1, 0, 0, 8, 1, values={"loss": 0.5})
 
 
 def broken(step: int, state: int = 0) -> msg.Broken:
@@ -88,7 +89,7 @@ def test_an_announcement_proves_that_its_leader_had_heard_what_led_to_it() -> No
     said(ledger, metrics())
     said(ledger, broken(4))
     ledger.announced(order(2), ["w"])
-    assert told_again(ledger) == [msg.Metrics], "told again, it would be news of generation 2"
+    assert told_again(ledger) == [Metrics], "told again, it would be news of generation 2"
     assert (facts(ledger).generation, facts(ledger).waiting) == (2, False)
 
 
@@ -127,7 +128,7 @@ def test_of_too_much_output_the_newest_is_lost_and_nothing_else() -> None:
     said(ledger, metrics())
     kept = ledger.unacknowledged()
     assert sum(len(m.data) for m in kept if isinstance(m, msg.Log)) <= 32 << 20
-    assert told_again(ledger) == [msg.Metrics]
+    assert told_again(ledger) == [Metrics]
     ledger.acknowledged(kept[-1].seq)
     ledger.number(msg.Log("w", "x"))
     assert len(ledger.unacknowledged()) == 1

@@ -15,12 +15,14 @@ import psutil
 import pytest
 
 from hvd_elastic.agent.workers import Workers
+from hvd_elastic.run_events import Warned
 from hvd_elastic.wire import messages as msg
 from tests import other_user
 from tests.other_user import open_folder as open_folder
+from tests.paths import LIMIT_S
 from tests.unit.wire.wire_samples import leader_hello
 
-TIMEOUT_S = 60
+TIMEOUT_S = LIMIT_S
 
 
 def test_workers_die_with_the_agent_that_is_killed(tmp_path: Path) -> None:
@@ -139,7 +141,7 @@ def test_the_last_words_of_a_worker_are_heard_though_it_was_spoken_to_meanwhile(
     *words, ended = [message for message in told if not isinstance(message, msg.Log)]
     assert isinstance(ended, msg.WorkerEnded)
     said = [word.message for word in words if isinstance(word, msg.WorkerSaid)]
-    assert [type(word) for word in said] == [msg.WorkerWarning] * 50 + [msg.Finished]
+    assert [type(word) for word in said] == [Warned] * 50 + [msg.Finished]
 
 
 DIVIDED = """

@@ -24,6 +24,7 @@ from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import CheckpointError, SshError
 from hvd_elastic.wire import messages as msg
 from tests.unit.checkpoint.test_files import spooled
+from tests.unit.records.made_events import fields_of
 from tests.unit.wire.wire_samples import agent_hello, checkpoint_written
 
 
@@ -80,7 +81,7 @@ class Run:
             by_host=lambda: self.hosts,
             call=Callbacks(
                 self.calls.put,
-                lambda _, fields: self.events.append(fields),
+                lambda event: self.events.append(fields_of(event)),
                 self.warnings.append,
                 lambda: None,
             ),
@@ -129,7 +130,7 @@ def test_a_run_that_resumed_from_a_finite_checkpoint_keeps_new_ones_at_once(tmp_
     first.settle()
     first.written(20, 0, 1, not_finite="model.weight")
     first.settle()
-    assert [event["not_finite"] for event in first.events] == ["", "model.weight"]
+    assert [event.get("not_finite", "") for event in first.events] == ["", "model.weight"]
     assert (first.collector.newest_step, first.collector.resume_step) == (20, 10)
     os.renames(tmp_path / "checkpoints", tmp_path / "next" / "checkpoints")
     run = Run(tmp_path / "next", resumed=True)

@@ -32,6 +32,7 @@ from hvd_elastic.checkpoint.saved_collector import SavedFileCollector
 from hvd_elastic.errors import CheckpointError, ScriptError, SshError
 from hvd_elastic.wire import messages as msg
 from tests.small_disk import mounted
+from tests.unit.records.made_events import fields_of
 from tests.unit.wire.wire_samples import agent_hello, saved_file
 
 
@@ -101,7 +102,7 @@ class Run:
             agents=lambda: list(self.hosts.values()),
             call=Callbacks(
                 self.calls.put,
-                lambda _, fields: self.events.append(fields),
+                lambda event: self.events.append(fields_of(event)),
                 self.warnings.append,
                 self.count_idle,
             ),

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.paths import ROOT, WORKER_PYTHONPATH
 
 SCRIPT = """
@@ -53,7 +51,6 @@ def bench(*arguments: str, script: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.timeout(150)
 def test_a_loader_is_measured_without_training(tmp_path: Path) -> None:
     """No faster than an example takes."""
     script = tmp_path / "train.py"
@@ -69,7 +66,6 @@ def test_a_loader_is_measured_without_training(tmp_path: Path) -> None:
     assert "made by the script" in done.stderr
 
 
-@pytest.mark.timeout(150)
 def test_a_script_that_reads_nothing_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('done')")

@@ -19,6 +19,7 @@ from hvd_elastic.cli.app import main
 from hvd_elastic.config import runs_folder
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import Request, RunFolder
+from tests.unit.records.made_events import whole, write
 from tests.unit.records.sample_run import sample_folder
 
 
@@ -73,7 +74,7 @@ def leader(
     def serve() -> None:
         while not gone.wait(0.01):
             for request in folder.take_requests():
-                log.append("command_done", {"id": request.id, "ok": True, "message": "will do"})
+                write(log, "command_done", {"id": request.id, "ok": True, "message": "will do"})
                 if handle is not None and handle(request, log):
                     lock.release()
                     return
@@ -109,14 +110,14 @@ def test_status_of_runs_that_are_not_well(call: Call) -> None:
     with folder.take_lead():
         assert call("status", "a", "--json").json["status"] == "starting"
         with EventLog(folder.events) as log:
-            log.append("run_started", {"run_id": "a", "hosts": [["n1", 1]]})
+            write(log, "run_started", {"run_id": "a", "hosts": [["n1", 1]]})
             assert call("status", "a", "--json").json["status"] == "running"
             reason = "waiting for 1 process: host n1 did not come back yet (trying again in 1 s)"
-            log.append("waiting", {"reason": reason, "have": 0, "need": 1})
+            write(log, "waiting", {"reason": reason, "have": 0, "need": 1})
             assert call("status", "a", "--json").json["status"] == "waiting"
             assert f"status       {reason}\n" in call("status", "a").out
             trace = "Traceback:\n  x\nValueError: no"
-            log.append("script_failed", {"host": "n1", "local_rank": 0, "traceback": trace})
+            write(log, "script_failed", {"host": "n1", "local_rank": 0, "traceback": trace})
     done = call("status", "a")
     assert "died: no live leader; go on with: hvd-elastic run --resume a" in done.out
     assert "worker n1:0: ValueError: no" in done.out
@@ -126,7 +127,9 @@ def test_status_of_runs_that_are_not_well(call: Call) -> None:
 def test_status_of_a_run_that_trains_on_without_a_leader(call: Call) -> None:
     folder = RunFolder.create("a", {"leader_grace_s": 3600.0})
     with EventLog(folder.events) as log:
-        said = log.append("run_started", {"run_id": "a", "hosts": [["n1", 1]]})
+        said = log.append(
+            "run_started", whole({"kind": "run_started", "run_id": "a", "hosts": [["n1", 1]]})
+        )
     until = said["t"] + 3600
     found = call("status", "a", "--json").json
     assert (found["status"], found["leaderless_until"]) == ("leaderless", until)
@@ -186,9 +189,9 @@ def test_list(call: Call, run: RunFolder) -> None:
 def test_list_reads_only_the_end_of_a_long_run(call: Call) -> None:
     folder = RunFolder.create("long")
     with EventLog(folder.events) as log:
-        log.append("run_started", {"run_id": "long"})
+        write(log, "run_started", {"run_id": "long"})
         for step in range(5000):
-            log.append("metrics", {"step": step, "loss": 1.0})
+            write(log, "metrics", {"step": step, "loss": 1.0})
     with folder.take_lead():
         row = call("list", "--json").json[0]
     assert (row["status"], row["steps"]) == ("running", 4999)
@@ -264,11 +267,11 @@ def test_attach_to_a_run_that_is_over(call: Call, run: RunFolder) -> None:
 def test_attach_ends_as_the_run_does(status: str, code: int) -> None:
     folder = RunFolder.create("live")
     with leader(folder) as log:
-        log.append("run_started", {"run_id": "live", "hosts": [["n1", 2]]})
+        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 2]]})
         process = started("attach", "live")
         assert process.stdout is not None
         assert "run live: 1 host, 2 slots" in process.stdout.readline()
-        log.append("run_finished", {"status": status, "steps": 3})
+        write(log, "run_finished", {"status": status, "steps": 3})
         out, err = process.communicate(timeout=30)
     assert f"run {status} after 3 steps" in out
     assert (process.returncode, err) == (code, "")
@@ -284,7 +287,7 @@ def test_attach_to_a_run_whose_leader_died(call: Call) -> None:
 def test_ctrl_c_detaches() -> None:
     folder = RunFolder.create("live")
     with leader(folder) as log:
-        log.append("run_started", {"run_id": "live", "hosts": []})
+        write(log, "run_started", {"run_id": "live", "hosts": []})
         process = started("attach")
         assert process.stdout is not None
         process.stdout.readline()
@@ -304,7 +307,8 @@ def test_stop_waits_for_the_end(call: Call) -> None:
         assert request.op == "stop"
         time.sleep(0.3)  # a leader takes a while to end its workers
         fields = {"run_id": "live", "status": "stopped", "steps": 12, "checkpoint_step": 10}
-        log.append("run_finished", fields)
+        fields |= {"led_elsewhere": False}
+        write(log, "run_finished", fields)
         return True
 
     with leader(folder, end):
@@ -352,10 +356,10 @@ def test_scale(call: Call) -> None:
 def test_status_says_what_was_decided_last(call: Call) -> None:
     folder = RunFolder.create("live")
     with leader(folder, lambda *_: False) as log:
-        log.append("run_started", {"run_id": "live", "hosts": [["n1", 1]]})
-        log.append("decision", {"action": "stay", "reason": "more slots bring nothing"})
+        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 1]]})
+        write(log, "decision", {"action": "stay", "reason": "more slots bring nothing"})
         for number in range(20):
-            log.append("warning", {"message": f"{number} of many"})
+            write(log, "warning", {"message": f"{number} of many"})
         assert "\ndecision     stay: more slots bring nothing\n" in call("status", "live").out
 
 
@@ -366,10 +370,10 @@ def test_status_says_what_the_batch_is_and_what_did_not_come_true(call: Call) ->
     known = {"step": 1, "global_batch_size": 128, "noise_scale": 345.6, "efficiency": 0.87}
     missed = "777 useful examples/s were predicted on 3 slots, and 393 are measured"
     with leader(folder, lambda *_: False) as log:
-        log.append("run_started", {"run_id": "live", "hosts": [["n1", 3]]})
-        log.append("batch_plan", plan)
-        log.append("metrics", known)
-        log.append("prediction_missed", {"reason": missed})
+        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 3]]})
+        write(log, "batch_plan", plan)
+        write(log, "metrics", known)
+        write(log, "prediction_missed", {"reason": missed})
         told = call("status", "live").out
         batch = (
             "128 examples (64 at first, at most 2,048), noise scale 346 examples, efficiency 0.87"
@@ -377,8 +381,8 @@ def test_status_says_what_the_batch_is_and_what_did_not_come_true(call: Call) ->
         assert f"\nbatch        {batch}\n" in told
         assert f"\nmissed       {missed}\n" in told
         # An infinite noise scale is not reported: the last one does not hold any more.
-        log.append("metrics", {"step": 2, "global_batch_size": 128})
-        log.append("rescale_started", {"generation": 2, "from_size": 3, "to_size": 1})
+        write(log, "metrics", {"step": 2, "global_batch_size": 128})
+        write(log, "rescale_started", {"generation": 2, "from_size": 3, "to_size": 1})
         told = call("status", "live").out
         assert "\nbatch        128 examples (64 at first, at most 2,048)\n" in told
         assert "\nmissed " not in told
@@ -392,14 +396,14 @@ def test_drain(call: Call) -> None:
         asked.append(dict(request.fields))
         if not request.fields["undo"]:
             cause = {"host": "n2", "cause": "asked to", "leave_in_s": 90.0}
-            log.append("host_draining", cause)
-            log.append("host_drained", {"host": "n2"})
+            write(log, "host_draining", cause)
+            write(log, "host_drained", {"host": "n2"})
         else:
-            log.append("host_returned", {"host": "n2"})
+            write(log, "host_returned", {"host": "n2"})
         return False
 
     with leader(folder, note) as log:
-        log.append("run_started", {"run_id": "live", "hosts": [["n1", 1], ["n2", 2]]})
+        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 1], ["n2", 2]]})
         done = call("drain", "live", "n2", "--in", "90s")
         assert done.out == "nothing of run live is left on host n2\n"
         assert "draining     n2: drained (asked to)\n" in call("status", "live").out
@@ -419,7 +423,7 @@ def test_drain_of_a_run_that_ends_meanwhile(call: Call) -> None:
     folder = RunFolder.create("live")
 
     def end(_: Request, log: EventLog) -> bool:
-        log.append("run_finished", {"status": "succeeded"})
+        write(log, "run_finished", {"status": "succeeded"})
         return True
 
     with leader(folder, end):
@@ -457,7 +461,7 @@ def test_discover(call: Call, run: RunFolder) -> None:
     with leader(run) as log:
         done = call("discover", "digits-3")
         assert (done.out, done.err) == ("node1:1\nnode3:1\n", "")
-        log.append("hosts_changed", {"hosts": [["node9", 4], ["node1", 0]]})
+        write(log, "hosts_changed", {"hosts": [["node9", 4], ["node1", 0]]})
         assert call("discover").out == "node9:4\n"
         assert call("discover", "--json").json[0] == {"host": "node9", "slots": 4}
     done = call("discover", "digits-3")
@@ -508,7 +512,7 @@ def hostile(run: RunFolder) -> RunFolder:
     for line in run.events.read_text().splitlines():
         event = json.loads(line)
         for name, value in event.items():
-            if isinstance(value, str) and name not in ("kind", "status", "run_id"):
+            if isinstance(value, str) and name not in ("kind", "status", "run_id", "how"):
                 event[name] = value + TITLE
         if event["kind"] == "metrics":
             event[f"figure{TITLE}"] = 0.5
@@ -555,8 +559,8 @@ def test_json_is_still_what_it_was(call: Call, hostile: RunFolder) -> None:
 def test_status_and_report_say_how_many_steps_were_left_out(call: Call) -> None:
     folder = RunFolder.create("live")
     with leader(folder, lambda *_: False) as log:
-        log.append("run_started", {"run_id": "live", "hosts": [["n1", 3]]})
-        log.append("metrics", {"step": 9, "skipped_steps": 2})
+        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 3]]})
+        write(log, "metrics", {"step": 9, "skipped_steps": 2})
         for name in ("status", "report"):
             told = call(name, "live").out
             assert "\nleft out     2 steps, whose gradients were not finite\n" in told
@@ -568,7 +572,7 @@ def test_status_and_report_say_which_checkpoint_is_not_finite(call: Call) -> Non
     """It stands beside the one that a resumed run takes."""
     folder = RunFolder.create("live")
     with leader(folder, lambda *_: False) as log:
-        log.append("run_started", {"run_id": "live", "hosts": [["n1", 3]]})
+        write(log, "run_started", {"run_id": "live", "hosts": [["n1", 3]]})
         for step, where in ((40, ""), (50, "model.head.weight")):
             size = {"bytes": 1, "seconds": 0.1, "blocked_s": 0.0}
             log.append(

@@ -10,6 +10,8 @@ from hvd_elastic.control.commands import (
     StartWorker,
 )
 from hvd_elastic.control.machine import HostSlots, MachineConfig, Phase, RunMachine
+from hvd_elastic.run_events import Event
+from tests.unit.records.made_events import fields_of
 
 
 class Play:
@@ -18,7 +20,7 @@ class Play:
     def __init__(self, *hosts: str, has_checkpoint: bool = False, **config) -> None:
         self.machine = RunMachine(MachineConfig(**config), has_checkpoint)
         self.now = 0.0
-        self.emitted: list[Emit] = []
+        self.emitted: list[Event] = []
         self.first = self.hosts(*hosts)
 
     def tell(self, *events: ev.Event, after: float = 0.0) -> list[cmd.Command]:
@@ -32,7 +34,7 @@ class Play:
                 assert due is not None, "nobody would have told the time"
                 assert due <= self.now
             answer += commands
-        self.emitted += [c for c in answer if isinstance(c, Emit)]
+        self.emitted += [c.event for c in answer if isinstance(c, Emit)]
         return [c for c in answer if not isinstance(c, Emit)]
 
     def hosts(self, *hosts: str) -> list[cmd.Command]:
@@ -59,7 +61,7 @@ class Play:
         return self.tell(ev.WorkerExited(worker, code, None))
 
     def kinds(self, kind: str) -> list[dict[str, object]]:
-        return [dict(line.fields) for line in self.emitted if line.kind == kind]
+        return [fields_of(event) for event in self.emitted if event.kind == kind]
 
     @property
     def names(self) -> list[str]:

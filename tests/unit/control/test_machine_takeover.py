@@ -101,6 +101,7 @@ def test_next_leader_finds_a_generation_that_was_being_formed():
     newcomer = ev.FoundWorker("c:0.1", "c", 0, ready=True, generation=1)
     play, answer = successor(found(start("a", "b", "c"), c=newcomer))
     assert answer == [], "its joining may be among the news that come late"
+    assert not is_running(play)
     assert [type(c) for c in play.tell(ev.GenerationStuck(1, "lost"))] == [Abort]
     play.tell(ev.WorkerBroken("c:0.1", 1, -1))
     play.broken("a:0.1", 5)

@@ -9,6 +9,7 @@ import pytest
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
 from hvd_elastic.policy.autoscale import Miss
 from hvd_elastic.policy.snapshot import HostOffer
+from tests.unit.records.made_events import noted
 
 LIMITS = {"initial_batch_size": 64, "max_batch_size": 512}
 
@@ -19,12 +20,12 @@ def reasons(windows: Sequence[tuple[int, float | None]]) -> list[str]:
     controller.hosts_are([HostOffer("a", 1)], 0.0)
     controller.formed(["a"], 0.0)
     plan = {"global_batch_size": 64, "accumulation_steps": 0, "limits": LIMITS}
-    controller.note("batch_plan", plan, 0.0)
+    noted(controller, "batch_plan", plan, 0.0)
     found, now, step = [], 0.0, 0
     for steps, noise in windows:
         now, step = now + 1.5, step + steps
         fields = {"step": step, "examples": 64 * step, "size": 1, "noise_scale": noise}
-        controller.note("metrics", fields, now)
+        noted(controller, "metrics", fields, now)
         look = controller.look(now)
         if look is not None:
             found.append(look[0].reason)
@@ -60,7 +61,7 @@ class Run:
         for _ in range(windows):
             self.now, self.step = self.now + 2.0, self.step + round(2.0 / step_s)
             fields = {"step": self.step, "examples": 64 * self.step, "size": self.size, **told}
-            self.controller.note("metrics", fields, self.now)
+            noted(self.controller, "metrics", fields, self.now)
             look = self.controller.look(self.now)
             if self.controller.miss is not None:
                 self.misses.append(self.controller.miss)

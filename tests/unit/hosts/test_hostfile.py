@@ -97,6 +97,7 @@ def test_order_comments_and_blank_lines() -> None:
         ("gpu[1-007]", ["same width"]),
         ("gpu[1-999999999]", ["more than 65536"]),
         ("r[1-1000]n[1-1000]", ["more than 65536"]),
+        ("a[1-65536]\nb", ["line 2", "more than 65536 hosts"]),
         ("a$(id)", ["'$'"]),
         ("a;id", ["';'"]),
         ("bücher", ["'ü'"]),

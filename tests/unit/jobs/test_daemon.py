@@ -27,8 +27,11 @@ from hvd_elastic.jobs.server import ask_daemon
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.cluster import summarize_cluster
-from hvd_elastic.records.json_lines import EventLog, iter_events
+from hvd_elastic.records.json_lines import EventLog, iter_records
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.run_events import RunStarted
+from tests.paths import LIMIT_S
+from tests.unit.records.made_events import write
 
 SPEC = {"command": ["train"], "cwd": "/"}
 
@@ -54,30 +57,30 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
         folder.leader_log.write_text("started\n")
         os.kill(os.getpid(), signal.SIGKILL)
     with folder.take_lead(), EventLog(folder.events) as log:
-        log.append("run_started", {"resumed": resumed})
+        write(log, "run_started", {"resumed": resumed})
         if "UNFIT" in environment and next(iter(parse_hostfile(spec.hostfile or ""))).name == "a":
             told = {"message": "host a has no Python", "unusable_host": "a", "fatal": True}
-            log.append("warning", told)
-            log.append("run_finished", {"status": "failed", "message": told["message"]})
+            write(log, "warning", told)
+            write(log, "run_finished", {"status": "failed", "message": told["message"]})
             os._exit(1)
         if "TRAINS" in environment:
             (host,) = parse_hostfile(spec.hostfile or "").names
             begun = {"generation": 1, "from_size": 0, "to_size": 1, "hosts": [host], "slots": [1]}
-            log.append("rescale_started", begun)
-            log.append("rescale_finished", {"generation": 1, "size": 1, "pause_s": None})
+            write(log, "rescale_started", begun)
+            write(log, "rescale_finished", {"generation": 1, "size": 1, "pause_s": None})
         if "CUT_OFF" in environment:
-            log.append("leader_cut_off", {"silent_s": 5.0, "grace_s": 60.0, "tries_s": 55.0})
+            write(log, "leader_cut_off", {"silent_s": 5.0, "grace_s": 60.0, "tries_s": 55.0})
             if "COMES_BACK" in environment:
                 while not (folder.path / "grace").exists():
                     time.sleep(0.01)
                 names = parse_hostfile(spec.hostfile or "").names
-                log.append("hosts_changed", {"hosts": [[name, 1] for name in names]})
+                write(log, "hosts_changed", {"hosts": [[name, 1] for name in names]})
                 while not (folder.path / "heals").exists():
                     time.sleep(0.01)
-                log.append("agent_started", {"host": names[0]})
+                write(log, "agent_started", {"host": names[0]})
         while not folder.take_requests():
             time.sleep(0.01)
-        log.append("run_finished", {"status": "stopped", "message": "asked to"})
+        write(log, "run_finished", {"status": "stopped", "message": "asked to"})
         os._exit(0)
 
 
@@ -107,7 +110,7 @@ class Running:
             store.close()
 
     def until(self, condition: Callable[[], Any]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_S
         while True:
             with contextlib.suppress(RunError):  # no daemon yet
                 if condition():
@@ -313,7 +316,7 @@ def test_leader_that_dies_is_started_again(place: ClusterFolder) -> None:
     folder = RunFolder(runs_folder() / daemon.job(number).run_id)
 
     def started() -> list[bool]:
-        return [e["resumed"] for e in folder.read_events() if e["kind"] == "run_started"]
+        return [e.resumed for e in folder.read_events() if isinstance(e, RunStarted)]
 
     daemon.until(lambda: started() == [False] and folder.leader().get("pid"))
     os.kill(folder.leader()["pid"], signal.SIGKILL)
@@ -358,7 +361,7 @@ def test_events_tell_who_holds_slots_after_a_job_was_queued_again(place: Cluster
     daemon.until(lambda: daemon.job(number).attempts == 2 and leads(daemon, number))
 
     def held() -> dict[str, int]:
-        return summarize_cluster(iter_events(place.events)).jobs[str(number)].held
+        return summarize_cluster(iter_records(place.events)).jobs[str(number)].held
 
     daemon.until(lambda: held() == {"a": 1})
     daemon.down(leave_jobs=False)

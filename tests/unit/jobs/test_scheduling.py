@@ -15,6 +15,7 @@ from hvd_elastic.jobs.scheduling import Candidate, expected_starts, plan_slots
 from hvd_elastic.policy.schedule.jobs import HostSlots
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
+from tests.unit.records.made_events import made, whole
 
 HOSTS = [HostSlots("a", 2), HostSlots("b", 2)]
 NOW = 10_000.0
@@ -68,7 +69,7 @@ class Written:
         import json
 
         with self.folder.events.open("a") as file:
-            file.write(json.dumps({"t": mono, "mono": mono, "kind": kind, **fields}) + "\n")
+            file.write(json.dumps(whole({"t": mono, "mono": mono, "kind": kind, **fields})) + "\n")
 
 
 @pytest.fixture
@@ -130,14 +131,14 @@ def test_a_job_of_constant_speed_keeps_its_slots_on_a_busy_machine(seed: int) ->
             held = wanted
             sizes.append(sum(held.values()))
             fields = {"generation": len(sizes), "hosts": [*held], "slots": [*held.values()], **at}
-            measured.note({"kind": "rescale_started", **fields})
+            measured.note(made({"kind": "rescale_started", **fields}))
             fields = {"generation": len(sizes), "size": sizes[-1], "pause_s": 0.3, **at}
-            measured.note({"kind": "rescale_finished", **fields})
+            measured.note(made({"kind": "rescale_finished", **fields}))
         if second >= busy_until:
             factor, busy_until = 1 + 0.5 * rng.exponential(), second + 3 + rng.exponential(25.0)
         step += 10 / factor * rng.normal(1.0, 0.04)
         progress = {"step": int(step), "examples": 48 * int(step), "global_batch_size": 48}
-        measured.note({"kind": "metrics", "size": sizes[-1], "done": 0.1, **progress, **at})
+        measured.note(made({"kind": "metrics", "size": sizes[-1], "done": 0.1, **progress, **at}))
         if second % 10 == 9:
             candidate = Candidate(running(1, held), measured, held)
             wanted = plan_slots([candidate], [*HOSTS, HostSlots("c", 2)], NOW + second).slots[1]

@@ -28,7 +28,6 @@ def lose_its_folder(hostfile: Path) -> None:
     ("change", "told"),
     [(become_a_pipe, "cannot be looked at (not a regular file)"), (lose_its_folder, "is gone")],
 )
-@pytest.mark.timeout(20)
 def test_the_hosts_stay_and_it_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], told: str
 ) -> None:

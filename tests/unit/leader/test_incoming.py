@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.control.progress import Position
 from hvd_elastic.leader.agents.incoming import Incoming
+from hvd_elastic.run_events import Metrics
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import encode
 from tests.unit.wire.wire_samples import agent_hello
@@ -26,11 +26,12 @@ def test_metrics_of_a_time_without_a_leader_are_late(
 
     def late_s(age_s: float) -> Any:
         sent = time.time() + clock_ahead_s - age_s
-        said = msg.Metrics(Position(1, 0, 0, 8), 1, {"loss": 0.5}, sent=sent)
+        said = Metrics(1, 0, 0, 8, 1, values={"loss": 0.5}, t=sent)
         (message,) = incoming.messages(encode(msg.WorkerSaid("w", said)))
         assert isinstance(message, msg.WorkerSaid)
-        return message.message.event_fields().get("late_s")
+        assert isinstance(message.message, Metrics)
+        return message.message.late_s
 
     list(incoming.messages(encode(agent_hello(time=time.time() + clock_ahead_s))))
     assert [late_s(age) for age in (44.0, 20.0)] == pytest.approx([44.0, 20.0], abs=0.5)
-    assert late_s(0.0) is None
+    assert late_s(0.0) == 0

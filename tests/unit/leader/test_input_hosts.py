@@ -17,9 +17,11 @@ from hvd_elastic.leader import input_hosts
 from hvd_elastic.leader.input_hosts import InputHosts
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.input import Reading
+from hvd_elastic.records.events import as_record, check_event
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.records.schema import check_event
+from hvd_elastic.run_events import Event, InputHostJoined
 from hvd_elastic.wire import messages as msg
+from tests.unit.records.made_events import fields_of
 
 CPU1 = Host("cpu1", slots=0, cpus=3, labels=("input",))
 
@@ -63,7 +65,7 @@ class Play:
     """A leader's input hosts, and what came of them."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.events: list[Any] = []
         self.told: list[msg.UseInput] = []
         self.hosts = InputHosts(
             RunSpec(("true",), "/"),
@@ -76,12 +78,12 @@ class Play:
         )
         self.agents: Any = self.hosts._agents
 
-    def emit(self, kind: str, fields: Mapping[str, Any]) -> None:
-        check_event({"t": 0.0, "mono": 0.0, "kind": kind, **fields})
-        self.events.append((kind, fields))
+    def emit(self, event: Event) -> None:
+        check_event(as_record(event))
+        self.events.append(event)
 
     def kinds(self) -> list[str]:
-        return [kind for kind, _ in self.events]
+        return [event.kind for event in self.events]
 
     def hear(self, message: Any) -> None:
         self.agents.post(self.agents.by_host["cpu1"], message)
@@ -131,7 +133,7 @@ def test_ranks_are_told_where_a_host_reads(play: Play) -> None:
     assert use.servers == [msg.InputServer("cpu1", "10.0.0.9", [5, 6, 7])]
     assert use.certificate == task.certificate
     assert "PRIVATE KEY" in use.certificate
-    assert play.events == [("input_host_joined", {"host": "cpu1", "processes": 3})]
+    assert play.events == [InputHostJoined("cpu1", 3)]
 
 
 def test_a_lost_host_is_started_again(play: Play) -> None:
@@ -150,7 +152,7 @@ def test_a_silent_host_is_lost(play: Play) -> None:
     play.serve()
     play.agents.silent = {"cpu1": 99.0}
     play.hosts.look(0.0)
-    assert play.events[-1][1]["cause"] == "no sign of life for 1 m 39 s"
+    assert play.events[-1].cause == "no sign of life for 1 m 39 s"
     assert play.told[-1].servers == []
 
 
@@ -189,7 +191,7 @@ def test_a_host_without_the_data_set_is_left_out_until_the_hostfile_is_saved(pla
         play.hear(msg.WorkerEnded(worker, code=1, signal=None))
         play.look_later()
     assert play.kinds() == ["warning"] * 3
-    last = play.events[-1][1]["message"]
+    last = play.events[-1].message
     assert "cpu1 cannot be used: FileNotFoundError: /data/train" in last
     assert "save the hostfile" in last
     assert play.agents.by_host == {}
@@ -202,7 +204,7 @@ def test_a_host_of_another_version_is_not_tried_again(play: Play) -> None:
     play.hear(AgentFailed("cpu1", "host cpu1 has hvd_elastic 0.0.1", fatal=True))
     play.look_later()
     assert play.agents.by_host == {}
-    assert "hvd_elastic 0.0.1" in play.events[-1][1]["message"]
+    assert "hvd_elastic 0.0.1" in play.events[-1].message
 
 
 def test_a_host_leaves_with_its_line_in_the_hostfile(play: Play) -> None:
@@ -238,7 +240,7 @@ def test_a_host_with_a_price_reads_once_the_ranks_wait(play: Play) -> None:
     assert play.agents.by_host == {}
     wait_for_data(play, 6.0)
     assert play.kinds() == ["input", "decision"]
-    decision = play.events[-1][1]
+    decision = fields_of(play.events[-1])
     assert decision["action"] == "grow"
     # 3.4 of 3 per hour for twice the examples
     assert "host cpu2 has 4 for 0.4 per hour: an example costs 43 % less" in decision["reason"]
@@ -254,7 +256,7 @@ def test_a_host_that_costs_too_much_does_not_read(play: Play) -> None:
     play.hosts.update({}, RANKS)
     play.hosts.update({"cpu1": priced("cpu1", 9.0)}, RANKS)
     wait_for_data(play, 6.0)
-    decision = play.events[-1][1]
+    decision = fields_of(play.events[-1])
     assert decision["action"] == "stay"
     assert "host cpu1 has 4 for 9 per hour: an example costs 100 % more" in decision["reason"]
     play.look_later()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hvd_elastic.leader.journal import Journal
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.records.run_folder import RunFolder
 
 
@@ -17,7 +17,7 @@ def test_of_a_progress_bar_the_last_state_is_shown(tmp_path: Path) -> None:
         journal.output("n1", 0, line)
     journal.close()
     assert shown == ["100%|####|", "epoch 1", "plain"]
-    assert [event["line"] for event in read_events(folder.output)] == shown
+    assert [event["line"] for event in read_records(folder.output)] == shown
 
 
 def test_what_is_told_late_is_not_the_last_recorded_step(tmp_path: Path) -> None:
@@ -28,5 +28,5 @@ def test_what_is_told_late_is_not_the_last_recorded_step(tmp_path: Path) -> None
     journal.read("used", {"step": 11, "generation": 4})
     journal.read("used", {"step": 19, "generation": 3}, late=True)
     journal.close()
-    assert [line["step"] for line in read_events(folder.audit)] == [10, 11, 19]
+    assert [line["step"] for line in read_records(folder.audit)] == [10, 11, 19]
     assert journal.recorded_step == 11

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from hvd_elastic.control.commands import Announce, Finish, StartWorker
 from hvd_elastic.control.progress import Position
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.records.json_lines import Record, read_events
+from hvd_elastic.records.json_lines import Record, read_records
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
+from hvd_elastic.run_events import Metrics, Restored, TrainingGoesOn, TrainingStopped, Warned
 from hvd_elastic.wire import messages as msg
 from tests.unit.checkpoint.test_files import spooled
+from tests.unit.records.made_events import summarized
 
 HOSTS = ("a", "b")
 
@@ -42,7 +44,7 @@ class Resumed:
     """A leader that has just announced a generation on two hosts, and looks for a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        self.shown: list[Mapping[str, Any]] = []
+        self.shown: list[Any] = []
         self.folder = RunFolder.create("r1", root=folder)
         spec = RunSpec(("python", "train.py"), "/", audit=True)
         self.leader = Leader(
@@ -63,10 +65,10 @@ class Resumed:
         return announced
 
     def audit(self) -> list[Record]:
-        return read_events(self.folder.audit)
+        return read_records(self.folder.audit)
 
     def warnings(self) -> list[str]:
-        return [record["message"] for record in self.shown if record["kind"] == "warning"]
+        return [event.message for event in self.shown if isinstance(event, Warned)]
 
 
 @pytest.fixture
@@ -89,7 +91,7 @@ def test_the_host_that_took_it_is_the_root_and_the_record_comes_first(
         told = message.announcement
         assert (told.root_rank, told.restore) == (1, "/spool/restore-1/step.json")
         assert told.checkpoint == str(info.path), "what messages name is not the spool's copy"
-    restored_by_root = msg.Restored(Position(20, 2, 0, 160), "/spool/restore-1/step.json")
+    restored_by_root = Restored(20, 2, 0, 160, "/spool/restore-1/step.json")
     run.leader._reports.take_of_worker("b:0.1", restored_by_root)
     assert len(run.audit()) == 1, "steps may be on record by now, which stay valid"
 
@@ -116,7 +118,7 @@ def test_what_the_record_of_the_run_says_was_written_is_not_begun_anew(
     run.leader._fetching.expect_checkpoint(summarize([]))
     assert sender._try_to_bring(HOSTS, "restore-1", lambda _: None) == Brought()
     past = [{"kind": "checkpoint", "step": step, "path": "/data/c.json"} for step in (90, 120)]
-    run.leader._fetching.expect_checkpoint(summarize(past))
+    run.leader._fetching.expect_checkpoint(summarized(past))
     brought = sender._try_to_bring(HOSTS, "restore-1", lambda _: None)
     assert (
         f"is found in {run.folder.checkpoints}, though that of step 120 was written"
@@ -153,18 +155,18 @@ def test_an_early_end_that_no_survivor_knows_of_is_taken_back(run: Resumed) -> N
     """Rank 0 has reported it, and died before another rank had agreed."""
     leader, done = run.leader, Finish("succeeded", "the training function returned")
 
-    def hear(*messages: msg.WorkerReport) -> str:
+    def hear(*messages: msg.Report) -> str:
         for message in messages:
             leader._reports.take_of_worker("a:0.1", message)
         return leader._outcome(done)
 
     ended = "training was stopped by the script: enough"
-    stopped = msg.TrainingStopped(8, 0, "enough")
+    stopped = TrainingStopped(8, 0, "enough")
     assert hear(msg.Joined(generation=1, step=0), stopped) == ended
     assert hear(msg.Joined(generation=2, step=8, stopped=True)) == ended
     assert hear(*[msg.Joined(generation=3, step=7)] * 2) == done.message
     assert summarize(run.shown).stopped_for == ""
-    assert [event["step"] for event in run.shown if event["kind"] == "training_goes_on"] == [7]
+    assert [event.step for event in run.shown if isinstance(event, TrainingGoesOn)] == [7]
     assert hear(stopped) == ended
     assert summarize(run.shown).stopped_for == "enough"
 
@@ -181,7 +183,7 @@ def test_a_broken_generation_tells_how_far_training_is(run: Resumed) -> None:
     broken("b:0.1", 7, Position(7, 1, 20, 80))
     progress = run.leader._run.progress
     assert (progress.reached, progress.is_exact) == (Position(8, 1, 20, 80), True)
-    metrics = msg.Metrics(Position(9, 1, 30, 90), 2, {})
+    metrics = Metrics(9, 1, 30, 90, 2)
     run.leader._reports.take_of_worker("a:0.1", metrics)
     assert (progress.reached.step, progress.is_exact) == (9, False), "it may be at a later one"
     broken("a:0.1", 9, Position(9, 1, 30, 90))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
+from hvd_elastic.run_events import LogNote
 from hvd_elastic.wire import messages as msg
 from tests.unit.checkpoint.test_saved import Host
 
@@ -59,7 +60,7 @@ class Run:
     """A leader whose host has a file of the script."""
 
     def __init__(self, folder: Path) -> None:
-        self.shown: list[Mapping[str, Any]] = []
+        self.shown: list[Any] = []
         self.folder = RunFolder.create("r1", root=folder / "runs")
         spec = RunSpec(("python", "train.py"), "/")
         self.leader = Leader(spec, self.folder, {}, self.shown.append, lambda *_: None)
@@ -103,7 +104,7 @@ def test_a_run_ends_when_its_files_have_arrived(run: Run) -> None:
     run.post(run.leader._fetching.end_loop_if_complete)
     assert loop.is_alive()
     assert not run.stored
-    notes = [event["message"] for event in run.shown if event["kind"] == "log_note"]
+    notes = [event.message for event in run.shown if isinstance(event, LogNote)]
     (note,) = notes
     assert note.startswith("training has ended; waiting for the file 'best.pt' that the script sav")
     assert "at step 7 (0 B of" in note

@@ -21,6 +21,7 @@ from hvd_elastic.leader.agents.sending import Sender
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.run_events import HostLost
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import encode
 from tests.unit.wire.wire_samples import agent_hello, leader_hello
@@ -192,6 +193,6 @@ def test_a_run_loses_the_host_of_such_an_agent_and_goes_on(
     leader._heard(agent, agent_hello())
     cause = "host localhost: its agent sent a message with ev 'steal'"
     leader._heard(agent, AgentFailed("localhost", cause))
-    (lost,) = [event for event in shown if event["kind"] == "host_lost"]
-    assert lost["cause"] == cause
+    (lost,) = [event for event in shown if isinstance(event, HostLost)]
+    assert lost.cause == cause
     assert leader._executor.finish is None

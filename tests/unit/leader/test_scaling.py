@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
@@ -15,6 +14,8 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.scaling import Scaler
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.snapshot import Allocation, Decision
+from hvd_elastic.run_events import PredictionMissed
+from tests.unit.records.made_events import noted
 
 HOSTS = [Host("a", slots=1), Host("b", slots=1)]
 
@@ -30,37 +31,35 @@ class Trains:
 
 
 def test_a_missed_prediction_is_told_once() -> None:
-    told: list[tuple[str, Mapping[str, Any]]] = []
+    told: list[Any] = []
     spec = RunSpec(("true",), "/", policy="goodput")
-    scaler = Scaler(spec, lambda kind, fields: told.append((kind, fields)), 0.0)
+    scaler = Scaler(spec, told.append, 0.0)
     machine = Trains()
     step = 0
     for second in range(120):
         step += 2 // len(machine.members)  # two ranks take twice as long as one, not half
         fields = {"step": step, "examples": 64 * step, "size": len(machine.members)}
-        scaler.note("metrics", fields, float(second))
+        noted(scaler, "metrics", fields, float(second))
         if scaler.look(cast(RunMachine, machine), HOSTS, float(second)) and second < 30:
             machine.members = tuple(
                 Member(f"w{n}", host.name, 0, n, 0, 1, n, 2) for n, host in enumerate(HOSTS)
             )
             machine.generation = 2
-    missed = [fields for kind, fields in told if kind == "prediction_missed"]
+    missed = [event for event in told if isinstance(event, PredictionMissed)]
     assert len(missed) == 1
-    assert missed[0]["measured"] == 64 < missed[0]["predicted"]
-    assert "64 are measured: a step of 64 examples takes 1 s" in missed[0]["reason"]
+    assert missed[0].measured == 64 < missed[0].predicted
+    assert "64 are measured: a step of 64 examples takes 1 s" in missed[0].reason
 
 
 def test_a_change_is_told_once_while_its_slots_start() -> None:
-    told: list[Mapping[str, Any]] = []
-    scaler = Scaler(
-        RunSpec(("true",), "/", policy="goodput"), lambda _, fields: told.append(fields), 0.0
-    )
+    told: list[Any] = []
+    scaler = Scaler(RunSpec(("true",), "/", policy="goodput"), told.append, 0.0)
     machine = cast(RunMachine, Trains())
     asked = before = 0
     for second in range(90):
         step = 10 * second
         told_by_rank_0 = {"step": step, "examples": 64 * step, "size": 1, "global_batch_size": 64}
-        scaler.note("metrics", told_by_rank_0, float(second))
+        noted(scaler, "metrics", told_by_rank_0, float(second))
         change = scaler.look(machine, HOSTS, float(second))
         if change is not None:
             assert (change.np, change.slots) == (2, (("a", 0), ("b", 0)))
@@ -71,7 +70,7 @@ def test_a_change_is_told_once_while_its_slots_start() -> None:
             scaler.resume("the policy may decide again", float(second))
     assert before > 1, "who starts slowly is asked for again"
     assert asked > before
-    assert [decision["action"] for decision in told] == ["grow", "pause", "resume", "grow"]
+    assert [decision.action for decision in told] == ["grow", "pause", "resume", "grow"]
 
 
 HERE, BOTH = Allocation((("a", 1),)), Allocation((("a", 1), ("b", 1)))
@@ -85,7 +84,7 @@ class Follows:
         self.decision = STAY
         monkeypatch.setattr(ScalingController, "_decide", lambda *_: self.decision)
         self.now = 0.0
-        self.told: list[Mapping[str, Any]] = []
+        self.told: list[Any] = []
         self.machine = RunMachine(MachineConfig(np=1))
         self.tell(ev.HostsChanged((HostSlots("a", 1), HostSlots("b", 1))))
         self.tell(ev.AgentReady("a"))
@@ -94,9 +93,9 @@ class Follows:
         self.scaler = self.new_scaler()
 
     def new_scaler(self) -> Scaler:
-        past = [{"kind": "decision", "mono": 0.0, **fields} for fields in self.told]
+        past = self.told
         spec = RunSpec(("true",), "/", policy="goodput")
-        return Scaler(spec, lambda _, fields: self.told.append(fields), 0.0, past)
+        return Scaler(spec, self.told.append, 0.0, past)
 
     def tell(self, event: ev.Event) -> list[Command]:
         return self.machine.handle(event, self.now)
@@ -117,12 +116,12 @@ def test_a_decision_to_stay_calls_starting_slots_back(monkeypatch: pytest.Monkey
     run.decide(STAY)
     run.grow()
     assert run.decide(STAY) == [Leave("b:0.1")]
-    assert [(d["action"], d["reason"]) for d in run.told] == [
+    assert [(d.action, d.reason) for d in run.told] == [
         ("stay", "enough"),
         ("grow", "more"),
         ("stay", "enough; slots that were still starting are given back"),
     ]
-    assert run.told[-1]["np"] == 1, "what a leader that resumes the run goes by"
+    assert run.told[-1].np == 1, "what a leader that resumes the run goes by"
     assert run.decide(STAY) == []
     assert len(run.told) == 3
 

@@ -15,8 +15,9 @@ from hvd_elastic.leader.failover.takeover import Takeover
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.records.summary import Draining, RunSummary, summarize
+from hvd_elastic.records.summary import Draining, RunSummary
 from hvd_elastic.wire.messages import HeldRun
+from tests.unit.records.made_events import summarized
 
 HELD = HeldRun(generation=1, members=(), workers=())
 
@@ -57,7 +58,7 @@ def test_hosts_that_are_in_no_allocation_any_more_are_not_asked() -> None:
 def test_generations_are_numbered_on_though_nothing_is_left_of_the_last_one() -> None:
     """The audit orders by them what is told late."""
     began = {"t": 1.0, "kind": "rescale_started", "generation": 7, "hosts": ["a"]}
-    takeover = Takeover(["a"], summarize([began]), None, deadline=0.0)
+    takeover = Takeover(["a"], summarized([began]), None, deadline=0.0)
     takeover.answered("a", None)
     assert takeover.event((HostSlots("a", 1),)).generation == 7
     takeover.answered("a", HELD)
@@ -89,7 +90,7 @@ def test_a_stop_is_heard_while_the_hosts_are_asked_and_all_else_waits(tmp_path: 
         RunSpec(("true",), "/"),
         folder,
         {},
-        lambda event: shown.append(event["kind"]),
+        lambda event: shown.append(event.kind),
         lambda *_: None,
         resumed=True,
     )

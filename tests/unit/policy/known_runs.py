@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from hvd_elastic.model.step_time import StepTimeModel
+from tests.unit.records.made_events import noted
 
 
 def true_model(*times: float, gamma: float = 1.5) -> StepTimeModel:
@@ -29,7 +31,7 @@ def run_events(
     jitter: float = 0.03,
     cores: int | None = None,
     machine: str = "",
-) -> list[dict[str, Any]]:
+) -> list[Any]:
     """A run that trains on each of the worlds for a while.
 
     Args:
@@ -46,11 +48,12 @@ def run_events(
     rng = np.random.default_rng(1)
     most = max(worlds, key=len)
     hosts = [[f"n{number}", max(most)] for number in range(len(most))]
-    events: list[dict[str, Any]] = []
+    events: list[Any] = []
+    taker = SimpleNamespace(note=events.append)
     now, step, examples = 100.0, 0.0, 0.0
 
     def add(kind: str, **fields: Any) -> None:
-        events.append({"t": 1e9 + now, "mono": now, "kind": kind, **fields})
+        noted(taker, kind, {"t": 1e9 + now, **fields}, now)
 
     add("run_started", run_id="known", hosts=hosts, min_np=1, max_np=None)
     for host, _ in hosts if cores is not None else []:
@@ -72,6 +75,6 @@ def run_events(
                 made = 1.5 / (step_s * float(np.exp(jitter * rng.standard_normal())))
                 step, examples = step + made, examples + made * batch
                 told = {} if noise_scale is None else {"noise_scale": noise_scale}
-                done = {"step": step, "examples": examples, "size": ranks}
+                done: dict[str, Any] = {"step": step, "examples": examples, "size": ranks}
                 add("metrics", epoch=0, global_batch_size=batch, **done, **told)
     return events

@@ -10,6 +10,7 @@ from hvd_elastic.policy.forecast import forecast
 from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import HostOffer
 from tests.unit.policy.known_runs import run_events, true_model
+from tests.unit.records.made_events import noted
 
 HOSTS = [HostOffer("n0", 4, 2.0), HostOffer("n1", 4, 2.0)]
 SEEN = [[1], [2], [4], [4, 1], [4, 4]]
@@ -110,8 +111,8 @@ def test_slow_hosts_are_thought_of_last():
     evidence = replay(run_events(MODELS["balanced"], SEEN))
     for _ in range(6):
         evidence.formed(["n0", "n1"])
-        evidence.note("metrics", {"step": 1, "examples": 1, "rank_s": [0.1, 0.3]}, 1.0)
-        evidence.note("metrics", {"step": 1, "examples": 1, "rank_s": [0.1, 0.3001]}, 1.0)
+        noted(evidence, "metrics", {"step": 1, "examples": 1, "rank_s": [0.1, 0.3]}, 1.0)
+        noted(evidence, "metrics", {"step": 1, "examples": 1, "rank_s": [0.1, 0.3001]}, 1.0)
     assert evidence.speeds.slowness("n1") == pytest.approx(3.0, rel=0.01)
     ours = [HostOffer("n1", 4), HostOffer("n0", 2), HostOffer("n2", 2)]
     slots = [entry.slots for entry in forecast(evidence, ours, 3)]

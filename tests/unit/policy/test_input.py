@@ -22,6 +22,7 @@ from hvd_elastic.policy.objective import Parameters
 from hvd_elastic.policy.scoring import score_allocations
 from hvd_elastic.policy.snapshot import Allocation, HostOffer
 from tests.unit.policy.snapshots import snapshot, well_known
+from tests.unit.records.made_events import noted
 
 FOUR_CORES = {"a": ("a", 4), "b": ("b", 4)}
 
@@ -231,15 +232,13 @@ def test_starved_throughput_is_what_the_cores_read() -> None:
 
 def test_evidence_takes_the_bound_from_the_events_of_a_run() -> None:
     evidence = Evidence()
-    evidence.note("agent_started", {"host": "a", "machine": "m", "cpus": 4}, 0.0)
+    noted(evidence, "agent_started", {"host": "a", "machine": "m", "cpus": 4}, 0.0)
     assert evidence.supply is None
-    evidence.note("input", {"bound": "cores", "core_s": 0.01}, 1.0)
+    noted(evidence, "input", {"bound": "cores", "core_s": 0.01}, 1.0)
     assert evidence.supply == InputSupply(0.01, (("a", "m", 4),))
-    evidence.note("input", {"bound": "nothing", "core_s": 0.01}, 2.0)
+    noted(evidence, "input", {"bound": "nothing", "core_s": 0.01}, 2.0)
     assert evidence.supply is None
-    evidence.note("input", {"bound": "cores", "core_s": "no number"}, 3.0)
-    assert evidence.supply is None
-    evidence.note("input", {"bound": "cores", "core_s": 0.01, "helpers": 4}, 4.0)
+    noted(evidence, "input", {"bound": "cores", "core_s": 0.01, "helpers": 4}, 4.0)
     assert evidence.supply is None  # input hosts have cores of their own
 
 

@@ -12,6 +12,8 @@ from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.objective import Objective
 from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import Decision, HostOffer
+from hvd_elastic.records.events import event_of
+from hvd_elastic.run_events import Metrics
 from tests.unit.policy.known_runs import run_events, true_model
 
 HOSTS = [HostOffer(f"n{number}", 2) for number in range(4)]
@@ -25,9 +27,9 @@ def first_decision(evidence: Evidence | None) -> Decision:
     controller.hosts_are(HOSTS, 0.0)
     controller.formed(["n0", "n0"], 0.0)
     for event in run_events(SLOW_LINK, [[2]], windows=7):
-        if event["kind"] == "metrics":
-            controller.note("metrics", event, event["mono"])
-    found = controller.look(event["mono"])
+        if isinstance(event, Metrics):
+            controller.note(event)
+    found = controller.look(event.mono)
     assert found is not None
     assert found[0].known
     return found[0]
@@ -52,7 +54,7 @@ def test_times_noise_pauses_and_progress_are_those_of_the_run():
         true = float(SLOW_LINK.step_s(hosts, slots, 256 / slots, 0))
         assert float(model.step_s(hosts, slots, 256 / slots, 0)) == pytest.approx(true, rel=0.1)
     assert (evidence.noise, evidence.pause_s) == (900.0, 0.3)
-    assert 0 < evidence.done < events[-1]["examples"]
+    assert 0 < evidence.done < events[-1].examples
     assert evidence.measured == 0, "nothing trains until a generation is formed"
     assert not evidence.news
 
@@ -82,7 +84,6 @@ def test_broken_and_foreign_events_are_left_out():
         {"kind": "rescale_finished", "generation": 7, "mono": 0.0},
         {"kind": "metrics", "step": "x", "mono": 1.0},
         {"kind": "metrics"},
-        {},
         {"kind": "rescale_started", "generation": 1, "hosts": ["a"], "slots": "2"},
     ]
-    assert replay([*odd, *events]).timings.worlds == {(1, 2), (2, 4)}
+    assert replay([*map(event_of, odd), *events]).timings.worlds == {(1, 2), (2, 4)}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.records.run_folder import RunFolder
+from tests.unit.records.made_events import whole
 
 START = 1_790_000_000.0
 EXAMPLES = 1437
@@ -22,7 +23,8 @@ def sample_events(epochs: int = 12, *, status: str = "succeeded") -> list[dict[s
     now = START
 
     def add(kind: str, **fields: Any) -> None:
-        events.append({"t": round(now, 4), "mono": round(now - START, 4), "kind": kind, **fields})
+        stamps = {"t": round(now, 4), "mono": round(now - START, 4)}
+        events.append(whole({**stamps, "kind": kind, **fields}))
 
     def rescale(generation: int, before: int, after: int, reason: str, pause_s: float | None):
         nonlocal now
@@ -67,7 +69,7 @@ def sample_events(epochs: int = 12, *, status: str = "succeeded") -> list[dict[s
                 add("worker_joined", host="node3", local_rank=0, rank=after - 1)
             elif what == "leave":
                 add("hosts_changed", hosts=[["node1", 1], ["node3", 1]])
-                add("worker_left", host="node2", local_rank=0, cause="asked to leave")
+                add("worker_left", host="node2", local_rank=0, cause="asked to leave", how="left")
             else:
                 add("worker_left", host="node3", local_rank=0, cause="killed by signal 9")
             size = rescale(generation, size, after, reason, pause_s)
@@ -84,7 +86,8 @@ def sample_events(epochs: int = 12, *, status: str = "succeeded") -> list[dict[s
             loss=2.4 * math.exp(-4.5 * step / total) * dice.uniform(0.7, 1.3) + 0.01,
         )
         if step % steps_per_epoch == 0:
-            add("metrics", step=step, epoch=epoch, accuracy=0.98 - 0.88 * math.exp(-0.9 * epoch))
+            accuracy = 0.98 - 0.88 * math.exp(-0.9 * epoch)
+            add("metrics", step=step, epoch=epoch, examples=used, accuracy=accuracy)
         if step % 100 == 0:
             path = f"step-{step:012d}.pt"
             add("checkpoint", step=step, path=path, bytes=412_345, seconds=0.03, blocked_s=0.0018)

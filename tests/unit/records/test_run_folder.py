@@ -15,6 +15,7 @@ import pytest
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import Request, RunFolder, check_run_id, list_runs, new_run_id
+from tests.unit.records.made_events import write
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def leader(folder: RunFolder, answer: Callable[[Request], dict[str, object]]) ->
     def serve() -> None:
         while not done.wait(0.01):
             for request in folder.take_requests():
-                log.append("command_done", {"id": request.id, **answer(request)})
+                write(log, "command_done", {"id": request.id, **answer(request)})
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -203,13 +204,13 @@ def test_a_leader_that_is_deaf_or_gone(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no live leader, so 'stop' cannot reach it: it never began"):
         folder.ask_leader("stop")
     with EventLog(folder.events) as log:
-        log.append("run_started", {"run_id": "a"})
+        write(log, "run_started", {"run_id": "a"})
         with pytest.raises(RunError, match=r"its leader died; .*--resume a"):
             folder.ask_leader("stop")
         folder.write_run({"resume": "its program again"})  # of an engine that alone has hosts
         with pytest.raises(RunError, match="its leader died; go on with: its program again"):
             folder.ask_leader("stop")
-        log.append("run_finished", {"status": "succeeded"})
+        write(log, "run_finished", {"status": "succeeded"})
         with pytest.raises(RunError, match="it has succeeded"):
             folder.ask_leader("stop")
     with folder.take_lead(), pytest.raises(RunError, match=r"did not answer within 0.2 s"):

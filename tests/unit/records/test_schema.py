@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.records.schema import check_event, event_schema
+from hvd_elastic.records.events import check_event, event_schema
 from scripts import events_schema
 from tests.unit.test_docs import read
 

@@ -11,10 +11,12 @@ import pytest
 from hvd_elastic.errors import UsageError
 from hvd_elastic.records.tensorboard import TensorBoardWriter, check_tensorboard
 from tests.tensorboard_files import read_scalars
+from tests.unit.records.made_events import made
 
 
-def metrics(step: int, t: float | None = None, **fields: Any) -> dict[str, Any]:
-    return {"t": 1e9 + step if t is None else t, "kind": "metrics", "step": step, **fields}
+def metrics(step: int, t: float | None = None, **fields: Any) -> Any:
+    t = 1e9 + step if t is None else t
+    return made({"t": t, "kind": "metrics", "step": step, "epoch": 1, "size": 2, **fields})
 
 
 def writer(folder: Path, warnings: list[str] | None = None) -> TensorBoardWriter:
@@ -25,9 +27,9 @@ def writer(folder: Path, warnings: list[str] | None = None) -> TensorBoardWriter
 def test_metrics_are_read_back_by_step(tmp_path: Path) -> None:
     known = {"throughput": 900.0, "efficiency": 0.75, "goodput": 675.0, "lr": 0.1, "loss": 2.5}
     with writer(tmp_path / "new") as board:
-        board.note({"t": 1.0, "kind": "run_started", "run_id": "a"})
-        board.note(metrics(10, size=2, global_batch_size=64, epoch=0, rank_s=[0.1, 0.2], **known))
-        board.note(metrics(20, size=3, loss=1.25, ok=True, name="x", **{"val/accuracy": 0.5}))
+        board.take(made({"t": 1.0, "kind": "run_started", "run_id": "a"}))
+        board.take(metrics(10, size=2, global_batch_size=64, rank_s=[0.1, 0.2], **known))
+        board.take(metrics(20, size=3, loss=1.25, ok=True, name="x", **{"val/accuracy": 0.5}))
         # While the writer is open: what is noted is there for readers at once.
         assert read_scalars(tmp_path / "new") == {
             "size/world_size": [(10, 2), (20, 3)],
@@ -35,7 +37,7 @@ def test_metrics_are_read_back_by_step(tmp_path: Path) -> None:
             "goodput/throughput": [(10, 900)],
             "goodput/efficiency": [(10, 0.75)],
             "goodput/goodput": [(10, 675)],
-            "train/epoch": [(10, 0)],
+            "train/epoch": [(10, 1), (20, 1)],
             "train/lr": [(10, 0.1)],
             "train/loss": [(10, 2.5), (20, 1.25)],
             "val/accuracy": [(20, 0.5)],
@@ -45,11 +47,11 @@ def test_metrics_are_read_back_by_step(tmp_path: Path) -> None:
 def test_another_leader_goes_on_and_steps_done_again_replace_the_lost_ones(tmp_path: Path) -> None:
     with writer(tmp_path) as first:
         for step in (10, 20, 30):
-            first.note(metrics(step, loss=1.0))
+            first.take(metrics(step, loss=1.0))
     with writer(tmp_path) as second:  # from a checkpoint of step 14
         for step in (15, 25):
-            second.note(metrics(step, loss=2.0))
-        second.note(metrics(22, loss=3.0))  # and once more
+            second.take(metrics(step, loss=2.0))
+        second.take(metrics(22, loss=3.0))  # and once more
     assert len(list(tmp_path.iterdir())) == 2
     assert read_scalars(tmp_path)["train/loss"] == [(10, 1), (15, 2), (22, 3)]
 
@@ -59,12 +61,12 @@ def test_a_disk_that_takes_nothing_is_told_once_and_tried_again(tmp_path: Path) 
     folder.write_text("in the way")
     board = writer(folder, said)
     for step in (1, 2, 100):
-        board.note(metrics(step, loss=1.0))
+        board.take(metrics(step, loss=1.0))
     assert len(said) == 1
     assert f"into {folder}: File exists" in said[0]
     folder.unlink()
-    board.note(metrics(101, loss=1.0))  # not yet
-    board.note(metrics(200, loss=1.0))
+    board.take(metrics(101, loss=1.0))  # not yet
+    board.take(metrics(200, loss=1.0))
     board.close()
     assert read_scalars(folder)["train/loss"] == [(200, 1)]
     assert len(said) == 1

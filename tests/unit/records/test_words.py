@@ -14,7 +14,6 @@ import pytest
 
 from hvd_elastic.cli.jobs.queue import queue_lines, why_rows
 from hvd_elastic.jobs.job import After, Job, JobKind, JobRequest, JobStatus, StopReason
-from hvd_elastic.records.summary import summarize
 from hvd_elastic.records.wording import (
     ENDED,
     GOES_ON,
@@ -24,6 +23,7 @@ from hvd_elastic.records.wording import (
     run_state,
     status_rows,
 )
+from tests.unit.records.made_events import made, summarized
 
 TABLE = Path(__file__).with_name("words.md")
 PACKAGE = Path(__file__).parents[3] / "hvd_elastic"
@@ -46,8 +46,9 @@ TRAINS = [
 
 
 def ended(status: str, message: str, **fields: Any) -> dict[str, Any]:
-    numbers = {"run_id": "net-3", "steps": 120, "examples": 7200, "checkpoint_step": 100, **fields}
-    return event(61, "run_finished", status=status, message=message, **numbers)
+    numbers = {"run_id": "net-3", "steps": 120, "examples": 7200, "checkpoint_step": 100}
+    numbers |= {"led_elsewhere": False, **fields}
+    return event(61, "run_finished", epochs=3, status=status, message=message, **numbers)
 
 
 WAITS = event(2, "waiting", reason="waiting for 2 workers: host b is lost: no answer within 5 s")
@@ -55,7 +56,7 @@ STOPS = event(60, "training_stopped", step=120, rank=0, reason="no progress for 
 ERROR = event(
     60, "script_failed", host="a", local_rank=0, traceback="  …\nValueError: no such file"
 )
-NO_STEPS: dict[str, Any] = {"steps": None, "examples": 0}
+NO_STEPS: dict[str, Any] = {"steps": 0, "examples": 0}
 RETURNED = "the training function returned on every worker"
 RUNS: dict[str, tuple[list[dict[str, Any]], bool, float | None]] = {
     "its leader never wrote an event": ([], False, None),
@@ -88,7 +89,7 @@ RUNS: dict[str, tuple[list[dict[str, Any]], bool, float | None]] = {
             ended(
                 "succeeded",
                 "the command ended with exit status 0 on host a",
-                steps=None,
+                steps=0,
                 examples=0,
             ),
         ],
@@ -98,9 +99,7 @@ RUNS: dict[str, tuple[list[dict[str, Any]], bool, float | None]] = {
     "a plain command failed": (
         [
             COMMAND,
-            ended(
-                "failed", "the command ended with exit status 3 on host a", steps=None, examples=0
-            ),
+            ended("failed", "the command ended with exit status 3 on host a", steps=0, examples=0),
         ],
         False,
         None,
@@ -217,7 +216,7 @@ def test_sizes_are_formatted_in_one_place() -> None:
 
 
 def state_of(events: list[dict[str, Any]], alive: bool, until: float | None) -> str:
-    run = summarize(events)
+    run = summarized(events)
     return run_state(run.status, alive=alive, waiting=bool(run.waiting), until=until)
 
 
@@ -228,7 +227,7 @@ def table_lines() -> Iterator[str]:
     yield ""
     yield "## A run, when"
     for title, (events, alive, until) in RUNS.items():
-        run, state = summarize(events), state_of(events, alive, until)
+        run, state = summarized(events), state_of(events, alive, until)
         run.run_id = "net-3"
         narrator = Narrator()
         yield f"\n### {title}\n\n```"
@@ -237,7 +236,7 @@ def table_lines() -> Iterator[str]:
             if label in ("status", "started", "progress", "failure"):
                 yield f"{label:<10} {text}"
         yield from (f"page       {text}" for text in run_sentences(run, state))
-        lines = [line for each in events for line in narrator.tell(each)]
+        lines = [line for each in events for line in narrator.tell(made(each))]
         yield from (f"terminal   {text}" for line in lines for text in line.text.splitlines())
         yield "```"
     yield f"\n### a page has not read all its events\n\n```\npage       {reading_words()}\n```"
@@ -252,4 +251,4 @@ def table_lines() -> Iterator[str]:
 
 
 def reading_words() -> str:
-    return run_sentences(summarize(TRAINS), READING)[0]
+    return run_sentences(summarized(TRAINS), READING)[0]

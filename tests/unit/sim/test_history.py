@@ -14,6 +14,7 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.cluster import summarize_cluster
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.sim.jobs.history import read_history, simulate_history
+from tests.unit.records.made_events import whole
 
 BATCH, PASS_S, STEPS = 64, 1.28, 1000
 """Examples of a step, its time on one slot [s], and steps of a job."""
@@ -22,20 +23,21 @@ BATCH, PASS_S, STEPS = 64, 1.28, 1000
 def run_events(begin: float = 0.0) -> list[dict[str, Any]]:
     """A run that was timed on one and on two hosts, and was twice as fast on two."""
     now, step = begin, 0
-    events: list[dict[str, Any]] = [{"t": now, "mono": now, "kind": "run_started", "run_id": "x"}]
+    begun = {"t": now, "mono": now, "kind": "run_started", "run_id": "x"}
+    events: list[dict[str, Any]] = [whole(begun)]
     for generation, hosts in enumerate((["a"], ["a", "b"], ["a"]), 1):
         slots = [1] * len(hosts)
         begun = {"generation": generation, "hosts": hosts, "slots": slots, "reason": "r",
                  "from_size": 0, "to_size": len(hosts)}  # fmt: skip
-        events.append({"t": now, "mono": now, "kind": "rescale_started", **begun})
+        events.append(whole({"t": now, "mono": now, "kind": "rescale_started", **begun}))
         done = {"generation": generation, "size": len(hosts), "pause_s": 0.2}
-        events.append({"t": now, "mono": now, "kind": "rescale_finished", **done})
+        events.append(whole({"t": now, "mono": now, "kind": "rescale_finished", **done}))
         last = STEPS if generation == 3 else step + 60
         while step < last:
             step += 2
             now += 2 * PASS_S / len(hosts)
             made = {"step": step, "examples": BATCH * step, "size": len(hosts)}
-            events.append({"t": now, "mono": now, "kind": "metrics", **made})
+            events.append(whole({"t": now, "mono": now, "kind": "metrics", **made}))
     return events
 
 
@@ -104,7 +106,7 @@ def test_a_job_that_grows_trains_on_until_its_further_processes_have_started(hom
 
     at_once_s = alone_on_two_s()
     folder = RunFolder.open("j0-run")
-    warm = {"t": 0.0, "mono": 0.0, "kind": "worker_standby", "warm_s": 200.0}
+    warm = whole({"kind": "worker_standby", "warm_s": 200.0})
     folder.events.write_text(f"{json.dumps(warm)}\n{folder.events.read_text()}")
     assert alone_on_two_s() == pytest.approx(at_once_s + 200 / 2, rel=0.02), "twice as fast then"
 

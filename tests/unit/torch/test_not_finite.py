@@ -14,7 +14,7 @@ from torch import nn
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.torch import gradient_buckets
 from hvd_elastic.torch.finite_check import GradientCheck
 from hvd_elastic.torch.forward_watch import ForwardWatch
@@ -184,7 +184,7 @@ def test_ten_in_a_row_end_the_run(alone: Context, ranks: Ranks, tmp_path: Path) 
         ScriptError, match=r"in 10 steps running, up to step 20: .* data and the loss, .* scale"
     ):
         take_step(alone, model, optimizer, math.nan)
-    (*_, told) = read_events(tmp_path / "events.jsonl")
+    (*_, told) = read_records(tmp_path / "events.jsonl")
     assert (told["step"], told["skipped_steps"]) == (20, 19)
 
 

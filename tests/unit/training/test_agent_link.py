@@ -81,6 +81,18 @@ def test_a_worker_ends_where_its_agent_sends_what_is_no_message(data: bytes, wor
     assert "This worker ends" in done.stderr
 
 
+def test_a_worker_ends_if_the_reading_of_its_messages_fails() -> None:
+    """As it once did by an error in another thread; the worker waited for ever."""
+    done = worker_that_is_sent(
+        b"",
+        WORKER.replace(
+            "from hvd", "from hvd_elastic.training import agent_link\nfrom hvd", 1
+        ).replace("link = ", "agent_link.MessageDecoder = None\nlink = "),
+    )
+    assert done.returncode == 1
+    assert "cannot be read. This worker ends" in done.stderr
+
+
 @other_user.needs_root
 def test_a_worker_says_nothing_to_another_user_who_holds_the_name_of_its_agent() -> None:
     name = f"hvd_elastic/unit/{secrets.token_hex(8)}"

@@ -21,7 +21,7 @@ from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.control.progress import Position
 from hvd_elastic.errors import RunError, ScriptError
 from hvd_elastic.records.audit import check_audit
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.training import context, metrics
 from hvd_elastic.training.context import Context
@@ -121,7 +121,7 @@ def test_a_run_alone_uses_everything_once_and_records_it(
     result = check_audit(read_events_of(folder), finished=True)
     assert result.ok, result.problems()
     assert result.complete_epochs == 3
-    assert next(e["kind"] for e in read_events(folder / "events.jsonl")) == "metrics"
+    assert next(e["kind"] for e in read_records(folder / "events.jsonl")) == "metrics"
 
 
 def test_a_run_goes_on_from_its_checkpoint_in_the_middle_of_an_epoch(
@@ -146,7 +146,7 @@ def test_a_run_alone_writes_its_metrics_for_tensorboard(
     monkeypatch.setenv("HVD_ELASTIC_TENSORBOARD", "1")
     monkeypatch.setattr(metrics, "_INTERVAL_S", 0.0)
     train(monkeypatch, 3)
-    told = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "metrics"]
+    told = [event for event in read_records(folder / "events.jsonl") if event["kind"] == "metrics"]
     shown = read_scalars(folder / "tensorboard")
     assert shown["size/world_size"] == [(event["step"], 1.0) for event in told]
     losses = [(event["step"], round(event["loss"], 6)) for event in told if "loss" in event]
@@ -203,7 +203,7 @@ def test_what_the_run_counts_itself_is_not_the_scripts_to_report(
     made = train(monkeypatch, 1)
     hvd.report(step=-5, examples=7, accuracy=0.5)
     made.checkpoints.close()
-    last = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "metrics"][
+    last = [event for event in read_records(folder / "events.jsonl") if event["kind"] == "metrics"][
         -1
     ]
     assert (last["step"], last["examples"], last["accuracy"]) == (3, 10, 0.5)

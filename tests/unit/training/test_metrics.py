@@ -13,7 +13,7 @@ import torch
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.sink import FileSink
 
@@ -42,7 +42,7 @@ def recorded(alone: Context, tmp_path: Path) -> Any:
     def report(**values: Any) -> dict[str, Any]:
         alone.worker.sink = FileSink(tmp_path)
         hvd.report(**values)
-        return list(read_events(tmp_path / "events.jsonl"))[-1]
+        return list(read_records(tmp_path / "events.jsonl"))[-1]
 
     return report
 
@@ -66,13 +66,14 @@ def test_what_is_not_one_number_is_refused_with_its_name(recorded: Any, value: A
         recorded(value=value)
 
 
-def test_a_metric_does_not_replace_the_fields_of_every_event(recorded: Any, alone: Context) -> None:
-    warned: list[str] = []
-    alone.worker.warn = warned.append  # type: ignore[assignment, method-assign]
-    recorded(t=1, kind=2, mono=3, loss=4)
-    event = recorded(t=1, kind=2, mono=3, loss=4)
+def test_a_metric_of_the_name_of_a_field_is_recorded_as_the_script_s(recorded: Any) -> None:
+    event = recorded(t=1, kind=2, mono=3, step=4, lr=0.5, values=6, loss=7)
     assert event["kind"] == "metrics"
     assert event["t"] > 1e9
-    assert event["mono"] != 3
-    assert event["loss"] == 4
-    assert sorted(text.split("'")[1] for text in warned) == ["kind", "mono", "t"]
+    assert event["step"] != 4
+    own = {name: value for name, value in event.items() if name.startswith("script.")}
+    assert own == {
+        "script.t": 1, "script.kind": 2, "script.mono": 3, "script.step": 4, "script.lr": 0.5,
+        "script.values": 6,
+    }  # fmt: skip
+    assert event["loss"] == 7

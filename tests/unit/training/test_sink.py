@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.records.json_lines import read_events
+from hvd_elastic.records.json_lines import read_records
+from hvd_elastic.run_events import Warned
 from hvd_elastic.training.sink import FileSink
-from hvd_elastic.wire import messages as msg
 from tests.small_disk import mounted
 
 
@@ -19,7 +19,7 @@ def test_a_full_disk_does_not_end_training_and_is_said_once(
     with mounted(tmp_path / "small", "64k", lazy=True) as disk:
         sink = FileSink(disk)
         for _ in range(40):
-            sink.send(msg.WorkerWarning("x" * 4000))
+            sink.send(Warned("x" * 4000))
         (said,) = [record.message for record in caplog.records]
         assert said.startswith(f"cannot write to {disk / 'events.jsonl'}: No space left on device.")
-        assert read_events(disk / "events.jsonl")[0]["message"] == "x" * 4000
+        assert read_records(disk / "events.jsonl")[0]["message"] == "x" * 4000

@@ -18,12 +18,12 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.records.audit import check_audit
+from hvd_elastic.run_events import TrainingStopped
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.training import context
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.launch import Mode
 from hvd_elastic.training.progress import Phase, Progress
-from hvd_elastic.wire import messages as msg
 from tests.unit.training.test_rollback import Training
 
 BATCHES = 4  # of the loader of Training, in an epoch
@@ -651,8 +651,8 @@ def test_what_another_rank_asks_for_ends_training_here(
     training.run(train, hvd.State(training.model, training.optimizer))
     progress = training.context.worker.progress
     assert (progress.step, progress.epoch) == (steps, epoch)
-    (told,) = [each for each in sent if isinstance(each, msg.TrainingStopped)]
-    assert told == msg.TrainingStopped(step=steps, rank=1, reason="it is late")
+    (told,) = [each for each in sent if isinstance(each, TrainingStopped)]
+    assert told == TrainingStopped(step=steps, rank=1, reason="it is late")
 
 
 def test_an_end_without_a_reason_or_without_training_is_refused(alone: Context) -> None:

@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 
 from benchmarks.testbed.replay import Replay
-from hvd_elastic.records.json_lines import read_events
-from hvd_elastic.records.schema import check_event
+from hvd_elastic.records.events import check_event
+from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.records.summary import RunSummary, summarize
+from hvd_elastic.run_events import HostSample
 from hvd_elastic.views.allocation import hosts_section
 from hvd_elastic.views.costs import cost_so_far, forecast_words, time_section
 from hvd_elastic.views.forecast import predict_end
 from hvd_elastic.views.prometheus import prometheus_text
+from tests.unit.records.made_events import summarized
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def replay(tmp_path: Path) -> Iterator[Replay]:
 
 def summary_of(run: Replay) -> RunSummary:
     run.flush()
-    return summarize(read_events(run.folder.events))
+    return summarize(run.folder.iter_events())
 
 
 def text_of(html: str) -> str:
@@ -100,14 +102,14 @@ def test_after_a_return_to_a_checkpoint_only_what_follows_counts() -> None:
 
     fast = [told(t, t / 200) for t in range(1, 101)]
     slow = [told(100 + t, 0.1 + t / 1000) for t in range(1, 101)]
-    end = predict_end(summarize([{"t": 0.0, "kind": "run_started"}, *fast, *slow]))
+    end = predict_end(summarized([{"t": 0.0, "kind": "run_started"}, *fast, *slow]))
     assert end is not None
     assert end.left_s == pytest.approx(800, rel=0.01)
     still = [told(200 + t, 0.2) for t in range(1, 101)]
     start = [{"t": 0.0, "kind": "run_started"}]
-    assert predict_end(summarize([*start, *slow, *still])) is None, "nothing moves: no forecast"
+    assert predict_end(summarized([*start, *slow, *still])) is None, "nothing moves: no forecast"
     uneven = [told(t, (t // 60) * 60 / 1000) for t in range(1, 301)]
-    end = predict_end(summarize([*start, *uneven]))
+    end = predict_end(summarized([*start, *uneven]))
     assert end is not None
     assert math.isinf(end.high_s)
 
@@ -127,7 +129,8 @@ def test_the_table_of_hosts_tells_who_is_slow_who_leaves_and_who_is_lost(replay:
     assert rows["node4"].startswith(" lost 0 of 2")
     assert re.search(r"\d+ ms \d+% \d+% \d+%, \d+% [\d.]+ MB/s, [\d.]+ MB/s", rows["node1"])
     replay.train(100)
-    stale = [event for event in read_events(replay.folder.events) if event["kind"] != "host_sample"]
+    told = replay.folder.iter_events()
+    stale = [event for event in told if not isinstance(event, HostSample)]
     assert " ms " not in text_of(hosts_section(summarize(stale)))
 
 
@@ -152,7 +155,7 @@ def test_a_run_that_has_ended_has_no_speed_for_prometheus(replay: Replay) -> Non
     replay.train(12)
     trains = summary_of(replay)
     end = {"t": time.time() + 99, "kind": "run_finished", "status": "failed", "steps": 9}
-    ended = summarize([*read_events(replay.folder.events), end])
+    ended = summarized([*read_records(replay.folder.events), end])
     rate = "hvd_elastic_throughput_examples_per_second{"
     assert rate in prometheus_text([(trains, "running")])
     assert rate not in prometheus_text([(ended, "failed")])
@@ -165,17 +168,18 @@ def test_the_replay_writes_events_as_they_are_defined(replay: Replay) -> None:
     replay.lose("node3")
     replay.grow_batch(512)
     replay.flush()
-    for event in read_events(replay.folder.events):
+    for event in read_records(replay.folder.events):
         check_event(event)
 
 
 @pytest.mark.parametrize("stopped", [True, False])
 def test_hosts_cost_nothing_between_the_end_of_a_run_and_its_resume(stopped: bool) -> None:
     def trains(t: float, generation: int) -> list[dict[str, Any]]:
-        started = {"run_id": "a", "hosts": [["n", 2]], "prices": {"n": 3.6}}
+        hosts = {"hosts": [["n", 2]], "prices": {"n": 3.6}}
         rescale = {"generation": generation, "from_size": 0, "to_size": 2}
         return [
-            {"t": t, "kind": "run_started", **started},
+            {"t": t, "kind": "run_started", "run_id": "a"},
+            {"t": t, "kind": "hosts_changed", **hosts},
             {"t": t + 5, "kind": "rescale_started", "hosts": ["n"], "slots": [2], **rescale},
             {"t": t + 6, "kind": "rescale_finished", "size": 2, **rescale},
             {"t": t + 56, "kind": "metrics", "step": 50 * generation, "throughput": 1.0},
@@ -183,7 +187,7 @@ def test_hosts_cost_nothing_between_the_end_of_a_run_and_its_resume(stopped: boo
 
     end = {"t": 56.0, "kind": "run_finished", "run_id": "a", "status": "stopped", "steps": 50}
     events = [*trains(0.0, 1), *[end] * stopped, *trains(100_000.0, 2)]
-    summary = summarize(events)
+    summary = summarized(events)
     spent = summary.spending.by_cause["start-up"]
     assert (spent.seconds, spent.slot_s, spent.money) == pytest.approx((12.0, 24.0, 0.012))
     between = summary.spending.by_cause["interruption"]

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,12 +15,14 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.run_state import run_row
-from hvd_elastic.records.summary import RunSummary, summarize
+from hvd_elastic.records.summary import RunSummary
+from hvd_elastic.run_events import Metrics
 from hvd_elastic.views import points
 from hvd_elastic.views.comparison import write_comparison
 from hvd_elastic.views.live_run import LiveRun
 from hvd_elastic.views.points import MAX_POINTS, downsample, summarize_for_plots
 from hvd_elastic.views.report import render_report, write_report
+from tests.unit.records.made_events import summarized, whole
 from tests.unit.records.sample_run import sample_events, sample_folder
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
@@ -106,7 +107,7 @@ def test_a_batch_that_adapts_has_a_panel_and_tiles_that_mean_something() -> None
         {"t": 3.0, "kind": "prediction_missed", "reason": "777 were predicted"},
         *({"t": t, "kind": "metrics", "step": 3, "global_batch_size": 128} for t in (3.0, 4.0)),
     ]  # fmt: skip
-    page = render_report(summarize(events), check_audit([]))
+    page = render_report(summarized(events), check_audit([]))
     charts = payload(page)["charts"]
     assert isinstance(charts, list)
     assert [chart["name"] for chart in charts] == ["global_batch_size", "noise_scale", "efficiency"]
@@ -137,10 +138,10 @@ def test_text_of_others_cannot_become_markup() -> None:
          "reason": evil},
         {"t": 2.0, "kind": "metrics", "step": 1, evil: 3.0},
         {"t": 2.0, "kind": "script_failed", "host": evil, "local_rank": 0, "traceback": evil},
-        {"t": 2.0, "kind": "decision", "action": evil, "reason": "$title ${body}"},
-        {"t": 2.0, "kind": "run_finished", "status": evil, "message": evil},
+        {"t": 2.0, "kind": "decision", "action": "stay", "reason": "$title ${body}"},
+        {"t": 2.0, "kind": "run_finished", "status": "failed", "message": evil},
     ]  # fmt: skip
-    page = render_report(summarize(events), check_audit([]), asked={"command": [evil]})
+    page = render_report(summarized(events), check_audit([]), asked={"command": [evil]})
     assert "<script>alert" not in page
     assert "<img" not in page
     assert "$title ${body}" in page
@@ -151,7 +152,8 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
     folder = RunFolder.create("a", root=tmp_path)
     with pytest.raises(RunError, match="no events yet"):
         write_report(folder)
-    folder.events.write_text('{"t":1.0,"kind":"run_started","run_id":"a"}\n{"t":2.0,"ki')
+    begun = json.dumps(whole({"t": 1.0, "kind": "run_started", "run_id": "a"}))
+    folder.events.write_text(begun + '\n{"t":2.0,"ki')
     result = write_report(folder)
     assert result.summary.status == "died"
     page = result.path.read_text(encoding="utf-8")
@@ -161,7 +163,8 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
 
 def test_a_diverged_loss_and_an_unwritable_place(tmp_path: Path) -> None:
     folder = RunFolder.create("a", root=tmp_path)
-    lines = [{"t": float(i), "kind": "metrics", "step": i, "loss": 1.0} for i in range(3)]
+    told = {"kind": "metrics", "loss": 1.0}
+    lines = [whole({**told, "t": float(i), "step": i}) for i in range(3)]
     lines[1]["loss"] = None
     folder.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     charts = payload(write_report(folder).path.read_text())["charts"]
@@ -173,7 +176,7 @@ def test_a_diverged_loss_and_an_unwritable_place(tmp_path: Path) -> None:
 
 def test_a_long_run_stays_small() -> None:
     events = sample_events(epochs=800)
-    page = render_report(summarize(events), check_audit([]))
+    page = render_report(summarized(events), check_audit([]))
     charts = payload(page)["charts"]
     assert isinstance(charts, list)
     assert all(len(chart["x"]) <= MAX_POINTS for chart in charts)
@@ -250,16 +253,15 @@ def test_a_run_without_events_is_not_compared(tmp_path: Path) -> None:
 def test_of_a_long_run_few_points_are_held_with_its_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(points, "KEPT_POINTS", 1000)
 
-    def events() -> Iterator[dict[str, Any]]:
-        yield {"t": 0.0, "kind": "run_started"}
+    def events() -> Iterator[Metrics]:
         for step in range(1, 100_001):
             loss = 50.0 if step == 44_444 else 1.0
-            yield {"t": float(step), "kind": "metrics", "step": step, "loss": loss}
+            yield Metrics(step, 0, 0, 0, 1, t=float(step), values={"loss": loss})
 
     summary = summarize_for_plots(events())
     held = summary.series["loss"]
     assert summary.steps == 100_000
-    assert summary.duration_s == 100_000
+    assert summary.duration_s == 99_999
     assert len(held.values) == len(held.at_s) < 2000 + points._TOGETHER
     assert max(held.values) == 50.0
-    assert held.at_s[-1] == 100_000
+    assert held.at_s[-1] == 99_999

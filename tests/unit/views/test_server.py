@@ -21,13 +21,13 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.run_state import run_row
-from hvd_elastic.records.summary import summarize
 from hvd_elastic.views import live, live_run
 from hvd_elastic.views import server as server_module
 from hvd_elastic.views.prometheus import FIGURES, GPU_FIGURES, HOST_FIGURES, prometheus_text
 from hvd_elastic.views.server import Dashboard
 from tests import other_user
 from tests.paths import ROOT
+from tests.unit.records.made_events import summarized, whole
 from tests.unit.records.sample_run import sample_folder
 
 
@@ -128,7 +128,7 @@ def test_a_part_of_a_chart_has_all_its_points(viewer: Viewer, folder: Path) -> N
     with (folder / "events.jsonl").open("a") as file:
         for number in range(9000):
             event = {"t": begin + 1000 + number, "kind": "metrics", "step": number, "loss": number}
-            file.write(json.dumps(event) + "\n")
+            file.write(json.dumps(whole(event)) + "\n")
     _, found = next(viewer.stream("/runs/digits-3/events"))
     chart = next(each for each in found["data"]["charts"] if each["name"] == "loss")
     assert len(chart["x"]) <= 2000
@@ -422,7 +422,7 @@ def test_figures_for_prometheus(viewer: Viewer, folder: Path) -> None:
 
 
 def test_prometheus_has_the_gpus_of_each_host() -> None:
-    run = summarize(
+    run = summarized(
         [
             {"t": 1.0, "kind": "run_started", "run_id": "a"},
             {"t": 2.0, "kind": "rescale_finished", "generation": 1, "size": 2},
@@ -431,7 +431,10 @@ def test_prometheus_has_the_gpus_of_each_host() -> None:
                 "kind": "host_sample",
                 "host": "node1",
                 "cpu": 0.5,
-                "gpus": [{"busy": 0.75, "memory": 0.25}, {"busy": 1.0, "memory": 0.5}],
+                "gpus": [
+                    {"busy": 0.75, "memory": 0.25, "memory_bytes": 1},
+                    {"busy": 1.0, "memory": 0.5, "memory_bytes": 1},
+                ],
             },
         ]
     )
@@ -485,7 +488,7 @@ def test_a_file_too_long_to_be_read_at_once_is_shown_as_it_is_read(
             spike = 9.0 if step == 31_234 else 1.0
             event = {"t": begin + 100 + step, "kind": "metrics", "step": step + 1, "loss": step,
                      "throughput": 7.0, "lr": 0.1, "spike": spike}  # fmt: skip
-            file.write(json.dumps(event) + "\n")
+            file.write(json.dumps(whole(event)) + "\n")
         file.write('{"t": 5, "kind": "met')  # the leader's disk was full
     status, page, _ = viewer.get("/runs/digits-3")
     assert status == 200

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_elastic.control.progress import Position
+from hvd_elastic.run_events import Metrics
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, ProtocolError, encode
 
@@ -29,8 +29,8 @@ def decoded(line: bytes, union: Any = msg.WorkerToAgent) -> Any:
     return decoder.decode(line)
 
 
-def metrics(**values: Any) -> msg.Metrics:
-    return msg.Metrics(Position(1, 0, 8, 8), size=2, values=values)
+def metrics(**values: Any) -> Metrics:
+    return Metrics(1, 0, 8, 8, 2, values=values)
 
 
 @settings(deadline=None)

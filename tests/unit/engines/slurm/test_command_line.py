@@ -16,6 +16,7 @@ from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
 from tests.unit.engines.slurm.conftest import VARIABLES, Write
+from tests.unit.records.made_events import write
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +148,7 @@ def test_a_run_without_a_leader_is_said_to_be_in_the_queue(queue, capsys) -> Non
         status, _, message = call(capsys, *command)
         assert (status, "scancel takes it from there" in message) == (1, True)
     with EventLog(RunFolder.open("s1").events) as log:
-        log.append("run_started", {"run_id": "s1"})
+        write(log, "run_started", {"run_id": "s1"})
     for command in (["stop", "s1"], ["attach", "s1"], ["status", "s1"]):
         _, rows, message = call(capsys, *command)
         assert "with: hvd-elastic slurm submit --resume s1" in rows + message
@@ -242,8 +243,8 @@ def test_what_cannot_be_submitted_again_says_why(queue, capsys) -> None:
     assert "run plain was not submitted to Slurm" in message
     submit(capsys, "--nodes", "2", "--run-id", "done", "--", "true")
     with EventLog(RunFolder.open("done").events) as log:
-        log.append("run_started", {"run_id": "done", "hosts": [["gpu1", 1]]})
-        log.append("run_finished", {"status": "succeeded", "steps": 10})
+        write(log, "run_started", {"run_id": "done", "hosts": [["gpu1", 1]]})
+        write(log, "run_finished", {"status": "succeeded", "steps": 10})
     status, _, message = submit(capsys, "--resume", "done")
     assert status == 1
     assert "done has finished" in message

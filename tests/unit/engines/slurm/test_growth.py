@@ -15,6 +15,7 @@ from hvd_elastic.hosts.hostfile import Host, parse_hostfile
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from tests.unit.engines.slurm.test_batch import SUBMISSION
+from tests.unit.records.made_events import made
 
 SPEC = RunSpec(command=("python", "train.py"), cwd="/")
 SCRIPT = str(SUBMISSION.further_script)
@@ -70,7 +71,7 @@ class Setting:
         return parse_hostfile(self.folder.hosts).names
 
     def event(self, kind: str, now: float = 0.0, **fields: Any) -> None:
-        self.growth.read_event({"kind": kind, "t": now, "mono": now, **fields}, now)
+        self.growth.read_event(made({"kind": kind, "t": now, "mono": now, **fields}), now)
 
     def trains_on(self, *hosts: str, now: float = 0.0) -> None:
         size = 2 * len(hosts)

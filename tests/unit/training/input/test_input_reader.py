@@ -29,6 +29,7 @@ from hvd_elastic.training.input.server import (
     serve_port,
     undisturbed,
 )
+from tests.paths import LIMIT_S
 
 CERTIFICATE = make_certificate()
 
@@ -434,7 +435,7 @@ def test_a_host_that_answers_too_late_is_not_waited_for(start: Any, warnings: li
         host.close()
 
 
-def test_a_frozen_host_is_not_waited_for_without_others(start: Any) -> None:
+def test_a_frozen_host_is_not_waited_for_without_others(start: Any, warnings: list[str]) -> None:
     """The rank reads itself, and waits for none of the batches that the host was asked for."""
     stuck, go_on = Source(), threading.Event()
     host = Host(stuck)
@@ -448,6 +449,7 @@ def test_a_frozen_host_is_not_waited_for_without_others(start: Any) -> None:
     found += take(reader, 192)
     assert found == expected(0, 200)
     assert len(own.read) > 150
+    assert not warnings, "one late answer is no reason to give it up"
     go_on.set()
     host.close()
 
@@ -466,9 +468,10 @@ def test_all_processes_of_a_frozen_host_are_given_up_at_once(
     reader.begin(0, passes(12))
     reading = threading.Thread(target=lambda: taken.extend(take(reader, 12)), daemon=True)
     reading.start()
-    reading.join(30)
+    reading.join(LIMIT_S)
     go_on.set()
     assert taken == expected(0, 12)
+    assert reader._times._late["h"] == 1, "one wait for all three"
     for host in hosts:
         host.close()
 
