@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, utils
 
-L = pytest.importorskip("lightning", reason="Lightning is not installed: make test-trainers")
+pytest.importorskip("lightning", reason="Lightning is not installed: make test-trainers")
 
-from lightning.pytorch import callbacks  # noqa: E402
+import lightning as L
+from lightning.pytorch import callbacks
 
-import hvd_elastic.torch as hvd  # noqa: E402
-from hvd_elastic.errors import ScriptError  # noqa: E402
-from hvd_elastic.torch.frontend import TorchFrontend  # noqa: E402
-from hvd_elastic.training import context  # noqa: E402
-from hvd_elastic.training.context import Context  # noqa: E402
-from hvd_elastic.training.launch import Mode  # noqa: E402
+import hvd_elastic.torch as hvd
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.torch.frontend import TorchFrontend
+from hvd_elastic.training import context
+from hvd_elastic.training.context import Context
+from hvd_elastic.training.launch import Mode
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
@@ -38,7 +40,7 @@ class Model(L.LightningModule):
         return self.optimizer(self.parameters(), lr=0.1)
 
 
-class Stream(utils.data.IterableDataset):
+class Stream(utils.data.IterableDataset[Any]):
     def __iter__(self):
         return iter(torch.zeros(40, 1, 4))
 
@@ -82,7 +84,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Context:
     return made
 
 
-BAD = {
+BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "several loaders": (lambda: {"data": [loader(), loader()]}, "a list of 2 loaders"),
     "stream": (
         lambda: {"data": utils.data.DataLoader(Stream(), batch_size=4)},
@@ -159,5 +161,5 @@ def test_another_release_is_refused_with_those_that_fit(monkeypatch: pytest.Monk
 
 
 def test_an_order_of_the_scripts_own_trains() -> None:
-    ours = hvd.DataLoader(DATA, 4, order=lambda epoch: list(range(20)))
+    ours: Any = hvd.DataLoader(DATA, 4, order=lambda epoch: list(range(20)))
     assert fit(data=ours).global_step == 5
