@@ -73,7 +73,7 @@ def not_finite_choice(environment: Mapping[str, str]) -> str:
 
 
 def refuse_other_launchers(environment: Mapping[str, str]) -> None:
-    """Raise OtherLauncherError if a launcher whose ranks are not used here has started several processes.
+    """Raise OtherLauncherError if one whose ranks are not used here has started several processes.
 
     Each of them would train on all the data, alone, without a word.
 
