@@ -110,8 +110,8 @@ def _run_fixed(folder: Path) -> None:
         else:
             outcome = Outcome.of_value(None, "")
     except OtherLauncherError:
-        what = "trains with hvd_elastic, which has no fixed ranks: leave elastic=False out"
-        outcome, status = Outcome(error=f"{task.name} {what}"), 1
+        why = "it trains with hvd_elastic, which has no fixed ranks: leave elastic=False out"
+        outcome, status = Outcome(error=why), 1
     except BaseException as error:  # noqa: BLE001  # all are told to the driver
         lines = traceback.format_exception(type(error), error, _of_the_task(error))
         outcome, status = Outcome(error="".join(lines)), 1

@@ -337,7 +337,7 @@ def test_an_elastic_function_with_fixed_ranks_says_so() -> None:
 
         hvd.init()
 
-    with pytest.raises(RunError, match=r": train_elastically .* leave elastic=False out$"):
+    with pytest.raises(RunError, match=r": it trains with .* leave elastic=False out$"):
         run(train_elastically)
 
 
