@@ -30,6 +30,7 @@ class Metrics:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._values: dict[str, Any] = {}
+        self._untold = False  # whether a value was stored since metrics were sent
         self._told_skipped = 0
         self._due = 0.0
         self._window = (time.monotonic(), 0)
@@ -50,6 +51,7 @@ class Metrics:
         for name, value in values.items():
             number = _one_number(name, value)
             self._values[f"script.{name}" if name in _FIELDS else name] = number
+            self._untold = True
 
     def world_begins(self, *, first: bool, announces_pause: bool) -> None:
         """Begin to measure a generation; ``first``: the first one of this process."""
@@ -79,8 +81,8 @@ class Metrics:
             self.send(planned)
 
     def training_ends(self, planned: Callable[[], Mapping[str, Any]]) -> None:
-        """Send metrics if they lack steps that were left out; ``planned``: see :meth:`send`."""
-        if self._worker.progress.skipped > self._told_skipped:
+        """Send metrics if they lack values or steps left out; ``planned``: see :meth:`send`."""
+        if self._untold or self._worker.progress.skipped > self._told_skipped:
             self.send(planned)
 
     def send(self, planned: Callable[[], Mapping[str, Any]]) -> None:
@@ -89,6 +91,7 @@ class Metrics:
         if worker.communicator.rank != 0:
             return
         self._due = now + _INTERVAL_S
+        self._untold = False
         since, examples = self._window
         done = worker.progress.examples - examples
         size = worker.communicator.size

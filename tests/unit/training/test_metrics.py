@@ -77,3 +77,16 @@ def test_a_metric_of_the_name_of_a_field_is_recorded_as_the_script_s(recorded: A
         "script.values": 6,
     }  # fmt: skip
     assert event["loss"] == 7
+
+
+def test_what_is_reported_after_the_last_step_is_recorded_when_training_ends(
+    alone: Context, tmp_path: Path
+) -> None:
+    alone.worker.sink = FileSink(tmp_path)
+    alone.worker.in_train = True
+    hvd.report(accuracy=0.75)
+    assert not [*read_records(tmp_path / "events.jsonl")]
+    alone.training_ends()
+    alone.training_ends()
+    (event,) = read_records(tmp_path / "events.jsonl")
+    assert event["accuracy"] == 0.75
