@@ -154,7 +154,7 @@ def test_a_run_without_a_leader_is_said_to_be_in_the_queue(queue, capsys) -> Non
         assert "with: hvd-elastic slurm submit --resume s1" in rows + message
     for cause in ("SIGTERM", "stop command"):
         with EventLog(RunFolder.open("s1").events) as log:
-            log.append("run_finished", {"status": "stopped", "message": cause, "steps": 10})
+            write(log, "run_finished", {"status": "stopped", "message": cause, "steps": 10})
         _, rows, _ = call(capsys, "status", "s1")
         assert (f"stopped: {cause}. squeue --me shows" in rows) == (cause == "SIGTERM")
 
