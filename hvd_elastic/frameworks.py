@@ -22,6 +22,8 @@ TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 TORCH_REQUIREMENT = "torch>=2.10,<2.15"
 """Versions that the patched Horovod compiles with; the same as in pyproject.toml, as the next."""
 TENSORFLOW_REQUIREMENTS = ("tensorflow-cpu>=2.21,<2.22", "keras>=3.12.3,!=3.13.*,!=3.14.*,<4")
+LIGHTNING_REQUIREMENT = "lightning>=2.5,<2.7"
+"""Releases whose loops hvd_elastic.lightning knows."""
 TRITON_FIRST = (
     "write `import triton` before the first import of TensorFlow, or use one framework alone"
 )
@@ -77,6 +79,19 @@ def check_torch(version: str) -> None:
     why = why_no_torch(version)
     if why is not None:
         raise ScriptError(f"{why}; run: {install_command(TORCH_REQUIREMENT)}")
+
+
+def why_no_lightning(version: str) -> str | None:
+    """Return why this Lightning cannot train with this release; None: it can.
+
+    >>> why_no_lightning("2.6.6")
+    >>> why_no_lightning("2.4.0")
+    'Lightning 2.4.0 is installed, and hvd_elastic.lightning works with lightning>=2.5,<2.7'
+    """
+    if (2, 5) <= _numbers(version) < (2, 7):
+        return None
+    works = f"hvd_elastic.lightning works with {LIGHTNING_REQUIREMENT}"
+    return f"Lightning {version} is installed, and {works}"
 
 
 def why_no_tensorflow(

@@ -299,6 +299,8 @@ class Agent:
         """
         before, self._notices = self._notices, [*self._notices, number]
         if number in before or self._workers is None:
+            again = " again" if number in before else ""
+            print(f"it got {signal.Signals(number).name}{again}", file=sys.stderr)
             self._over.set()
         elif not before:
             self._workers.host_goes = True

@@ -150,6 +150,8 @@ class GenerationStore:
             await writer.drain()
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError):
             pass  # the client is gone or does not speak HTTP, so it gets no answer
+        except asyncio.CancelledError:
+            pass  # this agent ends; Python 3.11 and older would print a traceback
         finally:
             writer.close()
 

@@ -356,6 +356,8 @@ class Workers:
                     worker.to_it = None
         except (ProtocolError, OSError):
             pass  # an unknown process, or a dying worker, whose end is reported anyway
+        except asyncio.CancelledError:
+            pass  # this agent ends; Python 3.11 and older would print a traceback
         finally:
             writer.close()
 

@@ -24,7 +24,9 @@ from hvd_elastic.policy.input import Reading
 
 _STUCK_FACTOR = 5.0
 """Multiple of the run's longest wait after which ranks that all wait count as stuck."""
-_FIRST_WAIT_S = 30.0  # Gloo's own timeout, used until the run has shown how long its waits are
+_FIRST_WAIT_S = 30.0
+"""Shortest time before that until a generation has made a step [s], as Gloo's own timeout: waits of
+before were for little data, or for fewer ranks."""
 _BUSY_FACTOR = 3.0
 """Multiple of the run's longest step after which a rank that others wait for is reported."""
 _BUSY_AT_LEAST_S = 5.0
@@ -106,6 +108,8 @@ class ProgressWatch:
         self._activities: dict[str, Activity] = {}
         self._named: set[tuple[str, int]] = set()
         self._finished: set[str] = set()
+        self._began = (0, 0)
+        """Generation that trains, and the step at which all its members were first heard of."""
 
     def note(self, worker: str, activity: Activity) -> None:
         """Store a heartbeat."""
@@ -154,6 +158,8 @@ class ProgressWatch:
         if _cannot_go_on(seen.values()):
             return GenerationStuck(generation, _who_waits_where(seen), by_script=True)
         waits = [activity.waiting_s for activity in seen.values()]
+        if self._began[0] != generation and nothing not in seen.values():
+            self._began = (generation, max(activity.step for activity in seen.values()))
         limit = self._wait_limit(seen.values())
         if min(waits) >= limit:
             waited = duration_words(min(waits))
@@ -206,8 +212,9 @@ class ProgressWatch:
 
     def _wait_limit(self, activities: Collection[Activity]) -> float:
         longest = max(activity.longest_wait_s for activity in activities)
-        known = _STUCK_FACTOR * longest if longest else _FIRST_WAIT_S
-        return max(self._failure_timeout_s, known)
+        has_stepped = max(activity.step for activity in activities) > self._began[1]
+        least_s = 0.0 if longest and has_stepped else _FIRST_WAIT_S
+        return max(self._failure_timeout_s, least_s, _STUCK_FACTOR * longest)
 
     @staticmethod
     def _limit(activities: Collection[Activity], factor: float, at_least_s: float) -> float:

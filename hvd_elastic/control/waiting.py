@@ -56,7 +56,8 @@ class WaitingReport:
             return self._who_is_starting(now)
         self._starting_since = None
         if len(slots) < need:
-            what = f"the hostfile has {count(len(slots), 'slot')}, at least {need} are needed"
+            verb = "is" if need == 1 else "are"
+            what = f"the hosts have {count(len(slots), 'slot')}, at least {need} {verb} needed"
             if self._plan.draining:
                 what += f" ({hosts_named(sorted(self._plan.draining))} drained and not counted)"
             if self.saved_step is not None:

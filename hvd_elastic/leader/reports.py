@@ -227,7 +227,9 @@ class Reports:
                 self._stopping.shard_written(step)
                 progress = self._run.progress
                 progress.written = Position(step, said.epoch, 0, said.examples)
-                if step > progress.reached.step:
+                if not self._executor.machine.training[0]:
+                    progress.ended_at(progress.written)  # of a worker that waits
+                elif step > progress.reached.step:
                     progress.passed(progress.written)
                 checkpoints.written(host, self._run.agents.by_host[host], said)
             case msg.CheckpointFailed(message=text):

@@ -29,12 +29,6 @@ def check_script(trainer: Any) -> None:
             "a failure is undone, and a resumed run goes on. Give the first more epochs, or start "
             "another script, which begins with Model.load_from_checkpoint(...)"
         )
-    if trainer.ckpt_path is not None:
-        raise ScriptError(
-            f"trainer.fit(ckpt_path={str(trainer.ckpt_path)!r}): a run goes on where it was with "
-            "hvd-elastic run --resume RUN, on any number of hosts. To begin with the weights of a "
-            "file: model = Model.load_from_checkpoint(path)"
-        )
     for callback in trainer.callbacks:
         for base in type(callback).__mro__:
             if base.__name__ in _REFUSED and base.__module__.startswith(part("callbacks").__name__):
@@ -57,11 +51,21 @@ def check_script(trainer: Any) -> None:
             "after the same step. Give it as a number of batches, or as a part of an epoch"
         )
     devices = trainer._accelerator_connector._devices_flag
-    if trainer.num_nodes > 1 or (isinstance(devices, int) and devices > 1):
+    nodes = trainer._accelerator_connector._num_nodes_flag
+    if nodes > 1 or (isinstance(devices, int) and devices > 1):
         worker.warn_once(
-            f"Trainer(devices={devices}, num_nodes={trainer.num_nodes}) is not used: a process has "
+            f"Trainer(devices={devices}, num_nodes={nodes}) is not used: a process has "
             "one device, and hvd-elastic run starts as many processes as there are slots"
         )
+
+
+def refuse_checkpoint(path: Any) -> None:
+    """Raise ScriptError for a file that training is to go on from."""
+    raise ScriptError(
+        f"trainer.fit(ckpt_path={str(path)!r}): a run goes on where it was with hvd-elastic run "
+        "--resume RUN, on any number of hosts. To begin with the weights of a file: "
+        "model = Model.load_from_checkpoint(path)"
+    )
 
 
 def check_loop(fit_loop: Any) -> None:

@@ -8,9 +8,7 @@ import sys
 from typing import Any
 
 from hvd_elastic.errors import ScriptError
-
-OLDEST, NEWEST = (2, 5), (2, 7)
-"""Releases that it is tested with: from the first, up to but without the second."""
+from hvd_elastic.frameworks import LIGHTNING_REQUIREMENT, install_command, why_no_lightning
 
 
 def _name() -> str:
@@ -22,7 +20,7 @@ def _name() -> str:
             return name
     raise ScriptError(
         "hvd_elastic.lightning needs Lightning, and it is not installed here: "
-        f'pip install "lightning>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1]}"'
+        f"{install_command(LIGHTNING_REQUIREMENT)}"
     )
 
 
@@ -37,11 +35,6 @@ def part(module: str) -> Any:
 
 def check_version() -> None:
     """Raise ScriptError if the library is of a release whose loops are not known."""
-    version = str(importlib.import_module(NAME).__version__)
-    numbers = tuple(int(each) for each in version.split(".")[:2])
-    if not OLDEST <= numbers < NEWEST:
-        raise ScriptError(
-            f"{NAME.partition('.')[0]} {version} is installed, and hvd_elastic.lightning works "
-            f"with {OLDEST[0]}.{OLDEST[1]} up to {NEWEST[0]}.{NEWEST[1] - 1}: "
-            f'pip install "lightning>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1]}"'
-        )
+    why = why_no_lightning(str(importlib.import_module(NAME).__version__))
+    if why is not None:
+        raise ScriptError(f"{why}; run: {install_command(LIGHTNING_REQUIREMENT)}")

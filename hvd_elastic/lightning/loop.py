@@ -13,6 +13,7 @@ from hvd_elastic.lightning.loop_state import LoopState
 from hvd_elastic.lightning.sums import Sums
 from hvd_elastic.training import context
 from hvd_elastic.training.parts import train_by_parts
+from hvd_elastic.training.worker import Worker
 
 _FitLoop: Any = part("loops.fit_loop")._FitLoop
 _EpochLoop: Any = part("loops.training_epoch_loop")._TrainingEpochLoop
@@ -155,6 +156,7 @@ class ElasticFitLoop(_FitLoop):
         if ctx.worker.averagers.several:
             self.sums.begin()
             self.sums.end()
+        self._agree_on_stop(ctx.worker)
         ctx.metrics.update(self.trainer._logger_connector._logged_metrics)
         check = loop._should_check_val_fx(fetcher)
         if not check:
@@ -167,6 +169,15 @@ class ElasticFitLoop(_FitLoop):
         if failed is not None:
             raise failed
         return place.due
+
+    def _agree_on_stop(self, worker: Worker) -> None:
+        """Have all ranks stop after the same batch: one of them may have set ``should_stop``."""
+        trainer = self.trainer
+        if worker.progress.stopped:
+            trainer.should_stop = True
+        elif trainer.should_stop and trainer.strategy.together:
+            trainer.should_stop = False
+            hvd.stop(f"trainer.should_stop was set after batch {self.batch_idx} of an epoch")
 
     def follow(self) -> None:
         """Validate, and end the epoch."""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.lightning.checks import check_script
+from hvd_elastic.lightning.checks import check_script, refuse_checkpoint
 from hvd_elastic.lightning.library import part
 from hvd_elastic.lightning.loaders import EvaluationLoader, training_loader
 from hvd_elastic.lightning.loop import ElasticEpochLoop, ElasticFitLoop
@@ -142,8 +142,8 @@ class ElasticStrategy(ParallelStrategy):
         if operation in ("max", "min"):
             every = self.all_gather(tensor)
             return every.amax(0) if operation == "max" else every.amin(0)
-        average = operation != "sum"
-        return self._collective("allreduce", tensor, "reduce", average=average).to(tensor.dtype)
+        # As a float for whole numbers too: a mean is divided by the mean number of examples.
+        return self._collective("allreduce", tensor, "reduce", average=operation != "sum")
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return the tensors of all ranks, stacked; gradients do not flow through it."""
@@ -232,6 +232,12 @@ class ElasticStrategy(ParallelStrategy):
             unused = (number for number in count(1) if number not in self.slots.values())
             slot = self.slots.setdefault(name, next(unused))
             hvd.save(f"lightning-{slot}.ckpt", checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> Any:
+        """Load a file for an evaluation."""
+        if self.lightning_module.trainer.state.fn == _FITTING:
+            refuse_checkpoint(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, **options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file on the host of rank 0."""

@@ -17,7 +17,8 @@ def run_row(folder: RunFolder) -> dict[str, Any]:
     last = summary.last
     status = "running" if summary.status == "unknown" and summary.ended else summary.status
     state = run_state(status, alive=alive, waiting=bool(summary.waiting), until=until)
-    size = summary.size or int(last.get("size", 0)) if state in GOES_ON else 0
+    trains = state in GOES_ON and state != "waiting"
+    size = summary.size or int(last.get("size", 0)) if trains else 0
     asked = folder.read_run()
     done = last.get("done")
     return {

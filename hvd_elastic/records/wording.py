@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvd_elastic import run_events as ev
+from hvd_elastic.control.endings import StopCause
 from hvd_elastic.formatting import (
     bytes_words,
     clock_words,
@@ -296,6 +297,8 @@ IN_QUEUE = (
     "it from there"
 )
 """What else there is to know about a run without a leader that was submitted to Slurm."""
+_OF_JOBS_END = (StopCause.TERMINATE.value, StopCause.HANGUP.value)
+"""Causes of a stop when Slurm ends a job, at its time limit too: the next one may wait."""
 
 
 def state_words(
@@ -327,6 +330,8 @@ def state_words(
     if submitted:
         words["never began"] = f"has not begun: {IN_QUEUE}"
         words["died"] += f". {IN_QUEUE}"
+        if summary.message in _OF_JOBS_END:
+            words["stopped"] += f". {IN_QUEUE}"
     if summary.message and (summary.stopped_for or summary.plain):
         words["succeeded"] = f"succeeded: {summary.message}"
     return words.get(state, state)
@@ -467,13 +472,15 @@ def status_rows(
         f"{name}: {'drained' if found.empty else _time_left_words(summary, found, now)} "
         f"({found.cause})"
         for name, found in summary.draining.items()
+        if found.empty or state not in ENDED
     ]
     decided = [said.text for said in summary.decisions if said.kind == "decision"]
+    size = 0 if state == "waiting" else summary.size
     rows = [
         ("run", summary.run_id),
         ("status", state_words(summary, state, until, resume, submitted=submitted)),
         ("started", time_words(summary, state, now)),
-        ("progress", progress_words(reached, summary.size) if trains else ""),
+        ("progress", progress_words(reached, size) if trains else ""),
         ("metrics", metric_words(own)),
         ("left out", left_out_words(summary.last)),
         ("skipped", skipped_words(summary.skipped)),

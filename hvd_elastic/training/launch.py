@@ -27,6 +27,10 @@ _OTHER_LAUNCHERS = {
 """Variables with the number of processes that a launcher has started, and what launcher it is."""
 
 
+class OtherLauncherError(RunError):
+    """Several processes were started by a launcher whose ranks are not used here."""
+
+
 class Mode(Enum):
     """Launcher of this process, which decides on its rank."""
 
@@ -69,7 +73,7 @@ def not_finite_choice(environment: Mapping[str, str]) -> str:
 
 
 def refuse_other_launchers(environment: Mapping[str, str]) -> None:
-    """Raise RunError if a launcher whose ranks are not used here has started several processes.
+    """Raise OtherLauncherError if one whose ranks are not used here has started several processes.
 
     Each of them would train on all the data, alone, without a word.
 
@@ -80,7 +84,7 @@ def refuse_other_launchers(environment: Mapping[str, str]) -> None:
     for name, launcher in _OTHER_LAUNCHERS.items():
         count = environment.get(name, "")
         if count.isdigit() and int(count) > 1:
-            raise RunError(
+            raise OtherLauncherError(
                 f"{launcher} has started {count} of this process ({name}={count}), and each would "
                 "train alone, on all the data. Start the script once instead: hvd-elastic run "
                 f"--hostfile HOSTS -- python train.py (on this machine: --np {count}), or use "

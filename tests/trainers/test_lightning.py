@@ -25,12 +25,12 @@ PLACES = ("after the step", "validation", "saving", "end of the epoch", "before 
 WAIT_S = 400.0
 
 
-def alone(folder: Path, script: Path = SCRIPT, **environment: str) -> Any:
+def alone(folder: Path, script: Path = SCRIPT, *words: str, **environment: str) -> Any:
     """Train with one process, without a launcher; return what the script has written."""
     folder.mkdir(exist_ok=True)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HVD_", "HOROVOD_"))}
     kept |= {"PYTHONPATH": WORKER_PYTHONPATH, "OMP_NUM_THREADS": "1"} | environment
-    subprocess.run([sys.executable, str(script), str(folder)], env=kept, check=True)
+    subprocess.run([sys.executable, str(script), str(folder), *words], env=kept, check=True)
     return outcome(folder)
 
 
@@ -120,3 +120,25 @@ def test_kill_9_in_a_gan_changes_nothing(
     ]
     assert logged[0][0] == logged[1][0]
     assert len(logged[0]) >= len(logged[1]), "what the first rank 0 has logged is there"
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "loaders",
+        *(pytest.param(name, marks=COSTLY) for name in ("accumulate", "checkpoints", "loggers")),
+    ],
+)
+def test_two_ranks_end_as_one(
+    stage: Stage, start_job: StartJob, tmp_path: Path, feature: str
+) -> None:
+    a, b, *_ = stage.hosts
+    script = SCRIPTS / "features.py"
+    command = [sys.executable, str(script), "FOLDER", feature]
+    job = start_job({a: 1, b: 1}, "--np", "2", script=command)
+    assert job.wait(WAIT_S) == 0, job.story()
+    assert differences(outcome(job.folder), alone(tmp_path / "alone", script, feature)) == []
+    if feature == "checkpoints":
+        saved = {path.name for path in (job.home / "runs" / job.run_id / "saved").glob("*.ckpt")}
+        assert saved == {f"lightning-{number}.ckpt" for number in range(1, len(saved) + 1)}
+        assert len(saved) >= len(outcome(job.folder)["files"]), "each is at the leader too"

@@ -28,6 +28,7 @@ from hvd_elastic.cli.options import AsJson
 from hvd_elastic.config import home
 from hvd_elastic.formatting import bytes_words, count, unfiltered
 from hvd_elastic.frameworks import (
+    LIGHTNING_REQUIREMENT,
     TENSORFLOW_REQUIREMENTS,
     TITLES,
     TORCH_REQUIREMENT,
@@ -36,6 +37,7 @@ from hvd_elastic.frameworks import (
     install_command,
     tensorflow_version,
     version_of,
+    why_no_lightning,
     why_no_tensorflow,
     why_no_torch,
 )
@@ -100,6 +102,7 @@ def diagnose() -> list[Finding]:
         _python(),
         *_packages(),
         *_frameworks(),
+        *_lightning(),
         _horovod(),
         *(_prerequisite(item) for item in PREREQUISITES),
         _gpu(),
@@ -232,6 +235,17 @@ def _frameworks() -> list[Finding]:
         mend = f"in such a script, {TRITON_FIRST}"
         findings.append(Finding("triton", Health.OPTIONAL, why, mend))
     return findings
+
+
+def _lightning() -> list[Finding]:
+    """Return a line for Lightning if it is installed."""
+    version = version_of("lightning", "pytorch-lightning")
+    if version is None:
+        return []
+    why = why_no_lightning(version)
+    if why is None:
+        return [Finding("lightning", Health.GOOD, version)]
+    return [Finding("lightning", Health.OPTIONAL, why, install_command(LIGHTNING_REQUIREMENT))]
 
 
 def _horovod() -> Finding:

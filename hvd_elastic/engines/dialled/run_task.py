@@ -29,6 +29,7 @@ from hvd_elastic.engines.dialled.task import (
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.interfaces import interface_of, own_address
 from hvd_elastic.hosts.programs.dial_back import FOLDER_VARIABLE
+from hvd_elastic.training.launch import OtherLauncherError
 
 _LOOK_S = 0.1
 """Time between two looks whether there is a new process group [s]."""
@@ -108,6 +109,9 @@ def _run_fixed(folder: Path) -> None:
             outcome = Outcome(error=said or f"it ended with exit status {status}")
         else:
             outcome = Outcome.of_value(None, "")
+    except OtherLauncherError:
+        why = "it trains with hvd_elastic, which has no fixed ranks: leave elastic=False out"
+        outcome, status = Outcome(error=why), 1
     except BaseException as error:  # noqa: BLE001  # all are told to the driver
         lines = traceback.format_exception(type(error), error, _of_the_task(error))
         outcome, status = Outcome(error="".join(lines)), 1

@@ -115,7 +115,7 @@ encoder = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 3))
 decoder = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 64))
 autoencoder = LitAutoEncoder(encoder, decoder)
 train_loader = utils.data.DataLoader(pictures(300, 1), batch_size=16, shuffle=True)
-val_loader = utils.data.DataLoader(pictures(130, 2), batch_size=32)
+val_loader = utils.data.DataLoader(pictures(131, 2), batch_size=32)
 remembering = Remembering()
 trainer = L.Trainer(
     max_epochs=8,

@@ -848,8 +848,11 @@ def test_a_folder_that_another_user_has_made_for_the_run_is_refused(
 # ---- notices that the host will go
 
 
-def test_a_first_sigterm_is_told_and_a_second_ends_the_agent(start_agent: StartAgent) -> None:
-    agent = start_agent()
+def test_a_first_sigterm_is_told_and_a_second_ends_the_agent(
+    start_agent: StartAgent, tmp_path: Path
+) -> None:
+    with (tmp_path / "stderr").open("wb") as stderr:
+        agent = start_agent(stderr=stderr)
     agent.start_worker()
     agent.said_by_worker("ready")
     agent.process.send_signal(signal.SIGTERM)
@@ -860,6 +863,7 @@ def test_a_first_sigterm_is_told_and_a_second_ends_the_agent(start_agent: StartA
     agent.process.send_signal(signal.SIGTERM)
     assert agent.process.wait(TIMEOUT_S) == 0
     agent.wait_clean()
+    assert (tmp_path / "stderr").read_text() == "it got SIGTERM again\n", "the leader quotes it"
 
 
 def test_a_machine_that_is_shut_down_tells_all_at_once_and_state_is_saved(

@@ -138,6 +138,12 @@ def test_a_triton_beside_tensorflow_is_told_of(monkeypatch):
     assert "write `import triton` before" in finding.mend
 
 
+def test_lightning_is_told_of_where_it_is_installed(monkeypatch):
+    for version, health in ((None, None), ("2.6.6", Health.GOOD), ("2.4.0", Health.OPTIONAL)):
+        monkeypatch.setattr(doctor, "version_of", lambda *_, version=version: version)
+        assert [each.health for each in doctor._lightning()] == [health] * (version is not None)
+
+
 def test_a_torch_that_does_not_fit_is_told_with_the_reason(monkeypatch):
     for version, why in (("2.9.1", "CVE-2026-24747"), ("2.15.0", "known to compile for torch>=")):
         has(monkeypatch, torch=version)

@@ -359,7 +359,7 @@ def test_too_few_survivors_hold_their_state_until_hosts_come():
     # Horovod #3494: a graceful removal that leaves fewer than min_np never ends there.
     play = start("a", "b", "c", min_np=2)
     assert play.hosts("a") == [Hold("a:0.1"), Leave("b:0.1"), Leave("c:0.1")]
-    short = "waiting for 1 more of 2 workers: the hostfile has 1 slot, at least 2 are needed"
+    short = "waiting for 1 more of 2 workers: the hosts have 1 slot, at least 2 are needed"
     assert play.kinds("waiting")[-1] == {"reason": short, "have": 1, "need": 2}
     assert play.ended("b:0.1") == [StopAgent("b")]
     assert play.tell(ev.WorkerHeld("a:0.1", 1, 17)) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hvd_elastic.control.events import GenerationStuck, WorkerSilent
@@ -13,6 +15,9 @@ GENERATION = 3
 
 def watch(**activities: Activity) -> ProgressWatch:
     made = ProgressWatch(failure_timeout_s=5.0)
+    for worker in activities:
+        made.note(worker, computes(0.0, step=0))
+    made.stuck(GENERATION, list(activities))
     for worker, activity in activities.items():
         made.note(worker, activity)
     return made
@@ -91,6 +96,18 @@ def test_long_reductions_are_given_time_in_proportion() -> None:
 def test_the_first_reduction_is_given_as_long_as_gloo_gives_it() -> None:
     first = {name: waits(29.0, longest_wait_s=0.0) for name in MEMBERS}
     assert watch(**first).stuck(GENERATION, MEMBERS) == []
+
+
+def test_the_first_step_of_a_generation_is_given_as_long() -> None:
+    """Waits of before were for little data, or one rank's: many gradients may take 5 s longer."""
+    monitor = watch(**dict.fromkeys(MEMBERS, waits(29)))
+    assert isinstance(monitor.stuck(GENERATION, MEMBERS), GenerationStuck), "it has made steps"
+    for worker in MEMBERS:
+        monitor.note(worker, replace(waits(29), generation=GENERATION + 1))
+    assert monitor.stuck(GENERATION + 1, MEMBERS) == []
+    for worker in MEMBERS:
+        monitor.note(worker, replace(waits(30), generation=GENERATION + 1))
+    assert isinstance(monitor.stuck(GENERATION + 1, MEMBERS), GenerationStuck)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import pytest
 
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.control.events import HostDraining
+from hvd_elastic.control.progress import Position
+from hvd_elastic.leader.led_run import TrainingProgress
 from hvd_elastic.leader.reports import Reports
 from hvd_elastic.wire import messages as msg
 
@@ -37,3 +39,19 @@ def test_a_notice_is_acted_upon_a_moment_later_unless_the_run_stops_by_then(
         assert event.train_for_s == 15.0, "less what has passed"
     reports.look(110.0)
     assert len(executor.tell.call_args_list) == len(told), "once"
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_checkpoint_of_a_worker_that_waits_is_where_training_has_ended(trains: bool) -> None:
+    """Else a run that has lost nothing is said to have stopped after "at least" so many steps."""
+    run, executor = Mock(progress=TrainingProgress()), Mock()
+    run.workers.places, run.agents.by_host = {"a:0.1": ("a", 0)}, {"a": Mock()}
+    run.progress.passed(Position(89, 4, 0, 890))
+    executor.machine.training = (2, ()) if trains else (0, ())
+    reports = Reports(run, executor, Mock(), Mock(), Mock())
+    said = msg.CheckpointWritten(
+        shard={}, step=90, epoch=4, examples=900, path="", bytes=1, seconds=0.1, blocked_s=0.1
+    )
+    reports.take_of_worker("a:0.1", said)
+    assert run.progress.reached.step == 90
+    assert run.progress.is_exact is not trains

@@ -331,6 +331,16 @@ def test_an_elastic_function_that_does_not_train_says_so(tmp_path: Path, monkeyp
         run(tell_ranks, sizes=Sizes(1))
 
 
+def test_an_elastic_function_with_fixed_ranks_says_so() -> None:
+    def train_elastically() -> None:
+        import hvd_elastic.torch as hvd
+
+        hvd.init()
+
+    with pytest.raises(RunError, match=r": it trains with .* leave elastic=False out$"):
+        run(train_elastically)
+
+
 def test_unknown_options_are_refused_with_the_valid_ones():
     task = Task.of(tell_ranks, (), {})
     with pytest.raises(UsageError, match="colour: no option of a run; valid are run_id, audit"):

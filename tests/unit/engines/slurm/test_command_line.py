@@ -152,6 +152,11 @@ def test_a_run_without_a_leader_is_said_to_be_in_the_queue(queue, capsys) -> Non
     for command in (["stop", "s1"], ["attach", "s1"], ["status", "s1"]):
         _, rows, message = call(capsys, *command)
         assert "with: hvd-elastic slurm submit --resume s1" in rows + message
+    for cause in ("SIGTERM", "stop command"):
+        with EventLog(RunFolder.open("s1").events) as log:
+            log.append("run_finished", {"status": "stopped", "message": cause, "steps": 10})
+        _, rows, _ = call(capsys, "status", "s1")
+        assert (f"stopped: {cause}. squeue --me shows" in rows) == (cause == "SIGTERM")
 
 
 def test_a_dry_run_prints_the_scripts_alone(queue, capsys, tmp_path) -> None:
