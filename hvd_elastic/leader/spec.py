@@ -143,7 +143,9 @@ class RunSpec:
             return msgspec.convert(fields, cls)
         except ValueError as error:
             raise RunError(
-                f"run {run_id} cannot be resumed: its run.json does not say what was run ({error})"
+                f"run {run_id} cannot be resumed: its run.json was written by another version of "
+                f"hvd_elastic, or was changed ({error}). Resume it with the version that started "
+                "it, or start a new run"
             ) from error
 
     def environment(self, given: Mapping[str, str], run_id: str) -> dict[str, str]:

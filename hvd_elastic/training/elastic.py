@@ -340,13 +340,13 @@ def end_training(ctx: Context) -> None:
 
     A resumed run continues a training that was stopped, in the middle of the epoch.
     """
+    ctx.training_ends()  # before the epoch is over, to which the last values belong
     progress = ctx.worker.progress
     if progress.phase is Phase.TAIL:
         progress.next_epoch()
     elif progress.phase is Phase.PAUSE:
         progress.phase = Phase.LOOP
     progress.stopped = False
-    ctx.training_ends()
     ctx.checkpoints.take(wait=True)
     ctx.checkpoints.close()
 

@@ -86,5 +86,5 @@ def test_the_hostfile_is_found_from_any_folder() -> None:
 )
 def test_what_is_no_spec_is_refused_by_field(field: str, value: object) -> None:
     fields = {**RunSpec(("python",), "/").as_dict(), field: value}
-    with pytest.raises(RunError, match=f"run r cannot be resumed.*{field}"):
+    with pytest.raises(RunError, match=f"run r cannot be resumed.*another version.*{field}"):
         RunSpec.from_dict(json.loads(json.dumps(fields)), "r")
