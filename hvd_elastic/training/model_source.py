@@ -44,8 +44,8 @@ def find_source(source: str | Path) -> Path:
     if known:
         return _newest_in(run)
     raise CheckpointError(
-        f"{source} is neither a file or folder nor the id of a run in {run.parent}. Runs are "
-        "listed by: hvd-elastic list. What a script has kept by hvd.save it loads by the name "
+        f"{source} is neither a file or folder nor the id of a run in {runs_folder()}. Runs "
+        "are listed by: hvd-elastic list. What a script has kept by hvd.save it loads by the name "
         "alone, such as 'best.pt', once it has a rank"
     )
 

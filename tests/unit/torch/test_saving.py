@@ -387,7 +387,8 @@ def test_sources_that_hold_no_weights_are_explained(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
     cases = {
         "nothing": "nothing is neither a file or folder nor the id of a run in",
-        "../x": "neither a file or folder nor the id",
+        "../x": f"neither a file or folder nor the id of a run in {runs_folder()}\\. ",
+        "saved/best.pt": f"nor the id of a run in {runs_folder()}\\. ",
         "empty": "run empty has no checkpoint in .*checkpoints$",
         "folder": "folder is not the folder of a run, and holds no whole checkpoint",
         "text.pt": "text.pt cannot be loaded: it is not a file of torch.save",
