@@ -43,9 +43,10 @@ def predict_end(summary: RunSummary) -> EndForecast | None:
     """Return the forecast; None if the script does not tell how far it is, or not long enough.
 
     >>> from hvd_elastic.records.summary import summarize
-    >>> events = [{"t": 0.0, "kind": "run_started"}]
-    >>> told = {"kind": "metrics", "step": 1}
-    >>> events += [{**told, "t": t, "done": t / 400} for t in range(1, 101)]
+    >>> from hvd_elastic.run_events import Metrics
+    >>> events = [Metrics(t, 0, t - 1, t, 1, done=t / 400) for t in range(1, 101)]
+    >>> for event in events:
+    ...     event.t = float(event.step)
     >>> end = predict_end(summarize(events))
     >>> round(end.left_s), round(end.low_s), round(end.high_s)
     (300, 300, 300)

@@ -1,11 +1,11 @@
 """Spare the workers of tests what they import of PyTorch and Keras and do not use.
 
 The first optimizer imports ``torch._dynamo``, only to tell the compiler what not to compile, and
-PyTorch itself ``torch._meta_registrations``, for tensors without data, and its tools for export and
-quantization. That is more than half of the processor time of a worker's start, and tests start
-hundreds of workers. Here the first is a module that answers those two questions; whoever wants more
-of any gets the real ones of all. Keras imports scikit-learn for classes that are like its own. This
-folder is in the PYTHONPATH of workers, so Python runs this file when it starts.
+PyTorch itself ``torch._meta_registrations``, for tensors without data. That is more than half of
+the processor time of a worker's start, and tests start hundreds of workers. Here the first is a
+module that answers those two questions; whoever wants more of it gets the real ones of both. Keras
+imports scikit-learn for classes that are like its own. This folder is in the PYTHONPATH of workers,
+so Python runs this file when it starts.
 """
 
 import gc
@@ -17,11 +17,6 @@ import types
 
 COMPILER = "torch._dynamo"
 META = "torch._meta_registrations"
-LATER = (
-    META,
-    *("torch.export", "torch.nn.intrinsic", "torch.nn.qat", "torch.nn.quantizable"),
-    *("torch.nn.quantized", "torch.quantization"),
-)
 
 
 class Later(types.ModuleType):
@@ -36,12 +31,12 @@ class Later(types.ModuleType):
 
 def import_real():
     """Import the real modules in place of those that stand in for them."""
-    stand_ins = [name for name in (*LATER, COMPILER) if isinstance(sys.modules.get(name), Later)]
-    for name in stand_ins:
-        del sys.modules[name]
+    for module in (META, COMPILER):
+        if isinstance(sys.modules.get(module), Later):
+            del sys.modules[module]
     sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not INSTEAD]
-    for name in stand_ins:
-        importlib.import_module(name)
+    importlib.import_module(META)
+    importlib.import_module(COMPILER)
 
 
 class Imported(importlib.abc.Loader):
@@ -58,19 +53,16 @@ class Instead(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports nothing for ``torch._meta_registrations``, but for what generators need of it."""
 
     def find_spec(self, name, path=None, target=None):
-        if name.rpartition(".")[0] in (COMPILER, *LATER):
+        if name.startswith(f"{COMPILER}."):
             import_real()
             importlib.import_module(name)
             return importlib.util.spec_from_loader(name, Imported())
-        return importlib.util.spec_from_loader(name, self) if name in LATER else None
+        return importlib.util.spec_from_loader(name, self) if name == META else None
 
     def create_module(self, spec):
         return Later(spec.name)
 
     def exec_module(self, module):
-        if module.__name__ != META:
-            module.__path__ = []
-            return
         from torch import _C
 
         if hasattr(_C, "_set_generator_metaclass"):

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from hvd_elastic.cli.app import main
+from hvd_elastic.records.events import as_record
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.run_events import Metrics
 from tests.unit.policy.known_runs import run_events, true_model
 
 
@@ -21,9 +23,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     hostfile.write_text("n0 slots=2 price=1.5\nn1 slots=2 price=1.5\n")
     made = RunFolder.create("seen", {"hostfile": str(hostfile), "objective": {"target": 1e7}})
     model = true_model(0.01, 0.001, 0.002, 1e-4, 0.006, 2e-4)
-    lines = [json.dumps(event) for event in run_events(model, [[1], [2], [2, 2]])]
-    made.events.write_text("\n".join(lines) + "\n")
+    write_events(made, run_events(model, [[1], [2], [2, 2]]))
     return made
+
+
+def write_events(folder: RunFolder, events: list[Any]) -> None:
+    """Write the events of a known run, with whole steps and examples."""
+    for event in events:
+        if isinstance(event, Metrics):
+            event.step, event.examples = round(event.step), round(event.examples)
+    folder.events.write_text("".join(json.dumps(as_record(event)) + "\n" for event in events))
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -68,8 +77,7 @@ def test_sizes_that_are_not_known(
     capsys: pytest.CaptureFixture[str], folder: RunFolder, tmp_path: Path
 ) -> None:
     model = true_model(0.01, 0.001, 0.002, 1e-4, 0.006, 2e-4)
-    events = run_events(model, [[1], [2], [2, 2]], cores=4, machine="one")
-    folder.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_events(folder, run_events(model, [[1], [2], [2, 2]], cores=4, machine="one"))
     status, out, _ = call(capsys, "seen", "--hosts", "4")
     assert status == 0
     assert ["not known" in line for line in out.splitlines()[1:5]] == [False, False, True, True]

@@ -15,6 +15,7 @@ from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
+from tests.unit.records.made_events import write
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +99,8 @@ def test_all_mistakes_are_named_in_the_order_of_the_command_line(
 def test_a_finished_run_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     folder = RunFolder.create("done-1")
     with EventLog(folder.events) as log:
-        log.append("run_started", {"run_id": "done-1", "hosts": [["node1", 1]]})
-        log.append("run_finished", {"status": "succeeded", "steps": 10})
+        write(log, "run_started", {"run_id": "done-1", "hosts": [["node1", 1]]})
+        write(log, "run_finished", {"status": "succeeded", "steps": 10})
     status, message = call("--resume", "done-1", capsys=capsys)
     assert status == 1
     assert "done-1 has finished" in message

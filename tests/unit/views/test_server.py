@@ -27,7 +27,7 @@ from hvd_elastic.views.prometheus import FIGURES, GPU_FIGURES, HOST_FIGURES, pro
 from hvd_elastic.views.server import Dashboard
 from tests import other_user
 from tests.paths import ROOT
-from tests.unit.records.made_events import summarized, whole
+from tests.unit.records.made_events import summarized, whole, write
 from tests.unit.records.sample_run import sample_folder
 
 
@@ -463,7 +463,7 @@ def test_runs_are_compared_on_one_page(viewer: Viewer, folder: Path) -> None:
     news = viewer.stream("/compare/events?run=digits-3&run=digits-4")
     _, before = next(news)
     with EventLog(other / "events.jsonl") as log:
-        log.append("run_finished", {"status": "failed", "message": "", "steps": 1})
+        write(log, "run_finished", {"status": "failed", "message": "", "steps": 1})
     _, after = next(news)
     assert before["html"]["runs"] != after["html"]["runs"]
     assert "failed" in after["html"]["runs"]
@@ -605,11 +605,11 @@ def test_a_run_that_is_over_is_not_read_again_for_the_first_page(
 
     monkeypatch.setattr(live, "run_row", look)
     with EventLog(folder / "events.jsonl") as log:
-        log.append("run_finished", {"status": "succeeded", "message": "", "steps": 1})
+        write(log, "run_finished", {"status": "succeeded", "message": "", "steps": 1})
     assert "succeeded" in viewer.get("/")[1]
     assert "succeeded" in viewer.get("/")[1]
     assert looked == ["digits-3"]
     with EventLog(folder / "events.jsonl") as log:
-        log.append("run_finished", {"status": "failed", "message": "", "steps": 1})
+        write(log, "run_finished", {"status": "failed", "message": "", "steps": 1})
     assert "failed" in viewer.get("/")[1]
     assert looked == ["digits-3", "digits-3"]
