@@ -70,6 +70,7 @@ def report_bug(
     except RunError:
         if run is not None:
             raise
+    print("looking at what is installed here, as hvd-elastic doctor does …", file=sys.stderr)
     text = "\n".join(_parts(folder))
     known = secrets_of(os.environ)
     for digests in () if folder is None else read_digests(folder.secrets):
