@@ -13,9 +13,9 @@ EXTRAS ?= $(if $(filter-out demo help clean,$(MAKECMDGOALS)),torch$(comma)tensor
 # added to the command behind test, test-engines, test-trainers, demo, bench, horovod (for example ARGS="-k hostfile")
 ARGS   ?=
 # processes that run the tests, a file of tests in one of them; more than cores are of use, since most
-# tests wait; those of engines have many processes of their own. 0: in pytest's own process, as its
+# tests wait: two keep two cores idle for a third of the time. 0: in pytest's own process, as its
 # debugger (--pdb) needs
-TEST_JOBS ?= $(if $(filter test-engines,$(MAKECMDGOALS)),3,4)
+TEST_JOBS ?= 3
 
 VENV     := .venv
 VPYTHON  := $(VENV)/bin/python
