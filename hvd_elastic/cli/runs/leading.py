@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 from hvd_elastic.cli.background import begin_in_background, fork_with_log
 from hvd_elastic.hosts.engine import Engine
 from hvd_elastic.leader.spec import RunSpec, forwarded_environment
+from hvd_elastic.records.events import as_record
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.run_events import ReadEvent
 
 
 def lead(
@@ -55,10 +56,10 @@ def lead(
     view = LastingView(live=False if as_json else None)
     with view:
 
-        def show_event(event: Any) -> None:
+        def show_event(event: ReadEvent) -> None:
             on_start()
             if as_json:
-                view.print(json.dumps(event), keep=True)
+                view.print(json.dumps(as_record(event)), keep=True)
             else:
                 view.show(event)
 
