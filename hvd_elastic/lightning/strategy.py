@@ -60,7 +60,7 @@ class ElasticStrategy(ParallelStrategy):
         compression: Any = hvd.Compression.none,
     ) -> None:
         hvd.init()
-        require_whole("as_on", as_on, 1, "the number of devices", "ElasticStrategy")
+        as_on = require_whole("as_on", as_on, 1, "the number of devices", "ElasticStrategy")
         super().__init__(cluster_environment=LightningEnvironment())
         self._as_on = as_on
         self._loader_options = {} if max_batch_size is None else {"max_batch_size": max_batch_size}

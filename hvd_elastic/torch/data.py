@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.formatting import as_whole
 from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.torch.input_source import LoaderSource
 from hvd_elastic.torch.plain_reading import PlainReading
@@ -127,7 +126,6 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
             isinstance(dataset, IterableDataset),
             "hvd_elastic.torch.DataLoader a map-style dataset (__getitem__ and __len__)",
         )
-        batch_size, seed = as_whole(batch_size), as_whole(seed)
         data_order = order_for(
             "DataLoader",
             dataset,
@@ -143,12 +141,11 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
             order=order,
             new_event=cuda_event,
         )
-        assert batch_size is not None
         self.planner = data_order.planner
         self.dataset = dataset
-        self.batch_size = batch_size
+        self.batch_size = data_order.batch_size
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = data_order.seed
         self.drop_last = drop_last
         self.num_workers = num_workers
         collate_fn = collate_fn if collate_fn is not None else default_collate
@@ -163,11 +160,11 @@ class DataLoader(OrderedLoader, Generic[_Batch]):
         }
         self._worker_start = WorkerStart(worker_init_fn)
         source = LoaderSource(
-            dataset, examples, collate_fn, seed, self._worker_start, pins=pin_memory
+            dataset, examples, collate_fn, self.seed, self._worker_start, pins=pin_memory
         )
         shared = SharedReading(source, num_workers, always=seed_examples, new_event=cuda_event)
         self._is_shared = False
-        self._plain = PlainReading(dataset, collate_fn, seed, options, self._worker_start)
+        self._plain = PlainReading(dataset, collate_fn, self.seed, options, self._worker_start)
         super().__init__(data_order, shared, context)
 
     def close(self) -> None:

@@ -6,14 +6,13 @@ The environment variable KILLS is a list of [place, epoch, rank], as in autoenco
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 import lightning as L
 import torch
+from killing import may_die, pending
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn, utils
@@ -22,23 +21,9 @@ from torchmetrics import MeanMetric, Metric
 from hvd_elastic.lightning import ElasticStrategy
 
 FOLDER = Path(sys.argv[1])
-KILLS = json.loads(os.environ.get("KILLS", "[]"))
 torch.manual_seed(0)
 torch.set_num_threads(1)
 torch.set_default_dtype(torch.float64)
-
-
-def pending() -> list[tuple[Path, list]]:
-    marks = [(FOLDER / f"killed-{number}", kill) for number, kill in enumerate(KILLS)]
-    return [(mark, kill) for mark, kill in marks if not mark.exists()]
-
-
-def may_die(trainer: L.Trainer, place: str) -> None:
-    for mark, (where, epoch, rank) in pending()[:1]:
-        here = (place, trainer.global_rank) == (where, rank) and trainer.current_epoch >= epoch
-        if here and trainer.world_size == 2:
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Largest(Metric):
