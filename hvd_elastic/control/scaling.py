@@ -117,7 +117,7 @@ class ScalingController:
             self._look_at = min(self._look_at, now)
 
     def pause(self, why: str) -> None:
-        """Make no decisions until :meth:`resume`; an empty ``why`` does not pause."""
+        """Make no decisions until :meth:`resume`; ``why`` is not empty."""
         self._paused = why
 
     def resume(self, now: float) -> None:

@@ -38,12 +38,13 @@ class Scaler:
     ) -> None:
         config = ScalingConfig(spec.min_np, spec.max_np, spec.objective)
         self._controller = ScalingController(config, started_at, replay(past))
-        last = _last_decision(past)
-        is_paused = last is not None and last.action == "pause"
-        self._controller.pause(last.reason if last is not None and is_paused else "")
-        asks = last is not None and last.np is not None
-        self._asked = Allocation.of(dict(last.target or ())) if last is not None and asks else None
+        self._asked: Allocation | None = None
         """Slots of the last decision, while they are not yet in use."""
+        match _last_decision(past):
+            case run_events.Decision(action="pause", reason=why):
+                self._controller.pause(why)
+            case run_events.Decision(np=int(), target=target):
+                self._asked = Allocation.of(dict(target or ()))
         self._pinned = frozenset(spec.pin_hosts)
         self._emit = emit
         self._generation = 0
