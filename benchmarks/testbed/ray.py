@@ -36,7 +36,7 @@ class VirtualRay:
     ) -> None:
         self.cluster, self._each = cluster, f"slots={slots} cpus={cpus}"
         self.home = folder / "home"
-        self.home.mkdir(parents=True)
+        self.home.mkdir(parents=True, exist_ok=True)  # a start that failed is tried again
         self.hostfile = folder / "hosts"
 
     def words(self, verb: str, *more: str) -> list[str]:
