@@ -151,7 +151,7 @@ def test_below_min_np_it_waits_and_goes_on(stage: Stage, start_job: StartJob) ->
     job.use({a: 1})
     waiting = job.wait_event("waiting", since, have=1)
     assert waiting["need"] == 2
-    assert "hostfile" in waiting["reason"]
+    assert "the hosts have 1 slot" in waiting["reason"]
     job.check_nothing_left([b])
     assert job.workers() == [keeper]
     job.use({a: 1, c: 1})

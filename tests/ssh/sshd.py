@@ -33,6 +33,10 @@ def free_port(address: str = "127.0.0.1") -> int:
             return port
 
 
+# One that does not know our key and would let us in by a password.
+BY_PASSWORD = "PasswordAuthentication yes\nPubkeyAuthentication no\n"
+
+
 class Sshd:
     """One sshd; hosts of any name reach it through :meth:`write_config`.
 
@@ -40,9 +44,16 @@ class Sshd:
         folder: for its files.
         address: where it listens.
         home: the home folder of those who log in, whose authorized_keys it reads too.
+        settings: lines of its configuration that hold in place of those below.
     """
 
-    def __init__(self, folder: Path, address: str = "127.0.0.1", home: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        address: str = "127.0.0.1",
+        home: Path | None = None,
+        settings: str = "",
+    ) -> None:
         self.folder = folder
         self.address = address
         self.port = free_port(address)
@@ -51,7 +62,7 @@ class Sshd:
         shutil.copy(f"{self.user_key}.pub", folder / "authorized_keys")
         self.config = folder / "sshd_config"
         self.config.write_text(
-            f"ListenAddress {address}:{self.port}\n"
+            f"{settings}ListenAddress {address}:{self.port}\n"
             f"HostKey {self.host_key}\n"
             f"AuthorizedKeysFile {folder / 'authorized_keys'}"
             + (f" {home}/.ssh/authorized_keys" if home else "")

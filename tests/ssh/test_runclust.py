@@ -284,12 +284,8 @@ def test_bytes_that_are_no_text_and_a_command_that_is_not_there(tools: Tools) ->
 def test_no_password_is_ever_asked_for(tmp_path: Path) -> None:
     folder = tmp_path / "sshd"
     folder.mkdir()
-    server = private_sshd.Sshd(folder)
-    server.stop()
-    # As on a host that does not know our key and would let us in by a password.
-    text = server.config.read_text().replace("Authentication no", "Authentication yes")
-    server.config.write_text(f"{text}PubkeyAuthentication no\n")
-    server.process = server._start()
+    settings = private_sshd.BY_PASSWORD + "KbdInteractiveAuthentication yes\n"
+    server = private_sshd.Sshd(folder, settings=settings)
     asking = Tools(server, tmp_path)
     try:
         pid, terminal = pty.fork()

@@ -28,7 +28,7 @@ from hvd_elastic.hosts.ssh import (
 )
 from tests.paths import LIMIT_S
 from tests.ssh import sshd as private_sshd
-from tests.ssh.sshd import Sshd
+from tests.ssh.sshd import BY_PASSWORD, Sshd
 
 pytestmark = [
     pytest.mark.ssh,
@@ -333,12 +333,7 @@ def test_through_a_jump_host(server: Sshd, tmp_path: Path) -> None:
 def test_a_jump_host_is_not_given_the_password_of_the_host(server: Sshd, tmp_path: Path) -> None:
     folder = tmp_path / "door"
     folder.mkdir()
-    door = Sshd(folder)
-    door.stop()
-    # As on a host that does not know our key and would let us in by a password.
-    text = door.config.read_text().replace("PasswordAuthentication no", "")
-    door.config.write_text(f"{text}PubkeyAuthentication no\n")
-    door.process = door._start()
+    door = Sshd(folder, settings=BY_PASSWORD)
     config = server.write_config(tmp_path / "config", ["node1"], "  ProxyJump door\n")
     door.write_config(config, ["door"])
     options = SshOptions(config_path=config, password="secret")
