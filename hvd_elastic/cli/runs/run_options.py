@@ -394,11 +394,20 @@ class RunOptions:
     def _check_profile(self) -> None:
         if self.profile is not None and self.mpi:
             raise UsageError("--profile is not passed on by --mpi: leave one of them out")
-        most = self.np if self.max_np is None else self.max_np
+        try:
+            most = self._most_workers()
+        except HvdElasticError:
+            return  # other checks report the error
         if self.profile is not None and most is not None and self.profile >= most:
-            raise UsageError(
-                f"--profile {self.profile}: {most} workers have the ranks 0 to {most - 1}"
-            )
+            ranks = "worker has rank 0" if most == 1 else f"workers have the ranks 0 to {most - 1}"
+            raise UsageError(f"--profile {self.profile}: {most} {ranks}")
+
+    def _most_workers(self) -> int | None:
+        """Return how many workers the options and the present hosts allow; None: not known."""
+        hosts, asked = self.hosts(), self.np if self.max_np is None else self.max_np
+        if hosts is None:
+            return asked or max(self.min_np, self._gpus)
+        return min(asked or hosts.slots, hosts.slots - self.spares)
 
     def _check_patience(self) -> None:
         least = 2 * SHORTEST_HEARTBEAT_S
