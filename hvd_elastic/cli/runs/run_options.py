@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.agent.gpus import usable_gpus
+from hvd_elastic.agent.worker_start import training_script
 from hvd_elastic.cli.engines.flags import EngineFlags
 from hvd_elastic.cli.options import (
     EventsAsJson,
@@ -432,15 +433,9 @@ class RunOptions:
                 f"the command {command[0]!r} is not on PATH, nor an executable file. Give the "
                 "command after --, for example: -- python train.py"
             )
-        for argument in command[1:]:
-            if not argument.startswith("-"):
-                # Only the first argument of a Python interpreter is surely the path of a script.
-                is_script = "python" in Path(command[0]).name and argument.endswith(".py")
-                if is_script and not Path(argument).is_file():
-                    raise UsageError(
-                        f"the training script {argument} does not exist in {Path.cwd()}"
-                    )
-                return
+        script = training_script(command)
+        if script is not None and not Path(script).is_file():
+            raise UsageError(f"the training script {script} does not exist in {Path.cwd()}")
 
 
 def check_tensorboard_option(wanted: bool, *, mpi: bool) -> None:

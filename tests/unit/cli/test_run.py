@@ -90,7 +90,10 @@ def test_without_hosts_each_gpu_has_a_worker(
     ],
 )
 def test_a_rank_that_no_worker_has_is_not_profiled(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], why: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    why: str,
 ) -> None:
     monkeypatch.setattr(run_options, "usable_gpus", lambda environment: 0)
     status, message = call(*options, "--", "true", capsys=capsys)
