@@ -336,6 +336,12 @@ def why_not(facts: Mapping[str, Any], environment: Environment) -> str:
         how = f"Install Python {minor} there as here"
         if not base.is_relative_to("/usr"):
             how = f"Copy it: copyclust HOSTFILE {base.parents[1]} {base.parents[1]}"
+        elif facts["base"]:  # its place is taken there
+            how = (
+                f"Install python{minor} there, which may be beside the other, and make this "
+                f"environment again by {base.with_name(f'python{minor}')}; `make clean && make "
+                "horovod` does so"
+            )
         return f"{base} {what}, and this environment was made by it, Python {version_here}. {how}"
     return ""
 
