@@ -7,6 +7,7 @@ concern it, and imports. A host whose environment is in use is not changed.
 
 from __future__ import annotations
 
+import os
 import platform
 import secrets
 import sys
@@ -391,7 +392,8 @@ def uninstall(
     def on_host(host: Host, stopper: Stopper) -> list[dict[str, Any]]:
         with connect(host, options) as connection:
             stopper.add(connection.close)
-            return list(_act(connection, "remove", prefix=prefix, names=list(names)))
+            own = {"prefix": prefix, "home": os.environ.get("HVD_ELASTIC_HOME", "")}
+            return list(_act(connection, "remove", **own, names=list(names)))
 
     def assess(found: list[dict[str, Any]]) -> tuple[Outcome, str]:
         kept = [each for each in found if each["name"] in names and not each["removed"]]
