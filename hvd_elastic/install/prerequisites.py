@@ -16,6 +16,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from hvd_elastic.errors import BuildError
+from hvd_elastic.formatting import bytes_words
+
+BUILD_SPACE_BYTES = 1_500_000_000
+"""Disk space for a build of Horovod, with a margin."""
 SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin")
 """Where programs are looked for behind PATH, also by Horovod's build."""
 
@@ -149,3 +154,13 @@ def apt_command(lacking: Iterable[Prerequisite], *, sudo: bool = True) -> str:
     """
     packages = dict.fromkeys(package for item in lacking for package in item.apt)
     return f"{'sudo ' if sudo else ''}apt-get install -y {' '.join(packages)}"
+
+
+def check_build_space(folder: Path) -> None:
+    """Raise BuildError if Horovod cannot be built in a folder for lack of disk space."""
+    free = shutil.disk_usage(folder).free
+    if free < BUILD_SPACE_BYTES:
+        raise BuildError(
+            f"{folder} has {bytes_words(free)} free, the build needs "
+            f"{bytes_words(BUILD_SPACE_BYTES)}; free some, or name another folder in TMPDIR"
+        )

@@ -19,7 +19,7 @@ import pytest
 from hvd_elastic import frameworks
 from hvd_elastic.cli import app
 from hvd_elastic.errors import BuildError
-from hvd_elastic.install import build_horovod, cuda, horovod_wheel, pinned
+from hvd_elastic.install import build_horovod, cuda, horovod_wheel, pinned, prerequisites
 from hvd_elastic.install.horovod_wheel import BuildInputs
 from hvd_elastic.install.prerequisites import PREREQUISITES
 
@@ -401,7 +401,7 @@ def test_a_missing_compiler_is_named_with_the_command_that_installs_it(tmp_path,
 
 def test_a_full_disk_is_named_with_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(build_horovod, "missing", lambda _: [])
-    monkeypatch.setattr(build_horovod, "BUILD_SPACE_BYTES", 10**18)
+    monkeypatch.setattr(prerequisites, "BUILD_SPACE_BYTES", 10**18)
     with pytest.raises(BuildError, match="TMPDIR"):
         build_horovod.check_machine(INPUTS, tmp_path)
 
