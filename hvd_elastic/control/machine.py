@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from hvd_elastic import run_events
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.backoff import FailureBackoff
-from hvd_elastic.control.candidates import Candidates
 from hvd_elastic.control.commands import (
     Abort,
     Announce,
@@ -36,6 +35,7 @@ from hvd_elastic.control.commands import (
     Hold,
     KillWorker,
     Member,
+    Outbox,
     SaveState,
 )
 from hvd_elastic.control.config import MachineConfig
@@ -48,9 +48,7 @@ from hvd_elastic.control.endings import (
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker
 from hvd_elastic.control.membership import SlotId, assign_ranks, describe_change
-from hvd_elastic.control.outbox import Outbox
-from hvd_elastic.control.plan import Plan
-from hvd_elastic.control.waiting import WaitingReport
+from hvd_elastic.control.plan import Candidates, Plan, WaitingReport
 from hvd_elastic.formatting import worker_name
 from hvd_elastic.run_events import Departure
 
