@@ -20,9 +20,8 @@ from typing import Any
 from hvd_elastic.agent.early_messages import without_early_messages
 from hvd_elastic.agent.leader_link import read_line
 from hvd_elastic.agent.liveness import Liveness
-from hvd_elastic.agent.scratch import compiler_cache, make_scratch
 from hvd_elastic.agent.template.template import Template
-from hvd_elastic.agent.worker_start import WorkerStart
+from hvd_elastic.agent.worker_start import WorkerStart, compiler_cache, make_scratch
 from hvd_elastic.control.commands import Member
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.peers import peer_uid

@@ -15,7 +15,7 @@ from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
 from hvd_elastic.policy.evidence import CoreSharing
-from hvd_elastic.policy.prices import hourly_price
+from hvd_elastic.policy.objective import hourly_price
 
 MODELS = ("resnet50", "gpt2")
 PRECISIONS = ("fp32", "fp16", "bf16")

@@ -55,14 +55,16 @@ from hvd_elastic.install.horovod_wheel import (
     sha256_of,
     wheel_cache,
 )
-from hvd_elastic.install.pinned import BUILD_REQUIREMENTS, RUN_REQUIREMENTS, pip_arguments
 from hvd_elastic.install.prerequisites import (
+    BUILD_REQUIREMENTS,
     PREREQUISITES,
+    RUN_REQUIREMENTS,
     SYSTEM_FOLDERS,
     Purpose,
     apt_command,
     has_apt,
     missing,
+    pip_arguments,
 )
 from hvd_elastic.install.quiet import make_percentage, run_quietly
 from hvd_elastic.records.process_lock import lock_held

@@ -12,8 +12,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from hvd_elastic.install.pinned import pinned_version
-from hvd_elastic.install.prerequisites import find_program
+from hvd_elastic.install.prerequisites import find_program, pinned_version
 
 _COMPILER_PACKAGES = (
     *("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt"),

@@ -18,18 +18,20 @@ from typing import Any
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import clock_words, count
-from hvd_elastic.jobs.grants import Claim, awaited_slots, grant_slots
 from hvd_elastic.jobs.health import HostHealth
-from hvd_elastic.jobs.hosts import ClusterHosts, Use
-from hvd_elastic.jobs.job import Job, JobKind, JobStatus, StopReason
-from hvd_elastic.jobs.messages import (
+from hvd_elastic.jobs.hosts import Claim, ClusterHosts, Use, awaited_slots, grant_slots
+from hvd_elastic.jobs.job import (
     Answer,
     Cancel,
     Down,
     Hosts,
+    Job,
+    JobKind,
+    JobStatus,
     Request,
     Requeue,
     SetPriority,
+    StopReason,
     Submit,
 )
 from hvd_elastic.jobs.place import ClusterFolder

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hvd_elastic.jobs.job import Job, JobKind, JobStatus
-from hvd_elastic.jobs.measured import Measured
+from hvd_elastic.jobs.progress import Measured
 from hvd_elastic.policy.schedule import jobs as policy
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.policies import Policy

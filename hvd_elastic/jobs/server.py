@@ -15,7 +15,7 @@ import msgspec
 
 from hvd_elastic.errors import HvdElasticError, RunError, StrangerError
 from hvd_elastic.hosts.peers import connect_own, peer_uid
-from hvd_elastic.jobs.messages import Answer, Request
+from hvd_elastic.jobs.job import Answer, Request
 from hvd_elastic.jobs.place import ClusterFolder
 
 _LARGEST_BYTES = 256 * 1024 * 1024

@@ -20,6 +20,7 @@ from hvd_elastic.hosts.hostfile import (
     require_prices,
 )
 from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.policy.objective import cheapest_hosts
 from hvd_elastic.run_events import HostsChanged
 
 _REPLACED_WITHIN_S = 2.0
@@ -131,8 +132,6 @@ class HostfileWatch:
 
         Until the first steps have been timed, the order alone keeps the run within its budget.
         """
-        from hvd_elastic.policy.prices import cheapest_hosts
-
         spec = self._spec
         pinned = [host for host in hosts if host.name in spec.pin_hosts]
         others = [host for host in hosts if host.name not in spec.pin_hosts]

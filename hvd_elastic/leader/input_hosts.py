@@ -25,7 +25,7 @@ from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.workers import Workers
 from hvd_elastic.policy.input import InputFinding, InputWatch, choose_readers
-from hvd_elastic.policy.prices import hourly_price
+from hvd_elastic.policy.objective import hourly_price
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.run_events import Decision, Event, InputHostJoined, InputHostLeft, Warned
 from hvd_elastic.wire import messages as msg

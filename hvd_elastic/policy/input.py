@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hvd_elastic.formatting import plural
-from hvd_elastic.policy.prices import PricedHost, hourly_price
+from hvd_elastic.policy.objective import PricedHost, hourly_price
 from hvd_elastic.run_events import Bound, Input
 
 _WINDOW_S = 5.0

@@ -23,9 +23,8 @@ from hvd_elastic.policy.batch import BatchChoice
 from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer
 from hvd_elastic.run_events import ReadEvent
-from hvd_elastic.sim.cluster import Cluster
 from hvd_elastic.sim.static import best_at
-from hvd_elastic.sim.trace import Trace
+from hvd_elastic.sim.trace import Cluster, Trace
 
 _TICK_S = (1.0, 60.0)
 """Shortest and longest tick."""

@@ -14,8 +14,7 @@ from hvd_elastic.model.goodput import BatchLimits, statistical_efficiency
 from hvd_elastic.model.shares import LEAST_SHARE
 from hvd_elastic.policy.place import pace
 from hvd_elastic.policy.snapshot import HostOffer
-from hvd_elastic.sim.cluster import Cluster
-from hvd_elastic.sim.trace import Trace, Workload
+from hvd_elastic.sim.trace import Cluster, Trace, Workload
 
 _SIZES = 96
 """Global batch sizes that are tried, on a geometric grid."""

@@ -22,8 +22,7 @@ from hvd_elastic.records.summary import MetricSeries, RunSummary, take_events
 from hvd_elastic.records.wording import ENDED, GOES_ON, READING, run_sentences, run_state
 from hvd_elastic.views.allocation import slow_hosts
 from hvd_elastic.views.comparison import comparison_charts, comparison_parts, sampled_lines
-from hvd_elastic.views.costs import forecast_words
-from hvd_elastic.views.forecast import predict_end
+from hvd_elastic.views.costs import forecast_words, predict_end
 from hvd_elastic.views.page import escape, progress_bar
 from hvd_elastic.views.points import MAX_POINTS, thin_out
 from hvd_elastic.views.report import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.cluster.copy_bar import copy_bar
+from hvd_elastic.cli.cluster.command_output import copy_bar
 from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
 from hvd_elastic.cli.options import command, number_option, whole_number_option

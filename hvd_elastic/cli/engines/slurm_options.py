@@ -18,8 +18,13 @@ from hvd_elastic.cli.options import AsJson, number_option, whole_number_option
 from hvd_elastic.cli.runs.run_options import RunOptions
 from hvd_elastic.config import home, runs_folder
 from hvd_elastic.engines.growth import START_S
-from hvd_elastic.engines.slurm.batch import Submission, parse_time
-from hvd_elastic.engines.slurm.sbatch_options import VARIABLES, SbatchOption, options_in
+from hvd_elastic.engines.slurm.batch import (
+    VARIABLES,
+    SbatchOption,
+    Submission,
+    options_in,
+    parse_time,
+)
 from hvd_elastic.errors import HostfileError, UsageError
 from hvd_elastic.hosts.hostfile import Host, Hostfile
 

@@ -87,7 +87,7 @@ def _serve(
     on_up: Callable[[], None],
 ) -> int:
     """Be the daemon until it is to end; ``on_up`` is called when it serves."""
-    from hvd_elastic.cli.runs.leading import begin_leader
+    from hvd_elastic.cli.runs.run import begin_leader
     from hvd_elastic.jobs.daemon import Daemon
 
     with place.lock():
@@ -151,7 +151,7 @@ def down(
 
       hvd-elastic down --leave-jobs
     """
-    from hvd_elastic.jobs.messages import Down
+    from hvd_elastic.jobs.job import Down
     from hvd_elastic.jobs.place import open_cluster
     from hvd_elastic.jobs.server import ask_daemon
 
@@ -177,7 +177,7 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
       hvd-elastic hosts --json
     """
     from hvd_elastic.jobs.hosts import rows_without_daemon
-    from hvd_elastic.jobs.messages import Hosts
+    from hvd_elastic.jobs.job import Hosts
     from hvd_elastic.jobs.place import open_cluster
     from hvd_elastic.jobs.server import ask_daemon
 

@@ -20,8 +20,7 @@ from hvd_elastic.cli.options import AsJson, parse_duration, parse_number
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bounds_words, count, duration_words
-from hvd_elastic.jobs.job import After, Job, JobStatus, StopReason
-from hvd_elastic.jobs.messages import Cancel, Requeue, SetPriority
+from hvd_elastic.jobs.job import After, Cancel, Job, JobStatus, Requeue, SetPriority, StopReason
 from hvd_elastic.jobs.place import ClusterFolder, open_cluster
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.records.wording import attempts_words

@@ -186,7 +186,7 @@ def submit(options: SubmitOptions) -> None:
 
       hvd-elastic submit --plain --after ok:resnet -- python evaluate.py
     """
-    from hvd_elastic.jobs.messages import Submit
+    from hvd_elastic.jobs.job import Submit
     from hvd_elastic.jobs.place import open_cluster
     from hvd_elastic.jobs.server import ask_daemon
 

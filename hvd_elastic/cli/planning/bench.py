@@ -61,7 +61,7 @@ def input_(
 
       hvd-elastic bench input --seconds 30 --json -- python train.py --batch 256
     """
-    from hvd_elastic.bench.input import measure_input
+    from hvd_elastic.bench.background_run import measure_input
 
     if not command:
         raise UsageError(

@@ -116,7 +116,7 @@ def plan(
 def _probed(
     hostfile: Path | None, command: Sequence[str], probe_for: str, ssh_config: Path | None
 ) -> RunFolder:
-    from hvd_elastic.bench.probe import probe
+    from hvd_elastic.bench.background_run import probe
     from hvd_elastic.hosts.hostfile import parse_hostfile
 
     if hostfile is None or not command:

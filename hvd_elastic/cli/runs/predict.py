@@ -17,7 +17,7 @@ import typer
 from hvd_elastic.checkpoint.whole_files import write_json
 from hvd_elastic.cli.jobs.naming import source_of
 from hvd_elastic.cli.options import command
-from hvd_elastic.cli.runs.leading import lead
+from hvd_elastic.cli.runs.run import lead
 from hvd_elastic.cli.runs.run_options import RunOptions
 from hvd_elastic.config import runs_folder
 from hvd_elastic.data.files import sha256_of

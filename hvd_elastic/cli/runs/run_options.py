@@ -7,14 +7,13 @@ import os
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from hvd_elastic.agent.gpus import usable_gpus
-from hvd_elastic.cli.engines.flags import EngineFlags
 from hvd_elastic.cli.options import (
     EventsAsJson,
     SshConfigOption,
@@ -34,6 +33,22 @@ from hvd_elastic.leader.spec import SHORTEST_HEARTBEAT_S, RunSpec
 from hvd_elastic.records.tensorboard import check_tensorboard
 from hvd_elastic.urls import is_url
 from hvd_elastic.wire.messages import NOT_FINITE_CHOICES
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """A flag for each engine that a run can be started in."""
+
+    slurm: Annotated[
+        bool,
+        typer.Option("--slurm", help=f"train on {INSIDE['slurm']} (the default inside of one)"),
+    ] = False
+
+    @property
+    def asked(self) -> str | None:
+        """Return the engine that is asked for."""
+        return next((name for name, given in asdict(self).items() if given), None)
+
 
 _POLICIES = ("fixed", "goodput")
 

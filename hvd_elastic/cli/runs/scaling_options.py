@@ -17,7 +17,7 @@ from hvd_elastic.hosts.hostfile import Hostfile, require_prices
 from hvd_elastic.policy.objective import OBJECTIVES, Objective
 
 if TYPE_CHECKING:
-    from hvd_elastic.policy.prices import PricedHost
+    from hvd_elastic.policy.objective import PricedHost
 
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?)(?:/h)?")
 
@@ -143,7 +143,7 @@ class ObjectiveOptions:
             raise UsageError("--objective cost needs a price for each host")
         if self.budget is None:
             return
-        from hvd_elastic.policy.prices import cheapest_hosts, hourly_price
+        from hvd_elastic.policy.objective import cheapest_hosts, hourly_price
 
         kept = {host.name for host in pinned}
         least = max(min_np, np or 0)

@@ -74,8 +74,7 @@ def top(
     from hvd_elastic.records.summary import RunSummary, take_events
     from hvd_elastic.records.wording import Narrator, run_state, status_rows
     from hvd_elastic.views.allocation import host_rows
-    from hvd_elastic.views.costs import forecast_words
-    from hvd_elastic.views.forecast import predict_end
+    from hvd_elastic.views.costs import forecast_words, predict_end
     from hvd_elastic.views.points import thin_out
 
     folder = open_run(run)

@@ -19,8 +19,7 @@ import numpy as np
 
 from hvd_elastic.engines.base import repeating
 from hvd_elastic.engines.dialled.fixed_ranks import FixedRanks
-from hvd_elastic.engines.dialled.host_process import HostProcess
-from hvd_elastic.engines.dialled.hosts import DialledHosts
+from hvd_elastic.engines.dialled.hosts import DialledHosts, HostProcess
 from hvd_elastic.engines.dialled.task import COMMAND, OUTCOME_FILE, TASK_FILE, Outcome, Task
 from hvd_elastic.errors import ArgumentError, RunError
 from hvd_elastic.formatting import count

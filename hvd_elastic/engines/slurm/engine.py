@@ -16,8 +16,13 @@ from pathlib import Path
 from hvd_elastic.agent.preemption.notice import AFTER_SIGTERM
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.engines.base import repeating
-from hvd_elastic.engines.slurm.allocation import Allocation, has_ended, is_inside, own_allocation
-from hvd_elastic.engines.slurm.commands import clean_environment
+from hvd_elastic.engines.slurm.allocation import (
+    Allocation,
+    clean_environment,
+    has_ended,
+    is_inside,
+    own_allocation,
+)
 from hvd_elastic.errors import RunError, SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.hostfile import Host, Hostfile, write_hostfile

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hvd_elastic.engines.growth import Grant, Growth, Limits, growing
-from hvd_elastic.engines.slurm.allocation import Allocation, gres_of_nodes
+from hvd_elastic.engines.slurm.allocation import Allocation, call, gres_of_nodes
 from hvd_elastic.engines.slurm.batch import Submission, parse_left
-from hvd_elastic.engines.slurm.commands import call
 from hvd_elastic.engines.slurm.engine import SlurmEngine
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host

@@ -24,8 +24,7 @@ from hvd_elastic.records.cluster import ClusterSummary, JobRecord
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.run_events import Metrics, WorkerStandby
-from hvd_elastic.sim.jobs.job import JobInTime, as_jobs
-from hvd_elastic.sim.jobs.run import Outcome, run_jobs
+from hvd_elastic.sim.jobs.run import JobInTime, Outcome, as_jobs, run_jobs
 
 _DECISIONS = 20_000
 """Decisions that are simulated, if they are not more than 10 s apart."""
