@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from hvd_elastic.cli.cluster.host_options import HostOptions
+from hvd_elastic.cli.options import option
 from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.cluster.bootstrap import bring_key, find_leader_key
 from hvd_elastic.cluster.trust import ShownKey, TrustState, trust_hosts
@@ -20,9 +21,9 @@ from hvd_elastic.hosts.hostfile import Host, fold_hosts
 from hvd_elastic.hosts.ssh import own_known_hosts
 
 Bootstrap = Annotated[
-    bool, typer.Option("--bootstrap", help="First accept host keys and install your own key there.")
+    bool, option("First accept host keys and install your own key there.", "--bootstrap")
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="With --bootstrap: accept without asking.")]
+Yes = Annotated[bool, option("With --bootstrap: accept without asking.", "--yes", "-y")]
 REFUSED = (TrustState.DECLINED, TrustState.REFUSED, TrustState.UNREACHABLE)
 
 

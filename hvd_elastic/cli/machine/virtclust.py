@@ -18,7 +18,13 @@ import typer
 import typer.main
 
 from hvd_elastic.cli.entry import enter
-from hvd_elastic.cli.options import AsJson, number_option, parse_whole_number, whole_number_option
+from hvd_elastic.cli.options import (
+    AsJson,
+    number_option,
+    option,
+    parse_whole_number,
+    whole_number_option,
+)
 from hvd_elastic.errors import HvdElasticError, UsageError
 from hvd_elastic.formatting import count, duration_words, unfiltered
 from hvd_elastic.frameworks import TORCH_REQUIREMENT
@@ -32,8 +38,7 @@ _SHARE = typer.Option(
     [], help="A file or folder under /tmp, /data or /run that the hosts see; repeatable."
 )
 _Cpus = Annotated[
-    float | None,
-    number_option("--cpus", least=0.01, help="CPU cores each host may use, such as 0.5."),
+    float | None, number_option("CPU cores each host may use, such as 0.5.", "--cpus", least=0.01)
 ]
 _COPY = typer.Option(None, help="Write a second copy of the hostfile here.")
 _COMMAND = typer.Argument(
@@ -329,9 +334,9 @@ if __name__ == "__main__":
 
 def demo(
     loopback: Annotated[
-        bool, typer.Option("--loopback", help="hosts without network namespaces (no root needed)")
+        bool, option("hosts without network namespaces (no root needed)", "--loopback")
     ] = False,
-    epochs: Annotated[int, whole_number_option("--epochs", help="how long to train")] = 70,
+    epochs: Annotated[int, whole_number_option("how long to train", "--epochs")] = 70,
     as_json: AsJson = False,
 ) -> None:
     """Train on virtual hosts of this machine while hosts join, leave and fail.

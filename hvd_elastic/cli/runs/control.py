@@ -16,10 +16,15 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from hvd_elastic.cli.jobs.naming import open_run
-from hvd_elastic.cli.options import AsJson, RequiredRun, parse_duration, parse_whole_number
+from hvd_elastic.cli.options import (
+    AsJson,
+    RequiredRun,
+    argument,
+    option,
+    parse_duration,
+    parse_whole_number,
+)
 from hvd_elastic.cli.output import print_json, wait_until
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
@@ -35,7 +40,7 @@ _POLL_S = 0.1  # between two readings of files that are followed
 
 def stop(
     run: RequiredRun,
-    wait: Annotated[bool, typer.Option(help="Wait until the run has ended.")] = True,
+    wait: Annotated[bool, option("Wait until the run has ended.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """End a run cleanly: its workers finish their step, and no process stays on the hosts.
@@ -60,10 +65,7 @@ def stop(
 
 def scale(
     run: RequiredRun,
-    np: Annotated[
-        str,
-        typer.Argument(metavar="N", help="Processes to train with, or 'auto': as many as allowed."),
-    ],
+    np: Annotated[str, argument("Processes to train with, or 'auto': as many as allowed.", "N")],
     as_json: AsJson = False,
 ) -> None:
     """Set the number of processes of a run; training continues meanwhile.
@@ -80,7 +82,7 @@ def scale(
 
 def policy(
     run: RequiredRun,
-    do: Annotated[str, typer.Argument(metavar="pause|resume", help="What it should do.")],
+    do: Annotated[str, argument("What it should do.", "pause|resume")],
     as_json: AsJson = False,
 ) -> None:
     """Pause or resume the policy that changes the number of processes of a run.
@@ -98,18 +100,17 @@ def policy(
 
 def drain(
     run: RequiredRun,
-    host: Annotated[str, typer.Argument(metavar="HOST", help="A host of the run's hostfile.")],
+    host: Annotated[str, argument("A host of the run's hostfile.", "HOST")],
     leave_in: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Time until the host goes away, such as 120s; it is used until replacements are ready",
             "--in",
             metavar="TIME",
-            help="Time until the host goes away, such as 120s; "
-            "it is used until replacements are ready",
         ),
     ] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Give the host back to the run.")] = False,
-    wait: Annotated[bool, typer.Option(help="Wait until the run has left the host.")] = True,
+    undo: Annotated[bool, option("Give the host back to the run.", "--undo")] = False,
+    wait: Annotated[bool, option("Wait until the run has left the host.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Remove a run's processes from a host, and do not use it again until --undo.
@@ -185,9 +186,7 @@ def _answer(as_json: bool, message: str, folder: RunFolder, **more: Any) -> None
 
 def debug(
     run: RequiredRun,
-    worker: Annotated[
-        str, typer.Argument(metavar="HOST:SLOT", help="The worker, as the warning names it.")
-    ],
+    worker: Annotated[str, argument("The worker, as the warning names it.", "HOST:SLOT")],
 ) -> None:
     """Join a worker that stands at breakpoint() in the training script: its pdb, here.
 
