@@ -244,8 +244,6 @@ async def write_last_checkpoint(
     even if others have ended. So it is complete when each host has waited for its own workers.
 
     Args:
-        workers: workers of this host.
-        spool: folder that they write to.
         timeout_s: a worker without a sign of life for this time is dead [s].
         call_off: aborts the collectives of the generation.
     """

@@ -72,7 +72,6 @@ def usable_gpus(environment: Mapping[str, str], library: str = _LIBRARY) -> int:
     Parts of a GPU (MIG) count as CUDA_VISIBLE_DEVICES names them, since one process uses one.
 
     Args:
-        environment: of the program.
         library: name of NVML's library.
     """
     found, named = len(Gpus(library)), environment.get("CUDA_VISIBLE_DEVICES")

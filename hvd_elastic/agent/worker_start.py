@@ -103,7 +103,6 @@ def start_process(
     Args:
         command: path of the program, and arguments.
         cwd: working directory.
-        variables: environment.
         stdin, output: descriptors of its standard input and output.
         errors: descriptor of its standard error; None: ``output``.
 

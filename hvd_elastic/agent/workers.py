@@ -444,7 +444,6 @@ class Workers:
         """Report a worker's end to the leader, then end the processes that it left behind.
 
         Args:
-            worker: the worker.
             code: its exit status; below 0: the signal that ended it.
             out_of_memory: whether the kernel has killed it for lack of memory.
         """

@@ -33,15 +33,10 @@ class BackgroundRun:
     """A run without checkpoints, for the length of a block.
 
     Args:
-        hostfile: path of the hostfile.
-        command: training command.
         slots: number of workers at first.
         options: further options of ``hvd-elastic run``.
         name: what it is called in messages.
         advice: what to do if training ends before it was measured.
-
-    Attributes:
-        folder: its run folder.
 
     Raises:
         UsageError: ``hvd-elastic run`` rejected its options.
@@ -162,8 +157,6 @@ def probe(
     """Train for a while at each of :func:`sizes_to_probe`, then end the run.
 
     Args:
-        hostfile, hosts: path of the hostfile, and its hosts.
-        command: training command.
         for_s: training time over all sizes together [s].
         options: further options of ``hvd-elastic run``.
         say: called with a line of text for each size.

@@ -115,7 +115,6 @@ def play(console: Console, loopback: bool, epochs: int, as_json: bool) -> int:
     """Create the hosts, run the job, and print the result.
 
     Args:
-        console: console to print to.
         loopback: whether to use loopback addresses instead of network namespaces.
         epochs: number of epochs to train.
         as_json: whether to print the summary as JSON.

@@ -56,7 +56,6 @@ class ResNet(nn.Module):
 
     Args:
         blocks: number of blocks of each of the four stages.
-        classes: number of classes.
         zero_init_residual: whether the last batch normalisation of each block begins with weight 0,
             so that each block begins as the identity (Goyal et al., 2017, section 5.1).
     """

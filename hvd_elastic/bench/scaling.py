@@ -136,7 +136,6 @@ class Scaling:
     """Result of the benchmark.
 
     Attributes:
-        settings: what was measured.
         parameters: number of parameters of the model.
         sizes: measured sizes, the smallest first.
         predicted: further sizes.
@@ -182,10 +181,8 @@ def scaling_of(
     """Return the result of what workers have reported.
 
     Args:
-        settings: what was measured.
         hosts: hosts of the hostfile, in its order.
         found: number of hosts and the figures of a :class:`StepTimer`, by number of slots.
-        cores: cores of the hosts.
     """
     cores = cores or CoreSharing()
     slots = sorted(found)
@@ -342,11 +339,7 @@ class Cost:
     """Time and cost of a training at one size.
 
     Attributes:
-        slots: number of slots.
-        measured: whether the throughput was measured.
-        epoch_cost: cost of an epoch.
         hours: time of the whole training.
-        cost: cost of it.
     """
 
     slots: int
@@ -362,7 +355,6 @@ def costs(scaling: Scaling, examples: int, epochs: float) -> list[Cost]:
     Args:
         scaling: result of the benchmark.
         examples: number of examples of an epoch.
-        epochs: number of epochs.
     """
     found = []
     every: list[Size | Predicted] = [*scaling.sizes, *scaling.predicted]
@@ -405,7 +397,6 @@ class Difference:
     """A size in two results.
 
     Attributes:
-        slots: number of slots.
         first, second: throughput [examples/s].
         ratio, low, high: second / first, and its 95 % interval.
     """

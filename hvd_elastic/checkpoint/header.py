@@ -63,7 +63,6 @@ class TensorInfo:
     Attributes:
         name: keys to it in the state, joined by dots, such as ``model.layers.0.weight``.
         dtype: name of its type in numpy or ml_dtypes, such as ``float32`` or ``bfloat16``.
-        shape: dimensions.
         bytes: size of its data.
 
     >>> TensorInfo("w", "bfloat16", (2, 3), 12).array_dtype
@@ -180,7 +179,6 @@ def encode_values(value: Any, leaf: Leaf, path: Path = ()) -> Any:
     ``OrderedDict`` and ``Counter``.
 
     Args:
-        value: value to encode.
         leaf: returns the encoding of a value of the framework, :data:`NotImplemented` for others.
         path: keys that lead to ``value``.
 

@@ -170,8 +170,6 @@ class Content(ABC):
         Args:
             key: equal for the same tensor, which is stored once; None: it may be stored again.
             path: keys to it in the state.
-            tensor: live tensor.
-            dtype: name of its type.
             shared: whether it is the same on all ranks.
 
         Returns:

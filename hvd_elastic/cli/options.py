@@ -128,9 +128,7 @@ def as_command(name: str, target: Any, **settings: Any) -> Any:
     """Return the command of a function, or of a group of commands, ready to be invoked as ``name``.
 
     Args:
-        name: name of the command.
         target: function with typer annotations, or a ``typer.Typer``.
-        settings: context settings of the command.
     """
     if not isinstance(target, typer.Typer):
         function, target = target, typer.Typer(add_completion=False, rich_markup_mode="rich")

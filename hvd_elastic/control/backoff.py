@@ -83,7 +83,6 @@ class FailureBackoff:
         same step, so repeating is pointless.
 
         Args:
-            step: step at which it broke.
             now: time [s].
 
         Returns:

@@ -253,7 +253,6 @@ class Fleet:
         Args:
             agents: hosts whose agents have answered.
             awaited: hosts whose agents are being started.
-            found: workers that were found.
             now: time [s].
         """
         for host in agents:
@@ -342,7 +341,6 @@ class Fleet:
         """Remove a worker that has ended.
 
         Args:
-            worker: the worker.
             now: time [s].
             blame: why its end counts as a failure of its slot; empty: it does not.
         """

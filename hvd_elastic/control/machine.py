@@ -476,8 +476,6 @@ class RunMachine:
         """Remove a worker whose process has ended or was lost with its host.
 
         Args:
-            worker: the worker.
-            how: how it ended.
             cause: text for the log; names the worker unless it left in order.
             now: time [s].
             blame: why its end counts as a failure of its slot; empty: it does not.

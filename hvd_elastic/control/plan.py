@@ -23,7 +23,6 @@ class Plan:
         fleet: knows which slots can be used, and starts the missing workers.
 
     Attributes:
-        hosts: hosts of the hostfile.
         requested_np, preferred: size and slots that were requested during the run.
         desired: slots that should hold a member.
         spare: further slots, for warm standbys.
@@ -211,7 +210,6 @@ class WaitingReport:
     """Emits ``waiting`` events.
 
     Args:
-        out: outbox for the events.
         config: limits and timeouts of the run.
         plan: slots that should hold a worker.
         fleet: agents and workers that exist.

@@ -142,7 +142,6 @@ class ProgressWatch:
         """Return events for what keeps a training generation from making progress.
 
         Args:
-            generation: number of the generation.
             members: names of its live members, by rank.
 
         Returns:

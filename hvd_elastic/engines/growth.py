@@ -53,11 +53,7 @@ class Grant:
 
 
 class Owner(Protocol):
-    """Owns the machines: lists, grants and takes back further hosts, and has the run use them.
-
-    Attributes:
-        host_word, grant_word: what it calls a host and a grant.
-    """
+    """Owns the machines: lists, grants and takes back further hosts, and has the run use them."""
 
     host_word: str
     grant_word: str
@@ -130,7 +126,6 @@ class Growth:
     Args:
         owner: owns the machines.
         limits: how far the run grows.
-        spec: specification of the run.
         tell: called with what is done, in words.
     """
 

@@ -138,7 +138,6 @@ def build_environment(
     silently leaving one out; all others are disabled.
 
     Args:
-        inputs: what to build.
         base: variables to pass on.
         jobs: number of compilers that run at the same time.
         cuda_home: folder of the CUDA toolkit, for a build with CUDA.

@@ -53,7 +53,6 @@ def assemble_toolkit(installed: Path, cuda: str) -> Path:
 
     Args:
         installed: folder in which the packages were installed (``pip install --target``).
-        cuda: version of CUDA.
 
     Returns:
         The folder for ``CUDA_HOME``.

@@ -38,10 +38,8 @@ class Prerequisite:
     """One piece of software that the machine needs.
 
     Attributes:
-        name: name for users.
         find: returns its path, or None.
         apt: Debian/Ubuntu packages that provide it.
-        purpose: what it is needed for.
         optional: whether everything else works without it.
     """
 

@@ -29,8 +29,6 @@ class Claim:
     """The slots of one job.
 
     Attributes:
-        wanted: slots that it is to have.
-        held: slots that its hostfile has now.
         occupied: slots in which processes of its run live.
         min_slots: fewest slots with which it trains.
     """
@@ -83,10 +81,6 @@ def awaited_slots(
 ) -> dict[str, dict[str, list[str]]]:
     """Return for each job that has to wait for slots which jobs have to leave them, by host.
 
-    Args:
-        claims: the jobs.
-        granted: slots that each of them has now.
-
     >>> claims = {"one": Claim({"a": 1}, {"a": 2}, {"a": 2}), "two": Claim({"a": 1}, {}, {})}
     >>> awaited_slots(claims, grant_slots(claims, {"a": 2}))
     {'two': {'a': ['one']}}
@@ -122,7 +116,6 @@ class Use:
     """What a job uses of the hosts.
 
     Attributes:
-        job: the job.
         occupied: slots of each host in which processes of its run live or start.
         lost: hosts that its run has lost.
     """
@@ -198,7 +191,6 @@ class ClusterHosts:
         """Return what there is to say of each host that has slots or is used.
 
         Args:
-            uses: what each job uses.
             lost: hosts that cannot be used, with the cause.
             silent: hosts of which it is not known whether they are lost, with the cause.
         """

@@ -51,7 +51,6 @@ class After:
     Attributes:
         outcome: ``ok``: it has to succeed; ``fail``: it has to fail, and a cancelled job
             has not failed; ``any``: it has to end.
-        job: number of the job.
     """
 
     outcome: str
@@ -77,12 +76,10 @@ class JobRequest:
     Attributes:
         name: name of the job, the first part of its run id.
         spec: specification of its run, as in run.json, but for the hostfile.
-        kind: what may be done with its slots.
         min_np, max_np: bounds of its slots; ``max_np`` None: all slots of the cluster.
         priority: weight relative to other jobs, above 0.
         deadline: when it has to be finished [Unix s]; None: no deadline.
         epochs, target_examples: length of training as the user states it; None: not stated.
-        after: jobs that it waits for.
         retries: how often it is run again if it fails.
         array_index: its index in an array of jobs; None: it is not of an array.
     """
@@ -112,9 +109,6 @@ class Job:
 
     Attributes:
         number: number of the job, unique in its cluster.
-        request: what was asked.
-        run_id: run id of its run.
-        status: its state.
         reason: why it waits, or holds the slots that it holds, in words.
         message: how it ended; empty: it has not.
         submitted_at, queued_at, started_at, ended_at: times [Unix s]; None: not yet.
@@ -210,9 +204,7 @@ class Answer(msgspec.Struct):
     Attributes:
         message: text for the user.
         ok: whether the request was granted.
-        exit_status: exit status of the command, if it was not.
         jobs: numbers of the jobs that were added or changed.
-        data: what was asked for.
     """
 
     message: str

@@ -161,8 +161,6 @@ class RunProgress:
         cut_off_at: when its leader noted last that it hears from none of its hosts [Unix s].
         is_tried: whether the daemon has tried those hosts since.
         trained_at: when the run finished its last rescale, so that it has trained [Unix s].
-        hosts: its hosts, and those that it has lost.
-        measured: its measurements.
     """
 
     def __init__(self, folder: RunFolder) -> None:

@@ -24,7 +24,6 @@ class JobQueue:
     """All jobs that wait or run, in memory and in the store.
 
     Args:
-        store: the database.
         emit: records an event.
 
     Attributes:

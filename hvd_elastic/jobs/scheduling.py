@@ -32,7 +32,6 @@ class Candidate:
     """A job that may hold slots.
 
     Attributes:
-        job: the job.
         measured: what was measured of its run; None: it never began.
         occupied: slots of each host in which processes of its run live or start.
         unheard: that its leader does not hear from its hosts, in words; empty: it does.
@@ -70,9 +69,7 @@ def plan_slots(
 
     Args:
         candidates: jobs that run, and jobs that wait for nothing but slots.
-        hosts: hosts that can be used.
         now: current time [Unix s].
-        choose: policy that decides.
     """
     per_host = sorted((host.slots for host in hosts), reverse=True)
     capacity = sum(per_host)

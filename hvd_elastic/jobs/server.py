@@ -43,7 +43,6 @@ class RequestServer:
     """Accepts requests and passes them to ``handle``, all in the thread of the caller.
 
     Args:
-        place: folder of the cluster.
         handle: answers a request; an HvdElasticError is sent as the answer.
     """
 

@@ -74,7 +74,6 @@ class Executor:
         """Note that a host has been lost with its workers.
 
         Args:
-            host: name of the host.
             cause: how it was noticed.
             silent_s: how long it was silent before [s]; None: its connection has ended.
         """

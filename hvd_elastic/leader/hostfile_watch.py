@@ -43,7 +43,6 @@ class HostfileWatch:
     """Holds the hosts of a run: those of its hostfile, or this machine if there is none.
 
     Args:
-        spec: specification of the run.
         warn: called with the reason when a changed hostfile cannot be used, once for each reason.
 
     Attributes:
@@ -144,7 +143,6 @@ def input_hosts(hosts: Sequence[Host], named: Sequence[str], hostfile: str) -> l
     """Return the hosts that read for the ranks: those with ``labels=input``, and those named.
 
     Args:
-        hosts: hosts of the hostfile.
         named: names of ``--input-hosts``; those that are not in the hostfile are added.
         hostfile: its name, for messages.
 

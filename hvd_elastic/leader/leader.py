@@ -103,7 +103,6 @@ class Leader:
     """Leads one run from its start, or from where its last leader left it, to its end.
 
     Args:
-        spec: specification of the run.
         folder: run folder, whose lock the caller holds.
         environment: variables for the workers, passed on through the agents' stdin.
         show: called with every event as it is recorded.

@@ -31,7 +31,6 @@ class Journal:
     """Writes the events of a run, the examples that it read, and the output of rank 0.
 
     Args:
-        folder: run folder.
         show: called with every event, to display it.
         show_output: called with (host, local rank, line) for each line that rank 0 prints.
         audit: whether to record which examples were read.
@@ -69,7 +68,6 @@ class Journal:
         """Record which examples were read, or that a checkpoint was restored, if audited.
 
         Args:
-            kind, fields: of the record.
             late: whether it was read before the agent that tells it was started.
         """
         if self._audit is None:
@@ -181,15 +179,10 @@ class LedRun:
     """A run as the parts of its leader share it; all of it is used in the leader's loop.
 
     Attributes:
-        spec: specification of the run.
         folder: run folder, whose lock this process holds.
         fence: identity of this leader, and whether it has to end for another one.
-        loop: loop of the leader.
         journal: records events, readings of the data set, and the output of rank 0.
-        hostfile: hosts of the run.
-        agents: connections to the agents.
         workers: place and log of each worker.
-        readers: input hosts.
         progress: how far training is.
     """
 

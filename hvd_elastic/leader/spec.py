@@ -73,7 +73,6 @@ class RunSpec:
         profile: rank of which a few steps are profiled; None: none.
         tensorboard: whether to write the metrics for TensorBoard as well.
         checkpoint_every_s: time between checkpoints [s]; 0: no checkpoints.
-        keep_checkpoints: number of checkpoints to keep.
         checkpoint_folder: folder on the leader, or URL; None: the folder in the run folder.
         checkpoint_copies: number of other hosts that keep a copy of each shard.
         failure_timeout_s: silence after which a host or a worker counts as lost [s].

@@ -156,7 +156,6 @@ def drain(
     """Drain a host, or allow its use again.
 
     Args:
-        fields: fields of the request.
         hosts: names of the hosts in the hostfile.
         draining: names of the drained hosts.
         reserve_s: part of the host's remaining time that is kept for a last checkpoint and for

@@ -22,9 +22,6 @@ _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal
 class Workers:
     """Holds the workers that have not been seen to end, and their logs.
 
-    Args:
-        folder: run folder.
-
     Attributes:
         places: (host, slot) by worker.
         failure_told: whether an error of the script was already reported; the other workers

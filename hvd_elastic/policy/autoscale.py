@@ -91,7 +91,6 @@ def out_of_reach(snapshot: Snapshot, now: float, objective: Objective) -> str:
     Args:
         snapshot: state of the run, which need not train yet.
         now: monotonic time [s].
-        objective: objective of the run.
 
     Returns:
         The reason, with the fastest allocation; empty if it can be met or this is not known.
@@ -140,7 +139,6 @@ def compare_prediction(
     """Compare the predicted goodput of a change with the measured one.
 
     Args:
-        decision: decision to change.
         then: snapshot that the decision was made by.
         now: present snapshot, on the slots that were decided on.
         timed: present step time.
@@ -244,7 +242,6 @@ class _Ranking:
 
     Attributes:
         best: index of the option.
-        why: the reason.
         must: whether to change at once because a limit is broken.
         kept: whether the option fulfils the objective.
     """
@@ -429,7 +426,6 @@ def _why_stay(
 
     Args:
         options: all options, the current one first.
-        scores: scores of the options.
         value: quantity to compare: goodput, or useful examples ``per`` unit of money.
         net: net gain of each option; -inf where it is not allowed.
         per: unit of ``value`` in words; empty for goodput.

@@ -61,7 +61,6 @@ class BatchChoice:
         unequal_shares: whether slow ranks get fewer examples of a step.
 
     Attributes:
-        plan: batch plan in use.
         balance: shares of the ranks.
         memory_bound: most examples of a pass that fit into memory, as far as is known; None: no
             pass has failed.
@@ -144,7 +143,6 @@ class BatchChoice:
         """Change to the plan with the most goodput if the gain is large enough.
 
         Args:
-            model: step-time model.
             noise_scale: gradient noise scale [examples].
             hosts, ranks: number of hosts and ranks that train together.
             slowness: slowness of steps with the shares decided on.

@@ -31,7 +31,6 @@ class Forecast:
         rate: price of the hosts [currency per hour]; None: not known.
         unknown: reason why nothing is predicted, if so; the fields below then have their defaults.
         seen: whether this number of slots on this number of hosts was timed.
-        global_batch_size, accumulation_steps: the batch plan.
         throughput: predicted throughput [examples/s].
         efficiency: statistical efficiency, in (0, 1].
         goodput: product of the two [useful examples/s].

@@ -132,8 +132,6 @@ class RankSpeeds:
     """Estimates the speeds of the ranks that train, from their compute times and shares.
 
     Attributes:
-        hosts: host of each rank.
-        unequal: whether shares may be unequal.
         fixed: fixed cost of a pass.
     """
 

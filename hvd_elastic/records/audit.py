@@ -112,7 +112,6 @@ class AuditResult:
 
     Attributes:
         examples: size of the dataset; 0 if it was not recorded.
-        epochs: audit of each epoch that was begun.
         steps: number of valid steps.
         repeated_steps: number of steps that a later generation repeated.
         voided_steps: number of steps undone by going back to a checkpoint.

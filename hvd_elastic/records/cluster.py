@@ -19,7 +19,6 @@ class JobRecord:
 
     Attributes:
         job: its number in the queue, as text.
-        name: its name.
         command: its command as a user would type it.
         priority: weight of the job relative to others.
         min_np, max_np: fewest and most slots; ``max_np`` None: no limit.
@@ -67,9 +66,6 @@ class Hold:
     """Slots of a job on a host over a time.
 
     Attributes:
-        job: the job.
-        host: the host.
-        slots: number of slots.
         begin_s, end_s: since when and until when [s].
     """
 
@@ -86,8 +82,6 @@ class JobDecision:
 
     Attributes:
         at_s: when [s].
-        job: the job.
-        before, after: its slots.
         reason: why, in words.
     """
 
@@ -103,9 +97,7 @@ class ClusterSummary:
     """Everything that the events tell about a cluster; times are seconds after the first event.
 
     Attributes:
-        name: name of the cluster.
         started, ended: times of the first and of the last event [Unix s]; None: there is none.
-        hosts: slots of each host now.
         jobs: all jobs, oldest first.
         holds: who held which slots, as far as it is over.
         waiting: number of jobs that wait over time, as (time [s], jobs).

@@ -105,9 +105,6 @@ class Checkpoint:
 
     Attributes:
         at_s: time after the start of the run [s].
-        step: step of its state.
-        path: path or URL.
-        size_bytes: size of all shards.
         seconds: time from the beginning of the write until it was verified [s].
         blocked_s: how long training was paused for it on the slowest rank [s]; None: unknown.
         not_finite: name of a weight in it that holds NaN or infinity; empty: none.
@@ -128,8 +125,6 @@ class SavedFile:
 
     Attributes:
         at_s: when it was in the run folder, after the start of the run [s].
-        step: step of training when it was saved.
-        size_bytes: its size.
     """
 
     at_s: float

@@ -205,9 +205,7 @@ def simulate(
     Args:
         trace: cluster, workload and changes.
         config: configuration of the controller; None: policy ``fixed``, with ``trace.np`` slots.
-        seed: seed of the jitter.
         with_best: whether to search the best possible goodput within the budget at each sample.
-        rule: makes the scaling rule.
 
     Raises:
         ValueError: the trace's limits leave no batch plan at all.

@@ -50,7 +50,6 @@ class Workload:
     Attributes:
         alpha_c, beta_c, alpha_r, beta_r, alpha_n, beta_n, gamma: parameters of the step time; see
             :class:`hvd_elastic.model.step_time.StepTimeModel`.
-        limits: limits of the batch plan.
         noise_scale: gradient noise scale at the start and after ``examples`` [examples]; its
             logarithm is linear in between.
         examples: number of useful examples of the whole training.
@@ -95,7 +94,6 @@ class Change:
         at_s: time of the change [s].
         link: new factor on the times of the all-reduce across hosts; None: as before.
         slow: new factors on the passes of hosts, by name.
-        add: hosts that are added.
         remove: names of hosts that are removed.
     """
 
@@ -112,7 +110,6 @@ class Trace:
 
     Attributes:
         hosts: hosts with their true slowness.
-        workload: the training.
         duration_s: virtual time to simulate [s].
         np: number of slots at the start.
         min_np, max_np: bounds of the number of slots; None: no upper bound.
@@ -325,7 +322,6 @@ class Cluster:
         """Return the wanted slots that exist, with free slots in place of missing ones.
 
         Args:
-            wanted: wanted slots.
             least: fewest slots to return, as far as there are any.
         """
         asked = dict(wanted.counts)

@@ -46,9 +46,6 @@ _ZOOM_BYTES = 64 << 20
 class LiveRun:
     """One run, whose events are read as they come; for several threads.
 
-    Args:
-        folder: folder of the run.
-
     Attributes:
         version: grows with every event that was read.
         lock: held while its summary is read or changed.
@@ -212,11 +209,7 @@ def _size_of(path: Path) -> int:
 
 
 class LiveComparison:
-    """Several runs over each other, whose events are read as they come; for several threads.
-
-    Args:
-        runs: the runs.
-    """
+    """Several runs over each other, whose events are read as they come; for several threads."""
 
     def __init__(self, runs: Sequence[LiveRun]) -> None:
         self._runs = runs

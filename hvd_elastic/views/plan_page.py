@@ -20,7 +20,6 @@ def render_plan(run_id: str, forecasts: Sequence[Forecast], notes: Sequence[str]
     """Return the page as HTML.
 
     Args:
-        run_id: id of the run that was measured.
         forecasts: forecasts by number of hosts.
         notes: sentences about the assumptions.
     """
@@ -168,7 +167,6 @@ def write_picture(page: str, path: Path, width: int, height: int) -> None:
 
     Args:
         page: page as HTML, without parts from elsewhere.
-        path: file to write.
         width, height: size of the picture [pixels].
 
     Raises:
@@ -205,7 +203,6 @@ def render_scaling(
     """Return the page as HTML.
 
     Args:
-        title: what was measured.
         result: the result as in its JSON file.
         tables: heading, and rows of text of each table, the first of which is its head.
     """

@@ -214,7 +214,6 @@ def wait_until_up(cluster: Path, started: Sequence[tuple[HostState, Holder]]) ->
     """Wait until the hosts' first processes are ready and their sshd accept connections.
 
     Args:
-        cluster: folder of the cluster.
         started: hosts and their first processes, whose pipes are closed.
     """
     for host, holder in started:

@@ -36,7 +36,6 @@ class HostState:
         name: host name and ssh alias, such as ``vc1-1``.
         index: number in its cluster, from 1; determines its address.
         address: IPv4 address.
-        port: port of its sshd.
         status: ``up``; ``cut``: its network cable is disconnected; ``off``: it has crashed.
     """
 
@@ -52,7 +51,6 @@ class ClusterState:
     """A virtual cluster.
 
     Attributes:
-        name: name of the cluster and of its folder.
         backend: ``netns``, or ``loopback`` without root.
         slots: number of slots of each host.
         user: user as whom ssh logs in.

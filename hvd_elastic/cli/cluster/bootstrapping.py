@@ -36,7 +36,6 @@ def accept_host_keys(
     """Show the unknown keys of the hosts, ask once, and accept them.
 
     Args:
-        chosen: the shared options.
         yes: whether to accept without asking.
         also: a further action that the answer is about, such as "let …"; with it, the question is
             asked even if all keys are known.

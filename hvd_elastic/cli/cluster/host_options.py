@@ -31,14 +31,9 @@ class HostOptions:
     """The options, and what they come to.
 
     Attributes:
-        hostfile: path of the hostfile.
         fanout: number of hosts to work on at the same time.
-        only_hosts, exclude_hosts: selection of the hosts.
-        dry_run: whether to show only what would be done.
         as_json: whether to print JSON lines instead of text.
-        verbose: whether to print more.
         hosts: selected hosts, in the order of the hostfile.
-        ssh: options of the connections.
     """
 
     hostfile: Annotated[

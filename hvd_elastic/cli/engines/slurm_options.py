@@ -172,7 +172,6 @@ def check_submission(asked: Submission, said: Mapping[str, str] | None = None) -
     """Check what is asked of Slurm.
 
     Args:
-        asked: what is asked.
         said: what the user has written for an option of sbatch, if not ``--sbatch`` or ``--time``.
 
     Raises:

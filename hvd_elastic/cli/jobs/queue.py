@@ -80,7 +80,6 @@ def queue_lines(jobs: Sequence[Job], now: float, columns: int | None) -> Iterato
     """Yield the lines of the queue: two for each job.
 
     Args:
-        jobs: the jobs.
         now: present time [Unix s].
         columns: width of the terminal, to which lines are cut; None: they are not.
     """
@@ -184,7 +183,6 @@ def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
     """Return what is known of a job: label and text of each row.
 
     Args:
-        job: the job.
         awaits: whether a job that it is to start after goes on.
         now: present time [Unix s].
     """

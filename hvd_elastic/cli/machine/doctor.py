@@ -82,7 +82,6 @@ class Finding:
 
     Attributes:
         name: name of the checked item.
-        health: severity.
         found: what was found, or why it does not work.
         mend: command or step that fixes it; empty if nothing needs to be done.
     """

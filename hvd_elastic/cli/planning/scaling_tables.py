@@ -76,7 +76,6 @@ class LiveTable:
         """Show the throughput of a size.
 
         Args:
-            slots: its number of slots.
             per_s: throughput [examples/s], so far if it is still being measured.
             noise: half of its 95 % interval, relative; None: it is still being measured.
         """

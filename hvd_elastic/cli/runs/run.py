@@ -41,8 +41,6 @@ def lead(
     """Lead a run to its end; return the exit status.
 
     Args:
-        spec: specification of the run.
-        folder: run folder.
         resumed: whether the run had a leader before.
         as_json: print every event as a JSON line.
         forget: remove the folder if another leader leads the run and this one started nothing.
@@ -110,8 +108,6 @@ def begin_leader(
     """Fork a leader from a daemon; return its process id.
 
     Args:
-        spec: specification of the run.
-        folder: run folder.
         environment: environment of the leader, which passes it on to the workers.
         resumed: whether the run had a leader before.
     """

@@ -187,7 +187,6 @@ class DialledHosts:
         """Wait until there are hosts with enough slots.
 
         Args:
-            slots: number of slots to wait for.
             check: called now and then; raises an error if no more hosts are to come.
             calm_s: time without a new host after which ``least`` slots are enough [s].
             least: number of slots.

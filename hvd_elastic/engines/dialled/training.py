@@ -119,10 +119,8 @@ def train(
     An elastic task is a run with a run folder. Any other one has fixed ranks.
 
     Args:
-        task: what to run.
         sizes: numbers of processes.
         address: address of this machine by which the hosts reach it.
-        engine: name of the engine.
         acquire: has the engine give hosts.
         options: some of :data:`OPTIONS`, for an elastic run.
         files: open files that each host gets into its folder before it is used, by name.

@@ -87,7 +87,6 @@ class Allocation:
     """An allocation of Slurm.
 
     Attributes:
-        job_id: number of the job.
         hosts: its nodes with their slots, in Slurm's order.
         left_s: time until its limit, when it was looked at [s].
         gres: what the job has on each node of its generic resources, such as ``gpu:2``.
@@ -159,7 +158,6 @@ def gres_of_nodes(job_id: str, ask: Callable[..., str] = call) -> dict[str, str]
     a step cannot ask for it otherwise. Nodes that have none are left out.
 
     Args:
-        job_id: number of the job.
         ask: calls one of Slurm's commands.
 
     Raises:
@@ -232,7 +230,6 @@ def slots_of_nodes(environment: Mapping[str, str], gpus: Sequence[int]) -> list[
 
     Args:
         environment: variables that Slurm has set.
-        gpus: number of GPUs on each node.
 
     Raises:
         RunError: the variables of Slurm do not fit each other, or only some nodes have GPUs.

@@ -177,7 +177,6 @@ class Submission:
     """How a run is submitted to Slurm.
 
     Attributes:
-        run_id: name of the run.
         least, most: fewest and most nodes. The first allocation has the fewest, each further one
             has a single node.
         slots_per_node: number of processes on each node.
@@ -189,7 +188,6 @@ class Submission:
         sbatch: further options for sbatch.
         folder: folder for the output of the batch scripts.
         cwd: folder in which they start.
-        python: interpreter.
         home: HVD_ELASTIC_HOME of the run, which all nodes see.
     """
 

@@ -164,8 +164,6 @@ class SrunConnection(ProgramConnection):
     """A node of an allocation: each command is a step of the job.
 
     Args:
-        host: the node.
-        job_id: number of the job.
         seen: file of this machine with a content of its own, by which to find out whether the node
             sees the same files.
         gres: what the job has on the node of its generic resources, such as ``gpu:2``.

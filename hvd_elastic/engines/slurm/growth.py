@@ -26,7 +26,6 @@ def queue_of(name: str, script: Path, ask: Callable[..., str] = call) -> list[Gr
     The script tells a run from others of the same name, which have another home.
 
     Args:
-        name: name of the jobs.
         script: path of their script, as sbatch was given it.
         ask: calls one of Slurm's commands.
 

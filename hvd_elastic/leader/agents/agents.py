@@ -33,10 +33,6 @@ class EntryRelay:
     A rank stores one value, its addresses for each other rank: all values together grow with the
     square of the world. So in a large world each host is sent the parts that its own ranks read,
     once all values are there, since no rank can go on before.
-
-    Args:
-        generation: its number.
-        members: its members, by rank.
     """
 
     def __init__(self, generation: int, members: Sequence[Member]) -> None:
@@ -51,7 +47,6 @@ class EntryRelay:
         """Yield the messages to send now, each with its host.
 
         Args:
-            entry: entry of a rank.
             origin: host of that rank.
 
         Raises:
@@ -114,7 +109,6 @@ class Agents:
     """Holds the connections to all agents of a run.
 
     Args:
-        spec: specification of the run.
         environment: variables for the workers, passed on through the agents' stdin.
         post: called with a connection and each message of its agent, from other threads.
         engine: what owns the hosts; None: they are reached over ssh.
@@ -165,7 +159,6 @@ class Agents:
         Args:
             name: name of the host, which may have been removed from the hostfile.
             hosts: hosts of the hostfile by name.
-            led: identity of this leader.
             take_over: whether workers of an earlier leader are kept; otherwise they are ended.
         """
         host, spec = hosts.get(name) or Host(name, slots=1), self._spec
@@ -235,7 +228,6 @@ class Agents:
         """Send an entry of the rendezvous of a generation to the hosts of its other members.
 
         Args:
-            entry: the entry.
             origin: host that it comes from.
             members: members of the generation, by rank.
         """

@@ -239,7 +239,6 @@ class AgentConnection:
     sends an invalid message counts as ended.
 
     Args:
-        host: host of the agent.
         connect: returns a connection to the host, or raises SshError; may block.
         python: path of the interpreter on that host.
         hello: first message to the agent, with what it needs to know about the run.

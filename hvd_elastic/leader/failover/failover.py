@@ -86,7 +86,6 @@ class Takeover:
         """Note that the agent of ``host`` answered.
 
         Args:
-            host: name of the host.
             held: what the agent holds of the run; None if it was newly started.
         """
         self._open.discard(host)
@@ -219,7 +218,6 @@ class Failover:
         """Begin a takeover: start agents and ask them what they still hold of the run.
 
         Args:
-            past: summary of the run so far.
             wait_s: how long to wait for the answers [s].
             patient: whether unreachable hosts are tried again during that time.
             unwritable: why checkpoints cannot be written; None: they can.

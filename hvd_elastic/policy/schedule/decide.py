@@ -98,7 +98,6 @@ def decide(
         jobs: jobs that run or wait.
         hosts: hosts that may be used, in the order of the hostfile.
         now: current time [s].
-        weights: weights of the objective.
 
     Source: Sia, SOSP 2023 (integer program, discount of a restart); Tiresias, NSDI 2019 (attained
     service); Berg et al., SIGMETRICS 2020 (heSRPT: short jobs first, but not alone).
@@ -144,11 +143,9 @@ class _Cluster:
     """What the decision about each job needs to know of the hosts.
 
     Attributes:
-        names: names of the hosts.
         capacity: number of their slots.
         boundaries: numbers of slots that whole hosts have, the fullest first.
         parts: numbers of slots of a part of a host.
-        slowness: slowness of each host.
     """
 
     def __init__(self, hosts: Sequence[HostSlots]) -> None:
@@ -181,7 +178,6 @@ class _Scored:
 
     Attributes:
         sizes: numbers of slots, the first of which is 0.
-        values: worth of each.
         gains: worth of the speed alone.
         lost: part of the training that a rescale costs, with its present number of slots.
     """
@@ -228,7 +224,6 @@ def speedups(job: Job, sizes: np.ndarray) -> np.ndarray:
     """Return the goodput of numbers of slots relative to one slot; linear where it is unknown.
 
     Args:
-        job: the job.
         sizes: numbers of slots, which need not be whole.
     """
     if job.goodput is None:
@@ -292,7 +287,6 @@ def _speed_words(job: Job, slots: int, rate: float) -> str:
 
     Args:
         job: the job, whose goodput is known.
-        slots: its slots.
         rate: their speed relative to that of one slot.
     """
     base = 1

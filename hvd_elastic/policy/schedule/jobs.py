@@ -16,8 +16,6 @@ class HostSlots:
     """A host of the cluster.
 
     Attributes:
-        name: its name.
-        slots: number of its slots.
         slowness: time of a pass relative to a reference host.
     """
 
@@ -31,7 +29,6 @@ class Job:
     """What the scheduler knows of a job.
 
     Attributes:
-        name: its name.
         submitted_s: when it was submitted [s, on the clock of ``now``].
         goodput: goodput by number of slots on as few hosts as possible, shape (most + 1,), any
             unit; ``goodput[0]`` is 0. None: nothing was measured yet.

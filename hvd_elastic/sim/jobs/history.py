@@ -38,7 +38,6 @@ class PastJob:
     """A job that has succeeded, and how fast it is.
 
     Attributes:
-        name: its number and name.
         submitted_s: when it was submitted [s].
         took_s: time from then to its end [s].
         examples: useful examples that it took.
@@ -72,8 +71,6 @@ class History:
     """The past of a cluster.
 
     Attributes:
-        jobs: jobs that have succeeded.
-        hosts: hosts of the cluster, as they are now.
         left_out: number of other jobs, whose length is not known.
     """
 
@@ -125,7 +122,6 @@ def simulate_history(
 
     Args:
         history: the past of a cluster.
-        hosts: the hosts.
         interval_s: time between decisions [s]; None: 1 to 10 s, less for a shorter past. A real
             queue decides when a job comes or ends.
         rescale_s: pause of a rescale [s]; None: the median of those measured.
@@ -150,12 +146,7 @@ def simulate_history(
 
 
 class _RepeatedJob(JobInTime):
-    """A past job that runs again.
-
-    Args:
-        past: the job.
-        hosts: hosts of the cluster.
-    """
+    """A past job that runs again."""
 
     def __init__(self, past: PastJob, hosts: Sequence[HostSlots]) -> None:
         super().__init__(past.name, past.submitted_s)
@@ -232,7 +223,6 @@ def _past_job(job: JobRecord, cluster_began: float) -> PastJob:
     """Return a job with what its runs have measured.
 
     Args:
-        job: the job.
         cluster_began: time from which those of the job count [Unix s].
     """
     speed: Evidence | None = None
@@ -279,7 +269,6 @@ def _speeds(past: PastJob, sizes: Sequence[int]) -> tuple[np.ndarray, float]:
     """Return the goodput by number of slots, and the length of the job in the same unit.
 
     Args:
-        past: the job.
         sizes: slots of the hosts, the largest first.
     """
     capacity = sum(sizes)

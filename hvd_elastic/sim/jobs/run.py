@@ -20,7 +20,6 @@ class JobInTime(ABC):
     """A job in virtual time, and what a policy may read of it.
 
     Args:
-        name: its name.
         submitted_s: when it is submitted [s].
 
     Attributes:
@@ -29,10 +28,8 @@ class JobInTime(ABC):
             live there [s]).
         noise: relative error of the goodput that a policy reads.
         finished_s: when it finished [s]; None: it has not.
-        attained_slot_s: slots times seconds that it has had.
         rescales: number of changes of its slots after the first.
         priority: weight relative to other jobs.
-        min_slots: fewest slots.
     """
 
     def __init__(self, name: str, submitted_s: float) -> None:
@@ -155,7 +152,6 @@ class Change:
 
     Attributes:
         at_s: when [s].
-        job: its name.
         hosts: its slots on each host afterwards.
         reason: the policy's reason.
     """
@@ -232,7 +228,6 @@ def run_jobs(
     """Return what happens to jobs.
 
     Args:
-        jobs: the jobs.
         decide: slots of the jobs that are submitted and not finished, at a time [s].
         interval_s: time between decisions [s].
         rescale_s: pause of a job when its slots change [s].
