@@ -96,9 +96,6 @@ class Caller:
 def listen_for_successors(spool: Path) -> socket.socket:
     """Return the socket on which the next agent process of this run and host finds this one.
 
-    Args:
-        spool: folder of the run on this host.
-
     Raises:
         RunError: an agent of the run listens already, which was started at the same time.
         StrangerError: the folder is not this user's alone.
@@ -174,7 +171,6 @@ def call_predecessor(
     Blocks; nothing else runs in this process yet.
 
     Args:
-        spool: folder of the run on this host.
         hello: first message of the leader; ``take_over`` says whether an old agent shall continue.
         rest: bytes read from the leader after that message.
         output: descriptor of this process's pipe to the leader.

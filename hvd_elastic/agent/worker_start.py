@@ -32,7 +32,6 @@ class WorkerStart:
 
     Attributes:
         command: path of the program, and arguments.
-        cwd: working directory.
         variables: environment, which ends with :data:`OWN_VARIABLES`.
     """
 
@@ -102,8 +101,6 @@ def start_process(
 
     Args:
         command: path of the program, and arguments.
-        cwd: working directory.
-        stdin, output: descriptors of its standard input and output.
         errors: descriptor of its standard error; None: ``output``.
 
     Returns:

@@ -134,7 +134,6 @@ class Workers:
 
     Args:
         hello: first message of the leader; a new leader replaces it.
-        spool: folder to which workers write checkpoints.
         interface: network interface for the ring; None lets Gloo and NCCL choose.
         tell: called with messages that must reach the leader.
         has_room: returns whether output is read on. Else workers wait where they print, so that
@@ -445,7 +444,6 @@ class Workers:
 
         Args:
             code: its exit status; below 0: the signal that ended it.
-            out_of_memory: whether the kernel has killed it for lack of memory.
         """
         # Its last messages and output must be sent before the report of its end.
         for _ in range(64):

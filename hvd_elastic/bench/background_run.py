@@ -33,7 +33,6 @@ class BackgroundRun:
     """A run without checkpoints, for the length of a block.
 
     Args:
-        slots: number of workers at first.
         options: further options of ``hvd-elastic run``.
         name: what it is called in messages.
         advice: what to do if training ends before it was measured.

@@ -38,7 +38,6 @@ def refuse_too_large(
 
     Args:
         model: name of the model, for the message.
-        batch_size: number of examples.
         is_too_large: whether an error means that memory was short.
         ranks: number of ranks that share the memory of this host; None: memory of a GPU.
 

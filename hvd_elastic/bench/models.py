@@ -22,7 +22,6 @@ class Bottleneck(nn.Module):
     """Residual block of a 1x1, a 3x3 and a 1x1 convolution.
 
     Args:
-        channels: number of input channels.
         width: number of channels of the 3x3 convolution; the block returns four times as many.
         stride: stride of the 3x3 convolution.
     """
@@ -139,10 +138,7 @@ class GPT2(nn.Module):
     """GPT-2; the defaults are its smallest size, with 124,439,808 parameters.
 
     Args:
-        vocabulary: number of tokens of the vocabulary.
         context: largest number of tokens in a sequence.
-        layers: number of blocks.
-        heads: number of attention heads of a block.
         width: size of a token's vector.
     """
 

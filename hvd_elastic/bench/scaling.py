@@ -136,13 +136,11 @@ class Scaling:
     """Result of the benchmark.
 
     Attributes:
-        parameters: number of parameters of the model.
         sizes: measured sizes, the smallest first.
         predicted: further sizes.
         unknown: sizes that cannot be predicted, and why.
         check: largest measured size, and the ratio of its predicted to its measured throughput if
             it is predicted from the others; None: fewer than three sizes.
-        words: what ate the efficiency.
         conditions: time, hosts and versions.
     """
 
@@ -336,11 +334,7 @@ def gradient_words(parameters: int) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """Time and cost of a training at one size.
-
-    Attributes:
-        hours: time of the whole training.
-    """
+    """Time and cost of a training at one size."""
 
     slots: int
     measured: bool
@@ -354,7 +348,6 @@ def costs(scaling: Scaling, examples: int, epochs: float) -> list[Cost]:
 
     Args:
         scaling: result of the benchmark.
-        examples: number of examples of an epoch.
     """
     found = []
     every: list[Size | Predicted] = [*scaling.sizes, *scaling.predicted]

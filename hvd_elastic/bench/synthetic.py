@@ -48,7 +48,6 @@ def measure_synthetic(
         sizes: numbers of slots.
         seconds: time to measure each size for [s].
         options: further options of ``hvd-elastic run``.
-        progress: is told how it goes on.
 
     Raises:
         UsageError: a size is above the slots of the hostfile, or some hosts only have a price.

@@ -109,7 +109,6 @@ class Callbacks:
 
     Attributes:
         post: schedules a call in the leader's loop.
-        emit, warn: record an event or a warning.
         on_idle: called after each attempt, unless another one begins at once.
     """
 

@@ -90,9 +90,7 @@ class Header:
     Attributes:
         tensors: descriptions of the tensors, in the order of their data.
         progress: point in training: ``step``, ``epoch``, ``position``, ``examples`` and others.
-        world: number of ranks that trained.
         frontend: name of the framework that wrote it, such as ``torch``.
-        library: version of this package that wrote it.
         values: encoded values that are not tensors; see :func:`decode_values`.
     """
 

@@ -250,7 +250,6 @@ def check_owner(found: Iterable[CheckpointInfo], place: str, run_id: str | None)
     """Check that a place holds no checkpoints of another run.
 
     Args:
-        place: the folder or URL, for messages.
         run_id: run that is to use the place; None: a new run, which cannot have any there.
 
     Raises:
@@ -311,7 +310,6 @@ def is_outdated(
     perhaps because they are damaged, and they must not displace checkpoints known to be valid.
 
     Args:
-        keep: number of checkpoints to keep.
         latest: the checkpoint that was written last.
     """
     earlier = [info for info in present if info.step <= latest.step]

@@ -21,7 +21,6 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
     """Fetches the saved files of one run.
 
     Args:
-        folder: folder of the run in which users find the files.
         life: returns the id of this leader's term.
         agents: returns the connections of the hosts that can be used now.
     """

@@ -130,7 +130,6 @@ class Content(ABC):
         ScriptError: a value cannot be put into a checkpoint; names its place and its type.
 
     Attributes:
-        frontend: name of the framework.
         values: values that are not tensors, encoded by
             :func:`~hvd_elastic.checkpoint.header.encode_values`; they refer to tensors by name.
         stream: tensors that are the same on all ranks, in the order of the stream.
@@ -296,8 +295,6 @@ def new_shard(
     """Return the shard that a rank has to write; None if it writes none.
 
     Args:
-        content: state to write.
-        progress: its point in training.
         rank, size: rank among the ranks that write, and their number.
         generation, life: generation, and leader term that numbers it.
         world: number of ranks that train, if it differs from ``size``.

@@ -87,8 +87,6 @@ class ShardWriter:
         """Start to copy and write a shard of the current state.
 
         Args:
-            content: current state.
-            progress: its point in training.
             shard: part of the state to write.
             lasting: indices of tensors that do not change before :meth:`settle`; all others are
                 copied before this method returns.

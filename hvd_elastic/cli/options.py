@@ -170,7 +170,6 @@ def parse_whole_number(
     Args:
         name: name of the option or argument, for the message.
         value: text, or a default that is a number already.
-        least: smallest valid number.
         instead: further valid values in words, for the message.
         most: largest valid number; None: any.
 

@@ -141,8 +141,6 @@ class Outbox:
     """Holds commands in the order they were sent; commands after Finish are dropped.
 
     Attributes:
-        closed: whether Finish was sent.
-        sent: number of commands so far.
         ordered: number of those that do not only record an event.
         wake_at: when the machine next needs to be called [s]; None: not at all.
     """

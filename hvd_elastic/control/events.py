@@ -33,7 +33,6 @@ class HostDraining:
     """A host will be lost or has to be vacated, so no worker is started on it any more.
 
     Args:
-        cause: the reason, as text.
         train_for_s: how long its workers may train on while replacements start [s]; None: there
             is no hurry, and the host is treated as if it had left the hostfile.
         leave_in_s: time until the host is lost, as announced [s]; None: not announced.
@@ -122,7 +121,6 @@ class FoundWorker:
         waiting: whether it has left that generation since, and waits for the next one.
         holds_state, step, state: whether its state is complete, and the state's step and order, as
             in :class:`WorkerBroken`.
-        finished: whether its training function returned.
         leaving: whether it was asked to leave, or killed.
         killed: why it was killed; empty: it was not.
     """
@@ -204,7 +202,6 @@ class WorkerBroken:
         generation: generation that broke, or that it skipped because it was aborted.
         step: number of optimizer steps in its state; -1: it holds no complete state, because the
             synchronization was interrupted or it never had one.
-        cause: text for the log.
         state: orders states of the same step; the higher is the newer.
     """
 

@@ -80,7 +80,6 @@ class Generation:
         broken: why it broke; empty: it continues, or was held on purpose.
         member_lost: whether a member died, which explains why it broke.
         crashed: whether one was ended by what its own code did.
-        out_of_memory: whether the kernel killed it for lack of memory.
         losses: what happened to lost members, by slot.
     """
 
@@ -99,7 +98,6 @@ class RunMachine:
     """Decides what a run does next.
 
     Args:
-        config: limits and timeouts.
         has_checkpoint: whether a checkpoint may exist already, as in a resumed run.
     """
 

@@ -19,7 +19,6 @@ class Plan:
     """Holds the slots that should have a worker.
 
     Args:
-        config: limits of the run.
         fleet: knows which slots can be used, and starts the missing workers.
 
     Attributes:
@@ -103,10 +102,7 @@ class Candidates:
     """The workers that could be announced next.
 
     Args:
-        out: is told when to look again.
-        config: limits and timeouts of the run.
         plan: slots that should hold a worker.
-        fleet: workers that exist.
     """
 
     def __init__(self, out: Outbox, config: MachineConfig, plan: Plan, fleet: Fleet) -> None:
@@ -210,9 +206,7 @@ class WaitingReport:
     """Emits ``waiting`` events.
 
     Args:
-        config: limits and timeouts of the run.
         plan: slots that should hold a worker.
-        fleet: agents and workers that exist.
 
     Attributes:
         saved_step: step of the checkpoint that has the state of workers that had to go; None: none

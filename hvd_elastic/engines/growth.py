@@ -124,7 +124,6 @@ class Growth:
     back, and the next one is asked for after a pause, which doubles each time.
 
     Args:
-        owner: owns the machines.
         limits: how far the run grows.
         tell: called with what is done, in words.
     """
@@ -308,8 +307,6 @@ def growing(growth: Growth, folder: RunFolder, warn: Callable[[str], None]) -> I
     """Have a run grow until the end of the block.
 
     Args:
-        growth: what asks for hosts.
-        folder: folder of the run, whose events it follows.
         warn: called once with each reason for which it cannot grow for now.
     """
     follower = folder.follow_events()

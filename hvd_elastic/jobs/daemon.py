@@ -78,7 +78,6 @@ class Daemon:
         place: folder of the cluster, whose lock the caller holds.
         hostfile: the cluster's hostfile; it is read again whenever it is saved.
         ssh_config: ssh configuration of the cluster; None: the user's own.
-        begin_leader: starts the leader of a run in a process of its own.
         policy: decides which job has how many slots.
 
     Raises:

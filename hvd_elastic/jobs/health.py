@@ -79,9 +79,7 @@ class HostHealth:
         """Note that a run has lost a host.
 
         Args:
-            cause: why, in words.
             now: time [s].
-            python: interpreter of the run.
             is_suspicion: whether the job may be at fault as well; the host is tried at once, and
                 counts as lost if that fails.
         """

@@ -30,7 +30,6 @@ class Claim:
 
     Attributes:
         occupied: slots in which processes of its run live.
-        min_slots: fewest slots with which it trains.
     """
 
     wanted: Slots

@@ -108,7 +108,6 @@ class Job:
     """A job of the queue.
 
     Attributes:
-        number: number of the job, unique in its cluster.
         reason: why it waits, or holds the slots that it holds, in words.
         message: how it ended; empty: it has not.
         submitted_at, queued_at, started_at, ended_at: times [Unix s]; None: not yet.
@@ -116,7 +115,6 @@ class Job:
             present or last attempt started.
         eta: when it is expected to start, or to end if it runs [Unix s]; None: not known.
         attempts: how often its run was started or resumed.
-        failures: how often it has failed.
         stop: why its run is being ended; None: it is not.
         held: slots on each host that its run may use.
         environment: number of its environment in the store; None: it was removed.
@@ -202,8 +200,6 @@ class Answer(msgspec.Struct):
     """The answer to a request.
 
     Attributes:
-        message: text for the user.
-        ok: whether the request was granted.
         jobs: numbers of the jobs that were added or changed.
     """
 

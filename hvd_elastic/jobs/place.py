@@ -29,8 +29,6 @@ class ClusterFolder:
 
     Attributes:
         path: the folder; only its owner can enter it.
-        events: what happened, as JSON lines.
-        log: output of a daemon in the background.
         hostfiles: folder with the hostfile of each job that holds slots.
     """
 

@@ -144,7 +144,6 @@ class Ending:
     Attributes:
         at: when [Unix s].
         status: ``succeeded``, ``failed`` or ``stopped``.
-        message: why, in words.
     """
 
     at: float

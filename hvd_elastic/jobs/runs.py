@@ -239,7 +239,6 @@ class Devices:
 
         Args:
             host: the host as in the cluster's hostfile; its ``devices`` are those that may be used.
-            slots: number of slots that the job holds there.
         """
         own = self._of.setdefault(job, {}).get(host.name, ())
         taken = {

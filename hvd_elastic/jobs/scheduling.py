@@ -126,7 +126,6 @@ def expected_starts(
         holders: expected end [s], None if it is not known, and fewest slots of each job that
             holds some.
         waiting: fewest slots of each waiting job, in their order.
-        capacity: slots of the cluster.
 
     >>> expected_starts([(50.0, 2), (20.0, 1), (None, 1)], [1, 1, 2], 4)
     [20.0, 50.0, None]

@@ -105,9 +105,7 @@ class Leader:
     Args:
         folder: run folder, whose lock the caller holds.
         environment: variables for the workers, passed on through the agents' stdin.
-        show: called with every event as it is recorded.
         show_output: called with (host, local rank, line) for each line that rank 0 prints.
-        resumed: whether the run had a leader before.
         engine: what owns the hosts; None: they are reached over ssh.
     """
 

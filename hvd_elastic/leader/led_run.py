@@ -31,12 +31,9 @@ class Journal:
     """Writes the events of a run, the examples that it read, and the output of rank 0.
 
     Args:
-        show: called with every event, to display it.
         show_output: called with (host, local rank, line) for each line that rank 0 prints.
-        audit: whether to record which examples were read.
 
     Attributes:
-        listeners: functions that are called with every event.
         recorded_step: last step whose examples are recorded; None: there is none.
     """
 
@@ -150,7 +147,6 @@ class TrainingProgress:
     """The progress of training as far as the leader knows it.
 
     Attributes:
-        reached: newest position that a worker reported.
         is_exact: whether training has not gone on from there, as far as is known: metrics come less
             often than steps, and who crashes tells nothing more.
         written: position of the newest checkpoint of which a worker has written its shard.
@@ -182,8 +178,6 @@ class LedRun:
         folder: run folder, whose lock this process holds.
         fence: identity of this leader, and whether it has to end for another one.
         journal: records events, readings of the data set, and the output of rank 0.
-        workers: place and log of each worker.
-        progress: how far training is.
     """
 
     spec: RunSpec

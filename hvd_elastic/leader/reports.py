@@ -34,12 +34,7 @@ from hvd_elastic.wire import messages as msg
 
 
 class Liveness:
-    """Watches the heartbeats of agents and workers.
-
-    Args:
-        run: what all parts of the leader share.
-        executor: is told what was found.
-    """
+    """Watches the heartbeats of agents and workers."""
 
     def __init__(self, run: LedRun, executor: Executor) -> None:
         self._run = run
@@ -136,11 +131,7 @@ class Reports:
     """Passes on what agents and workers report to whom it concerns.
 
     Args:
-        run: what all parts of the leader share.
-        executor: is told what has happened.
-        fetching: fetches what the workers have written.
         liveness: is told whose training has ended.
-        stopping: is told of checkpoints.
     """
 
     def __init__(

@@ -67,7 +67,6 @@ class RunSpec:
         python: path of the agents' interpreter, the same on every host.
         ssh_config: path of an ssh configuration file; None: the user's own.
         interface: network interface for the ring; None: it is detected.
-        audit: whether to record which examples were read.
         on_not_finite: what is done about a step whose gradients are not finite: ``skip``, ``stop``
             or ``ignore``.
         profile: rank of which a few steps are profiled; None: none.

@@ -23,7 +23,6 @@ class Workers:
     """Holds the workers that have not been seen to end, and their logs.
 
     Attributes:
-        places: (host, slot) by worker.
         failure_told: whether an error of the script was already reported; the other workers
             usually fail in the same way, and are not reported again.
         error: last line that the worker printed whose error was reported from its log.

@@ -47,7 +47,6 @@ def decide(
     """Decide which slots a run should use.
 
     Args:
-        snapshot: state of the run.
         now: monotonic time [s].
         objective: objective of the run; None: goodput.
         parameters: parameters of the policy; None: the defaults.
@@ -141,7 +140,6 @@ def compare_prediction(
     Args:
         then: snapshot that the decision was made by.
         now: present snapshot, on the slots that were decided on.
-        timed: present step time.
 
     Returns:
         The difference; None if at least four fifths of the prediction were measured.

@@ -57,11 +57,9 @@ class BatchChoice:
     """The batch plan and the shares of a run, and the rule that changes them.
 
     Args:
-        limits: limits set by the user.
         unequal_shares: whether slow ranks get fewer examples of a step.
 
     Attributes:
-        balance: shares of the ranks.
         memory_bound: most examples of a pass that fit into memory, as far as is known; None: no
             pass has failed.
         largest: largest global batch size used so far.

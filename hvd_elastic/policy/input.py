@@ -309,7 +309,6 @@ class ReaderChoice:
 
     Attributes:
         hosts: their names; empty: none of those offered is worth its price.
-        reason: why, in words.
     """
 
     hosts: tuple[str, ...]

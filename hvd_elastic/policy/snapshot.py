@@ -19,7 +19,6 @@ class HostOffer:
     """A host that may be used.
 
     Attributes:
-        slots: number of processes that it can hold.
         price: price of the whole host [currency per hour]; None: not known.
         slowness: time of a pass relative to the fastest host; 1 until measured.
         pinned: whether the user wants all its slots in use regardless of their gain.

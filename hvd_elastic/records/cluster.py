@@ -20,7 +20,6 @@ class JobRecord:
     Attributes:
         job: its number in the queue, as text.
         command: its command as a user would type it.
-        priority: weight of the job relative to others.
         min_np, max_np: fewest and most slots; ``max_np`` None: no limit.
         deadline: when it should be finished [Unix s]; None: no deadline.
         submitted_s: when it was submitted, after the first event of the cluster [s].
@@ -29,8 +28,6 @@ class JobRecord:
         status: ``queued``, ``running``, or how it has ended.
         message: what was said of its end, or why it went back to the queue.
         run_ids: its runs, oldest first.
-        held: slots that it holds now.
-        reason: why it has these slots, or waits.
         run_s: time during which it held slots [s].
         slot_s: slots times seconds that it held.
         requeues: how often it went back to the queue.
@@ -82,7 +79,6 @@ class JobDecision:
 
     Attributes:
         at_s: when [s].
-        reason: why, in words.
     """
 
     at_s: float

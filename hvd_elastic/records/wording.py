@@ -278,7 +278,6 @@ def run_state(
     """Return the state of a run as shown to users.
 
     Args:
-        status: status according to its events.
         until: time until which the hosts train on without a leader; None: they do not.
     """
     if status == "running":

@@ -103,7 +103,6 @@ class SimResult:
         done: number of useful examples.
         reached_s: time when all useful examples were done [s]; None: not within the trace.
         cost: cost of the hosts in use until then [currency].
-        rescales: number of rescales for any reason.
     """
 
     decisions: list[SimulatedDecision] = field(default_factory=list)
@@ -203,7 +202,6 @@ def simulate(
     """Simulate a run on a trace.
 
     Args:
-        trace: cluster, workload and changes.
         config: configuration of the controller; None: policy ``fixed``, with ``trace.np`` slots.
         with_best: whether to search the best possible goodput within the budget at each sample.
 

@@ -27,9 +27,6 @@ class StaticChoice:
     """A number of slots and a batch plan.
 
     Attributes:
-        slots: number of processes.
-        batch: global batch size.
-        accumulation_steps: number of extra passes.
         goodput: mean goodput [useful examples/s].
         rate: price of the hosts in use [currency per hour].
     """

@@ -111,7 +111,6 @@ class Trace:
     Attributes:
         hosts: hosts with their true slowness.
         duration_s: virtual time to simulate [s].
-        np: number of slots at the start.
         min_np, max_np: bounds of the number of slots; None: no upper bound.
         pause_s: typical pause of a rescale [s].
         jitter: relative standard deviation of measured step times, pauses and noise scales.
@@ -292,7 +291,6 @@ class Cluster:
     """Hosts and link at the present time; :meth:`advance` applies the changes of the trace.
 
     Attributes:
-        hosts: present hosts with their true slowness.
         link: factor on the times of the all-reduce across hosts.
     """
 

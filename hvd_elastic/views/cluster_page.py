@@ -125,7 +125,6 @@ class _Lanes:
     """The slots of a host, one above the other, so that a job stays where it is.
 
     Attributes:
-        slots: number of slots that the host has had at most.
         free: since when each is free [s].
     """
 

@@ -47,7 +47,6 @@ class LiveRun:
     """One run, whose events are read as they come; for several threads.
 
     Attributes:
-        version: grows with every event that was read.
         lock: held while its summary is read or changed.
     """
 

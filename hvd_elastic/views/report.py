@@ -104,7 +104,6 @@ def render_report(
     """Return the report as HTML.
 
     Args:
-        summary: summary of the run's events.
         asked: contents of run.json, for the command of the run.
     """
     parts, data = report_parts(summary, audit, asked=asked)
@@ -122,7 +121,6 @@ def report_parts(
     """Return the parts of the page as HTML by name, in their order, and the input of report.js.
 
     Args:
-        summary: summary of the run's events.
         asked: contents of run.json, for the command of the run.
         charts: the charts, as :func:`make_charts` has made them; None: make them.
     """

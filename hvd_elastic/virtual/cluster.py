@@ -71,7 +71,6 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
 
         Args:
             hosts: number of hosts, 1 to 250.
-            slots: number of slots of each host, for the hostfile.
             name: name of the cluster, whose hosts are ``<name>-1``, …; None takes the first free
                 one of vc1, vc2, ….
             rate: link rate of each host in each direction, such as ``1gbit``.

@@ -128,7 +128,6 @@ class Holder:
     Args:
         argv: command line.
         environment: complete environment of the process.
-        log: file for its standard error.
     """
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:

@@ -52,8 +52,6 @@ class ClusterState:
 
     Attributes:
         backend: ``netns``, or ``loopback`` without root.
-        slots: number of slots of each host.
-        user: user as whom ssh logs in.
         subnet: /24 network of the hosts; "" until one is chosen.
         rate_bits_per_s: link rate [bit/s], or None for no limit.
         cpus: CPU cores that each host may use, or None for no limit.

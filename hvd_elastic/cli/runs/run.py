@@ -41,8 +41,6 @@ def lead(
     """Lead a run to its end; return the exit status.
 
     Args:
-        resumed: whether the run had a leader before.
-        as_json: print every event as a JSON line.
         forget: remove the folder if another leader leads the run and this one started nothing.
         on_start: called at each event; the first call means that the run has begun.
         engine: has the hosts of the run, and is entered when this process has its lock; None: they
@@ -109,7 +107,6 @@ def begin_leader(
 
     Args:
         environment: environment of the leader, which passes it on to the workers.
-        resumed: whether the run had a leader before.
     """
     home = os.environ.get("HVD_ELASTIC_HOME")
 

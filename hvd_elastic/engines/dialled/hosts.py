@@ -38,7 +38,6 @@ class HostProcess:
         invitation: of :class:`hvd_elastic.hosts.dialled.DialIn`; it goes through a pipe.
         name: name to propose for the host, such as its address; the leader adds a number if another
             host has it.
-        slots: number of processes that the host can hold.
         env: variables for all that runs here, beside those of this process.
     """
 
@@ -189,7 +188,6 @@ class DialledHosts:
         Args:
             check: called now and then; raises an error if no more hosts are to come.
             calm_s: time without a new host after which ``least`` slots are enough [s].
-            least: number of slots.
 
         Raises:
             RunError: they have not come in time.

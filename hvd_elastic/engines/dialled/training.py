@@ -121,7 +121,6 @@ def train(
     Args:
         sizes: numbers of processes.
         address: address of this machine by which the hosts reach it.
-        acquire: has the engine give hosts.
         options: some of :data:`OPTIONS`, for an elastic run.
         files: open files that each host gets into its folder before it is used, by name.
 
@@ -180,7 +179,6 @@ def on_this_machine(slots: int, env: Mapping[str, str] | None = None) -> Acquire
     """Return what makes this machine the one host of a run.
 
     Args:
-        slots: number of processes that it can hold.
         env: variables for all that runs there, beside those of this process.
     """
 

@@ -187,7 +187,6 @@ class Submission:
             given back [s].
         sbatch: further options for sbatch.
         folder: folder for the output of the batch scripts.
-        cwd: folder in which they start.
         home: HVD_ELASTIC_HOME of the run, which all nodes see.
     """
 

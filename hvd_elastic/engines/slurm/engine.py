@@ -58,12 +58,7 @@ class SrunError(SshError):
 
 
 class SlurmEngine:
-    """The nodes of a run's allocations as its hosts.
-
-    Args:
-        folder: folder of the run, in which this class writes its hostfile.
-        allocation: the allocation that the run is led in.
-    """
+    """The nodes of a run's allocations as its hosts."""
 
     def __init__(self, folder: RunFolder, allocation: Allocation) -> None:
         self._folder = folder

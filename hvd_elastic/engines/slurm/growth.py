@@ -55,7 +55,6 @@ class SlurmOwner:
 
     Args:
         engine: receives the nodes of new allocations.
-        submission: how the run was submitted.
         call_slurm: calls one of Slurm's commands.
     """
 
@@ -133,7 +132,6 @@ def growing_engine(
 
     Args:
         folder: folder of the run, whose lock this process holds.
-        allocation: the allocation that the run is led in.
         submission, spec, tell: see :func:`growth_of`.
 
     Raises:

@@ -47,7 +47,6 @@ class Request:
     Attributes:
         hosts: number of tasks, each of which is a host.
         least: fewest of them that the run can begin with.
-        slots: processes of each host.
         use_gpu: whether they get the GPUs that Spark has assigned to the task, or none.
     """
 

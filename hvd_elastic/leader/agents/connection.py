@@ -55,7 +55,6 @@ class Incoming:
     """The messages of an agent, from its output.
 
     Args:
-        process: the agent's process, which errors name.
         told: what the agent was told, by which its hello is checked.
 
     Attributes:
@@ -240,10 +239,8 @@ class AgentConnection:
 
     Args:
         connect: returns a connection to the host, or raises SshError; may block.
-        python: path of the interpreter on that host.
         hello: first message to the agent, with what it needs to know about the run.
         post: called with this connection and each message of the agent, from other threads.
-        logins: held while this connection logs in.
         sender: sends what does not have to wait.
     """
 

@@ -40,11 +40,6 @@ class AgentProcess:
 
     Args:
         connect: returns a connection to the host, or raises SshError.
-        python: path of the interpreter on that host.
-        logins: held while this process logs in.
-
-    Attributes:
-        python: path of the interpreter that is used.
     """
 
     def __init__(

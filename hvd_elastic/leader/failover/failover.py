@@ -27,7 +27,6 @@ class Takeover:
 
     Args:
         hosts: names of the hosts in the hostfile.
-        past: summary of the run under its earlier leaders.
         np: number of processes that the user requests now.
         deadline: when to continue without the hosts that have not answered [monotonic s].
         patient: whether an unreachable host is tried again until then.
@@ -171,7 +170,6 @@ class Failover:
     """Takes a run over, and meets other leaders of the run.
 
     Args:
-        run: what all parts of the leader share.
         executor: starts agents; it is told how the run ends for this leader if it gives way.
         lead: called with what was found once the hosts have answered.
     """

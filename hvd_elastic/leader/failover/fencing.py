@@ -98,7 +98,6 @@ class Fence:
     this leader continues.
 
     Args:
-        place: folder or URL of the run's checkpoints.
         failure_timeout_s: silence after which an agent accepts another leader [s].
 
     Attributes:

@@ -20,7 +20,6 @@ def choose_options(
     Args:
         slots: for each job the whole numbers of slots of its options, one of them 0.
         values: for each job the values of its options; -inf: never chosen.
-        capacity: number of slots of the cluster.
 
     Raises:
         ValueError: a job has no option with 0 slots.
@@ -143,7 +142,6 @@ class _Cluster:
     """What the decision about each job needs to know of the hosts.
 
     Attributes:
-        capacity: number of their slots.
         boundaries: numbers of slots that whole hosts have, the fullest first.
         parts: numbers of slots of a part of a host.
     """
@@ -286,7 +284,6 @@ def _speed_words(job: Job, slots: int, rate: float) -> str:
     """Return how fast a job is with its slots; what was not measured is called expected.
 
     Args:
-        job: the job, whose goodput is known.
         rate: their speed relative to that of one slot.
     """
     base = 1

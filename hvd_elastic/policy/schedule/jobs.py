@@ -34,7 +34,6 @@ class Job:
             unit; ``goodput[0]`` is 0. None: nothing was measured yet.
         remaining: goodput seconds that are left, in the unit of ``goodput``: useful examples, if
             goodput is in useful examples per second. None: the job has not said how long it trains.
-        held: its present slots on each host.
         occupied: slots of each host in which its processes live or start, those included that it
             is leaving.
         attained_slot_s: slots times seconds that it has had.
@@ -95,7 +94,6 @@ class Assignment:
 
     Attributes:
         hosts: its slots on each host; empty: it waits.
-        reason: why, in words with numbers.
     """
 
     hosts: Allocation

@@ -21,7 +21,6 @@ class Wish:
     """What a job should get.
 
     Attributes:
-        held: its present slots on each host.
         worth: worth of one slot at full speed, relative to other jobs; only hosts of unequal
             speed need it.
         lost: part of its training that a move costs, over the time in which it has to pay off.

@@ -60,7 +60,6 @@ def place(
 
     Args:
         wanted: number of slots of some jobs.
-        reason: why, for all jobs.
     """
     wishes = {
         job.name: Wish(

@@ -40,11 +40,9 @@ class PastJob:
     Attributes:
         submitted_s: when it was submitted [s].
         took_s: time from then to its end [s].
-        examples: useful examples that it took.
         speed: what is measured of its run; None: too little, so more slots do not make it faster.
         batch: mean number of examples in a step.
         run_s: time that it held slots [s].
-        priority: weight relative to other jobs.
         min_slots, max_slots: fewest and most slots; ``max_slots`` None: no limit.
         rescale_s: pause of a rescale, as measured [s].
         start_s: time that it held slots before its first step and after its last [s].
@@ -121,7 +119,6 @@ def simulate_history(
     """Return what would have happened to the past jobs on some hosts.
 
     Args:
-        history: the past of a cluster.
         interval_s: time between decisions [s]; None: 1 to 10 s, less for a shorter past. A real
             queue decides when a job comes or ends.
         rescale_s: pause of a rescale [s]; None: the median of those measured.

@@ -23,13 +23,11 @@ class JobInTime(ABC):
         submitted_s: when it is submitted [s].
 
     Attributes:
-        held: its slots on each host.
         left: slots that it does not hold any more, as (host, slots, time until which its processes
             live there [s]).
         noise: relative error of the goodput that a policy reads.
         finished_s: when it finished [s]; None: it has not.
         rescales: number of changes of its slots after the first.
-        priority: weight relative to other jobs.
     """
 
     def __init__(self, name: str, submitted_s: float) -> None:
