@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.input.rate import RESULT_VARIABLE, SECONDS_VARIABLE, InputRate
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.run_events import ReadEvent, RescaleFinished, RunFinished
-from hvd_elastic.training.input.rate import RESULT_VARIABLE, SECONDS_VARIABLE, InputRate
 
 if TYPE_CHECKING:
     from typing_extensions import Self

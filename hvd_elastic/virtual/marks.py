@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hvd_elastic.errors import VirtualClusterError
-from hvd_elastic.hosts.programs.processes import (
+from hvd_elastic.programs.processes import (
     Process,
     all_processes,
     end_processes,

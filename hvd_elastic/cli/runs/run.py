@@ -20,7 +20,7 @@ from hvd_elastic.cli.options import command, given_options
 from hvd_elastic.cli.runs.run_options import RunOptions, check_ssh_config
 from hvd_elastic.engines.base import INSIDE
 from hvd_elastic.errors import UsageError
-from hvd_elastic.hosts.engine import Engine
+from hvd_elastic.hosts.connection import Engine
 from hvd_elastic.leader.resuming import Resumption
 from hvd_elastic.leader.spec import RunSpec, forwarded_environment
 from hvd_elastic.records.events import as_record

@@ -21,7 +21,7 @@ from typing import Any
 from hvd_elastic.engines.dialled.hosts import DialledHosts, HostProcess, last_error, missing_package
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count
-from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
+from hvd_elastic.programs.nvidia import ask_nvidia_smi
 
 _AGAIN_S = 2.0
 """Time until the job of a host that has failed is submitted again [s]."""
