@@ -13,9 +13,8 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.torch.input_source import LoaderSource
-from hvd_elastic.torch.plain_reading import PlainReading
+from hvd_elastic.torch.plain_reading import PlainReading, cuda_event
 from hvd_elastic.training.context import Context
 from hvd_elastic.training.data_order import Place
 from hvd_elastic.training.horovod_names import explain_arguments

@@ -21,18 +21,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule
+from hvd_elastic.torch.adaptation import AdaptiveRates, StepSampling
 from hvd_elastic.torch.batch_norm import synchronize_batch_norm
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy
-from hvd_elastic.torch.finite_check import GradientCheck, is_finite
-from hvd_elastic.torch.forward_watch import ForwardWatch
+from hvd_elastic.torch.finite_check import ForwardWatch, GradientCheck, is_finite
 from hvd_elastic.torch.gradient_buckets import Bucket
-from hvd_elastic.torch.left_gradients import LeftGradients
-from hvd_elastic.torch.rate_scaling import AdaptiveRates
 from hvd_elastic.torch.reductions import Reductions
 from hvd_elastic.torch.schedule import forgotten_schedulers
-from hvd_elastic.torch.step_sampling import StepSampling
-from hvd_elastic.torch.trained_parameters import TrainedParameters
+from hvd_elastic.torch.trained_parameters import LeftGradients, TrainedParameters
 from hvd_elastic.training import context
 from hvd_elastic.training.frontend import Averager
 from hvd_elastic.training.horovod_names import explain_arguments

@@ -16,9 +16,9 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from hvd_elastic.model.sharding import attribute_of
-from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.training.data_order import Place
 from hvd_elastic.training.input.skipped import Skipped, read_examples, shortened
+from hvd_elastic.training.planning.compute_times import DeviceEvent
 from hvd_elastic.training.worker import Worker
 
 
@@ -233,3 +233,11 @@ def _seed(seed: int, number: int) -> None:
     random.seed(seed + number)
     torch.manual_seed(seed + number)
     np.random.seed(torch_worker._generate_state(seed, number))
+
+
+def cuda_event() -> DeviceEvent | None:
+    """Return a new CUDA event with timing; None if PyTorch has not used a GPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    event: DeviceEvent = torch.cuda.Event(enable_timing=True)
+    return event
