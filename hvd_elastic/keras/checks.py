@@ -16,7 +16,7 @@ from hvd_elastic.frameworks import check_keras_model
 from hvd_elastic.tensorflow.data import ElasticDataset
 from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.tensorflow.variables import check_built, check_no_loss_scaling
-from hvd_elastic.training.planning.skipped_steps import ALL_FINITE, layer_words
+from hvd_elastic.worker.planning.skipped_steps import ALL_FINITE, layer_words
 
 
 def check_model(model: Any) -> None:

@@ -18,10 +18,10 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Adjustment, Rule, scaled_betas, scaled_epsilon
 from hvd_elastic.tensorflow.schedule import follows_progress
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.planning.rules import chosen_rule, whole_steps
-from hvd_elastic.training.planning.samples import MOMENT_STEPS, Samples
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
+from hvd_elastic.worker.planning.rules import chosen_rule, whole_steps
+from hvd_elastic.worker.planning.samples import MOMENT_STEPS, Samples
 
 
 class GradientStatistics:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from hvd_elastic.errors import ScriptError, SkippedExampleError
+from hvd_elastic.input.skipped import whole
 from hvd_elastic.tensorflow.collectives import TensorFlowCollectives, reason_of
 from hvd_elastic.tensorflow.content import load_checkpoint
 from hvd_elastic.tensorflow.data import DatasetSource
@@ -23,10 +24,9 @@ from hvd_elastic.tensorflow.optimizer import averager_of, tape_averager
 from hvd_elastic.tensorflow.saving import exported, load_model, write_object
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.tensorflow.variables import LiveVariable, keep_values, trainable_of, variables_of
-from hvd_elastic.training import context
-from hvd_elastic.training.frontend import Frontend
-from hvd_elastic.training.inference import Inference
-from hvd_elastic.training.input.skipped import whole
+from hvd_elastic.worker import context
+from hvd_elastic.worker.frontend import Frontend
+from hvd_elastic.worker.inference import Inference
 
 _WHERE = (
     "to the State: hvd.State(..., second_optimizer=second_optimizer). With model.fit it is an "

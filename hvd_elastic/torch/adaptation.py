@@ -12,9 +12,9 @@ from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.model.lr_rules import Rule, scaled_betas, scaled_epsilon
 from hvd_elastic.torch.gradient_buckets import Bucket
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.planning.rules import chosen_rule
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
+from hvd_elastic.worker.planning.rules import chosen_rule
 
 
 class StepSampling:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvd_elastic.training.planning.skipped_steps import ALL_FINITE, layer_words
+from hvd_elastic.worker.planning.skipped_steps import ALL_FINITE, layer_words
 
 _WHOLE = 1 << 12
 """Elements of a gradient up to which one rank looks at all of them; that takes less than 1 µs."""

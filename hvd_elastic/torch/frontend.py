@@ -18,6 +18,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import count
+from hvd_elastic.script.instances import instances_of
 from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.collectives import TorchCollectives, to_gather, to_reduce
 from hvd_elastic.torch.inference import TorchInference, exported
@@ -26,12 +27,11 @@ from hvd_elastic.torch.saving import write_object
 from hvd_elastic.torch.schedule import held_by
 from hvd_elastic.torch.state import State
 from hvd_elastic.torch.summed_losses import summed_losses_are_added
-from hvd_elastic.training import context
-from hvd_elastic.training.frontend import Averager, Frontend
-from hvd_elastic.training.generators import Generator
-from hvd_elastic.training.instances import instances_of
-from hvd_elastic.training.uncaught import script_line
-from hvd_elastic.training.worker import Worker
+from hvd_elastic.worker import context
+from hvd_elastic.worker.debugging.uncaught import script_line
+from hvd_elastic.worker.frontend import Averager, Frontend
+from hvd_elastic.worker.generators import Generator
+from hvd_elastic.worker.worker import Worker
 
 _KILLED = "DataLoader worker (pid {}) is killed by signal: Killed"
 """What PyTorch says of a process of a loader that was killed."""
@@ -131,7 +131,7 @@ class TorchFrontend(Frontend):
 
 
 class _TorchGenerator:
-    """A generator of a device; see :class:`hvd_elastic.training.generators.Generator`."""
+    """A generator of a device; see :class:`hvd_elastic.worker.generators.Generator`."""
 
     def __init__(self, of_device: Callable[[], torch.Generator]) -> None:
         self._of_device = of_device

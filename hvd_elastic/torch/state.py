@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.script.state import ScriptState, Stateful
 from hvd_elastic.torch.buffers import (
     MovingBuffers,
     give_own_memory,
@@ -34,9 +35,8 @@ from hvd_elastic.torch.forms import ModuleForms, lay_out
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.input_source import TensorPickler
 from hvd_elastic.torch.schedule import counting_schedules
-from hvd_elastic.training.frontend import Schedule, TrainedSums
-from hvd_elastic.training.replica_check import parameters_of_check
-from hvd_elastic.training.script_state import ScriptState, Stateful
+from hvd_elastic.worker.checks.replica_check import parameters_of_check
+from hvd_elastic.worker.frontend import Schedule, TrainedSums
 
 
 class State(ScriptState):
@@ -87,7 +87,7 @@ class State(ScriptState):
     # -- for the library -------------------------------------------------------------------
 
     def schedules(self) -> dict[str, Schedule]:
-        """See :class:`hvd_elastic.training.frontend.State`; includes forgotten schedulers."""
+        """See :class:`hvd_elastic.worker.frontend.State`; includes forgotten schedulers."""
         averagers: Any = self._context.worker.averagers
         forgotten = chain.from_iterable(averager.forgotten for averager in averagers)
         outside = {f"scheduler{number or ''}": item for number, item in enumerate(forgotten)}
@@ -311,7 +311,7 @@ _PIECES = 16
 def trained_sums(
     modules: Mapping[str, torch.nn.Module], signs: np.ndarray, number: int | None
 ) -> TrainedSums:
-    """See :meth:`~hvd_elastic.training.frontend.State.trained_sums`."""
+    """See :meth:`~hvd_elastic.worker.frontend.State.trained_sums`."""
     parameters = _parameters(modules)
     chosen = parameters_of_check(parameters, number)
     if number is None:
