@@ -69,11 +69,11 @@ def train(state):
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
-            may_die(step, "after")
             if worker.progress.step != begun:
                 told = [worker.generation, begun, worker.progress.step, hvd.rank(), NAME]
                 with (FOLDER / f"{NAME}.jsonl").open("a") as file:
                     file.write(json.dumps(told) + "\n")
+            may_die(step, "after")
 
 
 train(hvd.State(model=model, optimizer=optimizer))
