@@ -16,11 +16,11 @@ import torch
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import as_whole
+from hvd_elastic.script.horovod_names import explain_arguments
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy
 from hvd_elastic.torch.optimizer import GradientAverager, check_optimizer
-from hvd_elastic.training import context
-from hvd_elastic.training.horovod_names import explain_arguments
+from hvd_elastic.worker import context
 
 
 class LocalAverager(GradientAverager):

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 FOLDER = Path(sys.argv[1])
 KILLS = json.loads(os.environ.get("KILLS", "[]"))

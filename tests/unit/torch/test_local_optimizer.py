@@ -14,9 +14,9 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.optimizer import averager_of
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.step import Pass
-from tests.unit.training.test_rollback import Training
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.step import Pass
+from tests.unit.worker.test_rollback import Training
 
 EXAMPLES, BATCH = 20, 4
 Optimizer = torch.optim.Optimizer
