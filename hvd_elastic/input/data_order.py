@@ -233,6 +233,7 @@ class DataOrder:
                 "hvd.steps(20_000, loader)`; to read without training, as update_bn or an "
                 f"evaluation does, use {worker.frontend.other_loader}"
             )
+        context.refuse_open_period()
         loop = rollback.loop_begins(in_step=step.ahead is not None)
         if not loop:
             return
@@ -281,6 +282,8 @@ class DataOrder:
                             start=start,
                             skipped=self._within_epoch([each.dataset_index for each in skipped])
                             or (),
+                            ends_epoch=enough is None
+                            and following.start >= self._end(following.start),
                         )
                     )
                     yield batch
@@ -506,7 +509,7 @@ class DataOrder:
     def _warn_of_endless_step(self, context: Context) -> None:
         """Warn if a step of several batches goes on after a whole pass over the data."""
         worker, ahead = context.worker, context.step.ahead
-        if self._warned_endless or ahead is None:
+        if self._warned_endless or ahead is None or context.step.is_period:
             return
         read = ahead.examples - worker.progress.examples
         if read >= self._end(0):
