@@ -19,7 +19,7 @@ LEVELS = (
     {"sim", "wire", "records", "checkpoint", "hosts", "data"},
     {"agent", "leader", "communicator", "training"},
     {"torch", "tensorflow", "cluster", "jobs", "virtual", "views", "install"} | {"engines"},
-    {"keras", "lightning", "bench", "cli", "ray", "spark"},
+    {"keras", "lightning", "transformers", "bench", "cli", "ray", "spark"},
 )
 """Rooms, each of which may import those of lower levels, of its own level and nothing above."""
 
