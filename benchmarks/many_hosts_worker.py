@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.run_events import Metrics
-from hvd_elastic.training.agent_link import AgentLink
 from hvd_elastic.wire import messages as msg
+from hvd_elastic.worker.agent_link import AgentLink
 
 ADDRESS_BYTES = 136
 """Size of an address in Gloo: a ``sockaddr_storage``, most of it unset, and a number."""

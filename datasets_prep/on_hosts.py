@@ -55,11 +55,11 @@ def prepare_on_hosts(
     Raises:
         HvdElasticError: names the hosts that failed, and why.
     """
-    from hvd_elastic.cluster.copy.copying import Pulled, copy_to_hosts
-    from hvd_elastic.cluster.run.commands import run_on_hosts
     from hvd_elastic.hosts.hostfile import parse_hostfile
     from hvd_elastic.hosts.ssh import SshOptions
     from hvd_elastic.hosts.ssh_config import config_beside
+    from hvd_elastic.tools.copy.copying import Pulled, copy_to_hosts
+    from hvd_elastic.tools.run.commands import run_on_hosts
 
     hosts = parse_hostfile(hostfile).hosts
     options = SshOptions(config_beside(hostfile))

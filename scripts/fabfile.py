@@ -18,10 +18,10 @@ from fabric import task
 from fabric.exceptions import GroupException
 
 from hvd_elastic.cluster import HostGroup
-from hvd_elastic.cluster.check.health import check_cluster
-from hvd_elastic.cluster.kill import Target, kill_run
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.tools.check.health import check_cluster
+from hvd_elastic.tools.kill import Target, kill_run
 
 
 def hosts_of(hostfile: str) -> HostGroup:

@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from benchmarks.controller.workloads import INITIAL_BATCH, MAX_BATCH
 from hvd_elastic.model.goodput import nearest_plan
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
+from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 
 _EXAMPLES, _WIDTH, _HIDDEN, _CLASSES = 65536, 16, 32, 4
 _RATE = 1e-4

@@ -29,7 +29,7 @@ from benchmarks.testbed.marks import Lane, lanes, longest_gap, newcomer_step, st
 from benchmarks.testbed.raw_tcp import time_raw_tcp
 from hvd_elastic.agent.template.process import TITLE
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.hosts.programs.processes import read
+from hvd_elastic.programs.processes import read
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import iter_records
 

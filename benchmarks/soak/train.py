@@ -60,7 +60,7 @@ def train_on(options: argparse.Namespace) -> None:
 
     import hvd_elastic.torch as hvd
     from benchmarks.adaptive.workloads import digits_network
-    from hvd_elastic.training import context
+    from hvd_elastic.worker import context
 
     def load(name: str) -> list[torch.Tensor]:
         with np.load(options.data / f"{name}.npz") as arrays:

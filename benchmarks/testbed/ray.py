@@ -13,9 +13,9 @@ from unittest.mock import patch
 import psutil
 
 from benchmarks.testbed.launchers import OUR_PROGRAM
-from hvd_elastic.cluster.ray_nodes import ClusterRecord, RayCluster
-from hvd_elastic.hosts.programs.processes import environment
-from hvd_elastic.hosts.programs.ray_node import MARK
+from hvd_elastic.engines.ray.nodes import ClusterRecord, RayCluster
+from hvd_elastic.programs.processes import environment
+from hvd_elastic.programs.ray_node import MARK
 from hvd_elastic.virtual import VirtualCluster
 
 _LIMIT_S = 380.0

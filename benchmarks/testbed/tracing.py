@@ -44,7 +44,7 @@ PARTS = {
 def install(write: Write) -> None:
     """Record the parts of rescales in this process."""
     from hvd_elastic.communicator.ring import HorovodCommunicator
-    from hvd_elastic.training.agent_link import AgentLink
+    from hvd_elastic.worker.agent_link import AgentLink
 
     for owner, method, name in (
         (HorovodCommunicator, "stop", "stop"),
@@ -145,7 +145,7 @@ def install_steps(write: Write) -> None:
     from hvd_elastic.torch.gradient_statistics import GradientStatistics
     from hvd_elastic.torch.optimizer import GradientAverager
     from hvd_elastic.torch.state import State
-    from hvd_elastic.training.context import Context
+    from hvd_elastic.worker.context import Context
 
     parts = Parts()
     wrapped: list[tuple[Any, str, str]] = [

@@ -53,10 +53,10 @@ from hvd_elastic.agent.workers import Workers
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.errors import RunError, StrangerError
 from hvd_elastic.hosts.interfaces import interface_of, interfaces, own_address
-from hvd_elastic.hosts.programs.cores import usable_cores
-from hvd_elastic.hosts.programs.dial_back import PARENT_VARIABLE
-from hvd_elastic.hosts.programs.hold_command import become_subreaper
-from hvd_elastic.hosts.programs.processes import (
+from hvd_elastic.programs.cores import usable_cores
+from hvd_elastic.programs.dial_back import PARENT_VARIABLE
+from hvd_elastic.programs.hold_command import become_subreaper
+from hvd_elastic.programs.processes import (
     Process,
     all_processes,
     descendants,

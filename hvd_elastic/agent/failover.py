@@ -27,8 +27,8 @@ import msgspec
 from hvd_elastic.agent.spool import Spool
 from hvd_elastic.agent.workers import Worker, Workers
 from hvd_elastic.errors import RunError
-from hvd_elastic.hosts.peers import connect_own, peer_uid
 from hvd_elastic.own_files import socket_in
+from hvd_elastic.programs.peers import connect_own, peer_uid
 from hvd_elastic.records.process_lock import take_lock
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MessageDecoder, ProtocolError, encode

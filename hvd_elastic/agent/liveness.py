@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hvd_elastic.hosts.programs.processes import read_process
+from hvd_elastic.programs.processes import read_process
 
 _BEAT_DUE_S = 1.5  # a little more than the longest interval of heartbeats
 # Interval at which the processor time is read.

@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hvd_elastic.hosts.peers import loopback_peer_uid
+from hvd_elastic.programs.peers import loopback_peer_uid
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import decompress
 

@@ -9,7 +9,7 @@ import torch
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.bench.step_timer import PREFIX
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 _BYTES = 256 << 20
 """Bytes that the timed sums of a size have together, within the bounds of their number."""

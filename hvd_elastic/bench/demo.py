@@ -25,16 +25,16 @@ from rich.console import Console
 from rich.table import Table
 
 from hvd_elastic.bench.digits_data import write_digits
-from hvd_elastic.cluster.copy.copying import copy_to_hosts
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.hosts.hostfile import parse_hostfile
-from hvd_elastic.hosts.programs.processes import environment
 from hvd_elastic.hosts.ssh import SshOptions
+from hvd_elastic.programs.processes import environment
 from hvd_elastic.records.audit import AuditResult
 from hvd_elastic.records.run_folder import RunFolder, new_run_id
 from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.run_events import Metrics, RescaleFinished
+from hvd_elastic.tools.copy.copying import copy_to_hosts
 from hvd_elastic.views.report import write_report
 from hvd_elastic.virtual import VirtualCluster
 

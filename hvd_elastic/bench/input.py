@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_elastic.errors import RunError
-from hvd_elastic.training.input.rate import RESULT_VARIABLE, SECONDS_VARIABLE, InputRate
+from hvd_elastic.input.rate import RESULT_VARIABLE, SECONDS_VARIABLE, InputRate
 
 
 def measure_input(command: Sequence[str], seconds: float) -> InputRate:

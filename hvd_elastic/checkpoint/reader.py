@@ -185,7 +185,7 @@ class CheckpointReader:
         decode_opaque: Callable[[bytes], Sequence[Any]] = lambda _: (),
         name: str | None = None,
     ) -> dict[str, Any]:
-        """Read and return what :meth:`~hvd_elastic.training.frontend.State.load` takes.
+        """Read and return what :meth:`~hvd_elastic.worker.frontend.State.load` takes.
 
         That is ``objects`` (name → values by name), ``plain`` (name → value) and ``progress``.
 

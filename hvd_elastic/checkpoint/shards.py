@@ -32,8 +32,8 @@ from hvd_elastic.checkpoint.whole_files import (
     write_hashed,
     write_json,
 )
-from hvd_elastic.hosts.programs.file_hash import hash_of
 from hvd_elastic.json_text import parse_json
+from hvd_elastic.programs.file_hash import hash_of
 
 FORMAT = 4
 """Format of checkpoints."""

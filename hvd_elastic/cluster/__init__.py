@@ -1,20 +1,23 @@
-"""Cluster tools: run commands, copy, end processes and check on all hosts of a hostfile.
+"""Cluster tools for fabfiles and Python programs; the tools are in ``hvd_elastic.tools``.
 
-:class:`HostGroup` offers them as a ``fabric.Group``, for fabfiles and Python programs.
+Their modules can be imported from here too: ``from hvd_elastic.cluster.kill import kill_run``.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from hvd_elastic import tools
+
 if TYPE_CHECKING:
-    from hvd_elastic.cluster.host_group import HostConnection, HostGroup
+    from hvd_elastic.tools.host_group import HostConnection, HostGroup
 
 __all__ = ["HostConnection", "HostGroup"]
+__path__ = [*__path__, *tools.__path__]
 
 
 def __getattr__(name: str) -> Any:
     """Import Fabric only when one of these classes is used."""
     if name in __all__:
-        from hvd_elastic.cluster import host_group
+        from hvd_elastic.tools import host_group
 
         return getattr(host_group, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvd_elastic.errors import DataError
-from hvd_elastic.hosts.programs.file_hash import hash_of
+from hvd_elastic.programs.file_hash import hash_of
 
 _OTHERS = {
     stat.S_IFDIR: "a folder",

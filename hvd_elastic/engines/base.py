@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from hvd_elastic.hosts.engine import Engine
+from hvd_elastic.hosts.connection import Engine
 from hvd_elastic.hosts.hostfile import Hostfile
 from hvd_elastic.records.run_folder import RunFolder
 

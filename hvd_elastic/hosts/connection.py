@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.process import Command, RemoteProcess, Result, Sink, collect
@@ -148,3 +148,21 @@ def watched(connection: Connection, progress: Callable[[], int]) -> Iterator[Non
         yield
     finally:
         ended.set()
+
+
+class Engine(Protocol):
+    """A source of hosts, and a way to reach them.
+
+    The engine writes the hosts that it has to the hostfile of the run, and writes it again when
+    hosts come and go (a new file that replaces the old one); the leader reads it as any other.
+    """
+
+    def connect(self, host: Host) -> Connection:
+        """Return a connection to a host that the engine has written; may block.
+
+        Raises:
+            SshError: the host cannot be reached; its message says why.
+        """
+
+    def address_towards(self, hosts: list[Host]) -> str:
+        """Return the address by which ``hosts`` reach the machine of the leader."""

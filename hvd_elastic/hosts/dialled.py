@@ -1,6 +1,6 @@
 """Connections to hosts that cannot be logged in to, and that dial back to the leader instead.
 
-An engine starts :mod:`hvd_elastic.hosts.programs.dial_back` on each host that it gives, with an
+An engine starts :mod:`hvd_elastic.programs.dial_back` on each host that it gives, with an
 invitation of :class:`DialIn`. The link is TLS, on which both sides show the certificate of the run;
 the engine hands it over in the way in which it hands over secrets. Whoever connects without it gets
 no further than the handshake.
@@ -31,10 +31,10 @@ from hvd_elastic.hosts.process import (
     as_command,
     has_room,
 )
-from hvd_elastic.hosts.programs.accept_peers import accept_peers
-from hvd_elastic.hosts.programs.dial_back import CONTROL_PATIENCE_S
-from hvd_elastic.hosts.programs.secure_stream import PATIENCE_S, Kind, SecureStream
 from hvd_elastic.json_text import parse_json
+from hvd_elastic.programs.accept_peers import accept_peers
+from hvd_elastic.programs.dial_back import CONTROL_PATIENCE_S
+from hvd_elastic.programs.secure_stream import PATIENCE_S, Kind, SecureStream
 
 _START_S = 10.0
 """How long a host may take to open the connection of a command [s]."""

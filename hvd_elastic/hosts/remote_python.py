@@ -20,7 +20,7 @@ from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.process import CommandTimeoutError, RemoteProcess, collect
 from hvd_elastic.json_text import parse_json
 
-PROGRAMS = "hvd_elastic.hosts.programs"
+PROGRAMS = "hvd_elastic.programs"
 """Package of the programs that are sent to hosts."""
 
 FROM_NO_WORKING_FOLDER = "import sys; sys.path[:] = filter(None, sys.path); "

@@ -34,8 +34,6 @@ from hvd_elastic.frameworks import (
     install_command,
     version_of,
 )
-from hvd_elastic.hosts.programs.cores import usable_cores
-from hvd_elastic.hosts.programs.memory import usable_memory
 from hvd_elastic.install.cuda import (
     PIP_CUDA,
     assemble_toolkit,
@@ -65,6 +63,8 @@ from hvd_elastic.install.prerequisites import (
     missing,
 )
 from hvd_elastic.install.quiet import make_percentage, run_quietly
+from hvd_elastic.programs.cores import usable_cores
+from hvd_elastic.programs.memory import usable_memory
 from hvd_elastic.records.process_lock import lock_held
 
 PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")

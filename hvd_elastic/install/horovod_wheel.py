@@ -24,9 +24,9 @@ from typing import Any
 
 from hvd_elastic.errors import BuildError
 from hvd_elastic.frameworks import TITLES, tensorflow_version, version_of, why_no_tensorflow
-from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
 from hvd_elastic.install.cuda import find_nccl_header
 from hvd_elastic.install.prerequisites import find_program
+from hvd_elastic.programs.nvidia import ask_nvidia_smi
 
 HOROVOD_VERSION = "0.28.1"
 RECORD = "build.json"

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from hvd_elastic.errors import HvdElasticError, RunError, StrangerError
-from hvd_elastic.hosts.peers import connect_own, peer_uid
 from hvd_elastic.jobs.messages import Answer, Request
 from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.programs.peers import connect_own, peer_uid
 
 _LARGEST_BYTES = 256 * 1024 * 1024
 """Largest request; a submission of 10,000 jobs is far smaller."""

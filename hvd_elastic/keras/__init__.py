@@ -17,13 +17,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvd_elastic.frameworks import check_keras_backend, check_tensorflow
-from hvd_elastic.training.uncaught import tell_uncaught
+from hvd_elastic.worker.debugging.uncaught import tell_uncaught
 
 tell_uncaught()
 check_tensorflow()
 check_keras_backend()
 
 from hvd_elastic.keras.callback import ElasticCallback
+from hvd_elastic.script.horovod_names import missing_name
 from hvd_elastic.tensorflow import (
     DistributedOptimizer,
     allgather,
@@ -41,7 +42,6 @@ from hvd_elastic.tensorflow import (
     size,
     stop,
 )
-from hvd_elastic.training.horovod_names import missing_name
 
 __all__ = [
     "DistributedOptimizer",

@@ -21,6 +21,9 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.keras.checks import check_call, check_model, optimizers_of, takes_nothing
 from hvd_elastic.keras.first_layer import first_layer
 from hvd_elastic.keras.monitors import Monitors
+from hvd_elastic.script.run import stop
+from hvd_elastic.script.saving import save_again
+from hvd_elastic.script.session import Session
 from hvd_elastic.tensorflow.data import ElasticDataset
 from hvd_elastic.tensorflow.frontend import choose_optimizers, optimizers_watched, rehearse
 from hvd_elastic.tensorflow.losses import losses_watched
@@ -30,13 +33,10 @@ from hvd_elastic.tensorflow.variables import (
     keep_values,
     variable_of,
 )
-from hvd_elastic.training import context
-from hvd_elastic.training.elastic import stop
-from hvd_elastic.training.metrics import average_over_ranks
-from hvd_elastic.training.planning.batch_bounds import require_whole
-from hvd_elastic.training.progress import AFTER_LOOP, Phase
-from hvd_elastic.training.saving import save_again
-from hvd_elastic.training.session import Session
+from hvd_elastic.worker import context
+from hvd_elastic.worker.metrics import average_over_ranks
+from hvd_elastic.worker.planning.batch_bounds import require_whole
+from hvd_elastic.worker.progress import AFTER_LOOP, Phase
 
 _FOREVER = 1 << 62
 _LITTLE_PROGRESS = 0.9  # of what the passes over the data would be worth without larger batches

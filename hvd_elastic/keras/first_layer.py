@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_elastic.training.planning.skipped_steps import ALL_FINITE, layer_words
+from hvd_elastic.worker.planning.skipped_steps import ALL_FINITE, layer_words
 
 
 def first_layer(model: keras.Model, data: Any) -> str:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training.instances import holders_of
+from hvd_elastic.script.instances import holders_of
 
 _MONITORS = (
     keras.callbacks.EarlyStopping,

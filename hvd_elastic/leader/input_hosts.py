@@ -18,7 +18,7 @@ from hvd_elastic.control.endings import how_it_ended
 from hvd_elastic.control.events import AgentFailed
 from hvd_elastic.formatting import duration_words
 from hvd_elastic.hosts.certificate import make_certificate
-from hvd_elastic.hosts.engine import Engine
+from hvd_elastic.hosts.connection import Engine
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.agents.agents import Agents
 from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent

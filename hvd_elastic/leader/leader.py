@@ -54,7 +54,7 @@ from hvd_elastic.wire import messages as msg
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from hvd_elastic.hosts.engine import Engine
+    from hvd_elastic.hosts.connection import Engine
 
 
 def lead(

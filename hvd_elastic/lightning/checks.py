@@ -7,7 +7,7 @@ from typing import Any
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.lightning.library import part
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 _REFUSED = {
     "StochasticWeightAveraging": "it changes the loop that trains. Average by "

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"),

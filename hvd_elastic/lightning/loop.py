@@ -11,9 +11,9 @@ from hvd_elastic.lightning.checks import check_loop
 from hvd_elastic.lightning.library import part
 from hvd_elastic.lightning.loop_state import LoopState
 from hvd_elastic.lightning.sums import Sums
-from hvd_elastic.training import context
-from hvd_elastic.training.parts import train_by_parts
-from hvd_elastic.training.worker import Worker
+from hvd_elastic.script.parts import train_by_parts
+from hvd_elastic.worker import context
+from hvd_elastic.worker.worker import Worker
 
 _FitLoop: Any = part("loops.fit_loop")._FitLoop
 _EpochLoop: Any = part("loops.training_epoch_loop")._TrainingEpochLoop
@@ -55,7 +55,7 @@ class ElasticEpochLoop(_EpochLoop):
 
 
 class ElasticFitLoop(_FitLoop):
-    """The library whose training runs by parts; see :class:`hvd_elastic.training.parts.Library`."""
+    """The library whose training runs by parts; see :class:`hvd_elastic.script.parts.Library`."""
 
     place: LoopState
     sums: Sums

@@ -10,8 +10,8 @@ import torch
 
 from hvd_elastic.lightning.library import part
 from hvd_elastic.lightning.sums import Sums
+from hvd_elastic.script.parts import Place
 from hvd_elastic.torch.attributes import remembered, same, set_back
-from hvd_elastic.training.parts import Place
 
 _Loop: Any = part("loops.loop")._Loop
 _BaseProgress: Any = part("loops.progress")._BaseProgress

@@ -20,12 +20,12 @@ from hvd_elastic.lightning.library import part
 from hvd_elastic.lightning.loaders import EvaluationLoader, training_loader
 from hvd_elastic.lightning.loop import ElasticEpochLoop, ElasticFitLoop
 from hvd_elastic.lightning.results import EvaluationResults, TrainingResults
-from hvd_elastic.training import context
-from hvd_elastic.training.launch import Mode
-from hvd_elastic.training.planning.batch_bounds import require_whole
-from hvd_elastic.training.progress import Phase
-from hvd_elastic.training.script_collectives import script_collective
-from hvd_elastic.training.step import Stage
+from hvd_elastic.script.collectives import script_collective
+from hvd_elastic.worker import context
+from hvd_elastic.worker.launch import Mode
+from hvd_elastic.worker.planning.batch_bounds import require_whole
+from hvd_elastic.worker.progress import Phase
+from hvd_elastic.worker.step import Stage
 
 ParallelStrategy: Any = part("strategies").ParallelStrategy
 LightningEnvironment: Any = part("plugins.environments").LightningEnvironment

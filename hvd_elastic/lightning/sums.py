@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
 from hvd_elastic.lightning.results import TrainingResults, is_summed
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 _NAME = "user.lightning.sums"
 _SMALL = 4096

@@ -31,7 +31,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvd_elastic.frameworks import check_tensorflow, refuse_triton_after_tensorflow
-from hvd_elastic.training.uncaught import tell_uncaught
+from hvd_elastic.worker.debugging.uncaught import tell_uncaught
 
 tell_uncaught()
 check_tensorflow()
@@ -39,6 +39,15 @@ refuse_triton_after_tensorflow()
 
 import tensorflow as tf
 
+from hvd_elastic.script.collectives import allgather, allreduce
+from hvd_elastic.script.evaluation import evaluate
+from hvd_elastic.script.export import export
+from hvd_elastic.script.horovod_names import missing_name
+from hvd_elastic.script.prediction import predict
+from hvd_elastic.script.ranks import local_rank, rank, report, size
+from hvd_elastic.script.run import epochs, run, steps, stop
+from hvd_elastic.script.saving import save
+from hvd_elastic.script.step_weight import step_weight
 from hvd_elastic.tensorflow.accumulator import Accumulator
 from hvd_elastic.tensorflow.data import dataset
 from hvd_elastic.tensorflow.frontend import TensorFlowFrontend, let_two_operations_run
@@ -47,16 +56,7 @@ from hvd_elastic.tensorflow.optimizer import DistributedGradientTape, Distribute
 from hvd_elastic.tensorflow.saving import load_model
 from hvd_elastic.tensorflow.schedule import follow_progress
 from hvd_elastic.tensorflow.state import State
-from hvd_elastic.training import context as _context
-from hvd_elastic.training.elastic import epochs, run, steps, stop
-from hvd_elastic.training.evaluation import evaluate
-from hvd_elastic.training.export import export
-from hvd_elastic.training.horovod_names import missing_name
-from hvd_elastic.training.prediction import predict
-from hvd_elastic.training.saving import save
-from hvd_elastic.training.script_collectives import allgather, allreduce
-from hvd_elastic.training.script_ranks import local_rank, rank, report, size
-from hvd_elastic.training.step_weight import step_weight
+from hvd_elastic.worker import context as _context
 
 __all__ = [
     "Accumulator",

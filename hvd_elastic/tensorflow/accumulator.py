@@ -7,12 +7,12 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.script import accumulator
 from hvd_elastic.tensorflow.variables import VARIABLES
-from hvd_elastic.training import accumulator
 
 
 class Accumulator(accumulator.Accumulator):
-    """Sums numbers by name; see :class:`hvd_elastic.training.accumulator.Accumulator`."""
+    """Sums numbers by name; see :class:`hvd_elastic.script.accumulator.Accumulator`."""
 
     @staticmethod
     def _element(name: str, value: Any) -> Any:

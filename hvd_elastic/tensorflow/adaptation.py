@@ -20,9 +20,9 @@ from hvd_elastic.model.lr_rules import Adjustment, Rule, scaled_betas, scaled_ep
 from hvd_elastic.tensorflow.controls import Control
 from hvd_elastic.tensorflow.gradient_statistics import GradientStatistics
 from hvd_elastic.tensorflow.schedule import follows_progress
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.planning.rules import chosen_rule, whole_steps
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
+from hvd_elastic.worker.planning.rules import chosen_rule, whole_steps
 
 
 class Adaptation:

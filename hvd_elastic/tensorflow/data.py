@@ -1,6 +1,6 @@
 """A ``tf.data.Dataset`` of this rank's share, each example exactly once while the world changes.
 
-:mod:`hvd_elastic.training.data_order` decides which examples a rank reads. What the script makes of
+:mod:`hvd_elastic.input.data_order` decides which examples a rank reads. What the script makes of
 the dataset (``map``, ``prefetch``) is a pipeline of TensorFlow, which reads ahead of training. So
 the batches that come out of it are counted, and not those that go in; where this rank's place
 changes, the pipeline is begun again from there.
@@ -22,17 +22,18 @@ from tensorflow.python.util import nest
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import as_whole
-from hvd_elastic.training import context as training
-from hvd_elastic.training.data_order import DataOrder, Place
-from hvd_elastic.training.horovod_names import explain_arguments
-from hvd_elastic.training.input.forked import WorkerStart
-from hvd_elastic.training.input.indexed import Arrays, IndexedSource, collated
-from hvd_elastic.training.input.loader import OrderedLoader
-from hvd_elastic.training.input.shared import SharedReading
-from hvd_elastic.training.input.skipped import Skipped, shortened, whole
-from hvd_elastic.training.planning.choice import examples_of, order_for
-from hvd_elastic.training.uncaught import show_instead
-from hvd_elastic.training.worker import Worker
+from hvd_elastic.input.data_order import DataOrder, Place
+from hvd_elastic.input.forked import WorkerStart
+from hvd_elastic.input.indexed import Arrays, IndexedSource, collated
+from hvd_elastic.input.loader import OrderedLoader
+from hvd_elastic.input.loader_arguments import examples_of, order_for
+from hvd_elastic.input.shared import SharedReading
+from hvd_elastic.input.skipped import shortened, whole
+from hvd_elastic.script.horovod_names import explain_arguments
+from hvd_elastic.worker import context as training
+from hvd_elastic.worker.debugging.uncaught import show_instead
+from hvd_elastic.worker.input_source import Skipped
+from hvd_elastic.worker.worker import Worker
 
 _KEEPS_BATCHES = (
     "as_numpy_iterator cardinality element_spec fingerprint map options prefetch with_options"

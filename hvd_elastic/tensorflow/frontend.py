@@ -18,8 +18,8 @@ from hvd_elastic.tensorflow.losses import losses_watched
 from hvd_elastic.tensorflow.optimizer import averager_of, tape_averager
 from hvd_elastic.tensorflow.saving import exported, write_object
 from hvd_elastic.tensorflow.state import State
-from hvd_elastic.training import context
-from hvd_elastic.training.frontend import Frontend
+from hvd_elastic.worker import context
+from hvd_elastic.worker.frontend import Frontend
 
 _WHERE = (
     "to the State: hvd.State(..., second_optimizer=second_optimizer). With model.fit it is an "

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_elastic.training.planning.samples import MOMENT_STEPS, Samples
+from hvd_elastic.worker.planning.samples import MOMENT_STEPS, Samples
 
 
 class GradientStatistics:

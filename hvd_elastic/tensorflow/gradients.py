@@ -26,11 +26,11 @@ from hvd_elastic.tensorflow.collectives import node_name, reduce_in_graph
 from hvd_elastic.tensorflow.controls import Control, Controls
 from hvd_elastic.tensorflow.metrics import MetricSums
 from hvd_elastic.tensorflow.variables import keep_values, variable_of
-from hvd_elastic.training import context
-from hvd_elastic.training.frontend import Averager
-from hvd_elastic.training.launch import Mode
-from hvd_elastic.training.planning.skipped_steps import whose_words
-from hvd_elastic.training.uncaught import show_instead
+from hvd_elastic.worker import context
+from hvd_elastic.worker.debugging.uncaught import show_instead
+from hvd_elastic.worker.frontend import Averager
+from hvd_elastic.worker.launch import Mode
+from hvd_elastic.worker.planning.skipped_steps import whose_words
 
 METRICS_NAME = "hvd_elastic.metrics_of_step"
 BUCKET_BYTES = 4 << 20

@@ -11,13 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_elastic.errors import ScriptError, SkippedExampleError
+from hvd_elastic.input.skipped import whole
 from hvd_elastic.tensorflow.data import DatasetSource
 from hvd_elastic.tensorflow.data import dataset as shares_of
 from hvd_elastic.tensorflow.saving import load_model
 from hvd_elastic.tensorflow.state import State
 from hvd_elastic.tensorflow.variables import LiveVariable, keep_values, trainable_of, variables_of
-from hvd_elastic.training.inference import Inference
-from hvd_elastic.training.input.skipped import whole
+from hvd_elastic.worker.inference import Inference
 
 
 class TensorFlowInference(Inference):

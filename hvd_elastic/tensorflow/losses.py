@@ -17,7 +17,7 @@ from tensorflow.python.eager import record
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow.variables import VARIABLES
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 _ADDING = frozenset({"AddV2", "AddN", "Sub", "Neg", "Identity", "Cast"})
 _LARGEST = 64

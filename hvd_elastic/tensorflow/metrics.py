@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.script.collectives import script_collective
 from hvd_elastic.tensorflow.variables import keep_values, variable_of
-from hvd_elastic.training.script_collectives import script_collective
 
 _TOLD_ELEMENTS = 4096
 """Most numbers that a step tells the other ranks: 16 KiB, little beside the gradients."""

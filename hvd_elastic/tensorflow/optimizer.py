@@ -11,12 +11,12 @@ from typing_extensions import Self
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule
+from hvd_elastic.script.horovod_names import explain_arguments
 from hvd_elastic.tensorflow.adaptation import Adaptation
 from hvd_elastic.tensorflow.gradients import GradientAverager
 from hvd_elastic.tensorflow.schedule import follows_progress
 from hvd_elastic.tensorflow.variables import check_no_loss_scaling, variable_of
-from hvd_elastic.training import context
-from hvd_elastic.training.horovod_names import explain_arguments
+from hvd_elastic.worker import context
 
 Optimizer = TypeVar("Optimizer", bound=Any)
 _AVERAGER = "_hvd_elastic_averager"

@@ -17,6 +17,9 @@ import tensorflow as tf
 from hvd_elastic.checkpoint.reader import load_file
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.script.export import compare_outputs, tried
+from hvd_elastic.script.model_loading import ModelLoader
+from hvd_elastic.script.model_source import another_model, mismatches
 from hvd_elastic.tensorflow.content import TensorFlowContent, load_checkpoint, new_array
 from hvd_elastic.tensorflow.variables import (
     LiveVariable,
@@ -25,9 +28,6 @@ from hvd_elastic.tensorflow.variables import (
     keep_values,
     variables_of,
 )
-from hvd_elastic.training.export import compare_outputs, tried
-from hvd_elastic.training.model_loading import ModelLoader
-from hvd_elastic.training.model_source import another_model, mismatches
 
 _OF_KERAS = {".keras": "save", ".weights.h5": "save_weights"}
 """Endings of files in formats of Keras, with the method of a model that writes them."""

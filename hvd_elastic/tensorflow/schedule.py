@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import keras
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training.frontend import Schedule
+from hvd_elastic.worker.frontend import Schedule
 
 LearningRate = TypeVar("LearningRate", bound=Any)
 

@@ -17,6 +17,9 @@ from keras.optimizers import Optimizer
 
 from hvd_elastic.checkpoint.header import encode_values
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.script.helper_copies import HelperCopies
+from hvd_elastic.script.state import ScriptState, Stateful
+from hvd_elastic.script.value_copies import ValueCopies
 from hvd_elastic.tensorflow.content import TensorFlowContent, pieces_of, type_named
 from hvd_elastic.tensorflow.schedule import counting_schedules
 from hvd_elastic.tensorflow.variables import (
@@ -32,11 +35,8 @@ from hvd_elastic.tensorflow.variables import (
     variable_of,
     variables_of,
 )
-from hvd_elastic.training.frontend import Schedule, TrainedSums
-from hvd_elastic.training.helper_copies import HelperCopies
-from hvd_elastic.training.replica_check import parameters_of_check, sums_of
-from hvd_elastic.training.script_state import ScriptState, Stateful
-from hvd_elastic.training.value_copies import ValueCopies
+from hvd_elastic.worker.checks.replica_check import parameters_of_check, sums_of
+from hvd_elastic.worker.frontend import Schedule, TrainedSums
 
 
 class State(ScriptState):

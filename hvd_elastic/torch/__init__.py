@@ -26,6 +26,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from hvd_elastic.frameworks import check_torch, refuse_triton_after_tensorflow
+from hvd_elastic.script.collectives import allgather, allreduce
+from hvd_elastic.script.evaluation import evaluate
+from hvd_elastic.script.export import export
+from hvd_elastic.script.horovod_names import missing_name
+from hvd_elastic.script.prediction import predict
+from hvd_elastic.script.ranks import local_rank, rank, report, size
+from hvd_elastic.script.run import epochs, run, steps, stop
+from hvd_elastic.script.saving import save
+from hvd_elastic.script.step_weight import step_weight
 from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.data import DataLoader
@@ -35,17 +44,8 @@ from hvd_elastic.torch.optimizer import DistributedOptimizer
 from hvd_elastic.torch.saving import load_model
 from hvd_elastic.torch.schedule import follow_progress
 from hvd_elastic.torch.state import State
-from hvd_elastic.training import context as _context
-from hvd_elastic.training.elastic import epochs, run, steps, stop
-from hvd_elastic.training.evaluation import evaluate
-from hvd_elastic.training.export import export
-from hvd_elastic.training.horovod_names import missing_name
-from hvd_elastic.training.prediction import predict
-from hvd_elastic.training.saving import save
-from hvd_elastic.training.script_collectives import allgather, allreduce
-from hvd_elastic.training.script_ranks import local_rank, rank, report, size
-from hvd_elastic.training.step_weight import step_weight
-from hvd_elastic.training.uncaught import tell_uncaught
+from hvd_elastic.worker import context as _context
+from hvd_elastic.worker.debugging.uncaught import tell_uncaught
 
 __all__ = [
     "Accumulator",

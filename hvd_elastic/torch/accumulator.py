@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from hvd_elastic.training import accumulator
+from hvd_elastic.script import accumulator
 
 
 class Accumulator(accumulator.Accumulator):
-    """Sums numbers by name; see :class:`hvd_elastic.training.accumulator.Accumulator`."""
+    """Sums numbers by name; see :class:`hvd_elastic.script.accumulator.Accumulator`."""
 
     @staticmethod
     def _element(name: str, value: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d, _B
 
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 
 def synchronize_batch_norm(model: torch.nn.Module) -> None:

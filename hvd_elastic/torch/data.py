@@ -1,6 +1,6 @@
 """Data loader that reads each example of an epoch exactly once while the world changes.
 
-:mod:`hvd_elastic.training.data_order` decides which examples a rank reads.
+:mod:`hvd_elastic.input.data_order` decides which examples a rank reads.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.input.data_order import Place
+from hvd_elastic.input.forked import WorkerStart
+from hvd_elastic.input.loader import OrderedLoader
+from hvd_elastic.input.loader_arguments import examples_of, order_for
+from hvd_elastic.input.shared import SharedReading
+from hvd_elastic.script.horovod_names import explain_arguments
 from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.torch.input_source import LoaderSource
 from hvd_elastic.torch.plain_reading import PlainReading
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.data_order import Place
-from hvd_elastic.training.horovod_names import explain_arguments
-from hvd_elastic.training.input.forked import WorkerStart
-from hvd_elastic.training.input.loader import OrderedLoader
-from hvd_elastic.training.input.shared import SharedReading
-from hvd_elastic.training.planning.choice import examples_of, order_for
-from hvd_elastic.training.worker import Worker
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.worker import Worker
 
 _Batch = TypeVar("_Batch")
 

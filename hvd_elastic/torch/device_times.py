@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hvd_elastic.training.planning.compute_times import DeviceEvent
+from hvd_elastic.worker.planning.compute_times import DeviceEvent
 
 
 def cuda_event() -> DeviceEvent | None:

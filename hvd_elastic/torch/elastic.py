@@ -12,16 +12,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import count
+from hvd_elastic.script.horovod_names import missing_name
+from hvd_elastic.script.instances import instances_of
 from hvd_elastic.torch.optimizer import GradientAverager, averager_of
 from hvd_elastic.torch.schedule import held_by
 from hvd_elastic.torch.state import State
 from hvd_elastic.torch.summed_losses import summed_losses_are_added
-from hvd_elastic.training import context
-from hvd_elastic.training.frontend import Averager
-from hvd_elastic.training.horovod_names import missing_name
-from hvd_elastic.training.instances import instances_of
-from hvd_elastic.training.uncaught import script_line
-from hvd_elastic.training.worker import Worker
+from hvd_elastic.worker import context
+from hvd_elastic.worker.debugging.uncaught import script_line
+from hvd_elastic.worker.frontend import Averager
+from hvd_elastic.worker.worker import Worker
 
 if not TYPE_CHECKING:  # hvd.elastic is this module, and another one in Horovod
     __getattr__ = missing_name(__name__)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.script.export import compare_outputs, tried
 from hvd_elastic.torch.inference import in_evaluation_mode, on_device
-from hvd_elastic.training.export import compare_outputs, tried
 
 Run = Callable[[tuple[Any, ...]], Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvd_elastic.training.planning.skipped_steps import ALL_FINITE, layer_words
+from hvd_elastic.worker.planning.skipped_steps import ALL_FINITE, layer_words
 
 
 class ForwardWatch:

@@ -20,8 +20,8 @@ from hvd_elastic.torch.elastic import training
 from hvd_elastic.torch.export import exported
 from hvd_elastic.torch.inference import TorchInference
 from hvd_elastic.torch.saving import write_object
-from hvd_elastic.training.frontend import Frontend
-from hvd_elastic.training.generators import Generator
+from hvd_elastic.worker.frontend import Frontend
+from hvd_elastic.worker.generators import Generator
 
 _KILLED = "DataLoader worker (pid {}) is killed by signal: Killed"
 """What PyTorch says of a process of a loader that was killed."""
@@ -109,7 +109,7 @@ class TorchFrontend(Frontend):
 
 
 class _TorchGenerator:
-    """A generator of a device; see :class:`hvd_elastic.training.generators.Generator`."""
+    """A generator of a device; see :class:`hvd_elastic.worker.generators.Generator`."""
 
     def __init__(self, of_device: Callable[[], torch.Generator]) -> None:
         self._of_device = of_device

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from hvd_elastic.torch.optimizer import averager_of
-from hvd_elastic.training import context
-from hvd_elastic.training.rollback import StepVoidedError
-from hvd_elastic.training.step import Stage
+from hvd_elastic.worker import context
+from hvd_elastic.worker.rollback import StepVoidedError
+from hvd_elastic.worker.step import Stage
 
 
 class GradScaler(torch.amp.GradScaler):

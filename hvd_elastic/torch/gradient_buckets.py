@@ -9,7 +9,7 @@ import torch
 
 from hvd_elastic.communicator.buckets import divide as cut_into_kinds
 from hvd_elastic.torch.finite_check import is_finite
-from hvd_elastic.training.step import MOST_FLAGS
+from hvd_elastic.worker.step import MOST_FLAGS
 
 BUCKET_BYTES = 4 << 20
 """Largest bucket. A smaller one begins to be reduced earlier in the backward pass, and a larger one

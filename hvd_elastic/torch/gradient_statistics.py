@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_elastic.training.planning.samples import MOMENT_STEPS, Samples
+from hvd_elastic.worker.planning.samples import MOMENT_STEPS, Samples
 
 _CHUNK_ELEMENTS = 4 << 20
 """Numbers of gradients handled at a time on a GPU: for Adam they are divided in a copy, whose

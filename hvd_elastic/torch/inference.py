@@ -11,13 +11,13 @@ import torch
 from torch.utils.data import DataLoader as PlainLoader
 from torch.utils.data import IterableDataset
 
+from hvd_elastic.input.forked import WorkerStart
+from hvd_elastic.input.loader_arguments import examples_of
 from hvd_elastic.torch.copies import TensorCopies
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.saving import load_model
 from hvd_elastic.torch.state import State
-from hvd_elastic.training.inference import Inference
-from hvd_elastic.training.input.forked import WorkerStart
-from hvd_elastic.training.planning.choice import examples_of
+from hvd_elastic.worker.inference import Inference
 
 
 class TorchInference(Inference):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data._utils import worker
 
-from hvd_elastic.training.input.indexed import IndexedSource
-from hvd_elastic.training.input.link import Buffers
+from hvd_elastic.input.indexed import IndexedSource
+from hvd_elastic.worker.input_source import Buffers
 
 _PLAIN = frozenset(
     (

@@ -4,7 +4,7 @@ The user's optimizer object is not replaced: hooks on its parameters count gradi
 reduction of a bucket of them when it is full, a hook before ``step()`` waits for the reductions,
 and a hook after it counts the step. So schedulers, clipping and ``isinstance`` checks work as
 before. With several optimizers the reductions begin in ``step()``; see
-:class:`hvd_elastic.training.averagers.Averagers`.
+:class:`hvd_elastic.worker.averagers.Averagers`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule
+from hvd_elastic.script.horovod_names import explain_arguments
 from hvd_elastic.torch.batch_norm import synchronize_batch_norm
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy
@@ -33,13 +34,12 @@ from hvd_elastic.torch.reductions import Reductions
 from hvd_elastic.torch.schedule import forgotten_schedulers
 from hvd_elastic.torch.step_sampling import StepSampling
 from hvd_elastic.torch.trained_parameters import TrainedParameters
-from hvd_elastic.training import context
-from hvd_elastic.training.frontend import Averager
-from hvd_elastic.training.horovod_names import explain_arguments
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.planning.skipped_steps import whose_words
-from hvd_elastic.training.rollback import StepVoidedError
-from hvd_elastic.training.step import Stage
+from hvd_elastic.worker import context
+from hvd_elastic.worker.frontend import Averager
+from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
+from hvd_elastic.worker.planning.skipped_steps import whose_words
+from hvd_elastic.worker.rollback import StepVoidedError
+from hvd_elastic.worker.step import Stage
 
 _NO_CLOSURE = (
     "optimizer.step(closure): the gradients are averaged before a step is taken, so they have to "

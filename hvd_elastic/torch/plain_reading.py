@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from hvd_elastic.input.data_order import Place
+from hvd_elastic.input.skipped import read_examples, shortened
 from hvd_elastic.model.sharding import attribute_of
 from hvd_elastic.torch.device_times import cuda_event
-from hvd_elastic.training.data_order import Place
-from hvd_elastic.training.input.skipped import Skipped, read_examples, shortened
-from hvd_elastic.training.worker import Worker
+from hvd_elastic.worker.input_source import Skipped
+from hvd_elastic.worker.worker import Worker
 
 
 class PlainReading:
@@ -109,7 +110,7 @@ class PlainReading:
         return found
 
     def read(self, following: Place) -> tuple[Any, list[int] | None]:
-        """Return the next batch; see :class:`hvd_elastic.training.data_order.Read`."""
+        """Return the next batch; see :class:`hvd_elastic.input.data_order.Read`."""
         # The iterator's place is unknown if next() raises.
         self._next_place = None
         assert self._batches is not None

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from hvd_elastic.model.lr_rules import Rule, scaled_betas, scaled_epsilon
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.planning.rules import chosen_rule
+from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
+from hvd_elastic.worker.planning.rules import chosen_rule
 
 
 class AdaptiveRates:

@@ -22,7 +22,7 @@ from hvd_elastic.torch.gradient_buckets import (
     divide,
     memory_of,
 )
-from hvd_elastic.training.worker import Worker
+from hvd_elastic.worker.worker import Worker
 
 
 class Reductions:

@@ -14,9 +14,9 @@ import torch
 
 from hvd_elastic.checkpoint.whole_files import HashingWriter
 from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.script.model_loading import ModelLoader
+from hvd_elastic.script.model_source import another_model, mismatches
 from hvd_elastic.torch.checkpoint import load_object
-from hvd_elastic.training.model_loading import ModelLoader
-from hvd_elastic.training.model_source import another_model, mismatches
 
 _NAMED = 5
 """Most keys that an error lists."""

@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import (
 )
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training import context
-from hvd_elastic.training.frontend import Schedule
-from hvd_elastic.training.instances import holders_of
-from hvd_elastic.training.planning.rules import whole_steps
-from hvd_elastic.training.worker import Worker
+from hvd_elastic.script.instances import holders_of
+from hvd_elastic.worker import context
+from hvd_elastic.worker.frontend import Schedule
+from hvd_elastic.worker.planning.rules import whole_steps
+from hvd_elastic.worker.worker import Worker
 
 Scheduler = TypeVar("Scheduler", bound=Any)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hvd_elastic.training.helper_copies import HelperCopies, dump_value
-from hvd_elastic.training.value_copies import ValueCopies
+from hvd_elastic.script.helper_copies import HelperCopies, dump_value
+from hvd_elastic.script.value_copies import ValueCopies
 
 
 class Snapshot(ValueCopies):

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.script.state import ScriptState, Stateful
 from hvd_elastic.torch.buffers import (
     give_own_memory,
     has_grown,
@@ -36,8 +37,7 @@ from hvd_elastic.torch.moving_buffers import MovingBuffers
 from hvd_elastic.torch.schedule import counting_schedules
 from hvd_elastic.torch.snapshot import Snapshot, untrained_tensors
 from hvd_elastic.torch.trained_sums import trained_sums
-from hvd_elastic.training.frontend import Schedule, TrainedSums
-from hvd_elastic.training.script_state import ScriptState, Stateful
+from hvd_elastic.worker.frontend import Schedule, TrainedSums
 
 
 class State(ScriptState):
@@ -88,7 +88,7 @@ class State(ScriptState):
     # -- for the library -------------------------------------------------------------------
 
     def schedules(self) -> dict[str, Schedule]:
-        """See :class:`hvd_elastic.training.frontend.State`; includes forgotten schedulers."""
+        """See :class:`hvd_elastic.worker.frontend.State`; includes forgotten schedulers."""
         averagers: Any = self._context.worker.averagers
         forgotten = chain.from_iterable(averager.forgotten for averager in averagers)
         outside = {f"scheduler{number or ''}": item for number, item in enumerate(forgotten)}

@@ -9,7 +9,7 @@ import torch
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.torch.gradient_buckets import Bucket
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
-from hvd_elastic.training.context import Context
+from hvd_elastic.worker.context import Context
 
 
 class StepSampling:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvd_elastic.training.context import Context
+from hvd_elastic.worker.context import Context
 
 
 def _operations(*names: str) -> frozenset[str]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from hvd_elastic.training.frontend import TrainedSums
-from hvd_elastic.training.replica_check import parameters_of_check
+from hvd_elastic.worker.checks.replica_check import parameters_of_check
+from hvd_elastic.worker.frontend import TrainedSums
 
 _PIECES = 16
 """Number of pieces of a tensor summed at once: bounds memory."""
@@ -17,7 +17,7 @@ _PIECES = 16
 def trained_sums(
     modules: Mapping[str, torch.nn.Module], signs: np.ndarray, number: int | None
 ) -> TrainedSums:
-    """See :meth:`~hvd_elastic.training.frontend.State.trained_sums`."""
+    """See :meth:`~hvd_elastic.worker.frontend.State.trained_sums`."""
     parameters = _parameters(modules)
     chosen = parameters_of_check(parameters, number)
     if number is None:

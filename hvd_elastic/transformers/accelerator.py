@@ -12,10 +12,10 @@ from accelerate.utils import recursively_apply
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training import context
-from hvd_elastic.training.instances import instances_of
-from hvd_elastic.training.launch import Mode
-from hvd_elastic.training.worker import Worker
+from hvd_elastic.script.instances import instances_of
+from hvd_elastic.worker import context
+from hvd_elastic.worker.launch import Mode
+from hvd_elastic.worker.worker import Worker
 
 _NAME = "accelerate"
 """Name of the collectives, for messages."""

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 _GENERATE = ("GRPO", "RLOO", "PPO", "Online", "Distillation", "GKD", "Nash", "XPO")
 """Beginnings of the names of TRL's trainers that generate what they train on."""

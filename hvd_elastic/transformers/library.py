@@ -13,7 +13,7 @@ from hvd_elastic.frameworks import (
     version_of,
     why_no_transformers,
 )
-from hvd_elastic.training import launch
+from hvd_elastic.worker import launch
 
 
 def check_versions() -> None:

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training import context
 from hvd_elastic.transformers.accelerator import ElasticAccelerator, together
+from hvd_elastic.worker import context
 
 Passes = list[tuple[int, Any]]
 """The passes in which a rank computes its share of a step: number of examples, and inputs."""

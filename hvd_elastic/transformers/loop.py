@@ -10,18 +10,18 @@ from transformers.trainer_callback import ProgressCallback
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training import context
-from hvd_elastic.training.parts import train_by_parts
+from hvd_elastic.script.parts import train_by_parts
 from hvd_elastic.transformers.accelerator import follow_rank, make_elastic, together
 from hvd_elastic.transformers.loaders import Passes
 from hvd_elastic.transformers.loop_state import LoopState
+from hvd_elastic.worker import context
 
 _SUMS = "user.transformers.sums"
 """Name of the reduction of the losses of a step."""
 
 
 class ElasticLoop:
-    """The library whose training runs by parts; see :class:`hvd_elastic.training.parts.Library`.
+    """The library whose training runs by parts; see :class:`hvd_elastic.script.parts.Library`.
 
     Args:
         trainer: Trainer whose parts it calls.

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from hvd_elastic.script.parts import Place
 from hvd_elastic.torch.attributes import copied, remembered, same, set_back
-from hvd_elastic.training.parts import Place
 
 _SHOWING = (ProgressCallback, PrinterCallback)
 """Callbacks whose attributes are of this process."""

@@ -10,12 +10,9 @@ from typing import Any, TypeVar
 import transformers
 
 import hvd_elastic.torch as hvd
-from hvd_elastic.training import context
-from hvd_elastic.training.launch import Mode
-from hvd_elastic.training.model_loading import saved_file
-from hvd_elastic.training.planning.batch_bounds import require_whole
-from hvd_elastic.training.saving import save_file
-from hvd_elastic.training.script_collectives import script_collective
+from hvd_elastic.script.collectives import script_collective
+from hvd_elastic.script.model_loading import saved_file
+from hvd_elastic.script.saving import save_file
 from hvd_elastic.transformers.accelerator import (
     ElasticAccelerator,
     follow_rank,
@@ -32,6 +29,9 @@ from hvd_elastic.transformers.checks import (
 from hvd_elastic.transformers.loaders import EvaluationLoader, training_loader
 from hvd_elastic.transformers.loop import ElasticLoop
 from hvd_elastic.transformers.loop_state import LoopState
+from hvd_elastic.worker import context
+from hvd_elastic.worker.launch import Mode
+from hvd_elastic.worker.planning.batch_bounds import require_whole
 
 Kind = TypeVar("Kind", bound=type[Any])
 

@@ -23,9 +23,9 @@ from typing import Any
 from urllib.parse import SplitResult, parse_qs, unquote, urlencode, urlsplit
 
 from hvd_elastic.errors import HvdElasticError, RunError
-from hvd_elastic.hosts.peers import loopback_peer_uid
 from hvd_elastic.json_text import parse_json
 from hvd_elastic.own_files import user_words
+from hvd_elastic.programs.peers import loopback_peer_uid
 from hvd_elastic.views.live import LiveRuns, comparison_page, first_page, run_page
 from hvd_elastic.views.live_run import LiveComparison, LiveRun
 from hvd_elastic.views.page import read_asset

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hvd_elastic.errors import VirtualClusterError
 from hvd_elastic.hosts.account import how_to_mend_shell, why_no_commands
-from hvd_elastic.hosts.programs.processes import Process, all_processes, descendants, read
+from hvd_elastic.programs.processes import Process, all_processes, descendants, read
 from hvd_elastic.virtual import plan, sshfiles
 from hvd_elastic.virtual.holders import Holder, plain_environment, reap_started, wait_until_up
 from hvd_elastic.virtual.marks import kill_all, marked_processes, marks, namespace_of

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from hvd_elastic.errors import VirtualClusterError
-from hvd_elastic.hosts.programs.processes import (
+from hvd_elastic.programs.processes import (
     Process,
     all_processes,
     end_processes,

@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvd_elastic.errors import VirtualClusterError
-from hvd_elastic.hosts.programs.processes import Process, is_alive, read
+from hvd_elastic.programs.processes import Process, is_alive, read
 from hvd_elastic.virtual import plan, sshfiles
 from hvd_elastic.virtual.cpushare import CpuGroups
 from hvd_elastic.virtual.holders import Holder, plain_environment, reap_started, wait_until_up

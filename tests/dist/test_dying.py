@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvd_elastic.agent.template.process import TITLE
-from hvd_elastic.hosts.programs.processes import command_line, read
+from hvd_elastic.programs.processes import command_line, read
 from tests.dist.conftest import EVERY_STYLE, StartJob
 from tests.dist.jobs import call, write_script
 from tests.dist.running import CLEAN_S, RunningJob, Stage, WorkerProcess

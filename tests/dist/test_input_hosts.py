@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_elastic.input.server import seed_example, undisturbed
 from hvd_elastic.model.sharding import epoch_order
-from hvd_elastic.training.input.server import seed_example, undisturbed
 from tests.dist.conftest import StartJob
 from tests.dist.running import RunningJob, Stage
 from tests.paths import COSTLY, NEEDS_TENSORFLOW

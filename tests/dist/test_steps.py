@@ -205,7 +205,7 @@ from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.interface import GenerationBrokenError
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 from hvd_elastic.wire.messages import TrainingStopped
 
 told = Path(sys.argv[1])

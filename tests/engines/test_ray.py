@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed.ray import VirtualRay
-from hvd_elastic.hosts.programs.ray_node import MARK
+from hvd_elastic.programs.ray_node import MARK
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.json_lines import read_records
 from tests.dist.running import RunningJob, Stage, processes_with

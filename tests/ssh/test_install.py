@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.bench.digits_data import write_digits
-from hvd_elastic.hosts.programs.environment import new_name
+from hvd_elastic.programs.environment import new_name
 from hvd_elastic.virtual import VirtualCluster, netns
 from tests.paths import ALL, COSTLY, LIMIT_S, ROOT
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.cluster.trust import TrustState, trust_hosts
 from hvd_elastic.errors import HostKeyError, HostUnreachableError, LoginRefusedError, SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.hostfile import Host
@@ -26,6 +25,7 @@ from hvd_elastic.hosts.ssh import (
     connect,
     is_local,
 )
+from hvd_elastic.tools.trust import TrustState, trust_hosts
 from tests.paths import LIMIT_S
 from tests.ssh import sshd as private_sshd
 from tests.ssh.sshd import BY_PASSWORD, Sshd

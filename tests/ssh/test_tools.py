@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.hosts.programs.processes import read
+from hvd_elastic.programs.processes import read
 from tests.paths import LIMIT_S
 from tests.ssh import sshd as private_sshd
 from tests.ssh import tools as shared

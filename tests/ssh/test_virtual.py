@@ -17,13 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvd_elastic.cluster.run import commands
 from hvd_elastic.errors import UsageError, VirtualClusterError
 from hvd_elastic.hosts import connection as connections
 from hvd_elastic.hosts import ssh
 from hvd_elastic.hosts.fanout import Outcome
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.programs.processes import read_process
+from hvd_elastic.programs.processes import read_process
+from hvd_elastic.tools.run import commands
 from hvd_elastic.virtual import VirtualCluster, netns, tools
 from hvd_elastic.virtual.cpushare import CpuGroups
 from hvd_elastic.virtual.marks import marked_processes

@@ -17,9 +17,9 @@ from lightning.pytorch import callbacks
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.frontend import TorchFrontend
-from hvd_elastic.training import context
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.launch import Mode
+from hvd_elastic.worker import context
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.launch import Mode
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 

@@ -226,7 +226,7 @@ STEPS_OF_PAGES = {
 @pytest.mark.parametrize("page", STEPS_OF_PAGES)
 def test_the_script_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from hvd_elastic.training import context
+    from hvd_elastic.worker import context
 
     monkeypatch.setattr(context, "_context", None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -259,7 +259,7 @@ def test_numpy_reads_a_checkpoint_as_the_manual_shows(tmp_path: Path) -> None:
     from hvd_elastic.checkpoint.stream import new_shard
     from hvd_elastic.checkpoint.writer import ShardWriter
     from hvd_elastic.torch.checkpoint import TorchContent
-    from hvd_elastic.training.progress import Progress
+    from hvd_elastic.worker.progress import Progress
 
     state = {
         "objects": {"model": torch.nn.Linear(3, 2).state_dict()},

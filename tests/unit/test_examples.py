@@ -19,7 +19,7 @@ from tests.paths import WORKER_PYTHONPATH
 pytest.importorskip("torch")
 import torch
 
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"

@@ -49,7 +49,7 @@ def test_examples_train(scripts: tuple[str, ...], digits: Path, tmp_path: Path) 
 import runpy, sys
 for script in {[str(EXAMPLES / script) for script in scripts]}:
     if "hvd_elastic" in sys.modules:
-        from hvd_elastic.training import context
+        from hvd_elastic.worker import context
         context._context = None
     sys.path[0] = script.rpartition("/")[0]
     sys.argv = [script, "--data", {str(digits)!r}, "--epochs", "3"]

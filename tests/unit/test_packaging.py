@@ -37,7 +37,9 @@ PURE = [
             "records",
             "checkpoint",
             "communicator",
-            "training",
+            "worker",
+            "input",
+            "script",
         )
         for path in sorted((ROOT / "hvd_elastic" / folder).rglob("*.py"))
         if path.name != "loop.py"
@@ -97,11 +99,11 @@ class Block:
             raise ImportError(f"{name} is not installed")
 sys.meta_path.insert(0, Block())
 import hvd_elastic.cli.cluster.tools
-from hvd_elastic.cluster.run.commands import run_on_hosts
-from hvd_elastic.cluster.copy.copying import copy_to_hosts
-from hvd_elastic.cluster.check.health import CheckSettings, check_cluster
+from hvd_elastic.tools.run.commands import run_on_hosts
+from hvd_elastic.tools.copy.copying import copy_to_hosts
+from hvd_elastic.tools.check.health import CheckSettings, check_cluster
 from hvd_elastic.hosts.hostfile import parse_hosts
-from hvd_elastic.cluster.kill import Target, kill_run
+from hvd_elastic.tools.kill import Target, kill_run
 from hvd_elastic.hosts.ssh import SshOptions
 hosts = parse_hosts("localhost", "text").hosts
 source, there = sys.argv[1:]

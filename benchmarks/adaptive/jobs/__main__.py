@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 
 def main() -> None:

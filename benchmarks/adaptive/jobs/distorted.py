@@ -15,7 +15,7 @@ import hvd_elastic.torch as hvd
 from benchmarks.adaptive import workloads
 from benchmarks.adaptive.jobs.training import loader_with_plan, train_until
 from hvd_elastic.model.goodput import BatchPlan
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 
 def learn(batch: str, seed: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from benchmarks.adaptive.examples import PROBLEMS, Look
 from benchmarks.adaptive.jobs.training import begin, loader_with_plan, ranks, train_until
 from benchmarks.adaptive.workloads import digits, digits_network
 from hvd_elastic.model.goodput import BatchPlan
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 CHARACTERS, CONTEXT, WIDTH = 1_000_000, 64, 64
 HELD_OUT = 256

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from benchmarks.adaptive.jobs.training import begin, loader_with_plan, train_until
 from hvd_elastic.model.goodput import BatchPlan
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 EXAMPLES, WIDTH, INITIAL, RATE = 32000, 50, 16, 0.001
 SCALES = (1, 2, 4, 8, 16, 32)

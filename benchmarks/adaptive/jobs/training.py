@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.model.goodput import BatchPlan
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 
 def begin(seed: int) -> None:

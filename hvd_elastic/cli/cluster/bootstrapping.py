@@ -12,12 +12,12 @@ import typer
 
 from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.output import print_json_line
-from hvd_elastic.cluster.bootstrap import bring_key, find_leader_key
-from hvd_elastic.cluster.trust import ShownKey, TrustState, trust_hosts
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
 from hvd_elastic.hosts.ssh import own_known_hosts
+from hvd_elastic.tools.bootstrap import bring_key, find_leader_key
+from hvd_elastic.tools.trust import ShownKey, TrustState, trust_hosts
 
 Bootstrap = Annotated[
     bool, typer.Option("--bootstrap", help="First accept host keys and install your own key there.")

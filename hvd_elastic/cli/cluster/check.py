@@ -21,11 +21,11 @@ from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, conclude, show_result
 from hvd_elastic.cli.options import command
 from hvd_elastic.cli.output import print_json_line
-from hvd_elastic.cluster.check.health import HostHealth, Level
-from hvd_elastic.cluster.check.network import Link
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import duration_words
 from hvd_elastic.hosts.fanout import HostResult
+from hvd_elastic.tools.check.health import HostHealth, Level
+from hvd_elastic.tools.check.network import Link
 
 
 @command(HostOptions, but=["dry_run"])
@@ -76,7 +76,7 @@ def check(
 
       checkclust hosts --bootstrap
     """
-    from hvd_elastic.cluster.check.health import CheckSettings, check_cluster
+    from hvd_elastic.tools.check.health import CheckSettings, check_cluster
 
     if code is not None and not code.exists():
         raise UsageError(f"--code {code}: there is no such file or folder on this machine")

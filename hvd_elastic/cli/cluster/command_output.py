@@ -8,11 +8,11 @@ from typing import Any
 
 from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.output import print_json_line
-from hvd_elastic.cluster.run.commands import CommandResult, HowToRun
 from hvd_elastic.formatting import bytes_words, unfiltered
 from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
 from hvd_elastic.hosts.ssh import is_local
+from hvd_elastic.tools.run.commands import CommandResult, HowToRun
 
 RULE = "-" * 15
 

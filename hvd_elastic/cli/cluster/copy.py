@@ -20,7 +20,7 @@ from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host, hostfile_stamp, parse_hosts
 
 if TYPE_CHECKING:
-    from hvd_elastic.cluster.copy.job import Copied, CopySettings, Pulled
+    from hvd_elastic.tools.copy.job import Copied, CopySettings, Pulled
 
 
 @command(HostOptions)
@@ -103,7 +103,7 @@ def copy(
 
       copyclust hosts --pull 'aws s3 cp s3://bucket/set/{path} {dst}/{path}' --list names /data/set
     """
-    from hvd_elastic.cluster.copy.copying import CopySettings, copy_to_hosts
+    from hvd_elastic.tools.copy.copying import CopySettings, copy_to_hosts
 
     if not places[0]:
         # Path would turn it into the current folder.
@@ -161,7 +161,7 @@ def _read_places(
     places: Sequence[str], listed: str | None, source_host: Host | None
 ) -> tuple[str, str]:
     """Return the source and the destination."""
-    from hvd_elastic.cluster.copy.copying import check_destination, check_source
+    from hvd_elastic.tools.copy.copying import check_destination, check_source
 
     if listed is not None:
         raise UsageError("--list says what --pull fetches; give --pull COMMAND")
@@ -183,8 +183,8 @@ def _read_pull(
     source_host: str | None,
 ) -> tuple[Pulled, str]:
     """Return what to fetch, and the destination."""
-    from hvd_elastic.cluster.copy.copying import Pulled, check_destination
-    from hvd_elastic.cluster.copy.pulling.session import check_pull, read_list
+    from hvd_elastic.tools.copy.copying import Pulled, check_destination
+    from hvd_elastic.tools.copy.pulling_session import check_pull, read_list
 
     if len(places) != 1:
         raise UsageError("with --pull give DST alone; the command says where the files come from")
@@ -255,7 +255,7 @@ class Newcomers:
 
 def describe_copied(result: HostResult[Copied], target: str, pulls: bool) -> dict[str, Any]:
     """Return the fields of a host's JSON object besides its outcome."""
-    from hvd_elastic.cluster.copy.job import Copied
+    from hvd_elastic.tools.copy.job import Copied
 
     value = result.value or Copied(0, 0, 0, 0, ())
     fetched = {

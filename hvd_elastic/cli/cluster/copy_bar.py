@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hvd_elastic.formatting import unfiltered
 
 if TYPE_CHECKING:
-    from hvd_elastic.cluster.copy.copying import CopyProgress
+    from hvd_elastic.tools.copy.copying import CopyProgress
 
 
 MOST_NAMED = 8

@@ -12,12 +12,12 @@ from typing import Annotated
 import typer
 
 from hvd_elastic.cli.options import SshConfigOption, hostfile_of, number_option, whole_number_option
-from hvd_elastic.cluster.run.commands import select_hosts
 from hvd_elastic.errors import UsageError
 from hvd_elastic.hosts.fanout import DEFAULT_FANOUT
 from hvd_elastic.hosts.hostfile import Host, parse_hostfile, parse_hosts
 from hvd_elastic.hosts.ssh import SshOptions
 from hvd_elastic.hosts.ssh_config import config_beside
+from hvd_elastic.tools.run.commands import select_hosts
 
 
 @dataclass

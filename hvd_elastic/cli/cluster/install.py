@@ -21,7 +21,7 @@ from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult
 
 if TYPE_CHECKING:
-    from hvd_elastic.cluster.installing import Installed
+    from hvd_elastic.tools.installing import Installed
 
 PARTS = ("environment", "cache", "runs")
 
@@ -42,7 +42,7 @@ def install(chosen: HostOptions, bootstrap: Bootstrap = False, yes: Yes = False)
 
       hvd-elastic install hosts --hosts node[3-4] --dry-run
     """
-    from hvd_elastic.cluster.installing import Installation, Installed, own_environment
+    from hvd_elastic.tools.installing import Installation, Installed, own_environment
 
     environment = own_environment()
     if bootstrap:
@@ -116,8 +116,8 @@ def uninstall(
 
       hvd-elastic uninstall hosts --only environment --yes
     """
-    from hvd_elastic.cluster.installing import own_environment
-    from hvd_elastic.cluster.installing import uninstall as remove_from_hosts
+    from hvd_elastic.tools.installing import own_environment
+    from hvd_elastic.tools.installing import uninstall as remove_from_hosts
 
     for name in only or ():
         if name not in PARTS:

@@ -13,13 +13,13 @@ from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
 from hvd_elastic.cli.jobs.naming import run_id_of
 from hvd_elastic.cli.options import command, number_option
-from hvd_elastic.cluster.kill import Ended
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult
+from hvd_elastic.tools.kill import Ended
 
 if TYPE_CHECKING:
-    from hvd_elastic.cluster.kill import Ended
+    from hvd_elastic.tools.kill import Ended
 
 
 @command(HostOptions)
@@ -63,7 +63,7 @@ def kill(
 
       killclust hosts --strays --dry-run
     """
-    from hvd_elastic.cluster.kill import Target, kill_run
+    from hvd_elastic.tools.kill import Target, kill_run
 
     if [run_id is not None, every, strays, user_processes is not None].count(True) != 1:
         raise UsageError(

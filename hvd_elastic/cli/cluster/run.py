@@ -15,8 +15,8 @@ from hvd_elastic.cli.cluster.command_output import describe_command, show_gather
 from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
 from hvd_elastic.cli.options import command, number_option, whole_number_option
-from hvd_elastic.cluster.run.commands import CommandSettings, HowToRun, join_command, run_on_hosts
 from hvd_elastic.errors import UsageError
+from hvd_elastic.tools.run.commands import CommandSettings, HowToRun, join_command, run_on_hosts
 
 
 @command(HostOptions, pass_on=True)

@@ -55,7 +55,7 @@ def up(
 
       hvd-elastic ray up hosts --object-store 2000 --python /opt/venv/bin/python
     """
-    from hvd_elastic.cluster.ray_nodes import ClusterRecord, NodeSettings, Started, bring_up
+    from hvd_elastic.engines.ray.nodes import ClusterRecord, NodeSettings, Started, bring_up
 
     store_bytes = None if object_store is None else int(object_store * 1e6)
     settings = NodeSettings(python or sys.executable, port, store_bytes)
@@ -93,7 +93,7 @@ def status(chosen: HostOptions) -> None:
 
       hvd-elastic ray status hosts --json
     """
-    from hvd_elastic.cluster.ray_nodes import ClusterRecord, Looked, look_at
+    from hvd_elastic.engines.ray.nodes import ClusterRecord, Looked, look_at
 
     cluster = ClusterRecord(chosen.hostfile).require()
     printer = Printer(chosen.hosts)
@@ -145,8 +145,8 @@ def exec_(
 
       hvd-elastic ray exec hosts --here -- python train_on_ray.py
     """
-    from hvd_elastic.cluster.ray_nodes import ClusterRecord
-    from hvd_elastic.cluster.run.commands import (
+    from hvd_elastic.engines.ray.nodes import ClusterRecord
+    from hvd_elastic.tools.run.commands import (
         CommandSettings,
         HowToRun,
         join_command,
@@ -194,7 +194,7 @@ def down(chosen: HostOptions) -> None:
 
       hvd-elastic ray down hosts --hosts gpu07
     """
-    from hvd_elastic.cluster.ray_nodes import ClusterRecord, take_down
+    from hvd_elastic.engines.ray.nodes import ClusterRecord, take_down
 
     record = ClusterRecord(chosen.hostfile)
     printer = Printer(chosen.hosts)

@@ -42,7 +42,6 @@ from hvd_elastic.frameworks import (
     why_no_torch,
 )
 from hvd_elastic.hosts.account import how_to_mend_shell, why_no_commands
-from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
 from hvd_elastic.install.horovod_wheel import has_gpu, installed_build, torch_cuda, wheel_cache
 from hvd_elastic.install.prerequisites import (
     PREREQUISITES,
@@ -51,6 +50,7 @@ from hvd_elastic.install.prerequisites import (
     apt_command,
     has_apt,
 )
+from hvd_elastic.programs.nvidia import ask_nvidia_smi
 from hvd_elastic.virtual.netns import why_no_namespaces
 
 _BUILD_WITH = "hvd-elastic build-horovod"

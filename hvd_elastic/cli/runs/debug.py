@@ -52,7 +52,7 @@ def debug(
             f"{', '.join(list(known)[:8])}"
         )
     config = None if spec.ssh_config is None else Path(spec.ssh_config)
-    program = "hvd_elastic.hosts.programs.join_debugger"
+    program = "hvd_elastic.programs.join_debugger"
     with connect(known[found[1]], SshOptions(config_path=config)) as connection:
         process = start_program(connection, program)
         process.stdin.write(json.dumps([folder.run_id, found[1], int(found[2])]).encode() + b"\n")

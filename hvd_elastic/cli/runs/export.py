@@ -22,7 +22,7 @@ from hvd_elastic.errors import CheckpointError, RunError, UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.frameworks import TITLES
 from hvd_elastic.replaced_files import replacing
-from hvd_elastic.training.model_source import find_source
+from hvd_elastic.script.model_source import find_source
 
 _ENDINGS = {"safetensors": ".safetensors", "torch": ".pt", "keras": ".keras"}
 

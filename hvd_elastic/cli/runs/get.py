@@ -18,7 +18,7 @@ from hvd_elastic.cli.options import AsJson, RequiredRun
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bytes_words, date_words
-from hvd_elastic.hosts.programs.file_hash import hash_of
+from hvd_elastic.programs.file_hash import hash_of
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.replaced_files import replacing
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from hvd_elastic.cli.background import begin_in_background, fork_with_log
-from hvd_elastic.hosts.engine import Engine
+from hvd_elastic.hosts.connection import Engine
 from hvd_elastic.leader.spec import RunSpec, forwarded_environment
 from hvd_elastic.records.events import as_record
 from hvd_elastic.records.run_folder import RunFolder

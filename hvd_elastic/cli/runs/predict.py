@@ -28,8 +28,8 @@ from hvd_elastic.records.outputs import INDEX_FILE, TOTAL_FILE, joined, output_n
 from hvd_elastic.records.process_lock import take_lock
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.replaced_files import replacing
-from hvd_elastic.training.model_source import find_source
-from hvd_elastic.training.prediction import VARIABLE, Prediction
+from hvd_elastic.script.model_source import find_source
+from hvd_elastic.script.prediction import VARIABLE, Prediction
 from hvd_elastic.urls import is_url
 
 _ASKED = "asked.json"

@@ -44,7 +44,7 @@ class HostProcess:
     ) -> None:
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # what is imported here
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hvd_elastic.hosts.programs.dial_back"],
+            [sys.executable, "-m", "hvd_elastic.programs.dial_back"],
             env={**os.environ, **path},
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -28,8 +28,8 @@ from hvd_elastic.engines.dialled.task import (
 )
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.interfaces import interface_of, own_address
-from hvd_elastic.hosts.programs.dial_back import FOLDER_VARIABLE
-from hvd_elastic.training.launch import OtherLauncherError
+from hvd_elastic.programs.dial_back import FOLDER_VARIABLE
+from hvd_elastic.worker.launch import OtherLauncherError
 
 _LOOK_S = 0.1
 """Time between two looks whether there is a new process group [s]."""
@@ -47,10 +47,10 @@ def main() -> None:
 
 
 def _run_elastic(folder: Path) -> None:
-    from hvd_elastic.training import context
-    from hvd_elastic.training.membership import WorkerLeaves
-    from hvd_elastic.training.saving import save_file
-    from hvd_elastic.training.uncaught import tell_uncaught
+    from hvd_elastic.script.saving import save_file
+    from hvd_elastic.worker import context
+    from hvd_elastic.worker.debugging.uncaught import tell_uncaught
+    from hvd_elastic.worker.membership import WorkerLeaves
 
     tell_uncaught()  # as hvd.init() does, for what fails before it
     try:

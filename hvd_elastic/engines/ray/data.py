@@ -22,9 +22,9 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 from hvd_elastic.errors import DataError
-from hvd_elastic.hosts.peers import connect_own, peer_uid
-from hvd_elastic.hosts.programs.accept_peers import accept_peers
 from hvd_elastic.model.sharding import Blocks
+from hvd_elastic.programs.accept_peers import accept_peers
+from hvd_elastic.programs.peers import connect_own, peer_uid
 
 PLACE_VARIABLE = "HVD_ELASTIC_RAY_ROWS"
 """Variable with the socket of the host's actor and the key for it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hvd_elastic.errors import ArgumentError, ScriptError
-from hvd_elastic.hosts.programs.dial_back import FOLDER_VARIABLE
+from hvd_elastic.programs.dial_back import FOLDER_VARIABLE
 
 ROWS_FILE = "rows.arrow"
 """Name of the file in a host's folder."""

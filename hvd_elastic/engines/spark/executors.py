@@ -22,7 +22,7 @@ from hvd_elastic.engines.dialled.host_process import HostProcess, last_error, mi
 from hvd_elastic.engines.dialled.hosts import DialledHosts
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count
-from hvd_elastic.hosts.programs.nvidia import ask_nvidia_smi
+from hvd_elastic.programs.nvidia import ask_nvidia_smi
 
 _AGAIN_S = 2.0
 """Time until the job of a host that has failed is submitted again [s]."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hvd_elastic.control.commands import Member
-from hvd_elastic.hosts.engine import Engine
+from hvd_elastic.hosts.connection import Engine
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import SshOptions, connect, is_local, own_address_towards
 from hvd_elastic.leader.agents.connection import AgentConnection, Post

@@ -24,9 +24,10 @@ from typing import Any
 
 import hvd_elastic
 from hvd_elastic.checkpoint.saved import spool_file
-from hvd_elastic.training import context, saving
-from hvd_elastic.training.metrics import Metrics
-from hvd_elastic.training.rollback import Rollback
+from hvd_elastic.script import saving
+from hvd_elastic.worker import context
+from hvd_elastic.worker.metrics import Metrics
+from hvd_elastic.worker.rollback import Rollback
 
 plan = json.loads(Path(sys.argv[1]).read_text())
 script = str(Path(sys.argv[2]).resolve())

@@ -23,7 +23,7 @@ import zlib
 from pathlib import Path
 
 from hvd_elastic.communicator.ring import HorovodCommunicator
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 
 HOST, WORKER = os.environ["HVD_ELASTIC_HOST"], os.environ["HVD_ELASTIC_WORKER"]
 _SIGNS = itertools.cycle((1, -1))

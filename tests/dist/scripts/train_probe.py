@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.data import ShardDataset
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 from tests.dist.scripts.probe import Probe, host_mark, options
 
 parser = options()

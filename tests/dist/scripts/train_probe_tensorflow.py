@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvd_elastic.keras
 import hvd_elastic.tensorflow as hvd
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 from tests.dist.scripts.probe import Probe, host_mark, options
 
 parser = options()

@@ -93,7 +93,7 @@ WRITER = WORKER.replace("for line", f"{JOINED}for line").replace(
 LINKED = """
 import os, signal, time
 from hvd_elastic.run_events import Warned
-from hvd_elastic.training.agent_link import AgentLink
+from hvd_elastic.worker.agent_link import AgentLink
 link = AgentLink.from_environment(lambda generation: None)
 child = os.fork()
 if child == 0:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.agent.rendezvous import GenerationStore, without_leftovers
-from hvd_elastic.hosts.peers import loopback_peer_uid
+from hvd_elastic.programs.peers import loopback_peer_uid
 from tests.paths import LIMIT_S
 
 TIMEOUT_S = LIMIT_S

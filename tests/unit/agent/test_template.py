@@ -20,7 +20,7 @@ import pytest
 from hvd_elastic.agent.template import process, template
 from hvd_elastic.agent.template.template import Template, UnsuitableError, parse_python_command
 from hvd_elastic.agent.worker_start import WorkerStart, start_process
-from hvd_elastic.hosts.programs.hold_command import SUBREAPER, become_subreaper
+from hvd_elastic.programs.hold_command import SUBREAPER, become_subreaper
 from tests.paths import COSTLY
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -21,10 +21,10 @@ from hvd_elastic.cli.cluster.tools import (
     killclust_main,
     runclust_main,
 )
-from hvd_elastic.cluster.copy.job import Copied
 from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.records.run_folder import RunFolder
+from hvd_elastic.tools.copy.job import Copied
 
 
 @pytest.mark.parametrize(("name", "nothing"), [("null", True), ("zero", False)])

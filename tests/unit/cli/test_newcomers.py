@@ -5,8 +5,8 @@ from pathlib import Path
 
 from hvd_elastic.cli.cluster.copy import Newcomers
 from hvd_elastic.cli.cluster.host_options import HostOptions
-from hvd_elastic.cluster.run.commands import select_hosts
 from hvd_elastic.hosts.hostfile import Host, parse_hostfile
+from hvd_elastic.tools.run.commands import select_hosts
 
 
 def test_who_is_added_to_the_hostfile_joins_once_if_chosen(tmp_path: Path) -> None:

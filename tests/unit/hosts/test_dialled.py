@@ -23,8 +23,8 @@ from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.dialled import DialIn
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.hosts.programs.secure_stream import Kind, SecureStream, dial
 from hvd_elastic.hosts.transfer import receive_file, send_file
+from hvd_elastic.programs.secure_stream import Kind, SecureStream, dial
 
 LONG_S = 60.0
 
@@ -295,6 +295,6 @@ def test_one_thread_reads_a_stream_while_another_one_writes():
 
 
 def test_invitation_is_needed():
-    module = "hvd_elastic.hosts.programs.dial_back"
+    module = "hvd_elastic.programs.dial_back"
     ended = subprocess.run([sys.executable, "-m", module], input=b"", capture_output=True)
     assert ended.returncode

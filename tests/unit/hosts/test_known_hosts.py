@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.cluster.trust import _assess
 from hvd_elastic.hosts.fanout import HostResult, Outcome
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.known_hosts import (
@@ -18,6 +17,7 @@ from hvd_elastic.hosts.known_hosts import (
     known_name,
     remember,
 )
+from hvd_elastic.tools.trust import _assess
 
 KEY = HostKey("ssh-ed25519", b"first key")
 OTHER = HostKey("ssh-ed25519", b"second key")

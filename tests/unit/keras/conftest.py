@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_elastic.training.context import Context
+from hvd_elastic.worker.context import Context
 from tests.unit.tensorflow.conftest import alone as in_training
 
 __all__ = ["alone", "in_training"]

@@ -25,8 +25,8 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.keras.first_layer import first_layer
 from hvd_elastic.keras.monitors import Monitors
 from hvd_elastic.model.lr_rules import Adjustment
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.metrics import average_by_examples, average_over_ranks
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.metrics import average_by_examples, average_over_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning:keras")
 """Keras reads variables in a way that NumPy will no longer have."""

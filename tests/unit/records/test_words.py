@@ -211,7 +211,7 @@ def test_sizes_are_formatted_in_one_place() -> None:
         for path in PACKAGE.rglob("*.py")
         if own.search(path.read_text(encoding="utf-8"))
     }
-    sent_to_hosts = {"cluster/copy/node/comparison.py"}  # with the standard library alone
+    sent_to_hosts = {"programs/copy/comparison.py"}  # with the standard library alone
     assert found == sent_to_hosts
 
 

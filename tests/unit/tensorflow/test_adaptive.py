@@ -23,11 +23,11 @@ from hvd_elastic.model.lr_rules import Adjustment
 from hvd_elastic.policy.sampling import GradientNoise
 from hvd_elastic.tensorflow import gradients
 from hvd_elastic.tensorflow.optimizer import averager_of
-from hvd_elastic.training import context
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.launch import Mode
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.progress import Progress
+from hvd_elastic.worker import context
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.launch import Mode
+from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
+from hvd_elastic.worker.progress import Progress
 
 RANDOM = np.random.default_rng(0)
 INPUTS = RANDOM.normal(size=(64, 5)).astype(np.float32)

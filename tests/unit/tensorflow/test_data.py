@@ -22,7 +22,7 @@ import hvd_elastic.tensorflow as hvd
 from hvd_elastic.data import Mixture
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import Blocks
-from hvd_elastic.training.context import Context
+from hvd_elastic.worker.context import Context
 
 NUMBERS = np.arange(10)
 

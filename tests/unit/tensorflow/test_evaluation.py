@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import hvd_elastic.tensorflow as hvd
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training.context import Context
+from hvd_elastic.worker.context import Context
 
 INPUTS = np.arange(14, dtype=np.float32).reshape(7, 2)
 TARGETS = np.arange(7)

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow import export
-from hvd_elastic.training.context import Context
+from hvd_elastic.worker.context import Context
 
 
 def test_saved_model(alone: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

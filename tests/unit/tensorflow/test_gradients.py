@@ -21,9 +21,9 @@ from hvd_elastic.tensorflow import gradients
 from hvd_elastic.tensorflow.controls import Control
 from hvd_elastic.tensorflow.frontend import choose_optimizers
 from hvd_elastic.tensorflow.optimizer import averager_of
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.launch import Mode
-from hvd_elastic.training.step import Pass
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.launch import Mode
+from hvd_elastic.worker.step import Pass
 
 
 class Training:

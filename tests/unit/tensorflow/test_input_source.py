@@ -14,10 +14,10 @@ import pytest
 import tensorflow as tf
 
 import hvd_elastic.tensorflow as hvd
+from hvd_elastic.input.link import Batch, Failed, Want
+from hvd_elastic.input.server import LocalReader
 from hvd_elastic.tensorflow.data import DatasetSource
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.input.link import Batch, Failed, Want
-from hvd_elastic.training.input.server import LocalReader
+from hvd_elastic.worker.context import Context
 
 
 class Augmented:

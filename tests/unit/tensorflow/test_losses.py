@@ -17,8 +17,8 @@ import hvd_elastic.tensorflow as hvd
 from hvd_elastic.tensorflow.controls import Control
 from hvd_elastic.tensorflow.losses import losses_watched
 from hvd_elastic.tensorflow.optimizer import averager_of
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.pass_counts import PassCounts
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.pass_counts import PassCounts
 
 VALUES = tf.constant([1.0, 2.0, 3.0])
 KINDS = {kind: keras.losses.MeanSquaredError(reduction=kind) for kind in ("sum", None)}

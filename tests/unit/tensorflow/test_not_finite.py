@@ -21,8 +21,8 @@ from hvd_elastic.tensorflow import gradients
 from hvd_elastic.tensorflow.controls import Control
 from hvd_elastic.tensorflow.frontend import choose_optimizers, optimizers_watched
 from hvd_elastic.tensorflow.optimizer import averager_of, tape_averager
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.step import Pass
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.step import Pass
 
 
 class Training:

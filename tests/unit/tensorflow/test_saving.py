@@ -18,8 +18,8 @@ import tensorflow as tf
 import hvd_elastic.tensorflow as hvd
 from hvd_elastic.checkpoint.manifests import find_checkpoints
 from hvd_elastic.errors import CheckpointError, ScriptError
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.saving import save_again
+from hvd_elastic.script.saving import save_again
+from hvd_elastic.worker.context import Context
 from tests.unit.tensorflow.test_state import state_of, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning:keras")

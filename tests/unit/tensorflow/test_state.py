@@ -23,10 +23,10 @@ from hvd_elastic.checkpoint.manifests import complete_checkpoint, newest_valid
 from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.checkpoint.writer import ShardWriter
 from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.script.helper_copies import HelperCopies
 from hvd_elastic.tensorflow.content import load_checkpoint
-from hvd_elastic.training import context
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.helper_copies import HelperCopies
+from hvd_elastic.worker import context
+from hvd_elastic.worker.context import Context
 
 
 def model_of(width: int) -> keras.Model:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hvd_elastic.torch.frontend import TorchFrontend
-from hvd_elastic.training import context
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.launch import Mode
+from hvd_elastic.worker import context
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.launch import Mode
 from tests.unit.real_ranks import stores
 
 __all__ = ["alone", "stores"]

@@ -11,11 +11,11 @@ from hvd_elastic.checkpoint.header import decode_values
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.frontend import TorchFrontend
-from hvd_elastic.training import context
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.launch import Mode
-from hvd_elastic.training.progress import Phase
-from hvd_elastic.training.step import Pass
+from hvd_elastic.worker import context
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.launch import Mode
+from hvd_elastic.worker.progress import Phase
+from hvd_elastic.worker.step import Pass
 
 
 class ThreeAlike(LocalCommunicator):

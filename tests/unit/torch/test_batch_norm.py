@@ -15,11 +15,11 @@ from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.torch.frontend import TorchFrontend
-from hvd_elastic.training import context
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.launch import Mode
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.step import Pass
+from hvd_elastic.worker import context
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.launch import Mode
+from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
+from hvd_elastic.worker.step import Pass
 
 SHARES = (6, 2, 0)
 """Examples of each rank; one without any reads an example again, with weight 0."""

@@ -42,7 +42,7 @@ from hvd_elastic.checkpoint.writer import ShardWriter
 from hvd_elastic.errors import CheckpointError, HvdElasticError, ScriptError
 from hvd_elastic.torch import checkpoint
 from hvd_elastic.torch.checkpoint import TorchContent, load_checkpoint
-from hvd_elastic.training.progress import Progress
+from hvd_elastic.worker.progress import Progress
 from tests.paths import ALL, WORKER_PYTHONPATH
 from tests.small_disk import mounted
 

@@ -41,7 +41,7 @@ def test_ranks_that_do_not_exchange_the_same_are_all_told(stores: Any) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not built")
     body = """
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training import context
+from hvd_elastic.worker import context
 import hvd_elastic.torch as hvd
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 os.environ.update(generations[0])
@@ -114,7 +114,7 @@ def test_those_who_have_a_state_hand_it_over_in_shares(stores: Any, single_conte
     body = """
 from horovod.torch import local_rank
 from hvd_elastic.communicator import buckets
-from hvd_elastic.training import spread as spreading
+from hvd_elastic.script import spread as spreading
 from hvd_elastic.torch.checkpoint import content_of
 buckets.BUCKET_BYTES = 100
 communicator.start(generations[0])

@@ -13,9 +13,9 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.torch import compression, gradient_buckets
 from hvd_elastic.torch.compression import Compression, Packed
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.step import Pass
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
+from hvd_elastic.worker.step import Pass
 from tests.unit.real_ranks import run_ranks, worlds
 from tests.unit.torch.test_gradient_buckets import Alike
 
@@ -127,8 +127,8 @@ def test_real_ranks_learn_alike_and_tell_what_differs(stores: Any) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not built")
     body = """
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training import context
-from hvd_elastic.training.step import Pass
+from hvd_elastic.worker import context
+from hvd_elastic.worker.step import Pass
 from hvd_elastic.torch import compression
 import hvd_elastic.torch as hvd
 os.environ.update(generations[0])

@@ -31,18 +31,18 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hvd_elastic.data import Mixture
 from hvd_elastic.data import Stream as DataStream
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.input.data_order import Place
 from hvd_elastic.model.sharding import Blocks, block_order, epoch_order
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.frontend import TorchFrontend
-from hvd_elastic.training.data_order import Place
-from hvd_elastic.training.input.times import InputTimes
-from hvd_elastic.training.launch import Mode
-from hvd_elastic.training.planning.batch_bounds import batch_limits
-from hvd_elastic.training.planning.planner import Planner
-from hvd_elastic.training.progress import Progress
-from hvd_elastic.training.script_data import ScriptData
-from hvd_elastic.training.step import Pass, Step
 from hvd_elastic.wire.messages import UseInput, WorkerOptions
+from hvd_elastic.worker.input_times import InputTimes
+from hvd_elastic.worker.launch import Mode
+from hvd_elastic.worker.planning.batch_bounds import batch_limits
+from hvd_elastic.worker.planning.planner import Planner
+from hvd_elastic.worker.progress import Progress
+from hvd_elastic.worker.script_data import ScriptData
+from hvd_elastic.worker.step import Pass, Step
 from tests.paths import WORKER_PYTHONPATH
 
 
@@ -926,7 +926,7 @@ RANK = """
 import os, sys, time
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.frontend import TorchFrontend
-from hvd_elastic.training.planning.planner import Planner
+from hvd_elastic.worker.planning.planner import Planner
 from tests.unit.torch.test_data import Numbers, fake
 
 class Telling(Numbers):

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.script.evaluation import batches_of
 from hvd_elastic.torch import evaluate
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.evaluation import batches_of
+from hvd_elastic.worker.context import Context
 
 INPUTS = torch.arange(14.0).reshape(7, 2)
 DATA = TensorDataset(INPUTS, torch.arange(7))

@@ -9,7 +9,7 @@ import torch
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch import export
-from hvd_elastic.training.context import Context
+from hvd_elastic.worker.context import Context
 
 EXAMPLE = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 

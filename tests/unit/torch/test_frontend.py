@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.torch.frontend import TorchFrontend
-from hvd_elastic.training.context import Context
+from hvd_elastic.worker.context import Context
 
 DATA = TensorDataset(torch.zeros(8))
 

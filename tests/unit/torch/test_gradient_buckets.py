@@ -14,8 +14,8 @@ from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch import gradient_buckets
 from hvd_elastic.torch.optimizer import DistributedOptimizer
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.step import Pass
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.step import Pass
 from tests.paths import COSTLY
 from tests.unit.real_ranks import run_ranks, worlds
 
@@ -291,8 +291,8 @@ def test_real_ranks_average_a_tensor_of_4_gb(stores: Any) -> None:
     """Each element of it; the ranks need 10 GB of memory together."""
     pytest.importorskip("horovod.torch", reason="Horovod is not built")
     body = """
-from hvd_elastic.training import context
-from hvd_elastic.training.step import Pass
+from hvd_elastic.worker import context
+from hvd_elastic.worker.step import Pass
 import hvd_elastic.torch as hvd
 os.environ.update(generations[0])
 hvd.init()
@@ -317,8 +317,8 @@ def test_flags_travel_with_gradients(stores: Any, compression: str) -> None:
     body = f"""
 from hvd_elastic.communicator.interface import FLAGS
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.training import context
-from hvd_elastic.training.step import Pass
+from hvd_elastic.worker import context
+from hvd_elastic.worker.step import Pass
 import hvd_elastic.torch as hvd
 os.environ.update(generations[0])
 hvd.init()

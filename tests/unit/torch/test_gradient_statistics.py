@@ -13,9 +13,9 @@ from hvd_elastic.model.noise_scale import NoiseTracker
 from hvd_elastic.torch import gradient_buckets, gradient_statistics
 from hvd_elastic.torch.gradient_statistics import GradientStatistics, parts_by_size
 from hvd_elastic.torch.optimizer import DistributedOptimizer
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.step import Pass
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
+from hvd_elastic.worker.step import Pass
 from tests.unit.torch.test_gradient_buckets import Alike, Images, Mixed, Tied, Words, groups, inputs
 
 

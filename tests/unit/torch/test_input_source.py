@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.input.link import Batch, Failed, Want
+from hvd_elastic.input.server import LocalReader
 from hvd_elastic.torch.input_source import LoaderSource
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.input.link import Batch, Failed, Want
-from hvd_elastic.training.input.server import LocalReader
+from hvd_elastic.worker.context import Context
 
 
 class Augmented(Dataset[Any]):

@@ -8,9 +8,9 @@ import torch
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.torch.gradient_buckets import BUCKET_BYTES
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.planning.planner import Planner
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
+from hvd_elastic.worker.planning.planner import Planner
 from tests.unit.torch.test_several_optimizers import Recording, hand_out, linear, sgd
 
 WORDS = "the gradient of 'weight' holds that of an earlier batch"

@@ -18,9 +18,9 @@ from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.torch import gradient_buckets
 from hvd_elastic.torch.finite_check import GradientCheck
 from hvd_elastic.torch.forward_watch import ForwardWatch
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.sink import FileSink
-from hvd_elastic.training.step import Pass
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.sink import FileSink
+from hvd_elastic.worker.step import Pass
 
 
 class Ranks(LocalCommunicator):

@@ -11,15 +11,15 @@ import torch
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
+from hvd_elastic.script.run import run
 from hvd_elastic.torch.finite_check import is_finite
 from hvd_elastic.torch.optimizer import DistributedOptimizer, averager_of
 from hvd_elastic.torch.state import State
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.elastic import run
-from hvd_elastic.training.launch import Mode
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.planning.planner import Planner
-from hvd_elastic.training.step import Pass, Stage
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.launch import Mode
+from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
+from hvd_elastic.worker.planning.planner import Planner
+from hvd_elastic.worker.step import Pass, Stage
 
 
 class TwoRanks(LocalCommunicator):

@@ -22,10 +22,10 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.torch.checkpoint import TorchContent, load_object
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.profiling import StepProfile
-from hvd_elastic.training.progress import Progress
-from hvd_elastic.training.sink import FileSink
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.debugging.profiling import StepProfile
+from hvd_elastic.worker.progress import Progress
+from hvd_elastic.worker.sink import FileSink
 from tests.paths import WORKER_PYTHONPATH
 from tests.small_disk import mounted
 from tests.unit.torch.test_checkpoint import Told, tensors_of
@@ -450,7 +450,7 @@ def test_a_process_without_init_loads(run: RunFolder, tmp_path: Path) -> None:
     """Horovod is not imported, and no context is made."""
     code = """
         import sys, torch, hvd_elastic.torch as hvd
-        from hvd_elastic.training import context
+        from hvd_elastic.worker import context
         hvd.load_model("digits-1", torch.nn.Linear(2, 1))
         assert not context.is_initialized() and "horovod" not in sys.modules
     """

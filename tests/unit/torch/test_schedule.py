@@ -13,8 +13,8 @@ from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.model.lr_rules import Adjustment
 from hvd_elastic.torch.schedule import schedule_length
 from hvd_elastic.torch.state import dump_plain, load_plain
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 
 
 def halving() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:

@@ -14,12 +14,12 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.copies import OptimizerCopy
-from hvd_elastic.training import context
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.planning.planner import Planner
-from hvd_elastic.training.step import Pass
-from hvd_elastic.training.worker import Worker
-from tests.unit.training.test_rollback import Meter, Training
+from hvd_elastic.worker import context
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.planning.planner import Planner
+from hvd_elastic.worker.step import Pass
+from hvd_elastic.worker.worker import Worker
+from tests.unit.worker.test_rollback import Meter, Training
 
 BODIES = 6
 

@@ -21,10 +21,10 @@ from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch.checkpoint import load_checkpoint
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.state import State, dump_plain, load_plain
-from hvd_elastic.training import context
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.launch import Mode
-from hvd_elastic.training.progress import Progress
+from hvd_elastic.worker import context
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.launch import Mode
+from hvd_elastic.worker.progress import Progress
 
 
 @pytest.fixture(autouse=True)

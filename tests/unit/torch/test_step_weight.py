@@ -12,15 +12,15 @@ from torch import nn
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.planning.adaptive import AdaptivePlanner
-from hvd_elastic.training.step import Pass
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
+from hvd_elastic.worker.step import Pass
 from tests.paths import COSTLY
 from tests.unit.real_ranks import run_ranks, worlds
 
 RANKS = """
-from hvd_elastic.training import context
-from hvd_elastic.training.step import Pass
+from hvd_elastic.worker import context
+from hvd_elastic.worker.step import Pass
 import hvd_elastic.torch as hvd
 os.environ.update(generations[0])
 hvd.init()

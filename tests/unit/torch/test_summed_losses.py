@@ -19,8 +19,8 @@ from hvd_elastic.torch.summed_losses import (
     kinds_of,
     summed_losses_are_added,
 )
-from hvd_elastic.training.context import Context
-from hvd_elastic.training.step import Pass
+from hvd_elastic.worker.context import Context
+from hvd_elastic.worker.step import Pass
 
 EXAMPLES, STEP = 6, 12
 COUNTS = Counts(EXAMPLES, STEP, share=EXAMPLES)

@@ -1,0 +1,135 @@
+"""End processes of this user with a run id in their environment, and their descendants.
+
+With "strays", end the workers of other launchers whose launcher is gone.
+
+Input (JSON on stdin): {"run": run id or null for any, "strays": bool, "ours": whether processes of
+our own runs count as strays too, "pattern": a regular expression for command lines to use instead,
+or null, "grace_s": seconds, "dry_run": bool}.
+Output: {"processes": [{"pid", "command", "run", "ended": "TERM" | "KILL" | "" | "left"}]}.
+Processes are found by environment and parentage, so that no other process is touched; only with
+"pattern" (``killclust --user-processes``) are they found by their command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+
+from hvd_elastic.programs.processes import (
+    Process,
+    all_processes,
+    command_line,
+    descendants,
+    end_processes,
+    environment,
+    own_ancestors,
+    read,
+)
+
+VARIABLE = "HVD_ELASTIC_RUN_ID"
+OURS = "hvd-elastic"
+# Launcher, a variable that it sets for its workers, and the variable that names the job.
+LAUNCHERS = (
+    ("torchrun", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RUN_ID"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "PMIX_NAMESPACE"),
+    ("horovodrun", "HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+)
+SHELLS = (b"sh", b"bash", b"dash", b"zsh", b"ksh", b"csh", b"tcsh", b"fish")
+# Maximum length of the command line that a pattern is searched in.
+MOST_LETTERS = 1 << 20
+# Appears in the command line of a `killclust` that searches by pattern.
+ASKS = "--user-processes"
+
+
+def job_of(variables: dict[str, str], ours: bool) -> str | None:
+    """Return the launcher and the job that a process is a worker of, or None."""
+    if VARIABLE in variables:
+        return f"{OURS} {variables[VARIABLE]}" if ours else None
+    for launcher, mark, name in LAUNCHERS:
+        if mark in variables:
+            return f"{launcher} {variables.get(name, '')}".rstrip()
+    return None
+
+
+def is_left_behind(pid: int, processes: dict[int, Process], jobs: dict[int, str]) -> bool:
+    """Return whether only workers and their shells are between a worker and init.
+
+    Any other process in between, such as a living launcher, an sshd or a terminal, means that
+    somebody still controls the job.
+    """
+    while True:
+        parent = processes[pid].parent
+        name = read(parent, "comm").strip()
+        if parent == 1 or name == b"systemd":
+            return True
+        if parent not in processes or not (parent in jobs or name in SHELLS):
+            return False
+        pid = parent
+
+
+def is_own(pid: int) -> bool:
+    """Return whether a process belongs to this user."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid == os.geteuid()  # noqa: PTH116  # hot loop
+    except OSError:
+        return False
+
+
+def find(
+    run: str | None,
+    strays: bool = False,
+    ours: bool = False,
+    pattern: str | None = None,
+    variable: str = VARIABLE,
+) -> dict[Process, str]:
+    """Return the processes to end, with run or job; never this process or its ancestors.
+
+    Without ``strays`` and ``pattern`` they are those with a ``variable`` in their environment.
+    """
+    processes = {pid: process for pid, process in all_processes().items() if is_own(pid)}
+    spared = own_ancestors()
+    marked: dict[int, str] = {}
+    if pattern is not None:
+        wanted = re.compile(pattern)
+        for pid in processes:
+            command = command_line(pid, MOST_LETTERS)
+            # The command that asks for this has the pattern in its own command line.
+            if ASKS not in command and wanted.search(command):
+                marked[pid] = environment(pid).get(VARIABLE, "")
+    elif strays:
+        found = {pid: job_of(environment(pid), ours) for pid in processes}
+        jobs = {pid: job for pid, job in found.items() if job is not None}
+        marked = {pid: jobs[pid] for pid in jobs if is_left_behind(pid, processes, jobs)}
+    else:
+        runs = {pid: environment(pid).get(variable) for pid in processes}
+        marked = {pid: name for pid, name in runs.items() if name is not None}
+        marked = {pid: name for pid, name in marked.items() if run in (None, name)}
+    ending: dict[Process, str] = {}
+    for pid, name in marked.items():
+        if pid not in spared:
+            for process in [processes[pid], *descendants([pid], processes)]:
+                if process.pid not in spared:
+                    ending.setdefault(process, marked.get(process.pid, name))
+    return ending
+
+
+def main() -> None:
+    """Read the request, end the processes, and write the answer."""
+    request = json.loads(sys.stdin.buffer.read().decode("utf-8"))
+    seen: dict[tuple[int, int], dict[str, object]] = {}
+
+    def find_and_note() -> dict[Process, str]:
+        found = find(request["run"], request["strays"], request["ours"], request["pattern"])
+        for process, name in found.items():
+            entry = {"pid": process.pid, "command": command_line(process.pid), "run": name}
+            seen.setdefault(process.key, {**entry, "ended": ""})
+        return found
+
+    if request["dry_run"]:
+        find_and_note()
+    else:
+        for key, how in end_processes(find_and_note, request["grace_s"]).items():
+            seen[key]["ended"] = how
+    sys.stdout.write(json.dumps({"processes": [seen[key] for key in sorted(seen)]}))

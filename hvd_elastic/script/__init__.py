@@ -1,0 +1,1 @@
+"""Functions that a script calls, for all frontends: run, evaluate, predict, save, export, load."""

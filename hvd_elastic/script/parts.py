@@ -1,0 +1,76 @@
+"""The loop of a library that owns counters, callbacks and metrics, such as a Trainer.
+
+Training is a sequence of parts: batches up to the next boundary, and then what follows them, such
+as validation, saving, and the end of an epoch. Hosts join and leave between batches; what follows
+is repeated as a whole if a rank is lost in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from hvd_elastic.worker import context
+from hvd_elastic.worker.progress import AFTER_LOOP, Phase
+
+
+class Loader(Protocol):
+    """Our loader of a framework."""
+
+    def batches(self, enough: Callable[[], bool]) -> Iterator[Any]:
+        """See :meth:`hvd_elastic.script.run.Loader.batches`."""
+
+
+class Place:
+    """Where in its parts a training is; belongs to an object of the State, as counters do.
+
+    Attributes:
+        begun: whether the current epoch has begun.
+        due: whether a part's batches are over, and what follows them has not been done.
+    """
+
+    def __init__(self) -> None:
+        self.begun = self.due = False
+
+
+class Library(Protocol):
+    """What the loop asks of the library. All that it changes is in the State."""
+
+    @property
+    def place(self) -> Place:
+        """Where training is."""
+
+    def is_done(self) -> bool:
+        """Return whether training is over, the same on all ranks."""
+
+    def begin_epoch(self) -> None:
+        """Do what comes before the batches of an epoch."""
+
+    def train(self, batch: Any) -> bool:
+        """Train on a batch; return whether something follows it before the next one."""
+
+    def follow(self) -> None:
+        """Do what follows a part, on all ranks; sets ``place.begun`` False after an epoch."""
+
+
+def train_by_parts(library: Library, loader: Loader) -> None:
+    """Train until the library is done; the training function calls it, again after a failure."""
+    ctx, place = context.current(), library.place
+    rollback, worker = ctx.rollback, ctx.worker
+    while place.due or not library.is_done():
+        if place.due and worker.progress.phase in AFTER_LOOP:
+            rollback.tail_begins()
+        else:
+            rollback.steps_begin()
+            if not (place.begun or place.due):
+                worker.progress.phase = Phase.HEAD  # also in a run that was stopped between epochs
+                library.begin_epoch()
+                place.begun = True
+            for batch in loader.batches(lambda: place.due):
+                place.due = library.train(batch)
+            if not place.due:  # training was stopped, or is over on the other ranks
+                rollback.training_stopped()
+                return
+        library.follow()
+        place.due = False
+    rollback.epochs_begin()

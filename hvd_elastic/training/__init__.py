@@ -1,1 +1,0 @@
-"""Training logic that all frontends share and that imports no framework."""

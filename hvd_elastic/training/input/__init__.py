@@ -1,1 +1,0 @@
-"""Reading of the training data: its times, and hosts that read for the ranks."""

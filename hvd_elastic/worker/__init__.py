@@ -1,0 +1,1 @@
+"""The loop of a worker: its steps, generations, progress, rollback and batch plan; no framework."""

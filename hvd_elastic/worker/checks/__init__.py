@@ -1,0 +1,1 @@
+"""Checks that ranks train alike: their data, their parameters, and which examples they read."""

@@ -1,0 +1,50 @@
+"""What the processes that read for a rank call: a loader's data set, as batches by index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+Buffers = list[Any]
+"""Bytes-like objects."""
+
+
+class Skipped(NamedTuple):
+    """An example that was skipped.
+
+    Attributes:
+        dataset_index: its index in the data set.
+        example: which one it is.
+        reason: why it cannot be decoded.
+    """
+
+    dataset_index: int
+    example: str
+    reason: str
+
+
+class Source(Protocol):
+    """What can be read: a loader with its data set, transform and collate function.
+
+    Attributes:
+        examples: number of examples.
+        fields: checksums of the data set; see :class:`DataDigest`.
+    """
+
+    examples: int
+    fields: Mapping[str, int] = {}
+
+    def start(self, number: int, count: int) -> None:
+        """Prepare a process that was forked to read, the ``number``-th of ``count``."""
+
+    def make(self, epoch: int, indices: Sequence[int]) -> Any:
+        """Return the batch of these dataset indices; :class:`Shortened` if it lacks examples."""
+
+    def make_here(self, epoch: int, indices: Sequence[int]) -> Any:
+        """Return the same batch, and leave the script's own random numbers as they are."""
+
+    def pack(self, batch: Any) -> Buffers:
+        """Return a batch as buffers, of which the first describes the others."""
+
+    def unpack(self, buffers: Buffers) -> Any:
+        """Return the batch that :meth:`pack` was given; tensors share memory with the buffers."""

@@ -1,0 +1,244 @@
+"""This process as a member of a run: launcher, communicator, progress and where it reports to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+from hvd_elastic.checkpoint.saved import (
+    SAVED_FOLDER,
+    drop_spooled,
+    find_spooled,
+    spool_file,
+    store_file,
+)
+from hvd_elastic.checkpoint.whole_files import Write
+from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
+from hvd_elastic.communicator.local import LocalCommunicator
+from hvd_elastic.communicator.ring import HorovodCommunicator
+from hvd_elastic.control.progress import Activity, Position
+from hvd_elastic.errors import CheckpointError, ScriptError
+from hvd_elastic.run_events import Warned
+from hvd_elastic.wire import messages as msg
+from hvd_elastic.worker.agent_link import AgentLink, worker_options
+from hvd_elastic.worker.averagers import Averagers
+from hvd_elastic.worker.checks.data_digest import DataDigest
+from hvd_elastic.worker.debugging.uncaught import script_line
+from hvd_elastic.worker.frontend import Frontend, State
+from hvd_elastic.worker.generators import Generators
+from hvd_elastic.worker.input_times import InputTimes
+from hvd_elastic.worker.launch import Mode, not_finite_choice
+from hvd_elastic.worker.progress import Progress
+from hvd_elastic.worker.sink import Sink, open_sink
+
+log = logging.getLogger(__name__)
+
+_LONG_S = 2.0
+"""Duration of a step or a wait from which heartbeats carry the script's line, which is read from
+the stack."""
+
+
+class Worker:
+    """State that all parts of a training process share.
+
+    Args:
+        mode: how the process was launched.
+        frontend: framework of the script.
+
+    Attributes:
+        communicator: communicator of the current generation.
+        generation: number of the current generation.
+        life: term of the leader, which distinguishes generations of different leaders.
+        link: link to the agent; None without one.
+        reads: whether this process reads for the ranks of other hosts and does not train.
+        options: options that the leader sets for all workers.
+        sink: receiver of this worker's messages.
+        audit: whether the indices that are read are reported.
+        on_not_finite: what is done about a step whose gradients are not finite: ``skip``, ``stop``
+            or ``ignore``.
+        input_times: how long this rank waits for its data.
+        progress: progress of training, equal on all ranks between two steps.
+        stop_reason: why this rank asks for the end of training; empty: it does not.
+        left_epoch: where the script left an epoch early, for messages; empty: nowhere.
+        examples: number of examples in the loader's data set, for messages.
+        generators: global generators of random numbers.
+        digests: what is compared of the data sets of the script's loaders, in order.
+        in_train: whether the training function runs.
+        saves: what the script has saved since an epoch has ended, by name, with what writes it;
+            None: the script itself saves it again after a failure.
+        saved_names: names under which this process has saved.
+        state: the script's state; None before it is created.
+        averagers: averagers of the script's optimizers.
+        step_began: when the step in flight began [s, monotonic]; None: no step is in flight.
+        longest_step_s: duration of the longest step of this process [s].
+    """
+
+    def __init__(self, mode: Mode, frontend: Frontend) -> None:
+        self.mode = mode
+        self.frontend = frontend
+        self.generation = 0
+        self.life = ""
+        self.progress = Progress()
+        self.input_times = InputTimes()
+        self.stop_reason = ""
+        self.left_epoch = ""
+        self.examples = 0
+        self.digests: list[DataDigest] = []
+        self.generators = Generators(frontend.generators())
+        self.in_train = False
+        self.saves: dict[str, Write] | None = None
+        self.saved_names: set[str] = set()
+        self.state: State | None = None
+        self.averagers = Averagers()
+        self.step_began: float | None = None
+        self.longest_step_s = 0.0
+        self.communicator: Communicator = (
+            LocalCommunicator()
+            if mode is Mode.ALONE
+            else HorovodCommunicator(frontend.collectives())
+        )
+        self.link: AgentLink | None = None
+        self.options = msg.WorkerOptions()
+        self.reads = mode is Mode.AGENT and os.environ.get("HVD_ELASTIC_READS") == "1"
+        if mode is Mode.AGENT:
+            self.link = AgentLink.from_environment(self._on_abort, self.activity)
+            self.options = worker_options()
+        self.sink: Sink = open_sink(self.link)
+        self.audit = self.options.audit or self.sink.audit
+        self.on_not_finite = self.options.on_not_finite
+        if mode is not Mode.AGENT:
+            self.on_not_finite = not_finite_choice(os.environ)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the training function may be entered again after a failure."""
+        return self.mode in (Mode.AGENT, Mode.HOROVOD_ELASTIC)
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether this worker has a rank yet."""
+        return self.mode is not Mode.AGENT or self.generation > 0
+
+    def check_has_ranks(self, what: str) -> None:
+        """Raise ScriptError if the script asks for ``what`` before the ranks are known."""
+        if not self.has_ranks:
+            raise ScriptError(
+                f"{what} is not known yet: this worker is warm and waits to be told its rank. "
+                f"Ask for it, and train, inside the function given to {self.frontend.module}.run; "
+                "local_rank() and device() are known before."
+            )
+
+    @property
+    def position(self) -> Position:
+        """Progress of training, for messages."""
+        return Position(**self.progress.as_dict())
+
+    def keep_file(self, name: str, write: Write) -> None:
+        """Write a file where the leader fetches it; a later one of that name replaces it.
+
+        Args:
+            name: valid name of the file.
+            write: writes the content to the file it is given.
+
+        Raises:
+            CheckpointError: it cannot be written on this host; an earlier one is untouched.
+        """
+        began = time.monotonic()
+
+        def describe(size: int, sha256: str) -> msg.SavedFile:
+            return msg.SavedFile(
+                name=name,
+                bytes=size,
+                sha256=sha256,
+                step=self.progress.step,
+                epoch=self.progress.epoch,
+                host=os.environ.get("HVD_ELASTIC_HOST") or socket.gethostname(),
+                generation=self.generation,
+                life=self.life,
+                number=time.monotonic_ns(),
+                created=time.time(),
+            )
+
+        try:
+            if self.link is None:
+                folder = Path(self.sink.saved_folder)
+                saved = store_file(folder, write, describe)
+            else:
+                folder = Path(os.environ["HVD_ELASTIC_SPOOL"]) / SAVED_FOLDER
+                saved = spool_file(folder, write, describe)
+        except CheckpointError as error:
+            raise CheckpointError(f"hvd.save({name!r}) has not saved the file: {error}") from error
+        path = str(folder / name)
+        self.sink.send(msg.FileSaved(saved, path, time.monotonic() - began))
+        if self.link is not None:
+            for other in find_spooled(folder):
+                if other.name == name and other != saved:
+                    drop_spooled(folder, other)
+
+    def warn(self, message: str) -> None:
+        """Record a warning and show it on the terminal; training continues."""
+        self.sink.send(Warned(message))
+        if self.link is None:  # else the leader shows it
+            log.warning("%s", message)
+
+    def warn_once(self, message: str) -> None:
+        """Warn of a problem that all ranks see, on rank 0 only."""
+        if self.communicator.rank == 0:
+            self.warn(message)
+
+    def described_data(self) -> str:
+        """Return what is compared of the data sets; see :attr:`Progress.data`."""
+        return json.dumps([digest.described() for digest in self.digests])
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether the leader has asked this worker to leave its present generation."""
+        return self.link is not None and self.link.pending(self.generation)
+
+    @property
+    def is_to_leave(self) -> bool:
+        """Whether the leader has told this worker to leave the run."""
+        return self.link is not None and self.link.is_to_leave
+
+    def refuse_aborted(self) -> None:
+        """Raise GenerationBrokenError if the leader called this generation off."""
+        if self.link is not None and self.link.aborted(self.generation):
+            raise GenerationBrokenError("the leader called this generation off")
+
+    def _on_abort(self, generation: int) -> None:
+        if generation >= self.generation:
+            self.communicator.abort()
+
+    def activity(self) -> Activity:
+        """Return what this worker is doing at present, for the heartbeat."""
+        communicator = self.communicator
+        now = time.monotonic()
+        began, waiting = self.step_began, communicator.waiting_since
+        step_s = 0.0 if began is None else now - began
+        waiting_s = 0.0 if waiting is None else now - waiting
+        brief = Activity(
+            generation=self.generation,
+            step=self.progress.step,
+            step_s=round(step_s, 3),
+            waiting_s=round(waiting_s, 3),
+            waited_s=round(communicator.waited_s + waiting_s, 3),
+            longest_step_s=round(self.longest_step_s, 3),
+            longest_wait_s=round(communicator.longest_wait_s, 3),
+            line=script_line() if max(step_s, waiting_s) >= _LONG_S else "",
+            reading=self.input_times.reading(),
+        )
+        if waiting_s >= _LONG_S:
+            detailed = dataclasses.replace(
+                brief,
+                waiting_for=communicator.waiting_for,
+                begun=communicator.begun(),
+                progress=self.position,
+            )
+            if communicator.waiting_since == waiting:  # else the details are of a later wait
+                return detailed
+        return brief

@@ -1,0 +1,98 @@
+"""What is recorded of a Ray cluster, and how its processes are found on a host."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_elastic.engines.ray.nodes import ClusterRecord, NodeSettings, RayCluster
+from hvd_elastic.errors import RunError
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.programs import ray_node
+from hvd_elastic.programs.processes import descendants, read
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterRecord]:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    record = ClusterRecord(tmp_path / "hosts")
+    with record.locked(lambda: None):
+        yield record
+
+
+def test_a_recorded_cluster_is_read_back_and_only_its_user_reads_the_token(
+    record: ClusterRecord,
+) -> None:
+    cluster = RayCluster(
+        hosts=(Host("gpu1", slots=8),), address="10.0.0.1:4321", client="10.0.0.1:4322"
+    )
+    record.write(cluster)
+    assert record.require() == cluster
+    assert cluster.head == Host("gpu1", slots=8)
+    assert record.token_file.read_text() == cluster.token
+    assert record.token_file.stat().st_mode & 0o777 == 0o600
+    assert cluster.token not in repr(cluster)
+    record.forget()
+    with pytest.raises(RunError, match="hvd-elastic ray up"):
+        record.require()
+
+
+def test_a_damaged_record_is_named(record: ClusterRecord) -> None:
+    record.write(RayCluster())
+    path = record.token_file.with_name("cluster.json")
+    path.write_text("{")
+    with pytest.raises(RunError, match=str(path)):
+        record.read()
+
+
+def test_slots_of_the_hostfile_are_a_resource() -> None:
+    settings = NodeSettings("python3", store_bytes=1)
+    least = settings.options(Host("gpu1", slots=8, cpus=32))
+    assert least == ['--resources={"slots": 8}', "--num-cpus=32", "--object-store-memory=78643200"]
+    reader = Host("cpu1", slots=0, labels=("input",))
+    assert NodeSettings("python3").options(reader) == []
+
+
+def sleeping(mark: str | None) -> subprocess.Popen[bytes]:
+    """A process that starts another, as Ray's do."""
+    code = "import subprocess; subprocess.run(['sleep', '60'], env={})"
+    environment = {**os.environ, **({} if mark is None else {ray_node.MARK: mark})}
+    started = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    while not descendants([started.pid]):
+        pass
+    return started
+
+
+def test_end_ends_the_processes_of_one_cluster_with_their_children(tmp_path: Path) -> None:
+    ours, other, unmarked = sleeping("one"), sleeping("two"), sleeping(None)
+    try:
+        child = descendants([ours.pid])[0]
+        request: dict[str, Any] = {"cluster": "one", "folder": str(tmp_path / "one")}
+        (tmp_path / "one").mkdir()
+        assert ray_node.look({**request, "is_head": True})["state"] == "broken"
+        ended = ray_node.end(request)
+        assert ended == {"ended": 2, "left": []}
+        assert not read(child.pid, "environ")
+        assert not (tmp_path / "one").exists()
+        assert other.poll() is None
+        assert unmarked.poll() is None
+        assert ray_node.look({**request, "is_head": True})["state"] == "down"
+    finally:
+        for process in (ours, other, unmarked):
+            for each in descendants([process.pid]):
+                os.kill(each.pid, 9)
+            process.kill()
+            process.wait()
+
+
+def test_a_taken_port_is_refused() -> None:
+    port = ray_node.free_port("127.0.0.1")
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match="in use"):
+        ray_node.free_port("127.0.0.1", port)

@@ -1,0 +1,57 @@
+"""Which locks and sockets count as left behind: those that no process uses."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.programs.clear_left import find, remove
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Home and temporary folder, on a file system that says who has a file open."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hvd-test-") as folder:
+        monkeypatch.setenv("HOME", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def left(home: Path) -> set[tuple[Path, str]]:
+    return {(path, kind) for path, kind in find("no-such-run", "node1") if home in path.parents}
+
+
+def test_a_lock_is_left_behind_when_nobody_has_it_open(home: Path) -> None:
+    locks = []
+    for name in ("dead", "used"):
+        folder = home / ".cache" / "torch_extensions" / "py311_cpu" / name
+        folder.mkdir(parents=True)
+        (folder / "lock").touch()
+        locks.append(folder / "lock")
+    dead, used = locks
+    with used.open():
+        assert left(home) == {(dead, "lock")}
+        assert remove(dead) == ""
+        assert left(home) == set()
+    assert left(home) == {(used, "lock")}
+
+
+def test_a_socket_is_left_behind_when_nobody_listens(home: Path) -> None:
+    listeners = []
+    for name in ("dead", "used"):
+        folder = home / f"torch-shm-dir-{name}"
+        folder.mkdir()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(folder / "manager.sock"))
+        listener.listen()
+        listeners.append(listener)
+    listeners[0].close()
+    with listeners[1]:
+        assert left(home) == {(home / "torch-shm-dir-dead", "socket")}
+        assert remove(home / "torch-shm-dir-dead") == ""
+        assert left(home) == set()
+    assert (home / "torch-shm-dir-used" / "manager.sock").exists()

@@ -1,0 +1,582 @@
+"""The pieces of a copy's nodes on one machine: links, paths, patterns, compression, stores."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import os
+import queue
+import re
+import shutil
+import socket
+import threading
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvd_elastic.hosts.certificate import make_certificate
+from hvd_elastic.programs.copy import feed as copy_feed
+from hvd_elastic.programs.copy import frames as wire
+from hvd_elastic.programs.copy import renaming
+from hvd_elastic.programs.copy import store as copy_store
+from hvd_elastic.programs.copy.comparison import Comparison, StoreError, check_free
+from hvd_elastic.programs.copy.feed import LINK_UNKNOWN, Packer
+from hvd_elastic.programs.copy.pulling_node import Listed, Pull
+from hvd_elastic.programs.copy.renaming import sync_disk
+from hvd_elastic.programs.copy.store import SharedError, Target
+from hvd_elastic.programs.copy.tree import (
+    FETCHED,
+    PARTS,
+    Tree,
+    check_inside,
+    is_excluded,
+    read_tree,
+    walk,
+)
+from tests import other_user, small_disk
+from tests.other_user import open_folder as open_folder
+
+SECRET = b"s" * 32
+TEXT = b"loss=0.5 " * 7000
+
+
+def meet(
+    feeder: tuple[bytes, str | None], fed: tuple[bytes, str | None]
+) -> tuple[wire.Link | Exception, wire.Link | Exception]:
+    """Both ends of a link over a real socket: what each got, or why not."""
+    results: dict[str, wire.Link | Exception] = {}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def take() -> None:
+            try:
+                results["fed"] = wire.accept(server.accept()[0], *fed)
+            except (OSError, wire.LinkError) as error:
+                results["fed"] = error
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        try:
+            results["feeder"] = wire.connect([server.getsockname()], *feeder)
+        except wire.LinkError as error:
+            results["feeder"] = error
+        thread.join(30)
+    return results["feeder"], results["fed"]
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_a_link_carries_frames_both_know_the_secret_of(encrypted: bool) -> None:
+    certificate = make_certificate() if encrypted else None
+    feeder, fed = meet((SECRET, certificate), (SECRET, certificate))
+    assert isinstance(feeder, wire.Link)
+    assert isinstance(fed, wire.Link)
+    fed.send_list([[0, 5]])
+    assert feeder.read_list() == [[0, 5]]
+    data = os.urandom(wire.FRAME_BYTES)
+
+    def feed() -> None:
+        for number in range(100):
+            feeder.send(wire.make_frame(wire.DATA, number, 7, data))
+        feeder.close()
+
+    thread = threading.Thread(target=feed)
+    thread.start()
+    for number in range(100):
+        assert wire.read_frame(fed.file) == (wire.DATA, number, 7, data)
+    with pytest.raises(wire.LinkError, match="closed"):
+        wire.read_frame(fed.file)
+    thread.join(30)
+    fed.close()
+
+
+def test_who_knows_another_secret_or_certificate_is_refused() -> None:
+    own = make_certificate()
+    for other in [(b"x" * 32, own), (SECRET, make_certificate()), (SECRET, None)]:
+        for result in meet(other, (SECRET, own)):
+            assert isinstance(result, Exception)
+    for result in meet((b"x" * 32, None), (SECRET, None)):
+        assert isinstance(result, Exception)
+
+
+def test_a_packed_frame_never_grows_beyond_a_frame() -> None:
+    import zlib
+
+    assert wire.unpack_payload(zlib.compress(b"a" * wire.FRAME_BYTES)) == b"a" * wire.FRAME_BYTES
+    for bad in (zlib.compress(bytes(10 * wire.FRAME_BYTES)), b"junk", zlib.compress(b"ab")[:-2]):
+        with pytest.raises(wire.LinkError, match="damaged"):
+            wire.unpack_payload(bad)
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "a/../../x", "/etc/x", "a//b", "", ".", "a/.", "a\0b", ".hvd_elastic-part/x"]
+)
+def test_paths_that_would_leave_the_destination(path: str) -> None:
+    with pytest.raises(ValueError, match="would leave the destination"):
+        check_inside(path)
+    with pytest.raises(ValueError, match="would leave the destination"):
+        read_tree([True, [[path, 1, 1, 0o644]], [], []])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fits", "fits_not"),
+    [
+        ("*.tmp", ["a.tmp", "x/a.tmp", "a.tmp/inside"], ["a.tmpx"]),
+        ("cache", ["cache", "x/cache/y"], ["cached"]),
+        ("/cache", ["cache", "cache/y"], ["x/cache"]),
+        ("data/old*", ["data/old1", "data/older/x"], ["x/data/old1"]),
+        ("logs/", ["logs", "x/logs/y"], ["log"]),
+    ],
+)
+def test_patterns(pattern: str, fits: list[str], fits_not: list[str]) -> None:
+    assert all(is_excluded(path, [pattern]) for path in fits)
+    assert not any(is_excluded(path, [pattern]) for path in fits_not)
+
+
+def frames(packer: Packer, payload: bytes, number: int, link_s: float) -> list[bytes | None]:
+    found = []
+    for _ in range(number):
+        found.append(packer.pack(payload))
+        packer.sent(len(payload), link_s)
+    return found
+
+
+def test_text_is_compressed_on_a_slow_link_and_noise_never() -> None:
+    packed = frames(Packer(), TEXT, 200, link_s=60.0)
+    assert packed[:LINK_UNKNOWN] == [None] * LINK_UNKNOWN
+    first = packed[LINK_UNKNOWN]
+    assert first is not None
+    assert wire.unpack_payload(first) == TEXT
+    assert None not in packed[LINK_UNKNOWN:]
+    assert frames(Packer(), os.urandom(60_000), 100, link_s=60.0) == [None] * 100
+
+
+def test_what_setting_up_costs_is_no_measure_of_a_whole_frame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spent_s = 0.0
+
+    def compress(data: bytes, level: int) -> bytes:
+        nonlocal spent_s
+        spent_s += 200e-6 + 10e-9 * len(data)
+        return zlib.compress(data, level)
+
+    fake = SimpleNamespace(compress=compress)
+    monkeypatch.setattr(copy_feed, "zlib", fake)
+    monkeypatch.setattr(copy_feed, "time", SimpleNamespace(thread_time=lambda: spent_s))
+    text = (TEXT * (wire.FRAME_BYTES // len(TEXT) + 1))[: wire.FRAME_BYTES]
+    packed = frames(Packer(), text, 200, link_s=8e-8 * len(text))  # 100 Mbit/s
+    assert None not in packed[2 * LINK_UNKNOWN :]
+    seldom = frames(Packer(), text, 2000, link_s=8e-10 * len(text))  # 10 Gbit/s
+    assert sum(frame is not None for frame in seldom) < 40
+
+
+def test_nothing_is_compressed_for_a_link_that_holds_nobody_up() -> None:
+    assert frames(Packer(), TEXT, 200, link_s=0.0) == [None] * 200
+
+
+def target_of(place: Path, tree: Tree, copy: str = "this") -> Target:
+    plan = Comparison(os.fsencode(place), tree, [], deletes=False, checksum=False)
+    plan.settle_doubts({})
+    return Target(plan, copy)
+
+
+def opened(path: Path) -> int:
+    return os.open(path, os.O_RDONLY)
+
+
+def test_one_copy_at_a_time_and_hosts_that_share_a_place(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "file").write_bytes(b"data")
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
+    first = target_of(tmp_path / "there", tree)
+    with pytest.raises(SharedError):
+        target_of(tmp_path / "there", tree)
+    with pytest.raises(StoreError, match=r"another copy to .* is going on there"):
+        target_of(tmp_path / "there", tree, "another")
+    first.whole(0, hashlib.sha256(b"data").digest(), 0, b"data", b"")
+    assert first.finish() == []
+    again = target_of(tmp_path / "there", tree, "another")
+    assert again.arrived
+    again.finish()
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("theirs", ["this", "that"])
+def test_a_holder_that_ends_just_when_another_host_meets_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str
+) -> None:
+    """Of a copy that has nothing to send, one host may be through while the next one begins."""
+    tree = Tree(True, [], [("", 0o755, 0)], [])
+    first = target_of(tmp_path, tree, theirs)
+    lock = fcntl.flock
+    met = []
+
+    def end_of_first(number: int, operation: int) -> None:
+        try:
+            lock(number, operation)
+        except BlockingIOError:
+            met.append(number)
+            first.finish()
+            raise
+
+    monkeypatch.setattr(fcntl, "flock", end_of_first)
+    second = target_of(tmp_path, tree)
+    assert len(met) == 1
+    assert second.finish() == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_arrives_damaged_gets_no_name_and_is_asked_for_again(tmp_path: Path) -> None:
+    data = os.urandom(200_000)
+    (tmp_path / "source").write_bytes(data)
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
+    target = target_of(tmp_path / "there", tree)
+
+    def send(content: bytes) -> Any:
+        target.write(0, 0, content, b"")
+        target.end(0, hashlib.sha256(data).digest(), 0)
+
+    for _ in range(2):
+        with pytest.raises(wire.LinkError, match="arrived damaged"):
+            send(bytes([data[0] ^ 1]) + data[1:])
+        assert target.wants() == [(0, 0)]
+        assert not (tmp_path / "there").exists()
+    with pytest.raises(wire.LinkError, match="nobody asked for"):
+        target.write(0, 7, b"x", b"")
+    send(data)
+    assert target.arrived
+    assert target.finish() == []
+    assert (tmp_path / "there").read_bytes() == data
+    assert target.complete
+
+
+@pytest.mark.parametrize("first", ["", "same", "other"])
+def test_a_file_that_is_fetched_goes_on_where_sending_ended(tmp_path: Path, first: str) -> None:
+    data = os.urandom(200_000)
+    (tmp_path / "source").write_bytes(data)
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
+    target = target_of(tmp_path / "there", tree)
+    readers = []
+    if first:
+        target.write(0, 0, data[:50_000] if first == "same" else bytes(50_000), b"")
+        readers.append(target.open(0))
+    if first == "other":
+        with pytest.raises(wire.LinkError, match="damaged"):
+            target.adopt(0, opened(tmp_path / "source"))
+    target.adopt(0, opened(tmp_path / "source"))
+    assert target.arrived
+    assert target.left == 0
+    assert target.finish() == []
+    assert (tmp_path / "there").read_bytes() == data
+    for reader in readers:  # who reads on finds it all
+        assert os.pread(reader, 300_000, 0) == data
+        os.close(reader)
+
+
+def test_a_fetched_file_of_another_size_is_none(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"data")
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
+    (tmp_path / "source").write_bytes(b"more data")
+    target = target_of(tmp_path / "there", tree)
+    target.adopt(0, opened(tmp_path / "source"))
+    assert target.gone == {0: "it was changed in the store during the copy"}
+    assert target.complete
+
+
+def test_files_get_their_names_once_they_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "there"
+    contents = [b"small", os.urandom(200_000)]
+    (tmp_path / "source" / "deep").mkdir(parents=True)
+    for name, data in zip(("a", "deep/b"), contents, strict=True):
+        (tmp_path / "source" / name).write_bytes(data)
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
+    named_at_sync = []
+
+    def note_and_sync(descriptor: int) -> None:
+        named_at_sync.append({path.name for path in there.rglob("*") if path.name in "ab"})
+        sync_disk(descriptor)
+
+    monkeypatch.setattr(renaming, "sync_disk", note_and_sync)
+    monkeypatch.setattr(copy_store, "sync_disk", note_and_sync)
+    target = target_of(there, tree)
+    digests = [hashlib.sha256(data).digest() for data in contents]
+    target.whole(0, digests[0], 0, contents[0], b"")
+    target.write(1, 0, contents[1], b"")
+    target.end(1, digests[1], 0)
+    assert target.arrived
+    assert not target.complete
+    for index, data in enumerate(contents):  # others are fed from what has no name yet
+        reader = target.open(index)
+        assert os.read(reader, 300_000) == data
+        os.close(reader)
+    assert target.finish() == []
+    assert target.complete
+    # Before the names were given, and after all was done.
+    assert named_at_sync == [set(), {"a", "b"}]
+    assert (there / "deep" / "b").read_bytes() == contents[1]
+
+
+def test_names_are_given_behind_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renaming, "SYNC_BYTES", 1000)
+    given: queue.Queue[tuple[int, bytes]] = queue.Queue()
+    folder = os.open(tmp_path, os.O_RDONLY)
+    names = renaming.Names(folder, lambda index, part: given.put((index, part)))
+    names.add(3, b"part")
+    names.count(1000)
+    assert given.get(timeout=30) == (3, b"part")
+    names.end()
+    os.close(folder)
+
+
+def target_with_a_file(folder: Path) -> Target:
+    """A copy to ``there`` of which all has come, and nothing has its name yet."""
+    data = b"data"
+    (folder / "source").write_bytes(data)
+    tree, _ = walk(os.fsencode(folder / "source"), [])
+    target = target_of(folder / "there", tree)
+    target.whole(0, hashlib.sha256(data).digest(), 0, data, b"")
+    return target
+
+
+def test_a_disk_that_cannot_take_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(renaming, "sync_disk", refuse)
+    target = target_with_a_file(tmp_path)
+    with pytest.raises(OSError, match="No space left") as caught:
+        target.finish()
+    assert "Make room there and call again" in target.explain(caught.value)
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_disk_that_failed_once_gets_no_name_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells a write that failed once to each descriptor; what was lost stays lost."""
+    answers = [OSError(errno.EIO, "Input/output error")]
+
+    def fail_once(descriptor: int) -> None:
+        if answers:
+            raise answers.pop()
+        sync_disk(descriptor)
+
+    monkeypatch.setattr(renaming, "sync_disk", fail_once)
+    target = target_with_a_file(tmp_path)
+    for _ in range(2):
+        with pytest.raises(OSError, match="Input/output"):
+            target.finish()
+    target.abandon(keep=False)
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_read_only_file_that_a_killed_node_left_without_its_name(open_folder: Path) -> None:
+    """Root may write what is read-only: another user does the work, in a process of its own."""
+    data = os.urandom(200_000)
+    source = open_folder / "source"
+    source.write_bytes(data)
+    source.chmod(0o444)
+    place = open_folder / "user"
+    place.mkdir()
+    place.chmod(0o777)
+    tree, _ = walk(os.fsencode(source), [])
+
+    def copy_twice() -> None:
+        killed = target_of(place / "there", tree)
+        killed.write(0, 0, data, b"")
+        killed.end(0, hashlib.sha256(data).digest(), 0)
+        os.close(killed._parts)  # and with it the lock
+        again = target_of(place / "there", tree)
+        assert again.wants() == [(0, len(data))]
+        again.end(0, hashlib.sha256(data).digest(), 0)
+        assert again.finish() == []
+
+    if os.geteuid() == 0:
+        other_user.call(copy_twice)
+    else:
+        copy_twice()
+    found = place / "there"
+    assert found.read_bytes() == data
+    assert found.stat().st_mode & 0o777 == 0o444
+
+
+def test_the_room_that_is_wanted_is_said_in_whole(tmp_path: Path) -> None:
+    with small_disk.mounted(tmp_path / "disk", "20m") as folder:
+        check_free(os.fsencode(folder), 1_000_000, 1)
+        wanted = re.escape("needs 10.0 MB and 16.8 MB to spare, 21.0 MB are free")
+        with pytest.raises(StoreError, match=wanted):
+            check_free(os.fsencode(folder), 10_000_000, 1)
+
+
+def test_what_has_arrived_when_a_copy_is_cut_off_is_kept(tmp_path: Path) -> None:
+    data = b"data"
+    (tmp_path / "source").mkdir()
+    for name in "ab":
+        (tmp_path / "source" / name).write_bytes(data)
+    tree, _ = walk(os.fsencode(tmp_path / "source"), [])
+    target = target_of(tmp_path / "there", tree)
+    target.whole(0, hashlib.sha256(data).digest(), 0, data, b"")
+    target.abandon(keep=True)
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["a"]
+
+
+# ---- in a destination that others can write to
+
+
+def copied(place: Path, tree: Tree, contents: dict[int, bytes]) -> Target:
+    """A target in which all files have arrived and have no names yet."""
+    target = target_of(place, tree)
+    for index, data in contents.items():
+        target.whole(index, hashlib.sha256(data).digest(), 0, data, b"")
+    return target
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Tree:
+    (tmp_path / "source" / "below").mkdir(parents=True)
+    for name in ("a", "below/b"):
+        (tmp_path / "source" / name).write_bytes(name.encode())
+    return walk(os.fsencode(tmp_path / "source"), [])[0]
+
+
+CONTENTS = {0: b"a", 1: b"below/b"}
+
+
+@other_user.needs_root
+@pytest.mark.parametrize("mode", [0o777, 0o700])
+@pytest.mark.parametrize("folder", [PARTS, FETCHED])
+def test_a_folder_of_parts_that_another_user_has_made_is_refused(
+    open_folder: Path, source: Tree, folder: str, mode: int
+) -> None:
+    theirs = open_folder / folder
+
+    def plant() -> None:
+        theirs.mkdir()
+        theirs.chmod(mode)
+
+    other_user.call(plant)
+    pull = Pull(os.fsencode(open_folder), "x {dst} {path}", [Listed("a", 1)], "c", 1, 0)
+    arrive = {PARTS: lambda: target_of(open_folder, source), FETCHED: lambda: pull.fetch([0])}
+    with pytest.raises(StoreError, match=rf"{folder} belongs to user nobody \(mode {mode:o}\), so"):
+        arrive[folder]()
+    assert list(theirs.iterdir()) == []
+
+
+def test_a_folder_of_parts_that_others_may_write_to_is_refused(
+    open_folder: Path, source: Tree
+) -> None:
+    (open_folder / PARTS).mkdir()
+    (open_folder / PARTS).chmod(0o777)
+    with pytest.raises(StoreError, match=r"mode 777.*others could change files while they arrive"):
+        target_of(open_folder, source)
+
+
+@other_user.needs_root
+def test_a_server_of_files_that_makes_another_user_of_root(open_folder: Path, source: Tree) -> None:
+    def copy() -> None:
+        assert ctypes.CDLL(None).setfsuid(other_user.UID) == 0, "as NFS with root_squash"
+        target = copied(open_folder / "there", source, CONTENTS)
+        assert target.finish() == []
+
+    other_user.call(copy, uid=0)
+    assert (open_folder / "there" / "a").stat().st_uid == other_user.UID
+
+
+@pytest.fixture
+def shared(open_folder: Path) -> Path:
+    """A destination in which all users may rename what others have made: no sticky bit."""
+    place = open_folder / "there"
+    place.mkdir()
+    place.chmod(0o777)
+    return place
+
+
+@other_user.needs_root
+@pytest.mark.parametrize("opened", ["before", "by the copy"])
+@pytest.mark.parametrize("what", ["a", "below/b", "below", ""])
+def test_what_another_user_puts_in_the_place_of_files_is_told(
+    shared: Path, source: Tree, what: str, opened: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = shared / what
+    (shared / "below").mkdir()
+    (shared / "below").chmod(0o777)
+    folders = [(path, 0o755 if opened == "before" else 0o777, 0) for path, _, _ in source.folders]
+    target = copied(shared, source._replace(folders=folders), CONTENTS)
+
+    def swap() -> None:
+        theirs = changed.with_name("theirs")
+        if changed.is_file():
+            shutil.copy2(changed, theirs)
+        else:
+            shutil.copytree(changed, theirs, ignore=shutil.ignore_patterns(PARTS))
+        changed.rename(changed.with_name("taken"))
+        theirs.rename(changed)
+
+    def swap_then(action: str) -> None:
+        real = getattr(copy_store, action)
+
+        def swapping(*arguments: Any) -> Any:
+            monkeypatch.setattr(copy_store, action, real)
+            other_user.call(swap)
+            return real(*arguments)
+
+        monkeypatch.setattr(copy_store, action, swapping)
+
+    # All files have their names: now, or when the folders have their modes.
+    swap_then("list_names" if opened == "before" else "sync_disk")
+    problems = target.finish()
+    assert problems
+    assert str(changed) in problems[0]
+    assert "replaced" in problems[0]
+
+
+@other_user.needs_root
+def test_a_folder_of_parts_that_another_user_takes_away_is_still_where_files_arrive(
+    shared: Path, source: Tree
+) -> None:
+    target = copied(shared, source, CONTENTS)
+
+    def swap() -> None:
+        parts = shared / PARTS
+        parts.rename(shared / "taken")
+        parts.mkdir()
+
+    other_user.call(swap)
+    reader = target.open(0)
+    assert os.read(reader, 100) == b"a", "what others are fed of it as well"
+    os.close(reader)
+    assert target.finish() == []
+    assert (shared / "a").read_bytes() == b"a"
+
+
+@other_user.needs_root
+def test_files_of_another_user_are_compared_and_not_trusted(
+    open_folder: Path, source: Tree
+) -> None:
+    place = open_folder / "there"
+
+    def plant() -> None:
+        place.mkdir()
+        for index, text in enumerate([b"a", b"evil: b"]):
+            path = place / source.files[index].path
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(text)
+            os.utime(path, ns=(source.files[index].mtime_ns,) * 2)
+
+    other_user.call(plant)
+    plan = Comparison(os.fsencode(place), source, [], deletes=False, checksum=False)
+    assert plan.needed == []
+    assert plan.doubtful == [0, 1], "both have the size and time of the source"
+    plan.settle_doubts({index: hashlib.sha256(data).digest() for index, data in CONTENTS.items()})
+    assert plan.needed == [1]
+    pull = Pull(os.fsencode(place), "x {dst} {path}", [Listed("a", 1)], "c", 1, 0)
+    assert pull.find_listed() == [], "there is nothing to compare it with"
+    assert pull.foreign(source) == "a"

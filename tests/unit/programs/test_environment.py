@@ -1,0 +1,152 @@
+"""An environment gets its name when it is whole, and goes when nobody uses it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.programs.environment import (
+    OLD,
+    STAMP,
+    identity,
+    left,
+    look,
+    new_name,
+    remove,
+    seed,
+    switch,
+    users_of,
+)
+from tests import other_user
+from tests.other_user import open_folder as open_folder
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the cache and the runs are, if there are any."""
+    folder = tmp_path_factory.mktemp("user")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(folder / "runs"))
+    return folder
+
+
+def make(prefix: Path, text: str) -> Path:
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "bin" / "python").symlink_to(sys.executable)
+    (prefix / "file").write_text(text)
+    return prefix
+
+
+def test_a_new_environment_begins_with_the_old_files_and_replaces_the_old_one(tmp_path: Path):
+    prefix = make(tmp_path / "env", "old")
+    new = Path(new_name(str(prefix)))
+    seed(str(prefix))
+    assert (new / "file").samefile(prefix / "file")
+    (new / "file").unlink()
+    (new / "file").write_text("new")
+    assert switch(str(prefix), "1") == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["env"]
+    assert (prefix / "file").read_text() == "new"
+    # The second host with the same folder finds it done; another copy's is no answer.
+    assert switch(str(prefix), "1") == ""
+    assert switch(str(prefix), "2") == f"{new} is gone; call again"
+
+
+def test_an_interrupted_switch_is_completed_by_the_next(tmp_path: Path) -> None:
+    prefix = tmp_path / "env"
+    make(Path(str(prefix) + OLD), "old")
+    make(Path(new_name(str(prefix))), "new")
+    assert switch(str(prefix), "1") == ""
+    assert (prefix / "file").read_text() == "new"
+    assert remove(str(prefix), ["environment"])[0]["removed"]
+    seed(str(prefix))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_environment_in_use_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
+    prefix = make(tmp_path / "env", "old")
+    make(Path(new_name(str(prefix))), "new")
+    (prefix / STAMP).touch()
+    environment = {**os.environ, "HVD_ELASTIC_RUN_ID": "digits-1"}
+    with subprocess.Popen(
+        [str(prefix / "bin" / "python"), "-c", "print(1, flush=True); input()"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        # Another environment whose path begins alike does not count.
+        assert users_of(str(tmp_path / "en")) == []
+        why = f"{prefix} is in use there by run digits-1"
+        assert switch(str(prefix), "1") == why
+        assert look(str(prefix), None, [])["in_use"] == why
+        kept, new = remove(str(prefix), ["environment"])
+        assert (kept["stays"], kept["removed"], new["removed"]) == (why, False, True)
+        process.communicate(b"\n")
+    assert (prefix / "file").read_text() == "old"
+    assert remove(str(prefix), ["environment"])[0]["removed"]
+
+
+@other_user.needs_root
+def test_a_process_of_another_user_counts_too(open_folder: Path) -> None:
+    prefix = make(open_folder / "env", "")
+    command = [str(prefix / "bin" / "python"), "-c", "print(1, flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+
+        def look_as_nobody() -> None:
+            assert users_of(str(prefix)) == [f"process {process.pid}"]
+
+        other_user.call(look_as_nobody)
+        process.communicate(b"\n")
+
+
+def test_the_same_folder_is_told_from_a_copy(tmp_path: Path) -> None:
+    prefix = make(tmp_path / "env", "")
+    own = identity(str(prefix))
+    assert look(str(prefix), None, own)["shared"]
+    shutil.copytree(prefix, tmp_path / "copy", symlinks=True)
+    found = look(str(tmp_path / "copy"), sys.executable, own)
+    assert (found["shared"], found["exists"], found["kept"]) == (False, True, "")
+    assert found["base"] == ".".join(map(str, sys.version_info[:3]))
+    assert look(str(tmp_path / "none"), "/no/python", own)["base"] == ""
+    (tmp_path / "link").symlink_to(prefix)
+    assert "or a link" in look(str(tmp_path / "link"), None, [])["kept"]
+
+
+@other_user.needs_root
+def test_another_users_environment_and_cache_stay(tmp_path: Path, folders: Path) -> None:
+    prefix = make(tmp_path / "env", "")
+    (prefix / STAMP).touch()
+    (folders / "cache" / "hvd_elastic").mkdir(parents=True)
+    for path in (prefix, folders / "cache" / "hvd_elastic"):
+        os.chown(path, 65534, 65534)
+    assert "another user's" in look(str(prefix), None, [])["kept"]
+    found = remove(str(prefix), ["environment", "cache"])
+    assert [each["stays"] for each in found] == ["it is another user's, or a link"] * 2
+    assert prefix.is_dir()
+
+
+def test_runs_and_what_was_made_by_hand_are_listed_and_stay(tmp_path: Path, folders: Path) -> None:
+    prefix = make(tmp_path / "env", "")
+    for name in ("cache/hvd_elastic", "runs"):
+        (folders / name).mkdir(parents=True)
+    names = [each["name"] for each in left(str(prefix))]
+    assert names == ["own environment", "cache", "runs"]
+    program = "from hvd_elastic.programs import environment; environment.main()"
+    request = {"do": "remove", "prefix": str(prefix), "names": ["environment", "cache"]}
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=json.dumps(request).encode(), capture_output=True
+    )
+    found = json.loads(done.stdout)["value"]
+    assert [each["removed"] for each in found] == [False, True, False]
+    assert prefix.is_dir()
+    assert [path.name for path in folders.rglob("*")] == ["cache", "runs"]

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.errors import UsageError
+from hvd_elastic.hosts.connection import SshOptions
+from hvd_elastic.tools.copy.copying import (
+    CopySettings,
+    check_destination,
+    check_source,
+    copy_to_hosts,
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "full"),
+    [
+        ("/a/set", "/data/x", "/data/x"),
+        ("/a/set", "/data/", "/data/set"),
+        ("set", "~/job", "~/job"),
+        ("set", "~/", "~/set"),
+        (Path("/a/set"), "/", "/set"),
+        # What is in the folder, as with rsync.
+        ("set/", "/data/set/", "/data/set"),
+        ("set/", "/data/set", "/data/set"),
+        (".", "/data/set/", "/data/set"),
+        ("a/..", "~/", "~"),
+    ],
+)
+def test_destinations(source: str | Path, destination: str, full: str) -> None:
+    assert check_destination(source, destination) == full
+
+
+@pytest.mark.parametrize("destination", ["", "data", "..", "/data/../etc", "~bob/x", "~", "//"])
+def test_destinations_that_are_refused(destination: str) -> None:
+    with pytest.raises(UsageError, match="destination"):
+        check_destination("/", destination)
+
+
+def test_a_copy_never_empties_the_home_folder() -> None:
+    with pytest.raises(UsageError, match="--delete would remove all else in the home folder"):
+        list(copy_to_hosts([], "set/", "~", SshOptions(), CopySettings(delete=True)))
+
+
+def test_sources_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        check_source(tmp_path / "none")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file/ is a file; leave out the slash"):
+        check_source(f"{tmp_path}/file/")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="neither a file nor a folder"):
+        check_source(tmp_path / "pipe")

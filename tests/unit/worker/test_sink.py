@@ -1,0 +1,25 @@
+"""What a training without a leader records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvd_elastic.records.json_lines import read_records
+from hvd_elastic.run_events import Warned
+from hvd_elastic.worker.sink import FileSink
+from tests.small_disk import mounted
+
+
+@pytest.mark.root
+def test_a_full_disk_does_not_end_training_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mounted(tmp_path / "small", "64k", lazy=True) as disk:
+        sink = FileSink(disk)
+        for _ in range(40):
+            sink.send(Warned("x" * 4000))
+        (said,) = [record.message for record in caplog.records]
+        assert said.startswith(f"cannot write to {disk / 'events.jsonl'}: No space left on device.")
+        assert read_records(disk / "events.jsonl")[0]["message"] == "x" * 4000
