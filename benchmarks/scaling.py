@@ -241,7 +241,7 @@ def measure_horovod(framework: str, say: Say, rounds: int, seconds: float) -> li
             training = [str(ROOT / "benchmarks/scaling.py"), "--train-horovod", framework]
             order = Order(bed.slots(1, 1), [*training, str(result)], environment=THREADS)
             launcher = STATIC if framework == "torch" else STATIC_TENSORFLOW
-            with bed.job(launcher, order) as job:
+            with launcher.job(bed, order) as job:
                 job.wait(lambda: result.exists() and result.read_text(), LIMIT_S)
             return float(json.loads(result.read_text()))
 

@@ -16,7 +16,6 @@ from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
-from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.wording import removed_host_words
 
@@ -140,7 +139,7 @@ class ClusterHosts:
     """
 
     def __init__(self, hostfile: Path, warn: Callable[[str], None]) -> None:
-        self._watch = HostfileWatch(RunSpec(("true",), "/", hostfile=str(hostfile)), warn)
+        self._watch = HostfileWatch(hostfile.absolute(), warn)
         self._watch.read()
         self._removed: dict[str, Host] = {}
 

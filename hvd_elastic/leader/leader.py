@@ -149,7 +149,7 @@ class Leader:
             fence=fence,
             loop=loop,
             journal=journal,
-            hostfile=HostfileWatch(spec, journal.warn),
+            hostfile=HostfileWatch.of_run(spec, journal.warn),
             agents=Agents(spec, environment, self._post, engine),
             workers=Workers(folder),
             readers=readers,

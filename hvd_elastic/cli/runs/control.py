@@ -198,7 +198,7 @@ def debug(
     """
     from hvd_elastic.hosts.remote_python import start_program
     from hvd_elastic.hosts.ssh import SshOptions, connect
-    from hvd_elastic.leader.hostfile_watch import hosts_of
+    from hvd_elastic.leader.hostfile_watch import read_hosts
     from hvd_elastic.leader.spec import RunSpec
 
     folder = open_run(run)
@@ -210,7 +210,7 @@ def debug(
             "by ssh: start the script with --np 1 on this machine, or use a hostfile"
         )
     found = re.fullmatch(r"(.+):(\d+)", worker)
-    known = {host.name: host for host in hosts_of(spec)}
+    known = {host.name: host for host in read_hosts(spec.hostfile_path, spec.slots)}
     if found is None or found[1] not in known or int(found[2]) >= known[found[1]].slots:
         raise UsageError(
             f"{worker} is no worker of run {folder.run_id}; name one as HOST:SLOT, with a host of "
