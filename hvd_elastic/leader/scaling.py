@@ -13,7 +13,7 @@ from hvd_elastic.control.machine import Phase, RunMachine
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.policy.replay import replay
+from hvd_elastic.policy.evidence import replay
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Snapshot
 from hvd_elastic.run_events import Event, ReadEvent, Warned
 
