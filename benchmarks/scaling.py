@@ -65,7 +65,7 @@ def resnet(batch_size: int) -> tuple[Any, Callable[[], Any]]:
     import torch
     from torch.nn import functional as F
 
-    from hvd_elastic.bench.models.resnet import resnet50
+    from hvd_elastic.bench.models import resnet50
 
     model = resnet50()
     images, labels = torch.randn(batch_size, 3, SIDE, SIDE), torch.randint(CLASSES, (batch_size,))

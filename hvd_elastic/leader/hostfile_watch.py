@@ -21,6 +21,7 @@ from hvd_elastic.hosts.hostfile import (
     require_prices,
 )
 from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.policy.objective import cheapest_hosts
 from hvd_elastic.run_events import HostsChanged
 
 _REPLACED_WITHIN_S = 2.0
@@ -154,8 +155,6 @@ def _cheapest_first(spec: RunSpec, hostfile: Hostfile) -> list[Host]:
 
     Until the first steps have been timed, the order alone keeps the run within its budget.
     """
-    from hvd_elastic.policy.prices import cheapest_hosts
-
     require_prices(hostfile)
     pinned = [host for host in hostfile if host.name in spec.pin_hosts]
     others = [host for host in hostfile if host.name not in spec.pin_hosts]
@@ -168,7 +167,6 @@ def input_hosts(hosts: Sequence[Host], named: Sequence[str], hostfile: str) -> l
     """Return the hosts that read for the ranks: those with ``labels=input``, and those named.
 
     Args:
-        hosts: hosts of the hostfile.
         named: names of ``--input-hosts``; those that are not in the hostfile are added.
         hostfile: its name, for messages.
 

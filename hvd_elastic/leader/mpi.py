@@ -37,8 +37,6 @@ def mpirun_command(
     MPI sends the values through its own channel.
 
     Args:
-        spec: specification of the run.
-        hosts: hosts of the job.
         hostfile: path of a file that lists these hosts in Open MPI's format.
         variables: names of the environment variables to forward.
         root: whether root runs the job, which Open MPI refuses without a flag.

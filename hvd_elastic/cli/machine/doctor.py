@@ -81,9 +81,6 @@ class Finding:
     """One line of the diagnosis.
 
     Attributes:
-        name: name of the checked item.
-        health: severity.
-        found: what was found, or why it does not work.
         mend: command or step that fixes it; empty if nothing needs to be done.
     """
 
