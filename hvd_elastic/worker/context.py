@@ -351,7 +351,7 @@ class Context:
         if tells and origin:
             origin = "; ".join(filter(None, (origin, layer and layer())))
             worker.warn(
-                f"step {step}: gradients of rank {worker.communicator.rank} are not "
+                f"step {step}: gradients of rank {worker.rank} are not "
                 f"finite{self.step.examples_words}: {origin}"
             )
         if stops:

@@ -21,7 +21,7 @@ import numpy as np
 
 from hvd_elastic.checkpoint.stream import Content
 from hvd_elastic.checkpoint.whole_files import HashingWriter
-from hvd_elastic.communicator.interface import Collectives, Communicator
+from hvd_elastic.communicator.interface import Collectives, Communicator, RingRank
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.worker.generators import Generator
 from hvd_elastic.worker.inference import Inference
@@ -292,7 +292,7 @@ class State(Protocol):
     def sync(
         self,
         communicator: Communicator,
-        root_rank: int,
+        root_rank: RingRank,
         progress: Progress,
         has_state: Callable[[Progress], bool],
     ) -> Progress:
@@ -300,7 +300,7 @@ class State(Protocol):
 
         Args:
             communicator: the communicator of all ranks.
-            root_rank: rank whose state is copied.
+            root_rank: number in its ring of the one whose state is copied.
             progress: progress of this rank.
             has_state: called with the root's progress before live tensors are overwritten; returns
                 whether this rank already holds the whole state at that progress.
