@@ -138,7 +138,11 @@ def ensure_venv(venv: Path, log: Path) -> Path:
     if (venv / "pyvenv.cfg").exists():
         print(f"{venv} was made by another Python or is broken; making it anew", flush=True)
         _empty(venv)
-    run_quietly([sys.executable, "-m", "venv", str(venv)], label=f"Making {venv.name}", log=log)
+    # An environment leads to its Python by path, and python3 becomes another one with the system.
+    version = "{}.{}".format(*sys.version_info)
+    named = Path(sys.executable).with_name(f"python{version}")
+    maker = named if named.exists() and named.samefile(sys.executable) else sys.executable
+    run_quietly([str(maker), "-m", "venv", str(venv)], label=f"Making {venv.name}", log=log)
     return python
 
 

@@ -126,7 +126,8 @@ def play(console: Console, loopback: bool, epochs: int, as_json: bool) -> int:
     say("making three virtual hosts, each with its own sshd")
     with (
         tempfile.TemporaryDirectory(prefix="hvd_elastic-demo-") as temporary,
-        VirtualCluster.up(hosts=3, slots=1, loopback=loopback or None) as cluster,
+        # Workers start in the current folder.
+        VirtualCluster.up(3, 1, loopback=loopback or None, shares=[Path.cwd()]) as cluster,
     ):
         first, second, third = cluster.hosts
         where = "addresses of the loopback network" if cluster.loopback else "network namespaces"

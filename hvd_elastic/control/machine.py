@@ -113,6 +113,7 @@ class RunMachine:
         # observed
         self._phase = Phase.ASSEMBLING
         self._formed: tuple[Member, ...] = ()  # members of the last generation that ran
+        self._taken: set[SlotId] = set()  # slots that have had a member
         self._may_have_progress = has_checkpoint
         self._backoff = FailureBackoff(config.restart_backoff_s, config.max_stuck_generations)
         # since when training is over for at least one worker, so that no worker joins any more
@@ -278,6 +279,7 @@ class RunMachine:
         joined = all(w.joined == event.generation or w.finished for w in members)
         self._phase = Phase.RUNNING if joined else Phase.FORMING
         self._formed = event.members if joined else ()
+        self._taken.update((m.host, m.slot) for m in self._formed)
         if missing or any(w.stage is Stage.WAITING and not w.finished for w in members):
             self._break("the leader was lost while the world changed", now)
         self._current.losses = {
@@ -334,6 +336,7 @@ class RunMachine:
             self._current.formed = True
             self._may_have_progress = True
             self._formed = self._current.members
+            self._taken.update((m.host, m.slot) for m in self._formed)
 
     def _on_waiting(
         self, worker: Worker, event: ev.WorkerBroken | ev.WorkerHeld, now: float
@@ -697,6 +700,7 @@ class RunMachine:
             [(m.host, m.slot) for m in members],
             self._current.losses,
             "" if self._current.losses else self._current.broken,
+            self._taken,
         )
         number = self._current.number + 1
         self._current = Generation(number, members, root.name if root else None)

@@ -122,6 +122,8 @@ _OTHER_CODE = (
     "one: hvd-elastic stop, then hvd-elastic run --resume"
 )
 
+_NOT_STARTED = 127
+"""Exit status of a worker that could not be started, as shells have it."""
 _SIGNALLED_S = 0.5
 """Age of a host's notice at which it is acted upon [s]: where one signal reaches host, leader and
 all that belongs to a job, they have heard of it by then, in any order."""
@@ -239,6 +241,8 @@ class Reports:
                 command = " ".join(self._run.spec.command)
                 text = f"the command {command!r} cannot be started on host {host}: {error}"
                 self._executor.tell(ev.ScriptFailed(worker, text))
+                # A newcomer's failure ends no run, and its slot is tried again.
+                self._executor.tell(ev.WorkerExited(worker, code=_NOT_STARTED))
             case msg.WorkerSaid(message=said):
                 self.take_of_worker(worker, said)
 

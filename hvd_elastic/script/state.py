@@ -201,6 +201,8 @@ class ScriptState(State):
         theirs = Progress.from_dict(header["progress"])
         has = has_state(theirs)
         live = dict(zip((info.name for info in own.stream), own.tensors, strict=True))
+        # A rank that took no step of its own where the others took some has no moments of one.
+        has = has and all(name in live for name, *_ in header["tensors"])
         tensors = {
             name: self._fitting(live.get(name), dtype, tuple(shape), device)
             for name, dtype, shape, device in header["tensors"]

@@ -114,6 +114,9 @@ class SubmitOptions(RunOptions):
             retries=self.retries,
         )
 
+    def _most_workers(self) -> int | None:
+        return self.np or self.max_np
+
     def _check_size(self) -> None:
         fixed, plain, np = self.fixed, self.plain, self.np
         if fixed and plain:

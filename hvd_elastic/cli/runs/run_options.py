@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from hvd_elastic.agent.gpus import usable_gpus
+from hvd_elastic.agent.worker_start import training_script
 from hvd_elastic.cli.options import (
     EventsAsJson,
     SshConfigOption,
@@ -394,11 +395,20 @@ class RunOptions:
     def _check_profile(self) -> None:
         if self.profile is not None and self.mpi:
             raise UsageError("--profile is not passed on by --mpi: leave one of them out")
-        most = self.np if self.max_np is None else self.max_np
+        try:
+            most = self._most_workers()
+        except HvdElasticError:
+            return  # other checks report the error
         if self.profile is not None and most is not None and self.profile >= most:
-            raise UsageError(
-                f"--profile {self.profile}: {most} workers have the ranks 0 to {most - 1}"
-            )
+            ranks = "worker has rank 0" if most == 1 else f"workers have the ranks 0 to {most - 1}"
+            raise UsageError(f"--profile {self.profile}: {most} {ranks}")
+
+    def _most_workers(self) -> int | None:
+        """Return how many workers the options and the present hosts allow; None: not known."""
+        hosts, asked = self.hosts(), self.np if self.max_np is None else self.max_np
+        if hosts is None:
+            return asked or max(self.min_np, self._gpus)
+        return min(asked or hosts.slots, hosts.slots - self.spares)
 
     def _check_patience(self) -> None:
         least = 2 * SHORTEST_HEARTBEAT_S
@@ -423,13 +433,9 @@ class RunOptions:
                 f"the command {command[0]!r} is not on PATH, nor an executable file. Give the "
                 "command after --, for example: -- python train.py"
             )
-        for word in command[1:]:
-            if not word.startswith("-"):
-                # Only the first argument of a Python interpreter is surely the path of a script.
-                is_script = "python" in Path(command[0]).name and word.endswith(".py")
-                if is_script and not Path(word).is_file():
-                    raise UsageError(f"the training script {word} does not exist in {Path.cwd()}")
-                return
+        script = training_script(command)
+        if script is not None and not Path(script).is_file():
+            raise UsageError(f"the training script {script} does not exist in {Path.cwd()}")
 
 
 def check_tensorboard_option(wanted: bool, *, mpi: bool) -> None:

@@ -141,6 +141,9 @@ def test_runs_and_what_was_made_by_hand_are_listed_and_stay(tmp_path: Path, fold
         (folders / name).mkdir(parents=True)
     names = [each["name"] for each in left(str(prefix))]
     assert names == ["own environment", "cache", "runs"]
+    (tmp_path / "the leader's").mkdir()  # the folder that its HVD_ELASTIC_HOME names on hosts
+    (runs,) = (each for each in left("", str(tmp_path / "the leader's")) if each["name"] == "runs")
+    assert runs["path"] == str(tmp_path / "the leader's")
     program = "from hvd_elastic.programs import environment; environment.main()"
     request = {"do": "remove", "prefix": str(prefix), "names": ["environment", "cache"]}
     done = subprocess.run(
