@@ -40,6 +40,7 @@ from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.grad_scaler import GradScaler
+from hvd_elastic.torch.local_optimizer import LocalOptimizer
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 from hvd_elastic.torch.saving import load_model
 from hvd_elastic.torch.schedule import follow_progress
@@ -53,6 +54,7 @@ __all__ = [
     "DataLoader",
     "DistributedOptimizer",
     "GradScaler",
+    "LocalOptimizer",
     "State",
     "allgather",
     "allreduce",

@@ -32,6 +32,10 @@ class TensorCopies:
         _copy(self._copies, self._copies.values())
         self._valid = True
 
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the copy of a tensor; None: there is none."""
+        return self._copies.get(tensor) if self._valid else None
+
     def restore(self) -> None:
         """Set the tensors to their copies, in place; do nothing if there are none."""
         if self._valid:
@@ -77,6 +81,15 @@ class OptimizerCopy:
                 else:
                     kept[name] = copy.deepcopy(value)
         self._tensors.take(tensors)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether there is a copy."""
+        return self._state is not None
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the copy of a parameter; None: it was not trained."""
+        return self._tensors.of(parameter)
 
     def restore(self) -> None:
         """Set parameters and state back, if they were copied; drop the copy."""

@@ -167,6 +167,8 @@ def _averagers_of(worker: Worker, state: State) -> list[Averager]:
     found: dict[str, GradientAverager] = {}
     storages = state.storages()
     for name, optimizer in state.named_optimizers().items():
+        if name.startswith("_"):  # the outer one of hvd.LocalOptimizer
+            continue
         averager, kind = averager_of(optimizer), type(optimizer).__name__
         if averager is None:
             raise ScriptError(

@@ -53,6 +53,9 @@ _CHANGED_BEFORE_STEP = (
 class GradientAverager(Averager):
     """Averages the gradients of one optimizer; see :func:`DistributedOptimizer`."""
 
+    call = "DistributedOptimizer"
+    """What the script calls to make one, for messages."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -121,8 +124,18 @@ class GradientAverager(Averager):
             "before it, on a loss that depends on them"
         )
 
+    @property
+    def held(self) -> torch.optim.Optimizer:
+        """The optimizer that the script holds."""
+        return self._optimizer
+
+    @property
+    def own_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose state differs from rank to rank; None: there is none."""
+        return None
+
     def learning_rate(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"])
+        return float(self.held.param_groups[0]["lr"])
 
     def shared_with(self, other: Any) -> str:
         assert isinstance(other, GradientAverager)
@@ -137,10 +150,10 @@ class GradientAverager(Averager):
 
     def check_is_kept(self, kept: set[int]) -> None:
         """Raise ScriptError if the optimizer is none of the objects ``kept``, which are ids."""
-        if id(self._optimizer) not in kept:
+        if id(self.held) not in kept:
             raise ScriptError(
-                f"State(...): the {type(self._optimizer).__name__} that was given to "
-                "hvd.DistributedOptimizer is not in the State, so what it gathers, such as "
+                f"State(...): the {type(self.held).__name__} that was given to "
+                f"hvd.{self.call} is not in the State, so what it gathers, such as "
                 "momentum, and its learning rate would be lost in a worker that joins and in a "
                 "run that is resumed. Give it to the State: "
                 "hvd.State(model=model, optimizer=optimizer)"
@@ -352,11 +365,7 @@ class GradientAverager(Averager):
         if self._reductions.are_done:
             self._context.exchange()
             return
-        self._had_gradient = (
-            self._had_gradient
-            or self._reductions.are_begun
-            or any(parameter.grad is not None for parameter in self._names)
-        )
+        self._note_gradients()
         if self._communicator.size == 1:
             if used:
                 self._reductions.refuse_changed()
@@ -390,6 +399,13 @@ class GradientAverager(Averager):
         self._reductions.are_done = True
         self._context.exchange()
         self._sampling.end_step(self._names)
+
+    def _note_gradients(self) -> None:
+        self._had_gradient = (
+            self._had_gradient
+            or self._reductions.are_begun
+            or any(parameter.grad is not None for parameter in self._names)
+        )
 
     def leave_out(self, *, over: bool) -> None:
         if over and self._context.planner.adapts:
@@ -623,7 +639,7 @@ class GradientAverager(Averager):
             self._watch.end()
             self._watch = None
         if self.steps == 1:
-            self.forgotten = forgotten_schedulers(self._context.worker, self._optimizer)
+            self.forgotten = forgotten_schedulers(self._context.worker, self.held)
         self._forget_step()
         gain = self._rates.gain if gain is None else gain
         self._context.planner.advance(gain, self._context.step.examples)
@@ -634,6 +650,42 @@ def averager_of(optimizer: torch.optim.Optimizer) -> GradientAverager | None:
     """Return the averager of an optimizer that was given to :func:`DistributedOptimizer`."""
     owner = getattr(getattr(optimizer, "synchronize", None), "__self__", None)
     return owner if isinstance(owner, GradientAverager) else None
+
+
+def check_optimizer(call: str, optimizer: Any, model: Any, compression: Any) -> None:
+    """Raise ScriptError if an optimizer cannot be wrapped; ``call``: by what, for messages."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ScriptError(
+            f"{call}() wraps a torch.optim optimizer, not a {type(optimizer).__name__}"
+        )
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise ScriptError(
+            f"{call}(optimizer, model): model is the torch.nn.Module whose parameters "
+            f"messages are to name, not a {type(model).__name__}"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ScriptError(_NO_CLOSURE)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ScriptError(
+            f"{call}() cannot wrap SparseAdam, which refuses dense gradients: sparse "
+            "ones are made dense to be averaged. Use Adam, AdamW or SGD for the embeddings"
+        )
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    if any(map(torch.nn.parameter.is_lazy, parameters)):
+        raise ScriptError(
+            f"{call}() was given a parameter of a lazy module, which has no shape "
+            "yet; call the model once before, with inputs like those of training"
+        )
+    if hasattr(optimizer, "synchronize"):
+        raise ScriptError(
+            f"{call}() was given an optimizer whose gradients are averaged already, "
+            "by an earlier call or by horovod.torch; give it the one of torch.optim, once"
+        )
+    if not isinstance(compression, Compression):
+        raise ScriptError(
+            f"{call}(compression={compression!r}): use none, fp16 or bf16 of "
+            "hvd.Compression of hvd_elastic.torch, such as hvd.Compression.bf16"
+        )
 
 
 @explain_arguments
@@ -679,39 +731,7 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
         ScriptError: the optimizer or a layer cannot be used, or ``lr_rule`` or ``compression`` is
             none of these.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ScriptError(
-            f"DistributedOptimizer() wraps a torch.optim optimizer, not a "
-            f"{type(optimizer).__name__}"
-        )
-    if model is not None and not isinstance(model, torch.nn.Module):
-        raise ScriptError(
-            "DistributedOptimizer(optimizer, model): model is the torch.nn.Module whose parameters "
-            f"messages are to name, not a {type(model).__name__}"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ScriptError(_NO_CLOSURE)
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ScriptError(
-            "DistributedOptimizer() cannot wrap SparseAdam, which refuses dense gradients: sparse "
-            "ones are made dense to be averaged. Use Adam, AdamW or SGD for the embeddings"
-        )
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    if any(map(torch.nn.parameter.is_lazy, parameters)):
-        raise ScriptError(
-            "DistributedOptimizer() was given a parameter of a lazy module, which has no shape "
-            "yet; call the model once before, with inputs like those of training"
-        )
-    if hasattr(optimizer, "synchronize"):
-        raise ScriptError(
-            "DistributedOptimizer() was given an optimizer whose gradients are averaged already, "
-            "by an earlier call or by horovod.torch; give it the one of torch.optim, once"
-        )
-    if not isinstance(compression, Compression):
-        raise ScriptError(
-            f"DistributedOptimizer(compression={compression!r}): use none, fp16 or bf16 of "
-            "hvd.Compression of hvd_elastic.torch, such as hvd.Compression.bf16"
-        )
+    check_optimizer("DistributedOptimizer", optimizer, model, compression)
     if sync_batch_norm:
         if model is None:
             raise ScriptError(

@@ -191,6 +191,10 @@ class State(ScriptState):
 
     def _shared(self) -> set[int]:
         shared = self.lasting()
+        averagers: Any = self._context.worker.averagers
+        for own in filter(None, (averager.own_optimizer for averager in averagers)):
+            moments = chain.from_iterable(values.values() for values in own.state.values())
+            shared -= {each.data_ptr() for each in moments if torch.is_tensor(each)}
         for item in self.named_modules().values():
             shared |= {parameter.data_ptr() for parameter in item.parameters()}
         shared.discard(0)  # the address of tensors without elements

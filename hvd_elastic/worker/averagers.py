@@ -85,6 +85,11 @@ class Averagers:
         return 0 if self.several or not self._live else self._live[0].steps
 
     @property
+    def local(self) -> bool:
+        """Whether a step of training is a period of steps that each rank takes alone."""
+        return any(averager.local for averager in self._live)
+
+    @property
     def idle(self) -> str:
         """See :attr:`Averager.idle`; one optimizer that trains is enough."""
         idle = [averager.idle for averager in self._live]
@@ -103,6 +108,11 @@ class Averagers:
         """Forget steps that ended without ``step()``; called when the next body begins."""
         for averager in self._live:
             averager.forget()
+
+    def pass_begins(self) -> None:
+        """See :meth:`Averager.pass_begins`."""
+        for averager in self._live:
+            averager.pass_begins()
 
     def leave_out(self, *, over: bool) -> None:
         """See :meth:`Averager.leave_out`; with several, the exchange of the body checks it."""

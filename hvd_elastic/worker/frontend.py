@@ -133,9 +133,11 @@ class Averager:
     Attributes:
         steps: number of steps that have ended on this rank, taken or left out.
         several_steps: whether it may take several steps in a loop body.
+        local: whether a step of training is a period of steps that each rank takes alone.
     """
 
     steps: int = 0
+    local: bool = False
     several_steps: bool = False
 
     @property
@@ -182,6 +184,9 @@ class Averager:
 
     def forget(self) -> None:
         """Forget a step that ended without ``step()``; called when the next one begins."""
+
+    def pass_begins(self) -> None:
+        """Note that the script is given a batch, or the next pass of one."""
 
     def prepare(self) -> None:
         """Set what a graph depends on before the script runs it: weight and number of ranks."""

@@ -74,11 +74,16 @@ class Metrics:
             size = worker.size
             worker.sink.send(run_events.RescaleFinished(worker.generation, size, pause))
         self._last_step = now
+        self.body_ended(now)
+        if now >= self._due:
+            self.send(planned)
+
+    def body_ended(self, now: float) -> None:
+        """Time the step, or one of several steps of this rank alone, that has ended at ``now``."""
+        worker = self._worker
         if worker.step_began is not None:
             worker.longest_step_s = max(worker.longest_step_s, now - worker.step_began)
         worker.step_began = now
-        if now >= self._due:
-            self.send(planned)
 
     def training_ends(self, planned: Callable[[], Mapping[str, Any]]) -> None:
         """Send metrics if they lack values or steps left out; ``planned``: see :meth:`send`."""
