@@ -106,8 +106,10 @@ def why_no_transformers(transformers: str | None, accelerate: str | None) -> str
     >>> why_no_transformers("5.3.0", "1.15.0")
     'transformers 5.3.0 is installed, and hvd_elastic.transformers works with transformers>=5.4,<6'
     """
-    known = (("transformers", transformers, (5, 4), (6, 0)),)
-    known += (("accelerate", accelerate, (1, 12), (9999, 0)),)
+    known = (
+        ("transformers", transformers, (5, 4), (6, 0)),
+        ("accelerate", accelerate, (1, 12), (9999, 0)),
+    )
     for (name, version, oldest, end), works in zip(known, TRANSFORMERS_REQUIREMENTS, strict=True):
         there = f"{name} is not installed" if version is None else f"{name} {version} is installed"
         if version is None or not oldest <= _numbers(version) < end:
