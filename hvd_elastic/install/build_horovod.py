@@ -34,23 +34,21 @@ from hvd_elastic.frameworks import (
     install_command,
     version_of,
 )
-from hvd_elastic.install.cuda import (
-    PIP_CUDA,
-    assemble_toolkit,
-    find_cuda_home,
-    find_nccl_header,
-    find_nccl_library,
-    toolkit_packages,
-)
 from hvd_elastic.install.horovod_wheel import (
     HOROVOD_VERSION,
     INSTALLED_BUILD_FILE,
+    PIP_CUDA,
     RECORD,
     BuildInputs,
+    assemble_toolkit,
     cached_wheel,
     check_kept,
+    find_cuda_home,
+    find_nccl_header,
+    find_nccl_library,
     installed_build,
     sha256_of,
+    toolkit_packages,
     wheel_cache,
 )
 from hvd_elastic.install.prerequisites import (
