@@ -13,8 +13,9 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import replace
 from typing import IO, Any
+
+from msgspec.structs import replace
 
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker
