@@ -89,8 +89,7 @@ class State(ScriptState):
 
     def schedules(self) -> dict[str, Schedule]:
         """See :class:`hvd_elastic.worker.frontend.State`; includes forgotten schedulers."""
-        averagers: Any = self._context.worker.averagers
-        forgotten = chain.from_iterable(averager.forgotten for averager in averagers)
+        forgotten = chain.from_iterable(averager.forgotten for averager in self._averagers())
         outside = {f"scheduler{number or ''}": item for number, item in enumerate(forgotten)}
         return counting_schedules({**self._objects, **outside})
 
@@ -134,7 +133,10 @@ class State(ScriptState):
         return {n: i for n, i in self._objects.items() if isinstance(i, torch.nn.Module)}
 
     def trained_sums(self, signs: np.ndarray, number: int | None) -> TrainedSums:
-        return trained_sums(self.named_modules(), signs, number)
+        shared: dict[torch.Tensor, torch.Tensor] = {}
+        for averager in self._averagers():
+            shared |= averager.shared_weights()
+        return trained_sums(self.named_modules(), signs, number, shared)
 
     def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Return the optimizers by name."""
@@ -192,12 +194,10 @@ class State(ScriptState):
 
     def _shared(self) -> set[int]:
         shared = self.lasting()
-        averagers: Any = self._context.worker.averagers
-        for own in filter(None, (averager.own_optimizer for averager in averagers)):
-            moments = chain.from_iterable(values.values() for values in own.state.values())
-            shared -= {each.data_ptr() for each in moments if torch.is_tensor(each)}
         for item in self.named_modules().values():
             shared |= {parameter.data_ptr() for parameter in item.parameters()}
+        for averager in self._averagers():
+            shared -= {each.data_ptr() for each in averager.own_tensors()}
         shared.discard(0)  # the address of tensors without elements
         return shared
 
@@ -212,7 +212,12 @@ class State(ScriptState):
                 found |= {parameter.data_ptr() for parameter in group["params"]}
             for values in item.state.values():
                 found |= {v.data_ptr() for v in values.values() if torch.is_tensor(v)}
+        for averager in self._averagers():
+            found |= {each.data_ptr() for each in averager.shared_weights().values()}
         return found
+
+    def _averagers(self) -> Any:
+        return self._context.worker.averagers
 
     def waits_before_step(self) -> bool:
         optimizers = self.named_optimizers().values()

@@ -15,10 +15,17 @@ _PIECES = 16
 
 
 def trained_sums(
-    modules: Mapping[str, torch.nn.Module], signs: np.ndarray, number: int | None
+    modules: Mapping[str, torch.nn.Module],
+    signs: np.ndarray,
+    number: int | None,
+    shared: Mapping[torch.Tensor, torch.Tensor],
 ) -> TrainedSums:
-    """See :meth:`~hvd_elastic.worker.frontend.State.trained_sums`."""
-    parameters = _parameters(modules)
+    """See :meth:`~hvd_elastic.worker.frontend.State.trained_sums`.
+
+    Args:
+        shared: what is compared in place of parameters that differ from rank to rank.
+    """
+    parameters = _parameters(modules, shared)
     chosen = parameters_of_check(parameters, number)
     if number is None:
         sums = np.array([_sums_of_all(each, signs) for _, each in chosen]).reshape(-1, 2)
@@ -28,14 +35,17 @@ def trained_sums(
     return TrainedSums([name for name, _ in chosen], sums, epsilons, len(parameters))
 
 
-def _parameters(modules: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
+def _parameters(
+    modules: Mapping[str, torch.nn.Module], shared: Mapping[torch.Tensor, torch.Tensor]
+) -> list[tuple[str, torch.Tensor]]:
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for module_name, module in modules.items():
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point() and parameter.numel() and not parameter.is_sparse:
                 # Frozen ones may differ, such as running averages of Keras, but count as a number,
                 # so that a collective has the same shape on a rank that has unfrozen one.
-                values = parameter.detach() if parameter.requires_grad else parameter.new_zeros(1)
+                same = shared.get(parameter, parameter)
+                values = same.detach() if parameter.requires_grad else parameter.new_zeros(1)
                 found.setdefault(id(parameter), (f"{module_name}.{name}", values))
     return list(found.values())
 
