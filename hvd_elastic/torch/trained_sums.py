@@ -18,14 +18,14 @@ def trained_sums(
     modules: Mapping[str, torch.nn.Module],
     signs: np.ndarray,
     number: int | None,
-    shared: Mapping[torch.Tensor, torch.Tensor],
+    shared: Mapping[torch.Tensor, torch.Tensor] | None = None,
 ) -> TrainedSums:
     """See :meth:`~hvd_elastic.worker.frontend.State.trained_sums`.
 
     Args:
         shared: what is compared in place of parameters that differ from rank to rank.
     """
-    parameters = _parameters(modules, shared)
+    parameters = _parameters(modules, shared or {})
     chosen = parameters_of_check(parameters, number)
     if number is None:
         sums = np.array([_sums_of_all(each, signs) for _, each in chosen]).reshape(-1, 2)
