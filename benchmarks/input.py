@@ -106,7 +106,7 @@ class Hosts:
         """Train with ours; return the blocks, and what the run has said of its input."""
         _, *training = self.script("read_ours", **script)
         options = ("--checkpoint-every", "0", *options)
-        with self.bed.job(OURS, Order({self.trains: 1}, training, options=options)) as job:
+        with OURS.job(self.bed, Order({self.trains: 1}, training, options=options)) as job:
             job.wait(lambda: job.ended() == 0, _LIMIT_S, "the end")
             return self.blocks(), job.events("input")
 

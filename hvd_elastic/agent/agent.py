@@ -43,8 +43,7 @@ from hvd_elastic.agent.failover import (
 from hvd_elastic.agent.host_sampler import HostSampler
 from hvd_elastic.agent.leader_link import LeaderLink
 from hvd_elastic.agent.preemption.clouds import CloudWatch
-from hvd_elastic.agent.preemption.command import CommandWatch
-from hvd_elastic.agent.preemption.notice import after_sigterm_s
+from hvd_elastic.agent.preemption.notice import CommandWatch, after_sigterm_s
 from hvd_elastic.agent.rendezvous import GenerationStore
 from hvd_elastic.agent.spool import Spool
 from hvd_elastic.agent.unacknowledged import UnacknowledgedLog

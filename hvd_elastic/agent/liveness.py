@@ -20,9 +20,6 @@ class Liveness:
 
     Code that holds Python's global interpreter lock prevents heartbeats, but it uses the processor.
     A process that is frozen, or whose threads wait for each other, does not.
-
-    Args:
-        pid: id of the process.
     """
 
     def __init__(self, pid: int) -> None:

@@ -1,22 +1,46 @@
-"""How the processes of a run on a host are started."""
+"""Starts the processes of a run on a host, and makes the folder for their temporary files."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import platformdirs
+
+from hvd_elastic.own_files import make_private, who_else_writes
 
 OWN_VARIABLES = ("HVD_ELASTIC_LOCAL_RANK", "HVD_ELASTIC_WORKER")
 """Variables in which the workers of a host differ; the last ones of their environment."""
 PLACEHOLDER = "HVD_ELASTIC_TEMPLATE"
 """Variable of a template in place of those, and as long as they are."""
+_MISSING = (
+    "does not exist on this host. Copy it: copyclust HOSTFILE {path} {path} (virtual hosts have "
+    "their own /tmp, /data and /run)"
+)
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
+
+
+def training_script(command: Sequence[str]) -> str | None:
+    """Return the path of the script that a command gives to Python; None if none is certain.
+
+    >>> training_script(["python", "-u", "train.py", "data.py"])
+    'train.py'
+    >>> training_script(["python", "-m", "train"]), training_script(["sh", "train.py"])
+    (None, None)
+    """
+    # Only the first argument of a Python interpreter is surely the path of a script.
+    first = next((word for word in command[1:] if not word.startswith("-")), "")
+    return first if "python" in Path(command[0]).name and first.endswith(".py") else None
 
 
 @dataclass(frozen=True)
@@ -25,7 +49,6 @@ class WorkerStart:
 
     Attributes:
         command: path of the program, and arguments.
-        cwd: working directory.
         variables: environment, which ends with :data:`OWN_VARIABLES`.
     """
 
@@ -38,15 +61,19 @@ class WorkerStart:
         """Return the start of a command that is looked up in ``PATH`` and in the folder.
 
         Raises:
-            FileNotFoundError: the command or the folder does not exist.
+            FileNotFoundError: the command, the script or the folder does not exist.
         """
         # A relative command with a slash is relative to the worker's folder, not to ours.
         named = str(Path(cwd, command[0])) if "/" in command[0] else command[0]
         program = shutil.which(named, path=variables.get("PATH"))
         if not Path(cwd).is_dir():
-            raise FileNotFoundError(f"the folder {cwd} does not exist on this host")
+            raise FileNotFoundError(f"the folder {cwd} {_MISSING.format(path=cwd)}")
         if program is None:
             raise FileNotFoundError(f"there is no command {command[0]!r} on this host")
+        script = training_script(command)
+        if script is not None and not Path(cwd, script).is_file():
+            path = Path(cwd, script)
+            raise FileNotFoundError(f"the script {path} {_MISSING.format(path=path)}")
         return cls((program, *command[1:]), cwd, variables)
 
     @property
@@ -95,9 +122,6 @@ def start_process(
 
     Args:
         command: path of the program, and arguments.
-        cwd: working directory.
-        variables: environment.
-        stdin, output: descriptors of its standard input and output.
         errors: descriptor of its standard error; None: ``output``.
 
     Returns:
@@ -125,3 +149,42 @@ def start_process(
     )
     process.returncode = 0  # so that subprocess does not reap it before the caller
     return process.pid
+
+
+def make_scratch(run_id: str, host: str, environment: Mapping[str, str]) -> Path:
+    """Create the folder inside ``TMPDIR`` of ``environment`` if that is writable, or else of ours.
+
+    Folders that killed agents of the same run and host left are removed.
+    """
+    base = _base(environment)
+    # A hash is short, since a socket's path may have at most 107 characters and names can be long.
+    prefix = f"hvd-{hashlib.sha256(f'{run_id}/{host}'.encode()).hexdigest()[:12]}-"
+    for old in base.glob(f"{prefix}*"):
+        shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+
+
+def compiler_cache(scratch: Path) -> tuple[Path, str]:
+    """Return the folder in which PyTorch keeps compiled code, and why it is not that of later runs.
+
+    It runs what it finds there, so it is a folder below the user's cache that nobody else can write
+    to; where that is not so (then the reason is not ""), or cannot be, it is inside ``scratch``.
+    """
+    # One for each host, since compiled code is for one kind of processor and hosts may share it.
+    name = f"torchinductor-{socket.gethostname()}"
+    cache = Path(platformdirs.user_cache_dir("hvd_elastic"))
+    try:
+        if not cache.is_absolute():  # a user without a home folder, as in some containers
+            return scratch / name, ""
+        folder = make_private(cache / name)
+        why = who_else_writes(folder)
+    except OSError:  # such as a home folder that is read-only
+        return scratch / name, ""
+    return (scratch / name, why) if why else (folder, "")
+
+
+def _base(environment: Mapping[str, str]) -> Path:
+    wanted = environment.get("TMPDIR")
+    if wanted and os.access(wanted, os.W_OK | os.X_OK):
+        return Path(wanted)
+    return Path(tempfile.gettempdir())

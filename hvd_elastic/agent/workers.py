@@ -20,9 +20,8 @@ from typing import Any
 from hvd_elastic.agent.early_messages import without_early_messages
 from hvd_elastic.agent.leader_link import read_line
 from hvd_elastic.agent.liveness import Liveness
-from hvd_elastic.agent.scratch import compiler_cache, make_scratch
 from hvd_elastic.agent.template.template import Template
-from hvd_elastic.agent.worker_start import WorkerStart
+from hvd_elastic.agent.worker_start import WorkerStart, compiler_cache, make_scratch
 from hvd_elastic.control.commands import Member
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.programs.cores import usable_cores
@@ -135,7 +134,6 @@ class Workers:
 
     Args:
         hello: first message of the leader; a new leader replaces it.
-        spool: folder to which workers write checkpoints.
         interface: network interface for the ring; None lets Gloo and NCCL choose.
         tell: called with messages that must reach the leader.
         has_room: returns whether output is read on. Else workers wait where they print, so that
@@ -445,9 +443,7 @@ class Workers:
         """Report a worker's end to the leader, then end the processes that it left behind.
 
         Args:
-            worker: the worker.
             code: its exit status; below 0: the signal that ended it.
-            out_of_memory: whether the kernel has killed it for lack of memory.
         """
         # Its last messages and output must be sent before the report of its end.
         for _ in range(64):

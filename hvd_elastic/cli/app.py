@@ -25,7 +25,7 @@ SECTIONS = {
         "slurm": ("engines.slurm:slurm", "Submit a run to Slurm."),
         "stop": ("runs.control:stop", "End a run cleanly."),
         "scale": ("runs.control:scale", "Set the number of workers of a run."),
-        "debug": ("runs.debug:debug", "Join a worker that stands at breakpoint()."),
+        "debug": ("runs.control:debug", "Join a worker that stands at breakpoint()."),
         "drain": ("runs.control:drain", "Have a run leave a host."),
         "policy": ("runs.control:policy", "Pause or resume the policy of a run."),
         "simulate": ("planning.simulate:simulate", "Try a policy on a trace in virtual time."),
@@ -86,7 +86,7 @@ SECTIONS = {
             "planning.bench:bench",
             "Measure how training scales, and how fast a script reads.",
         ),
-        "demo": ("machine.demo:demo", "Train on virtual hosts that come, go and die."),
+        "demo": ("machine.virtclust:demo", "Train on virtual hosts that come, go and die."),
     },
 }
 """Commands by section of ``--help`` and of docs/commands.md: where each is, and its line there."""

@@ -51,8 +51,6 @@ def begin_in_background(name: str, log: Path, work: Work) -> None:
 
     Args:
         name: what does the work, for messages.
-        log: file for its output.
-        work: the work.
 
     Raises:
         typer.Exit: it could not begin; the reason was printed.

@@ -33,8 +33,6 @@ class HostDraining:
     """A host will be lost or has to be vacated, so no worker is started on it any more.
 
     Args:
-        host: name of the host.
-        cause: the reason, as text.
         train_for_s: how long its workers may train on while replacements start [s]; None: there
             is no hurry, and the host is treated as if it had left the hostfile.
         leave_in_s: time until the host is lost, as announced [s]; None: not announced.
@@ -87,7 +85,6 @@ class AgentFailed:
     """The agent of ``host`` could not be started.
 
     Args:
-        host: name of the host.
         cause: a sentence that names the host; shown once.
         fatal: whether trying again is useless.
         unknown: whether the host's name cannot be looked up, which rarely resolves itself.
@@ -119,13 +116,11 @@ class FoundWorker:
     """A worker found at a takeover, as the earlier leader knew it.
 
     Args:
-        worker, host, slot: its name and slot.
         ready: whether it has become warm.
         generation, joined: last generation it was announced into, and last one it joined.
         waiting: whether it has left that generation since, and waits for the next one.
         holds_state, step, state: whether its state is complete, and the state's step and order, as
             in :class:`WorkerBroken`.
-        finished: whether its training function returned.
         leaving: whether it was asked to leave, or killed.
         killed: why it was killed; empty: it was not.
     """
@@ -150,14 +145,10 @@ class RunTakenOver:
     """A leader took over a run; always its first event.
 
     Args:
-        hosts: hosts of the hostfile.
         agents: hosts whose agents have answered.
         awaited: hosts whose agents are being started and have not answered yet.
         generation, members: number and members of the last announced generation.
         requested_np: size that was requested while the run went on; None: none.
-        slots: slots that were requested with it.
-        draining: hosts that are drained.
-        workers: workers that were found.
     """
 
     hosts: tuple[HostSlots, ...]
@@ -208,11 +199,9 @@ class WorkerBroken:
     not begun to join.
 
     Args:
-        worker: name of the worker.
         generation: generation that broke, or that it skipped because it was aborted.
         step: number of optimizer steps in its state; -1: it holds no complete state, because the
             synchronization was interrupted or it never had one.
-        cause: text for the log.
         state: orders states of the same step; the higher is the newer.
     """
 

@@ -169,6 +169,7 @@ class DataOrder:
         self._order: tuple[int, Order] | None = None
         # (epoch, generation) in which this loader was last read to its end.
         self._ended: tuple[int, int] | None = None
+        self._largest: tuple[Any, int] = (None, 0)
         self._warned_world = 0
         self._warned_endless = False
 
@@ -394,6 +395,19 @@ class DataOrder:
         rank, size = worker.communicator.rank, worker.communicator.size
         batch, parts = self.planner.batch_size, self.planner.parts
         return step_slice(position, end, batch, rank, size, MIN_SHARE, parts=parts)
+
+    def largest_share(self, context: Context) -> int:
+        """Return the most examples that a rank has in the step that is read."""
+        position, size = context.reading.position, context.worker.communicator.size
+        end, batch, parts = self._end(position), self.planner.batch_size, self.planner.parts
+        now = (min(batch, end - position), size, batch, parts)
+        if self._largest[0] != now:
+            shares = [
+                step_slice(position, end, batch, rank, size, MIN_SHARE, parts=parts)
+                for rank in range(size)
+            ]
+            self._largest = now, max(each.stop - each.start for each in shares)
+        return self._largest[1]
 
     def _spans(self, share: Slice, step: int, ranks: int) -> list[tuple[int, int]]:
         """Return (start, stop) of each pass over a share, in the step after ``step``."""

@@ -67,6 +67,10 @@ class OrderedLoader:
             "len(dataset) for len(loader.sampler)"
         )
 
+    def largest_share(self) -> int:
+        """Return the most examples that a rank has in the present step; for libraries' loops."""
+        return self._order.largest_share(self._context())
+
     def steps_left(self) -> int:
         """Return the number of steps left in the current epoch at the present world size."""
         worker = self._context().worker

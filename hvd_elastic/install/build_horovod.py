@@ -53,14 +53,16 @@ from hvd_elastic.install.horovod_wheel import (
     sha256_of,
     wheel_cache,
 )
-from hvd_elastic.install.pinned import BUILD_REQUIREMENTS, RUN_REQUIREMENTS, pip_arguments
 from hvd_elastic.install.prerequisites import (
+    BUILD_REQUIREMENTS,
     PREREQUISITES,
+    RUN_REQUIREMENTS,
     SYSTEM_FOLDERS,
     Purpose,
     apt_command,
     has_apt,
     missing,
+    pip_arguments,
 )
 from hvd_elastic.install.quiet import make_percentage, run_quietly
 from hvd_elastic.programs.cores import usable_cores
@@ -136,7 +138,6 @@ def build_environment(
     silently leaving one out; all others are disabled.
 
     Args:
-        inputs: what to build.
         base: variables to pass on.
         jobs: number of compilers that run at the same time.
         cuda_home: folder of the CUDA toolkit, for a build with CUDA.

@@ -12,8 +12,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from hvd_elastic.install.pinned import pinned_version
-from hvd_elastic.install.prerequisites import find_program
+from hvd_elastic.install.prerequisites import find_program, pinned_version
 
 _COMPILER_PACKAGES = (
     *("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt"),
@@ -54,7 +53,6 @@ def assemble_toolkit(installed: Path, cuda: str) -> Path:
 
     Args:
         installed: folder in which the packages were installed (``pip install --target``).
-        cuda: version of CUDA.
 
     Returns:
         The folder for ``CUDA_HOME``.

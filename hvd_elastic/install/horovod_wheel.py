@@ -110,7 +110,6 @@ def detect_inputs(
     A TensorFlow that :func:`why_left_out` tells of is left out.
 
     Args:
-        patch_sha256: digest of the patch.
         with_tensorflow: whether to build for TensorFlow, if there is one.
         with_mpi: whether to build with Open MPI, if there is one.
         with_nccl: whether to build with NCCL, if PyTorch is for CUDA. None: if this machine has a

@@ -19,13 +19,7 @@ from hvd_elastic.wire import messages as msg
 class Executor:
     """Executes what the machine decides.
 
-    Args:
-        run: what all parts of the leader share.
-        fetching: fetches and sends checkpoints.
-        has_checkpoint: whether a checkpoint may exist already.
-
     Attributes:
-        machine: decides what happens next.
         finish: how the run ends; None: it has not ended.
     """
 
@@ -74,8 +68,6 @@ class Executor:
         """Note that a host has been lost with its workers.
 
         Args:
-            host: name of the host.
-            cause: how it was noticed.
             silent_s: how long it was silent before [s]; None: its connection has ended.
         """
         self._run.workers.forget_host(host)

@@ -27,14 +27,10 @@ class Fetching:
 
     Args:
         run: what all parts of the leader share; its loop ends when nothing is awaited.
-        store: keeps the checkpoints.
         on_checkpoint: called when no more checkpoint is being fetched.
-        resumed: whether the run had a leader before.
 
     Attributes:
-        checkpoints: fetches the shards of checkpoints.
         sender: sends a checkpoint to a host, for a restart.
-        saved: fetches the files that the script saves.
     """
 
     def __init__(

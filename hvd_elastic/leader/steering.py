@@ -27,9 +27,7 @@ class Answer:
     """The answer to a request, and the event that it causes.
 
     Attributes:
-        message: text for the user.
         event: event for the machine; None: the request changes nothing there.
-        ok: whether the request was granted.
     """
 
     message: str
@@ -42,8 +40,6 @@ class Steering:
 
     Args:
         run: what all parts of the leader share; requests arrive in its folder.
-        executor: is told what was asked for or decided.
-        stopping: stops the run.
         fetching: says how long a checkpoint takes.
     """
 
@@ -156,7 +152,6 @@ def drain(
     """Drain a host, or allow its use again.
 
     Args:
-        fields: fields of the request.
         hosts: names of the hosts in the hostfile.
         draining: names of the drained hosts.
         reserve_s: part of the host's remaining time that is kept for a last checkpoint and for

@@ -40,8 +40,6 @@ class Stopping:
     """Stops a run when it is asked to.
 
     Args:
-        run: what all parts of the leader share.
-        executor: is told to stop.
         leads: returns whether this leader already leads the run; a takeover is awaited first.
 
     Attributes:

@@ -58,7 +58,6 @@ def placements(
     slots of pinned hosts are part of every allocation.
 
     Args:
-        hosts: available hosts.
         sizes: numbers of slots.
         current: slots in use.
 

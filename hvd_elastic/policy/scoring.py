@@ -27,7 +27,6 @@ class Scores:
             limits.
         uncertainty: standard deviation of the logarithm of the goodput's ratio to the first one.
         batch: global batch size of the best batch plan.
-        slots: number of processes.
         starved: part of the throughput that is lost by waiting for data, in [0, 1).
         rate: price of the hosts in use [currency per hour]; 0 where prices are not known.
     """

@@ -84,7 +84,7 @@ class ModelLoader(ABC):
             tensors = self.tensors(model)
             _load_on_ranks(source, lambda path: self.fill(model, path, name), tensors)
         else:
-            with _found(source) as path:
+            with saved_file(source) as path:
                 self.fill(model, path, name)
         self.ready(model)
         return model
@@ -108,7 +108,7 @@ def _load_on_ranks(
     path, why = None, ""
     with contextlib.ExitStack() as stack:
         try:
-            path = stack.enter_context(_found(source, shared=True))
+            path = stack.enter_context(saved_file(source, shared=True))
         except CheckpointError as error:
             why = str(error)
         _send_from_first(path, why, load, tensors)
@@ -135,7 +135,7 @@ def _send_from_first(
 
 
 @contextlib.contextmanager
-def _found(source: str | Path, *, shared: bool = False) -> Iterator[Path]:
+def saved_file(source: str | Path, *, shared: bool = False) -> Iterator[Path]:
     """Give the file that ``source`` names, on this host.
 
     Args:

@@ -9,9 +9,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from hvd_elastic.checkpoint.finite import has_not_finite
 from hvd_elastic.checkpoint.header import PLAIN, decode_values
-from hvd_elastic.checkpoint.stream import Content
+from hvd_elastic.checkpoint.stream import Content, has_not_finite
 from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.script.helper_copies import HelperCopies

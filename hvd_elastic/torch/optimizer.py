@@ -22,18 +22,15 @@ from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule
 from hvd_elastic.script.horovod_names import explain_arguments
+from hvd_elastic.torch.adaptation import AdaptiveRates, StepSampling
 from hvd_elastic.torch.batch_norm import synchronize_batch_norm
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy
-from hvd_elastic.torch.finite_check import GradientCheck, is_finite
-from hvd_elastic.torch.forward_watch import ForwardWatch
+from hvd_elastic.torch.finite_check import ForwardWatch, GradientCheck, is_finite
 from hvd_elastic.torch.gradient_buckets import Bucket
-from hvd_elastic.torch.left_gradients import LeftGradients
-from hvd_elastic.torch.rate_scaling import AdaptiveRates
 from hvd_elastic.torch.reductions import Reductions
 from hvd_elastic.torch.schedule import forgotten_schedulers
-from hvd_elastic.torch.step_sampling import StepSampling
-from hvd_elastic.torch.trained_parameters import TrainedParameters
+from hvd_elastic.torch.trained_parameters import LeftGradients, TrainedParameters
 from hvd_elastic.worker import context
 from hvd_elastic.worker.frontend import Averager
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
@@ -482,12 +479,12 @@ class GradientAverager(Averager):
         for bucket in self._reductions.waiting:
             bucket.add(self._factor)
 
-    def _begin(self, bucket: Bucket) -> None:
+    def _begin(self, bucket: Bucket, *, later: bool = False) -> None:
         """Sample, add and reduce the gradients of a bucket in the last pass."""
         self._sampling.move(bucket, self._factor, checks=self._reductions.checks)
         carries = bucket is self._reductions.carrier and self._may_carry
         flags = self._context.begin_exchange(carried=True) if carries else None
-        self._reductions.begin(bucket, flags)
+        self._reductions.begin(bucket, flags, later=later)
 
     def _add_hooks(self) -> None:
         several = self._context.worker.averagers.several
@@ -543,7 +540,7 @@ class GradientAverager(Averager):
             return
         bucket = self._reductions.arrived(parameter)
         if bucket is not None:
-            self._begin(bucket)
+            self._begin(bucket, later=self._reductions.looks)
 
     def _is_to_be_averaged(self, parameter: torch.Tensor) -> bool:
         """Return whether a gradient that has arrived is one of the last pass; begin that pass.
@@ -562,7 +559,7 @@ class GradientAverager(Averager):
         if self._communicator.size == 1:
             if parameter in self._computed:
                 self._reductions.refuse_twice(parameter)
-            if not (self._computed or self.steps):  # one step shows it
+            if not self._computed and self._reductions.looks:
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._reductions.note_alone)
             self._computed.add(parameter)

@@ -23,8 +23,6 @@ def render_page(title: str, body: str, data: Mapping[str, Any]) -> str:
     """Return the whole page as HTML.
 
     Args:
-        title: title as plain text.
-        body: body as HTML.
         data: input of report.js: ``charts``, ``marks`` and either ``duration_s`` for a time axis or
             ``x_name``, the noun that the integers of the x axis count.
     """

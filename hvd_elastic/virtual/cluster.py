@@ -46,9 +46,6 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
 
         with VirtualCluster.up(hosts=3, slots=2) as cluster:
             subprocess.run(["ssh", "-F", cluster.ssh_config, cluster.hosts[0], "hostname"])
-
-    Args:
-        name: name of the cluster.
     """
 
     def __init__(self, name: str) -> None:
@@ -74,7 +71,6 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
 
         Args:
             hosts: number of hosts, 1 to 250.
-            slots: number of slots of each host, for the hostfile.
             name: name of the cluster, whose hosts are ``<name>-1``, …; None takes the first free
                 one of vc1, vc2, ….
             rate: link rate of each host in each direction, such as ``1gbit``.
@@ -231,7 +227,6 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         """Return the process ids, as seen on this machine, of a host's processes.
 
         Args:
-            host: name of the host.
             system: include the host's first process and its listening sshd, which always run.
         """
         state = self.state
@@ -251,7 +246,6 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         """Kill all processes of the host, its sshd included; start it again with :meth:`boot`.
 
         Args:
-            host: name of the host.
             silent: disconnect the cable first, so that peers do not see connections close, as in a
                 power failure.
         """

@@ -20,7 +20,6 @@ class CpuGroups:
     """Control groups of one cluster, at ``<mount>/<name>/<host>``.
 
     Attributes:
-        folder: folder of the cluster's group.
         version: version of the control group file system, 1 or 2.
     """
 

@@ -30,14 +30,17 @@ from hvd_elastic.errors import VirtualClusterError
 from hvd_elastic.programs.processes import Process, is_alive, read
 from hvd_elastic.virtual import plan, sshfiles
 from hvd_elastic.virtual.cpushare import CpuGroups
-from hvd_elastic.virtual.holders import Holder, plain_environment, reap_started, wait_until_up
 from hvd_elastic.virtual.marks import (
     SWITCH,
+    Holder,
     kill_all,
     marked_processes,
     marks,
     namespace_of,
+    plain_environment,
     processes_in_namespace,
+    reap_started,
+    wait_until_up,
 )
 from hvd_elastic.virtual.state import ClusterState, HostState, HostStatus
 from hvd_elastic.virtual.tools import find_tool, run_tool

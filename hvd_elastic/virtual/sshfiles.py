@@ -55,7 +55,6 @@ def sshd_config(
     """Return the configuration of one host's sshd.
 
     Args:
-        host: the host.
         folder: path of the host's own files, as its sshd sees it.
         cluster_folder: folder of the cluster, part of the mark of sessions.
         use_pam: whether to check accounts with PAM; without it, sshd refuses locked accounts.

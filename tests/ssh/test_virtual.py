@@ -239,7 +239,7 @@ def test_hosts_that_cannot_be_added_leave_the_cluster_as_it_was(
 ) -> None:
     before = both.state
     with monkeypatch.context() as patch:
-        patch.setattr("hvd_elastic.virtual.holders.wait_for_sshd", fail)
+        patch.setattr("hvd_elastic.virtual.marks.wait_for_sshd", fail)
         with pytest.raises(VirtualClusterError, match="broken on purpose"):
             both.add(1)
     assert both.state == before
@@ -274,7 +274,7 @@ def test_an_up_that_fails_half_way_leaves_nothing(
     def break_off(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("hvd_elastic.virtual.holders.wait_for_sshd", break_off)
+    monkeypatch.setattr("hvd_elastic.virtual.marks.wait_for_sshd", break_off)
     with pytest.raises(type(error)):
         VirtualCluster.up(2, 1, loopback=loopback)
     assert_nothing_left(VirtualCluster("vc1"), "", home)

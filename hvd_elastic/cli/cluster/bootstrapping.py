@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from hvd_elastic.cli.cluster.host_options import HostOptions
+from hvd_elastic.cli.options import option
 from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.fanout import HostResult
@@ -20,9 +21,9 @@ from hvd_elastic.tools.bootstrap import bring_key, find_leader_key
 from hvd_elastic.tools.trust import ShownKey, TrustState, trust_hosts
 
 Bootstrap = Annotated[
-    bool, typer.Option("--bootstrap", help="First accept host keys and install your own key there.")
+    bool, option("First accept host keys and install your own key there.", "--bootstrap")
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="With --bootstrap: accept without asking.")]
+Yes = Annotated[bool, option("With --bootstrap: accept without asking.", "--yes", "-y")]
 REFUSED = (TrustState.DECLINED, TrustState.REFUSED, TrustState.UNREACHABLE)
 
 
@@ -35,7 +36,6 @@ def accept_host_keys(
     """Show the unknown keys of the hosts, ask once, and accept them.
 
     Args:
-        chosen: the shared options.
         yes: whether to accept without asking.
         also: a further action that the answer is about, such as "let …"; with it, the question is
             asked even if all keys are known.

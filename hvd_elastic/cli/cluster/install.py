@@ -9,13 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from hvd_elastic.cli.cluster.bootstrapping import Bootstrap, Yes, bootstrap_hosts
-from hvd_elastic.cli.cluster.copy_bar import copy_bar
+from hvd_elastic.cli.cluster.command_output import copy_bar
 from hvd_elastic.cli.cluster.host_options import HereOptions, HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
-from hvd_elastic.cli.options import command
+from hvd_elastic.cli.options import command, option
 from hvd_elastic.errors import BuildError, UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult
@@ -95,14 +93,14 @@ def uninstall(
     chosen: HostOptions,
     only: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "environment, cache or runs (with checkpoints); may be repeated (default: the "
+            "first two).",
             "--only",
             metavar="PART",
-            help="environment, cache or runs (with checkpoints); may be repeated (default: the "
-            "first two).",
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove it; otherwise list it.")] = False,
+    yes: Annotated[bool, option("Remove it; otherwise list it.", "--yes", "-y")] = False,
 ) -> None:
     """List what hvd_elastic has on every host (without a hostfile: here), with --yes remove it.
 

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
-from hvd_elastic.cli.options import whole_number_option
+from hvd_elastic.cli.options import option, whole_number_option
 from hvd_elastic.errors import BuildError
 
 
 def build_horovod(
-    rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="build even if a wheel exists")
-    ] = False,
-    without_mpi: Annotated[bool, typer.Option("--without-mpi", help="leave Open MPI out")] = False,
+    rebuild: Annotated[bool, option("build even if a wheel exists", "--rebuild")] = False,
+    without_mpi: Annotated[bool, option("leave Open MPI out", "--without-mpi")] = False,
     without_tensorflow: Annotated[
-        bool, typer.Option("--without-tensorflow", help="leave TensorFlow out")
+        bool, option("leave TensorFlow out", "--without-tensorflow")
     ] = False,
     nccl: Annotated[
         bool | None,
-        typer.Option(
+        option(
+            "include CUDA and NCCL, or leave them out (default: by whether there is a GPU)",
             "--with-nccl/--without-nccl",
-            help="include CUDA and NCCL, or leave them out (default: by whether there is a GPU)",
         ),
     ] = None,
     jobs: Annotated[
         int | None,
-        whole_number_option("--jobs", help="compilers at once (default: by cores and memory)"),
+        whole_number_option("compilers at once (default: by cores and memory)", "--jobs"),
     ] = None,
     print_name: Annotated[
-        bool, typer.Option("--print-name", help="print the name of the build and end")
+        bool, option("print the name of the build and end", "--print-name")
     ] = False,
 ) -> None:
     """Build Horovod for this Python environment, keep the wheel, install it.

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 
 from hvd_elastic.checkpoint.header import Header, TensorInfo
 from hvd_elastic.checkpoint.reader import load_arrays, named, read_header
 from hvd_elastic.cli.jobs.naming import source_of
-from hvd_elastic.cli.options import AsJson
+from hvd_elastic.cli.options import AsJson, argument, option
 from hvd_elastic.errors import CheckpointError, RunError, UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.frameworks import TITLES
@@ -30,22 +29,17 @@ _ENDINGS = {"safetensors": ".safetensors", "torch": ".pt", "keras": ".keras"}
 def export(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="RUN|FILE",
-            help="a run or its job (newest checkpoint), a checkpoint, or a file of hvd.save",
+        argument(
+            "a run or its job (newest checkpoint), a checkpoint, or a file of hvd.save", "RUN|FILE"
         ),
     ],
-    to: Annotated[str, typer.Option("--to", help="safetensors, torch or keras", metavar="FORMAT")],
-    out: Annotated[
-        Path | None, typer.Option(help="file to write (default: here, named for the run)")
-    ] = None,
-    name: Annotated[
-        str, typer.Option(help="which object of the script's State to export")
-    ] = "model",
+    to: Annotated[str, option("safetensors, torch or keras", "--to", metavar="FORMAT")],
+    out: Annotated[Path | None, option("file to write (default: here, named for the run)")] = None,
+    name: Annotated[str, option("which object of the script's State to export")] = "model",
     model: Annotated[
         str | None,
-        typer.Option(
-            help="of --to keras: function that makes the model, in a module that can be imported",
+        option(
+            "of --to keras: function that makes the model, in a module that can be imported",
             metavar="MODULE:FUNCTION",
         ),
     ] = None,

@@ -10,11 +10,9 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
-import typer
-
 from hvd_elastic.checkpoint.saved import differing, find_stored
 from hvd_elastic.cli.jobs.naming import open_run
-from hvd_elastic.cli.options import AsJson, RequiredRun
+from hvd_elastic.cli.options import AsJson, RequiredRun, argument
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bytes_words, date_words
@@ -29,14 +27,12 @@ _PIECE_BYTES = 1 << 20
 def get(
     run: RequiredRun,
     name: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME", help="A file to copy; all are listed if left out."),
+        str | None, argument("A file to copy; all are listed if left out.", "NAME")
     ] = None,
     dest: Annotated[
         str | None,
-        typer.Argument(
-            metavar="DEST",
-            help="File or folder to copy it to; '-' = stdout. Here under its name if left out.",
+        argument(
+            "File or folder to copy it to; '-' = stdout. Here under its name if left out.", "DEST"
         ),
     ] = None,
     as_json: AsJson = False,

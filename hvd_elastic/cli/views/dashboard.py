@@ -7,9 +7,7 @@ import time
 from collections import deque
 from typing import Annotated
 
-import typer
-
-from hvd_elastic.cli.options import OptionalRun, number_option, port_option
+from hvd_elastic.cli.options import OptionalRun, argument, number_option, option, port_option
 from hvd_elastic.formatting import clock_words, count, printable, unfiltered
 
 _PIECE_BYTES = 1 << 21
@@ -18,15 +16,12 @@ _PIECE_BYTES = 1 << 21
 
 def dashboard(
     runs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="RUN", help="a run, or several to compare (default: all runs)"),
+        list[str] | None, argument("a run, or several to compare (default: all runs)", "RUN")
     ] = None,
-    host: Annotated[str, typer.Option(help="address to listen on", metavar="ADDRESS")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[str, option("address to listen on", metavar="ADDRESS")] = ("127.0.0.1"),
     port: Annotated[int, port_option("port to listen on; 0: a free one")] = 0,
     control: Annotated[
-        bool, typer.Option("--control", help="let pages scale, drain and stop runs; with a token")
+        bool, option("let pages scale, drain and stop runs; with a token", "--control")
     ] = False,
 ) -> None:
     """Serve live pages of the runs of this machine, until Ctrl-C.
@@ -55,7 +50,7 @@ def dashboard(
 def top(
     run: OptionalRun = None,
     interval: Annotated[
-        float, number_option("--interval", above=True, help="seconds between two looks")
+        float, number_option("seconds between two looks", "--interval", above=True)
     ] = 1.0,
 ) -> None:
     """Show a run on the terminal as it goes on, until it ends or Ctrl-C.
@@ -74,8 +69,7 @@ def top(
     from hvd_elastic.records.summary import RunSummary, take_events
     from hvd_elastic.records.wording import Narrator, run_state, status_rows
     from hvd_elastic.views.allocation import host_rows
-    from hvd_elastic.views.costs import forecast_words
-    from hvd_elastic.views.forecast import predict_end
+    from hvd_elastic.views.costs import forecast_words, predict_end
     from hvd_elastic.views.points import thin_out
 
     folder = open_run(run)

@@ -8,10 +8,8 @@ import webbrowser
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from hvd_elastic.cli.jobs.naming import open_run
-from hvd_elastic.cli.options import AsJson, OptionalRun
+from hvd_elastic.cli.options import AsJson, OptionalRun, option
 from hvd_elastic.cli.output import print_json, print_rows
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count, duration_words
@@ -32,18 +30,16 @@ from hvd_elastic.records.wording import (
 def report(
     run: OptionalRun = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Where to write it; report.html in the run folder if left out."),
+        Path | None, option("Where to write it; report.html in the run folder if left out.")
     ] = None,
     cluster: Annotated[
-        bool,
-        typer.Option("--cluster", help="Report on a cluster that jobs share; RUN is its name."),
+        bool, option("Report on a cluster that jobs share; RUN is its name.", "--cluster")
     ] = False,
     compare: Annotated[
         list[str] | None,
-        typer.Option("--compare", metavar="RUN", help="Plot this run over it; may be repeated."),
+        option("Plot this run over it; may be repeated.", "--compare", metavar="RUN"),
     ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    open_: Annotated[bool, option("Open it in a browser.", "--open")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Summarize a run, and plot it in one HTML file that needs no network.

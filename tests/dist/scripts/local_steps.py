@@ -45,7 +45,7 @@ else:
         optimizer = hvd.LocalOptimizer(sgd, model, every=1)
     else:
         optimizer = hvd.DistributedOptimizer(sgd, model)
-loader = hvd.DataLoader(data, 8)
+loader: hvd.DataLoader[torch.Tensor] = hvd.DataLoader(data, 8)
 
 
 def may_die(step, place):

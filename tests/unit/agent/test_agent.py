@@ -331,7 +331,11 @@ def test_a_kill_by_the_kernel_for_lack_of_memory_is_told(start_agent: StartAgent
     ("fields", "words"),
     [
         ({"command": ["no-such-command"]}, "no command 'no-such-command' on this host"),
-        ({"cwd": "/no/such/folder"}, "/no/such/folder does not exist on this host"),
+        (
+            {"cwd": "/no/such/folder"},
+            "/no/such/folder does not exist on this host. Copy it: copycl",
+        ),
+        ({"command": ["python3", "/no/x.py"]}, "copyclust HOSTFILE /no/x.py /no/x.py"),
     ],
 )
 def test_a_command_that_cannot_start_is_told(

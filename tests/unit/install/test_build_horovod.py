@@ -19,7 +19,7 @@ import pytest
 from hvd_elastic import frameworks
 from hvd_elastic.cli import app
 from hvd_elastic.errors import BuildError
-from hvd_elastic.install import build_horovod, cuda, horovod_wheel, pinned
+from hvd_elastic.install import build_horovod, cuda, horovod_wheel, prerequisites
 from hvd_elastic.install.horovod_wheel import BuildInputs
 from hvd_elastic.install.prerequisites import PREREQUISITES
 
@@ -365,13 +365,13 @@ def test_the_release_is_unpacked(tmp_path):
 
 
 def test_all_that_pip_installs_for_a_build_is_pinned_with_digests(tmp_path):
-    names = [*pinned.BUILD_REQUIREMENTS, *pinned.RUN_REQUIREMENTS]
+    names = [*prerequisites.BUILD_REQUIREMENTS, *prerequisites.RUN_REQUIREMENTS]
     names += ["horovod", "pip", *cuda.toolkit_packages(cuda.PIP_CUDA)]
-    *_, file = pinned.pip_arguments(names, tmp_path)
+    *_, file = prerequisites.pip_arguments(names, tmp_path)
     text = Path(file).read_text()
     for name in names:
         assert re.search(rf"^{name}==[\d.]+.*\\\n    --hash=sha256:", text, re.MULTILINE), name
-    assert pinned.pinned_version("horovod") == horovod_wheel.HOROVOD_VERSION
+    assert prerequisites.pinned_version("horovod") == horovod_wheel.HOROVOD_VERSION
 
 
 # --- what is checked before anything is compiled --------------------------------------------------

@@ -211,6 +211,28 @@ def test_clipping_what_is_on_its_way_is_refused(
         optimizer.step()
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("step", [0, 8])
+def test_a_gradient_that_is_changed_through_data_is_refused(
+    alone: Context, request: pytest.FixtureRequest, kind: torch.dtype, ranks: int, step: int
+) -> None:
+    """``grad.data`` is a tensor with a version of its own; also at one rank, which may get more."""
+    if ranks == 2:
+        request.getfixturevalue("two")
+    weight = torch.nn.Parameter(torch.ones(3, dtype=kind))
+    optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    alone.worker.progress.step = step
+    hand_out(alone)
+    weight.abs().square().sum().backward()
+    assert weight.grad is not None
+    weight.grad.data.mul_(-1)
+    with pytest.raises(
+        ScriptError, match=r"'parameter.0' was changed .* optimizer.synchronize\(\)"
+    ):
+        optimizer.step()
+
+
 def test_clipping_before_the_average_is_refused_at_one_rank_too(alone: Context) -> None:
     model = linear()
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)

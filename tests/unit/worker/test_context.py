@@ -424,16 +424,11 @@ def test_what_fails_in_the_middle_of_an_epoch_is_explained(
 ANY: Any = hvd  # mypy knows that these calls are wrong
 
 
-@pytest.mark.parametrize("name", ["broadcast_parameters", "Sum", "local_size", "barrier"])
+@pytest.mark.parametrize("name", ["broadcast_parameters", "Sum", "local_size", "elastic"])
 def test_a_name_of_horovod_that_is_missing_says_what_to_use(name: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}': .*docs/migration.md"):
         getattr(hvd, name)
     assert not hasattr(hvd, "no_such_name")
-
-
-def test_horovods_elastic_module_says_what_to_use() -> None:
-    with pytest.raises(AttributeError, match=r"'TorchState': hvd.run, hvd.State and "):
-        _ = ANY.elastic.TorchState
 
 
 NET = torch.nn.Linear(2, 1)
