@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from hvd_elastic.checkpoint.header import PLAIN, decode_values
 from hvd_elastic.checkpoint.stream import Content, has_not_finite
-from hvd_elastic.communicator.interface import Communicator
+from hvd_elastic.communicator.interface import Communicator, RingRank
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.script.helper_copies import HelperCopies
 from hvd_elastic.script.spread import Content as Pieces
@@ -172,7 +172,7 @@ class ScriptState(State):
     def sync(
         self,
         communicator: Communicator,
-        root_rank: int,
+        root_rank: RingRank,
         progress: Progress,
         has_state: Callable[[Progress], bool] = lambda _: False,
     ) -> Progress:

@@ -353,7 +353,7 @@ class Context:
         if tells and origin:
             origin = "; ".join(filter(None, (origin, layer and layer())))
             worker.warn(
-                f"step {step}: gradients of rank {worker.communicator.rank} are not "
+                f"step {step}: gradients of rank {worker.rank} are not "
                 f"finite{self.step.examples_words}: {origin}"
             )
         if stops:
@@ -577,7 +577,7 @@ class Context:
             return False
         step.is_too_large = True
         try:
-            for averager in averagers:
+            for averager in averagers.eager:
                 averager.give_up()
         finally:
             step.is_too_large = False

@@ -71,7 +71,7 @@ class Metrics:
         if self._announces_pause:
             self._announces_pause = False
             pause = None if self._rescaled_from is None else now - self._rescaled_from
-            size = worker.communicator.size
+            size = worker.size
             worker.sink.send(run_events.RescaleFinished(worker.generation, size, pause))
         self._last_step = now
         self.body_ended(now)
@@ -93,13 +93,13 @@ class Metrics:
     def send(self, planned: Callable[[], Mapping[str, Any]]) -> None:
         """Send metrics now, if this is rank 0; ``planned`` returns the planner's metrics."""
         worker, now = self._worker, time.monotonic()
-        if worker.communicator.rank != 0:
+        if worker.rank != 0:
             return
         self._due = now + _INTERVAL_S
         self._untold = False
         since, examples = self._window
         done = worker.progress.examples - examples
-        size = worker.communicator.size
+        size = worker.size
         told = run_events.Metrics(**asdict(worker.position), size=size, **planned(), t=time.time())
         if done > 0 and now > since:
             told.throughput = done / (now - since)

@@ -385,9 +385,9 @@ def _left_alone(worker: Worker) -> ScriptError:
 
     It asks no other rank, since they wait for its gradients.
     """
-    progress, communicator = worker.progress, worker.communicator
+    progress = worker.progress
     left = f" ({worker.left_epoch})" if worker.left_epoch else ""
     return ScriptError(
-        f"rank {communicator.rank} of {communicator.size} is at the end of epoch {progress.epoch}"
+        f"rank {worker.rank} of {worker.size} is at the end of epoch {progress.epoch}"
         f"{left}, and other ranks take step {progress.step + 1} of it. {_LEAVE_TOGETHER}"
     )

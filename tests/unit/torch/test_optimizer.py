@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_elastic.communicator.interface import RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
@@ -20,6 +21,7 @@ from hvd_elastic.worker.launch import Mode
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 from hvd_elastic.worker.planning.planner import Planner
 from hvd_elastic.worker.step import Pass, Stage
+from hvd_elastic.worker.worker import RunRank
 
 
 class TwoRanks(LocalCommunicator):
@@ -293,7 +295,7 @@ def test_passes_without_averaging_come_before_the_one_that_is_averaged(
 class LeftOut(LocalCommunicator):
     """Of two ranks this is the second; the first leaves the step out, or takes it."""
 
-    rank, size = 1, 2
+    rank, size = RingRank(1), 2
 
     def __init__(self, first: bool) -> None:
         self.first = first
@@ -320,7 +322,7 @@ class Accumulates(LocalCommunicator):
     """One of two ranks; the other one adds up passes without end, or takes each step."""
 
     def __init__(self, rank: int, other: bool) -> None:
-        self.rank, self.size, self.other = rank, 2, other
+        self.rank, self.size, self.other = RingRank(rank), 2, other
         self.checks = 0
 
     def wait(self, handle: Any) -> Any:
@@ -500,7 +502,7 @@ def test_ranks_reduce_the_same_whatever_they_have_trained_before(
     State(model=backbone, head=head, optimizer=optimizer)
     monkeypatch.setattr(State, "sync", lambda *_: alone.worker.progress)
     for learns in (True, False, True, True):
-        alone.membership.synchronize_state(0)  # a generation begins
+        alone.membership.synchronize_state(RunRank(0))  # a generation begins
         backbone.requires_grad_(learns)
         optimizer.zero_grad(set_to_none=to_none)
         hand_out(alone)

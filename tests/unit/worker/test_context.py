@@ -16,7 +16,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
-from hvd_elastic.communicator.interface import GenerationBrokenError
+from hvd_elastic.communicator.interface import GenerationBrokenError, RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.control.progress import Position
 from hvd_elastic.errors import RunError, ScriptError
@@ -157,7 +157,7 @@ def test_a_run_alone_writes_its_metrics_for_tensorboard(
 def test_only_rank_0_computes_the_metrics_of_a_step(rank: int) -> None:
     process = Context(Mode.ALONE, TorchFrontend())
     process.worker.communicator = LocalCommunicator()
-    process.worker.communicator.rank = rank
+    process.worker.communicator.rank = RingRank(rank)
     asked: list[int] = []
 
     def planned() -> dict[str, Any]:
