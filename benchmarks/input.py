@@ -38,9 +38,9 @@ from benchmarks.testbed.ray import VirtualRay
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.json_lines import Record
 from hvd_elastic.virtual import VirtualCluster
-from hvd_elastic.virtual.cpushare import CpuGroups
 from hvd_elastic.virtual.netns import Namespaces
 from hvd_elastic.virtual.plan import parse_rate
+from hvd_elastic.virtual.processes import CpuGroups
 
 PARTS = ("throughput", "overhead", "words")
 TRAINS_CORES, READS_CORES = 0.5, 1.0

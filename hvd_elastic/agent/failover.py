@@ -25,7 +25,8 @@ from typing import Any
 import msgspec
 
 from hvd_elastic.agent.spool import Spool
-from hvd_elastic.agent.workers import Worker, Workers
+from hvd_elastic.agent.worker import Worker
+from hvd_elastic.agent.workers import Workers
 from hvd_elastic.errors import RunError
 from hvd_elastic.own_files import socket_in
 from hvd_elastic.programs.peers import connect_own, peer_uid

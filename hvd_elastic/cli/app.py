@@ -47,12 +47,12 @@ SECTIONS = {
         "list": ("runs.show:list_", "List runs, newest first."),
         "logs": ("runs.show:logs", "Show or follow the workers' output."),
         "predict": ("runs.predict:predict", "Compute a model's outputs for a data set."),
-        "get": ("runs.get:get", "List or copy files that a script saved."),
+        "get": ("runs.export:get", "List or copy files that a script saved."),
         "export": ("runs.export:export", "Write a run's weights for other programs."),
         "dashboard": ("views.dashboard:dashboard", "Serve live pages of the runs."),
         "top": ("views.dashboard:top", "Show a run as it goes on."),
         "attach": ("runs.show:attach", "Follow a detached run."),
-        "report": ("views.report:report", "Summarise and plot a run."),
+        "report": ("views.dashboard:report", "Summarise and plot a run."),
         "plan": ("planning.plan:plan", "Predict what other numbers of hosts would bring."),
         "discover": (
             "runs.show:discover",
@@ -79,7 +79,7 @@ SECTIONS = {
             "Gather what a report of a fault needs, without secrets.",
         ),
         "build-horovod": (
-            "machine.build_horovod:build_horovod",
+            "cluster.install:build_horovod",
             "Build Horovod for this PyTorch and TensorFlow, once.",
         ),
         "bench": (

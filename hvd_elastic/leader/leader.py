@@ -30,8 +30,7 @@ from hvd_elastic.leader.input_hosts import InputHosts
 from hvd_elastic.leader.led_run import Journal, LedRun, Loop, Show, ShowOutput
 from hvd_elastic.leader.reports import Liveness, Reports
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.leader.steering import Steering
-from hvd_elastic.leader.stopping import Stopping
+from hvd_elastic.leader.steering import Steering, Stopping
 from hvd_elastic.leader.workers import Workers
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.secret_digests import digests_of

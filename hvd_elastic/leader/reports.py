@@ -14,8 +14,7 @@ from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.fetching import Fetching
 from hvd_elastic.leader.led_run import LedRun
-from hvd_elastic.leader.steering import host_draining
-from hvd_elastic.leader.stopping import Stopping
+from hvd_elastic.leader.steering import Stopping, host_draining
 from hvd_elastic.run_events import (
     AgentStarted,
     BatchPlan,

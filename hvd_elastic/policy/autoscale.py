@@ -19,8 +19,13 @@ from hvd_elastic.formatting import count, duration_words, hosts_named
 from hvd_elastic.model.goodput import statistical_efficiency
 from hvd_elastic.model.step_time import Observation
 from hvd_elastic.policy.objective import Objective, Parameters
-from hvd_elastic.policy.place import placements, sizes_to_try
-from hvd_elastic.policy.scoring import Scores, expected_gain_and_loss, score_allocations
+from hvd_elastic.policy.scoring import (
+    Scores,
+    expected_gain_and_loss,
+    placements,
+    score_allocations,
+    sizes_to_try,
+)
 from hvd_elastic.policy.snapshot import Allocation, Decision, Memory, Snapshot
 from hvd_elastic.run_events import Action
 

@@ -12,7 +12,7 @@ import numpy as np
 from hvd_elastic.model.goodput import best_batch_plan
 from hvd_elastic.model.shares import LEAST_SHARE
 from hvd_elastic.policy.evidence import Evidence
-from hvd_elastic.policy.place import pace
+from hvd_elastic.policy.scoring import pace
 from hvd_elastic.policy.snapshot import HostOffer
 
 _SPREAD = 1.2816

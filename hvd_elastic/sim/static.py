@@ -12,7 +12,7 @@ import numpy as np
 
 from hvd_elastic.model.goodput import BatchLimits, statistical_efficiency
 from hvd_elastic.model.shares import LEAST_SHARE
-from hvd_elastic.policy.place import pace
+from hvd_elastic.policy.scoring import pace
 from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.sim.trace import Cluster, Trace, Workload
 

@@ -125,10 +125,13 @@ class GradientAverager(EagerAverager):
         """The optimizer that the script holds."""
         return self._optimizer
 
-    @property
-    def own_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer whose state differs from rank to rank; None: there is none."""
-        return None
+    def own_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield tensors of the optimizer and its parameters that differ from rank to rank."""
+        return iter(())
+
+    def shared_weights(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return what is the same on all ranks in place of parameters that differ, by parameter."""
+        return {}
 
     def learning_rate(self) -> float:
         return float(self.held.param_groups[0]["lr"])

@@ -23,8 +23,7 @@ from hvd_elastic.records.wording import ENDED, GOES_ON, READING, run_sentences, 
 from hvd_elastic.views.allocation import slow_hosts
 from hvd_elastic.views.comparison import comparison_charts, comparison_parts, sampled_lines
 from hvd_elastic.views.costs import forecast_words, predict_end
-from hvd_elastic.views.page import escape, progress_bar
-from hvd_elastic.views.points import MAX_POINTS, thin_out
+from hvd_elastic.views.page import MAX_POINTS, escape, progress_bar, thin_out
 from hvd_elastic.views.report import (
     Charts,
     chart_names,

@@ -28,13 +28,14 @@ from hvd_elastic.views.page import (
     MAX_ROWS,
     cell,
     chart_boxes,
+    downsample,
     escape,
     render_page,
+    summarize_for_plots,
     table,
     write_page,
     written,
 )
-from hvd_elastic.views.points import downsample, summarize_for_plots
 
 Charts = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 """Charts of a run, and those of an adaptive batch."""

@@ -17,8 +17,8 @@ from hvd_elastic.errors import UsageError, VirtualClusterError
 from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.virtual import plan, sshfiles
 from hvd_elastic.virtual.loopback import Loopback, login_user
-from hvd_elastic.virtual.marks import marked_clusters, marks
 from hvd_elastic.virtual.netns import Namespaces, default_shares, hidden_shares, why_no_namespaces
+from hvd_elastic.virtual.processes import find_tool, marked_clusters, marks
 from hvd_elastic.virtual.state import (
     ClusterState,
     HostState,
@@ -31,7 +31,6 @@ from hvd_elastic.virtual.state import (
     save_state,
     unwritable,
 )
-from hvd_elastic.virtual.tools import find_tool
 
 _BACKENDS: dict[str, type[Loopback | Namespaces]] = {"loopback": Loopback, "netns": Namespaces}
 """Classes that implement hosts: addresses of the loopback interface, or namespaces."""

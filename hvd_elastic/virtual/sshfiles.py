@@ -9,9 +9,8 @@ from pathlib import Path
 from hvd_elastic.errors import VirtualClusterError
 from hvd_elastic.hosts.hostfile import Host, format_hostfile
 from hvd_elastic.hosts.ssh_config import VIRTCLUST_MARK
-from hvd_elastic.virtual.marks import marks
+from hvd_elastic.virtual.processes import find_tool, marks
 from hvd_elastic.virtual.state import ClusterState, HostState, unwritable
-from hvd_elastic.virtual.tools import find_tool
 
 HOST_KEY = "ssh_host_ed25519_key"
 

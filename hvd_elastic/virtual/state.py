@@ -1,7 +1,7 @@
 """State of virtual clusters on disk: one folder for each under ``home()/virtual``.
 
 ``state.json`` holds the arguments of the cluster and the status of each host, but no process ids.
-Processes are found by the mark in their environment (`marks`), which is never out of date and
+Processes are found by the mark in their environment (`processes`), which is never out of date and
 remains if the process that created the cluster is killed.
 """
 

@@ -10,15 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.cluster.bootstrapping import (
+from hvd_elastic.cli.cluster.host_options import HostOptions
+from hvd_elastic.cli.cluster.host_report import Printer, conclude, show_result
+from hvd_elastic.cli.cluster.install import (
     REFUSED,
     Bootstrap,
     Yes,
     accept_host_keys,
     bootstrap_hosts,
 )
-from hvd_elastic.cli.cluster.host_options import HostOptions
-from hvd_elastic.cli.cluster.host_report import Printer, conclude, show_result
 from hvd_elastic.cli.options import command, option
 from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.errors import UsageError

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from hvd_elastic.cli.background import begin_in_background
 from hvd_elastic.cli.options import AsJson, SshConfigOption, argument, option
 from hvd_elastic.cli.output import print_json, wait_until
+from hvd_elastic.cli.runs.run import begin_in_background
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 
 if TYPE_CHECKING:

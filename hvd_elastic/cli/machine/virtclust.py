@@ -30,7 +30,7 @@ from hvd_elastic.formatting import count, duration_words, unfiltered
 from hvd_elastic.frameworks import TORCH_REQUIREMENT
 from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.virtual.plan import parse_shape
-from hvd_elastic.virtual.tools import find_tool
+from hvd_elastic.virtual.processes import find_tool
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _NAME = typer.Option(None, "--name", "-n", help="Which cluster; not needed when there is one.")

@@ -1,4 +1,4 @@
-"""Start, find and end the processes of a virtual cluster.
+"""Start, limit, find and end the processes of a virtual cluster; run system programs.
 
 All processes of a cluster have two variables in their environment: the cluster's folder and the
 host's name. Child processes inherit them. Unlike recorded process ids they are never out of date,
@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_elastic.errors import VirtualClusterError
@@ -25,6 +27,56 @@ from hvd_elastic.programs.processes import (
     own_ancestors,
 )
 from hvd_elastic.virtual.state import HostState
+
+# The PATH of a user who is not root often lacks the sbin folders.
+_SEARCH_PATH = os.pathsep.join(
+    [os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"]
+)
+_LIMIT_S = 20.0  # far above what any of them takes
+_PACKAGES = {
+    "sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "mount": "mount",
+}
+
+
+def find_tool(name: str) -> str:
+    """Return the absolute path of a program; sshd must be started by one."""
+    path = shutil.which(name, path=_SEARCH_PATH)
+    if path is None:
+        raise VirtualClusterError(
+            f"a virtual cluster needs the program '{name}', which is not installed; "
+            f"install it with: sudo apt-get install {_PACKAGES[name]}"
+        )
+    # Resolving links would lose the name by which busybox knows the program.
+    return os.path.abspath(path)  # noqa: PTH100
+
+
+def run_tool(argv: Sequence[str], *, text_in: str = "") -> str:
+    """Run a program and return its output.
+
+    Raises:
+        VirtualClusterError: it failed or timed out; with its error output.
+    """
+    command = [find_tool(argv[0]), *argv[1:]]
+    try:
+        done = subprocess.run(
+            command, input=text_in, capture_output=True, text=True, timeout=_LIMIT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise VirtualClusterError(
+            f"'{' '.join(argv)}' gave no answer for {_LIMIT_S:g} s"
+        ) from error
+    if done.returncode != 0:
+        words = (done.stderr.strip() or done.stdout.strip() or "no message").replace("\n", "; ")
+        raise VirtualClusterError(f"'{' '.join(argv)}' failed: {words}")
+    return done.stdout
+
 
 CLUSTER_MARK = "HVD_ELASTIC_VIRTUAL"
 HOST_MARK = "HVD_ELASTIC_VIRTUAL_HOST"
@@ -228,3 +280,78 @@ def reap_started() -> None:
     for process in list(_started):
         if process.poll() is not None:
             _started.remove(process)
+
+
+PERIOD_US = 10_000
+"""Period of a quota. With the kernel's default of 100 ms, half a core would be a whole one that
+stops for 50 ms at a time, which is as long as whole training steps."""
+LEAST_QUOTA_US = 1000
+"""What the kernel takes."""
+
+
+@dataclass(frozen=True)
+class CpuGroups:
+    """Control groups of one cluster, at ``<mount>/<name>/<host>``.
+
+    Attributes:
+        version: version of the control group file system, 1 or 2.
+    """
+
+    folder: Path
+    version: int
+
+    @classmethod
+    def find(cls, name: str) -> CpuGroups | None:
+        """Return the groups of that name, existing or not; None if no CPU controller is mounted."""
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            kind, _, options = after.split(" ", 2)
+            mount = Path(before.split(" ")[4])
+            if kind == "cgroup" and "cpu" in options.split(","):
+                return cls(mount / name, 1)
+            if kind == "cgroup2":
+                controllers = mount / "cgroup.controllers"
+                if controllers.is_file() and "cpu" in controllers.read_text().split():
+                    return cls(mount / name, 2)
+        return None
+
+    def make(self, host: str, cpus: float) -> Path:
+        """Create a host's group, limited to ``cpus`` cores; return its folder."""
+        group = self.folder / host
+        try:
+            group.mkdir(parents=True, exist_ok=True)
+            quota = max(int(cpus * PERIOD_US), LEAST_QUOTA_US)
+            period = max(PERIOD_US, int(quota / cpus))
+            if self.version == 1:
+                (group / "cpu.cfs_period_us").write_text(str(period))
+                (group / "cpu.cfs_quota_us").write_text(str(quota))
+            else:
+                for parent in (self.folder.parent, self.folder):
+                    (parent / "cgroup.subtree_control").write_text("+cpu")
+                (group / "cpu.max").write_text(f"{quota} {period}")
+        except OSError as error:
+            raise VirtualClusterError(
+                f"the CPU share of {host} cannot be set in {group}: {error.strerror}; "
+                "leave out --cpus, or allow control groups to this user"
+            ) from error
+        return group
+
+    def remove(self) -> None:
+        """Remove the groups; all of their processes have ended."""
+        if not self.folder.is_dir():
+            return
+        groups = [entry for entry in self.folder.iterdir() if entry.is_dir()]
+        for group in [*groups, self.folder]:
+            # The kernel releases a group shortly after its last process has ended.
+            for attempt in range(100):
+                try:
+                    group.rmdir()
+                    break
+                except FileNotFoundError:
+                    break
+                except OSError as error:
+                    if attempt == 99:
+                        raise VirtualClusterError(
+                            f"control group {group} cannot be removed: {error.strerror}"
+                        ) from error
+                    time.sleep(0.01)
