@@ -25,6 +25,10 @@ from hvd_elastic.torch.gradient_buckets import (
 from hvd_elastic.worker.worker import Worker
 
 
+_LOOKED_AT = frozenset((0, *(8**each for each in range(16))))
+"""Numbers of steps that are looked at for changes that only the content of gradients shows."""
+
+
 class _Noted(NamedTuple):
     """A parameter, the gradient that a backward pass has left, and what shows its changes."""
 
@@ -162,9 +166,9 @@ class Reductions:
     def looks(self) -> bool:
         """Whether it is looked at whether the script changes gradients by ``grad.data``.
 
-        That is in steps whose number is a power of two. Their buckets are sent when all are full.
+        The buckets of such a step are sent when all are full.
         """
-        return self._worker.progress.step.bit_count() < 2
+        return self._worker.progress.step in _LOOKED_AT
 
     def begin(self, bucket: Bucket, flags: np.ndarray | None = None, *, later: bool) -> None:
         """Begin to sum a bucket over the ranks, and set the gradients to its views.
