@@ -24,7 +24,6 @@ from hvd_elastic.torch.gradient_buckets import (
 )
 from hvd_elastic.worker.worker import Worker
 
-
 _LOOKED_AT = frozenset((0, *(8**each for each in range(16))))
 """Numbers of steps that are looked at for changes that only the content of gradients shows."""
 
