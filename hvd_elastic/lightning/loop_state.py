@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
-
+from hvd_elastic.lightning import attributes
 from hvd_elastic.lightning.library import part
 from hvd_elastic.lightning.sums import Sums
 from hvd_elastic.script.parts import Place
@@ -20,10 +19,6 @@ _OWN = (part("callbacks").ProgressBar, part("callbacks").Timer)
 _CSVLogger: Any = part("loggers").CSVLogger
 _TensorBoardLogger: Any = part("loggers").TensorBoardLogger
 _CONNECTED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-_OF_PROCESS = ("training", "_last_time_checked")
-"""Attributes that are of this process."""
-_SMALL = 4096
-"""Most elements of a tensor that is copied with the attributes after each step."""
 
 
 class LoopState(Place):
@@ -49,17 +44,18 @@ class LoopState(Place):
             for name, each in zip(names, trainer.callbacks, strict=True)
             if not isinstance(each, _OWN)
         } | {"module": trainer.lightning_module}
-        self._before = {name: _remembered(each) for name, each in self._things.items()}
+        self._before = self._remembered = self._remember({})
 
     # -- on this rank ----------------------------------------------------------------------
 
     def snapshot(self) -> Any:
         """Return what :meth:`roll_back` needs; called after each step."""
         connector = self._trainer._logger_connector
+        self._remembered = self._remember(self._remembered)
         return (
             self._place(),
             [getattr(item, name) for _, item, name in self._counters],
-            {name: _remembered(each) for name, each in self._things.items()},
+            self._remembered,
             [dict(getattr(connector, name)) for name in _CONNECTED],
             (connector._first_loop_iter, connector._current_fx),
             dict(self._trainer.strategy.slots),
@@ -73,10 +69,10 @@ class LoopState(Place):
         self._go_to(place)
         for (_, item, name), value in zip(self._counters, counts, strict=True):
             setattr(item, name, value)
-        for name, attributes in remembered.items():
-            vars(self._things[name]).update(_copied(attributes))
-        for name, found in zip(_CONNECTED, metrics, strict=True):
-            setattr(connector, name, dict(found))
+        for name, found in remembered.items():
+            attributes.set_back(self._things[name], found)
+        for name, values_of in zip(_CONNECTED, metrics, strict=True):
+            setattr(connector, name, dict(values_of))
         connector._first_loop_iter, connector._current_fx = first
         self._trainer.strategy.slots = dict(slots)
         self._sums.roll_back(sums)
@@ -94,12 +90,8 @@ class LoopState(Place):
             "place": list(self._place()),
             "counters": {key: getattr(item, name) for key, item, name in self._counters},
             "remembered": {
-                name: {
-                    key: value
-                    for key, value in _remembered(each).items()
-                    if key == "dirpath" or not _same(value, self._before[name].get(key, self))
-                }
-                for name, each in self._things.items()
+                name: attributes.told(found, self._before[name])
+                for name, found in self._remember(self._remembered).items()
             },
             "metrics": {name: dict(getattr(connector, name)) for name in _CONNECTED},
             "first": [connector._first_loop_iter, connector._current_fx],
@@ -115,7 +107,7 @@ class LoopState(Place):
         for key, item, name in self._counters:
             setattr(item, name, state["counters"].get(key, getattr(item, name)))
         for name, each in self._things.items():
-            vars(each).update(_copied(self._before[name] | state["remembered"].get(name, {})))
+            attributes.take(each, state["remembered"].get(name, {}), self._before[name])
         for name in _CONNECTED:
             setattr(connector, name, dict(state["metrics"][name]))
         connector._first_loop_iter, connector._current_fx = state["first"]
@@ -124,6 +116,12 @@ class LoopState(Place):
             if version:
                 vars(logger).update(version)
         self._sums.load_state_dict(state["sums"], self._trainer.strategy.reduce)
+
+    def _remember(self, before: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: attributes.remembered(each, before.get(name))
+            for name, each in self._things.items()
+        }
 
     def _place(self) -> tuple[bool, ...]:
         return self.begun, self.due, self.check, self.last, self._trainer.should_stop
@@ -152,44 +150,3 @@ def _version(logger: Any) -> dict[str, Any]:
 
 def _key(callback: Any, number: int) -> str:
     return f"{number}.{type(callback).__name__}"
-
-
-def _remembered(item: Any) -> dict[str, Any]:
-    """Return the plain attributes of a callback, or of a module, with containers of their own."""
-    is_module = isinstance(item, torch.nn.Module)
-    found: dict[str, Any] = _copied(
-        {
-            key: value
-            for key, value in vars(item).items()
-            if key not in _OF_PROCESS and not (is_module and key[0] == "_") and _is_plain(value)
-        }
-    )
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (bool, int, float, str, torch.Tensor, type(None))):
-        return not isinstance(value, torch.nn.Parameter)
-    if isinstance(value, list):
-        return all(map(_is_plain, value[:1]))  # of one kind, and a history is long
-    return type(value) is dict and all(map(_is_plain, (*value, *value.values())))
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.numel() <= _SMALL else value
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    return [*value] if isinstance(value, list) else value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)

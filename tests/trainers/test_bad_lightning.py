@@ -45,6 +45,17 @@ class Stream(utils.data.IterableDataset[Any]):
         return iter(torch.zeros(40, 1, 4))
 
 
+class Averaging(callbacks.Callback):
+    def on_train_start(self, trainer, module):
+        self.average = torch.optim.swa_utils.AveragedModel(module.net)
+
+
+class Backbone(Model):
+    @property
+    def backbone(self):
+        return self.net
+
+
 class Skipping(Model):
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch_idx == 1 else None
@@ -112,6 +123,14 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "finder": (
         lambda: {"callbacks": callbacks.LearningRateFinder()},
         "callback LearningRateFinder: it trains before training",
+    ),
+    "finetuning": (
+        lambda: {"model": Backbone(), "callbacks": callbacks.BackboneFinetuning(2)},
+        "callback BaseFinetuning: it gives the optimizer parameters while it trains",
+    ),
+    "late": (
+        lambda: {"callbacks": Averaging()},
+        r"Averaging\.average, a AveragedModel, is made when training begins",
     ),
     "rest of the epoch": (lambda: {"model": Skipping()}, "has returned -1, to leave out the rest"),
     "adaptive": (
