@@ -179,6 +179,16 @@ def test_another_release_is_refused_with_those_that_fit(monkeypatch: pytest.Monk
             check_version()
 
 
+def test_a_release_with_other_loops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hvd_elastic.lightning.library import check_version
+
+    monkeypatch.setattr("lightning.pytorch.loops.fit_loop._FitLoop.reset", lambda self, mode: None)
+    with pytest.raises(
+        ScriptError, match=r"another loops\.fit_loop\._FitLoop\.reset than .*, reset\(\); run: "
+    ):
+        check_version()
+
+
 def test_an_order_of_the_scripts_own_trains() -> None:
     ours: Any = hvd.DataLoader(DATA, 4, order=lambda epoch: list(range(20)))
     assert fit(data=ours).global_step == 5
