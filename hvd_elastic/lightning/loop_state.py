@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from hvd_elastic.lightning import attributes
+import torch
+
 from hvd_elastic.lightning.library import part
 from hvd_elastic.lightning.sums import Sums
 from hvd_elastic.script.parts import Place
+from hvd_elastic.torch.attributes import Attributes
 
 _Loop: Any = part("loops.loop")._Loop
 _BaseProgress: Any = part("loops.progress")._BaseProgress
@@ -18,6 +20,8 @@ _OWN = (part("callbacks").ProgressBar, part("callbacks").Timer)
 """Callbacks whose attributes are of this process, such as times."""
 _CSVLogger: Any = part("loggers").CSVLogger
 _TensorBoardLogger: Any = part("loggers").TensorBoardLogger
+_OF_PROCESS = ("training", "_last_time_checked")
+"""Attributes that are of this process."""
 _CONNECTED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
@@ -39,23 +43,22 @@ class LoopState(Place):
         self._sums = sums
         self._counters = list(_counters(fit_loop, ""))
         names = [_key(each, number) for number, each in enumerate(trainer.callbacks)]
-        self._things = {
+        things = {
             name: each
             for name, each in zip(names, trainer.callbacks, strict=True)
             if not isinstance(each, _OWN)
         } | {"module": trainer.lightning_module}
-        self._before = self._remembered = self._remember({})
+        self._attributes = Attributes(lambda: things, _is_of_process, always={"dirpath"})
 
     # -- on this rank ----------------------------------------------------------------------
 
     def snapshot(self) -> Any:
         """Return what :meth:`roll_back` needs; called after each step."""
         connector = self._trainer._logger_connector
-        self._remembered = self._remember(self._remembered)
         return (
             self._place(),
             [getattr(item, name) for _, item, name in self._counters],
-            self._remembered,
+            self._attributes.snapshot(),
             [dict(getattr(connector, name)) for name in _CONNECTED],
             (connector._first_loop_iter, connector._current_fx),
             dict(self._trainer.strategy.slots),
@@ -69,10 +72,9 @@ class LoopState(Place):
         self._go_to(place)
         for (_, item, name), value in zip(self._counters, counts, strict=True):
             setattr(item, name, value)
-        for name, found in remembered.items():
-            attributes.set_back(self._things[name], found)
-        for name, values_of in zip(_CONNECTED, metrics, strict=True):
-            setattr(connector, name, dict(values_of))
+        self._attributes.roll_back(remembered)
+        for name, found in zip(_CONNECTED, metrics, strict=True):
+            setattr(connector, name, dict(found))
         connector._first_loop_iter, connector._current_fx = first
         self._trainer.strategy.slots = dict(slots)
         self._sums.roll_back(sums)
@@ -89,10 +91,7 @@ class LoopState(Place):
         return {
             "place": list(self._place()),
             "counters": {key: getattr(item, name) for key, item, name in self._counters},
-            "remembered": {
-                name: attributes.told(found, self._before[name])
-                for name, found in self._remember(self._remembered).items()
-            },
+            "remembered": self._attributes.state_dict(),
             "metrics": {name: dict(getattr(connector, name)) for name in _CONNECTED},
             "first": [connector._first_loop_iter, connector._current_fx],
             "slots": dict(self._trainer.strategy.slots),
@@ -106,8 +105,7 @@ class LoopState(Place):
         self._go_to(state["place"])
         for key, item, name in self._counters:
             setattr(item, name, state["counters"].get(key, getattr(item, name)))
-        for name, each in self._things.items():
-            attributes.take(each, state["remembered"].get(name, {}), self._before[name])
+        self._attributes.load_state_dict(state["remembered"])
         for name in _CONNECTED:
             setattr(connector, name, dict(state["metrics"][name]))
         connector._first_loop_iter, connector._current_fx = state["first"]
@@ -116,12 +114,6 @@ class LoopState(Place):
             if version:
                 vars(logger).update(version)
         self._sums.load_state_dict(state["sums"], self._trainer.strategy.reduce)
-
-    def _remember(self, before: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: attributes.remembered(each, before.get(name))
-            for name, each in self._things.items()
-        }
 
     def _place(self) -> tuple[bool, ...]:
         return self.begun, self.due, self.check, self.last, self._trainer.should_stop
@@ -150,3 +142,7 @@ def _version(logger: Any) -> dict[str, Any]:
 
 def _key(callback: Any, number: int) -> str:
     return f"{number}.{type(callback).__name__}"
+
+
+def _is_of_process(item: Any, name: str) -> bool:
+    return name in _OF_PROCESS or (name[0] == "_" and isinstance(item, torch.nn.Module))

@@ -206,7 +206,7 @@ class ElasticStrategy(ParallelStrategy):
                 **self._optimizer_options,
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
-            self.precision_plugin.scaler = _scaler_like(self.precision_plugin.scaler)
+            self.precision_plugin.scaler = hvd.GradScaler.like(self.precision_plugin.scaler)
         loop = trainer.fit_loop
         loop.__class__, loop.epoch_loop.__class__ = ElasticFitLoop, ElasticEpochLoop
         loop.epoch_loop._results = TrainingResults()
@@ -313,14 +313,3 @@ class ElasticStrategy(ParallelStrategy):
                 for optimizer in self.optimizers:
                     stack.enter_context(optimizer.no_sync())
             yield
-
-
-def _scaler_like(scaler: Any) -> hvd.GradScaler:
-    """Return our gradient scaler with the options of PyTorch's."""
-    return hvd.GradScaler(
-        init_scale=scaler._init_scale,
-        growth_factor=scaler.get_growth_factor(),
-        backoff_factor=scaler.get_backoff_factor(),
-        growth_interval=scaler.get_growth_interval(),
-        enabled=scaler.is_enabled(),
-    )
