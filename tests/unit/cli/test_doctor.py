@@ -144,6 +144,17 @@ def test_lightning_is_told_of_where_it_is_installed(monkeypatch):
         assert [each.health for each in doctor._lightning()] == [health] * (version is not None)
 
 
+def test_transformers_are_told_of_where_they_are_installed(monkeypatch):
+    for version, accelerate, health in (
+        (None, None, []),
+        ("5.24.0", "1.15.0", [Health.GOOD]),
+        ("5.24.0", None, [Health.OPTIONAL]),
+        ("4.57.0", "1.15.0", [Health.OPTIONAL]),
+    ):
+        has(monkeypatch, transformers=version, accelerate=accelerate)
+        assert [each.health for each in doctor._transformers()] == health
+
+
 def test_a_torch_that_does_not_fit_is_told_with_the_reason(monkeypatch):
     for version, why in (("2.9.1", "CVE-2026-24747"), ("2.15.0", "known to compile for torch>=")):
         has(monkeypatch, torch=version)
