@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,20 +26,19 @@ if str(ROOT) not in sys.path:
 
 from hvd_elastic.config import home  # noqa: E402
 from hvd_elastic.errors import BuildError, HvdElasticError  # noqa: E402
-from hvd_elastic.install.pinned import (  # noqa: E402
-    BUILD_REQUIREMENTS,
-    RUN_REQUIREMENTS,
-    pip_arguments,
-)
 from hvd_elastic.install.prerequisites import (  # noqa: E402
+    BUILD_REQUIREMENTS,
     DEVELOPER_PREREQUISITES,
     ENGINE_PREREQUISITES,
     PREREQUISITES,
+    RUN_REQUIREMENTS,
     Prerequisite,
     Purpose,
     apt_command,
+    check_build_space,
     has_apt,
     missing,
+    pip_arguments,
 )
 from hvd_elastic.install.quiet import run_quietly  # noqa: E402
 from hvd_elastic.records.process_lock import lock_held  # noqa: E402
@@ -140,7 +140,11 @@ def ensure_venv(venv: Path, log: Path) -> Path:
     if (venv / "pyvenv.cfg").exists():
         print(f"{venv} was made by another Python or is broken; making it anew", flush=True)
         _empty(venv)
-    run_quietly([sys.executable, "-m", "venv", str(venv)], label=f"Making {venv.name}", log=log)
+    # An environment leads to its Python by path, and python3 becomes another one with the system.
+    version = "{}.{}".format(*sys.version_info)
+    named = Path(sys.executable).with_name(f"python{version}")
+    maker = named if named.exists() and named.samefile(sys.executable) else sys.executable
+    run_quietly([str(maker), "-m", "venv", str(venv)], label=f"Making {venv.name}", log=log)
     return python
 
 
@@ -238,7 +242,10 @@ def main(argv: list[str] | None = None) -> int:
         with lock_held(venv / ".lock", lambda: _say_waiting(venv)):
             log.unlink(missing_ok=True)
             check_folders()
-            ensure_system_packages(log, wanted, arguments.horovod and may_build())
+            builds = arguments.horovod and may_build()
+            if builds:
+                check_build_space(Path(tempfile.gettempdir()))
+            ensure_system_packages(log, wanted, builds)
             python = ensure_venv(venv, log)
             frameworks = {"torch": arguments.torch, "tensorflow": arguments.tensorflow}
             install_packages(python, venv, frameworks, arguments.extras, log)

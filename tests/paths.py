@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OF_ONE_FRAMEWORK = {
     "torch": (
         *("hvd_elastic/torch", "hvd_elastic/lightning", "hvd_elastic/transformers"),
-        "hvd_elastic/bench/models",
+        "hvd_elastic/bench/models.py",
         *("hvd_elastic/bench/allreduce_torch.py", "hvd_elastic/bench/digits.py"),
         "hvd_elastic/bench/synthetic_torch.py",
     ),

@@ -1,4 +1,4 @@
-"""How the processes of a run on a host are started."""
+"""Starts the processes of a run on a host; the template imports it, so it needs Python alone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,25 @@ OWN_VARIABLES = ("HVD_ELASTIC_LOCAL_RANK", "HVD_ELASTIC_WORKER")
 """Variables in which the workers of a host differ; the last ones of their environment."""
 PLACEHOLDER = "HVD_ELASTIC_TEMPLATE"
 """Variable of a template in place of those, and as long as they are."""
+_MISSING = (
+    "does not exist on this host. Copy it: copyclust HOSTFILE {path} {path} (virtual hosts have "
+    "their own /tmp, /data and /run)"
+)
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
+
+
+def training_script(command: Sequence[str]) -> str | None:
+    """Return the path of the script that a command gives to Python; None if none is certain.
+
+    >>> training_script(["python", "-u", "train.py", "data.py"])
+    'train.py'
+    >>> training_script(["python", "-m", "train"]), training_script(["sh", "train.py"])
+    (None, None)
+    """
+    # Only the first argument of a Python interpreter is surely the path of a script.
+    first = next((word for word in command[1:] if not word.startswith("-")), "")
+    return first if "python" in Path(command[0]).name and first.endswith(".py") else None
 
 
 @dataclass(frozen=True)
@@ -25,7 +42,6 @@ class WorkerStart:
 
     Attributes:
         command: path of the program, and arguments.
-        cwd: working directory.
         variables: environment, which ends with :data:`OWN_VARIABLES`.
     """
 
@@ -38,15 +54,19 @@ class WorkerStart:
         """Return the start of a command that is looked up in ``PATH`` and in the folder.
 
         Raises:
-            FileNotFoundError: the command or the folder does not exist.
+            FileNotFoundError: the command, the script or the folder does not exist.
         """
         # A relative command with a slash is relative to the worker's folder, not to ours.
         named = str(Path(cwd, command[0])) if "/" in command[0] else command[0]
         program = shutil.which(named, path=variables.get("PATH"))
         if not Path(cwd).is_dir():
-            raise FileNotFoundError(f"the folder {cwd} does not exist on this host")
+            raise FileNotFoundError(f"the folder {cwd} {_MISSING.format(path=cwd)}")
         if program is None:
             raise FileNotFoundError(f"there is no command {command[0]!r} on this host")
+        script = training_script(command)
+        if script is not None and not Path(cwd, script).is_file():
+            path = Path(cwd, script)
+            raise FileNotFoundError(f"the script {path} {_MISSING.format(path=path)}")
         return cls((program, *command[1:]), cwd, variables)
 
     @property
@@ -95,9 +115,6 @@ def start_process(
 
     Args:
         command: path of the program, and arguments.
-        cwd: working directory.
-        variables: environment.
-        stdin, output: descriptors of its standard input and output.
         errors: descriptor of its standard error; None: ``output``.
 
     Returns:

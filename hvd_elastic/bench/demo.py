@@ -52,7 +52,6 @@ class Act:
     """A change of the cluster.
 
     Attributes:
-        title: description of the change.
         do: function that makes the change.
         size_after: number of processes once training has adapted to it.
         generations: number of rescales until then.
@@ -115,10 +114,7 @@ def play(console: Console, loopback: bool, epochs: int, as_json: bool) -> int:
     """Create the hosts, run the job, and print the result.
 
     Args:
-        console: console to print to.
         loopback: whether to use loopback addresses instead of network namespaces.
-        epochs: number of epochs to train.
-        as_json: whether to print the summary as JSON.
 
     Returns:
         The exit status.
@@ -130,7 +126,8 @@ def play(console: Console, loopback: bool, epochs: int, as_json: bool) -> int:
     say("making three virtual hosts, each with its own sshd")
     with (
         tempfile.TemporaryDirectory(prefix="hvd_elastic-demo-") as temporary,
-        VirtualCluster.up(hosts=3, slots=1, loopback=loopback or None) as cluster,
+        # Workers start in the current folder.
+        VirtualCluster.up(3, 1, loopback=loopback or None, shares=[Path.cwd()]) as cluster,
     ):
         first, second, third = cluster.hosts
         where = "addresses of the loopback network" if cluster.loopback else "network namespaces"

@@ -45,12 +45,9 @@ def measure_synthetic(
     """Train on synthetic data at each size, and return the figures.
 
     Args:
-        hostfile, hosts: path of the hostfile, and its hosts.
         sizes: numbers of slots.
-        settings: what to train.
         seconds: time to measure each size for [s].
         options: further options of ``hvd-elastic run``.
-        progress: is told how it goes on.
 
     Raises:
         UsageError: a size is above the slots of the hostfile, or some hosts only have a price.

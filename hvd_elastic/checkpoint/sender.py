@@ -41,11 +41,8 @@ class CheckpointSender:
     """Sends checkpoints of one run to its hosts; its methods are called from the leader's loop.
 
     Args:
-        store: store that keeps the checkpoints.
         collector: collects them; what the hosts still have is waited for.
-        agents: returns the connections of the hosts that are up now, by host.
         post: schedules a call in the leader's loop.
-        warn: records a warning.
 
     Attributes:
         restored_from: manifest of the checkpoint that the workers last restored.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NewType, Protocol, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,12 @@ IN_FLIGHT = 3
 """Most buckets of the state that are sent at the same time."""
 USER_PREFIX = "user."
 """Prefix of the names of collectives that the script called; messages omit it."""
+
+RingRank = NewType("RingRank", int)
+"""Number of a process in the ring of a communicator, which need not hold all workers of a run. The
+run's rank is another thing: :attr:`Worker.rank` chooses data and names shards."""
+FIRST = RingRank(0)
+"""The process of a ring whose decisions and tensors all take, where any will do."""
 
 Array: TypeAlias = Any
 """A numpy array or a tensor of the frontend; a collective returns the type that it is given."""
@@ -53,8 +59,9 @@ class GenerationBrokenError(RuntimeError):
 class Communicator(Protocol):
     """Interface of a communicator of the ranks of a generation."""
 
-    rank: int
+    rank: RingRank
     size: int
+    """Number of processes in the ring."""
     waiting_since: float | None
     """Time when the current wait for other ranks began [s, monotonic]; None: not waiting."""
     waiting_for: str
@@ -166,7 +173,7 @@ class Communicator(Protocol):
     def gather(self, array: Array, name: str) -> Array:
         """Return the arrays of all ranks, in rank order, joined along the first dimension."""
 
-    def broadcast(self, arrays: Sequence[Array], root_rank: int) -> None:
+    def broadcast(self, arrays: Sequence[Array], root_rank: RingRank) -> None:
         """Overwrite ``arrays`` in place with the root's, in few large messages."""
 
     def hand_over(self, arrays: Sequence[Array], lacking: Sequence[bool]) -> None:
@@ -180,7 +187,7 @@ class Communicator(Protocol):
             lacking: for each rank, whether it lacks them; at least one rank has them.
         """
 
-    def broadcast_bytes(self, data: bytes, root_rank: int) -> bytes:
+    def broadcast_bytes(self, data: bytes, root_rank: RingRank) -> bytes:
         """Return the root's ``data`` on every rank."""
 
     def barrier(self) -> None:

@@ -17,6 +17,7 @@ from hvd_elastic.communicator.buckets import cut_into_buckets, scatter, share_of
 from hvd_elastic.communicator.interface import (
     BARRIER,
     END_NAME,
+    FIRST,
     FLAGS,
     FLAGS_NAME,
     GRADIENT_PREFIX,
@@ -26,6 +27,7 @@ from hvd_elastic.communicator.interface import (
     Array,
     Collectives,
     GenerationBrokenError,
+    RingRank,
     gradients_of,
 )
 from hvd_elastic.communicator.sockets import RingSockets
@@ -78,7 +80,7 @@ class HorovodCommunicator:
         self._sockets = RingSockets()
         # Buckets being sent. After a failure Horovod may use them until it is shut down.
         self._in_flight: deque[tuple[list[Any], _Begun]] = deque()
-        self.rank = 0
+        self.rank = FIRST
         self.size = 1
         self.waiting_since: float | None = None
         self.waiting_for = ""
@@ -121,7 +123,7 @@ class HorovodCommunicator:
         self.refresh()
 
     def refresh(self) -> None:
-        self.rank, self.size = self._horovod.rank(), self._horovod.size()
+        self.rank, self.size = RingRank(self._horovod.rank()), self._horovod.size()
         self.broken = False
 
     def stop(self, *, broken: bool = False) -> None:
@@ -265,7 +267,7 @@ class HorovodCommunicator:
         shown = self._count(words)
         return self._begin(shown, collective, array, sent_as or name, *args)
 
-    def broadcast(self, arrays: Sequence[Array], root_rank: int) -> None:
+    def broadcast(self, arrays: Sequence[Array], root_rank: RingRank) -> None:
 
         def begin(bucket: list[Any], number: int) -> _Begun:
             message = self._joined(bucket)
@@ -334,7 +336,7 @@ class HorovodCommunicator:
             while self._in_flight:
                 finish_first()
 
-    def broadcast_bytes(self, data: bytes, root_rank: int) -> bytes:
+    def broadcast_bytes(self, data: bytes, root_rank: RingRank) -> bytes:
         # Short data is one message, which begins with its length.
         shown = self._count("a broadcast")
 

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from hvd_elastic import run_events
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.backoff import FailureBackoff
-from hvd_elastic.control.candidates import Candidates
 from hvd_elastic.control.commands import (
     Abort,
     Announce,
@@ -36,6 +35,7 @@ from hvd_elastic.control.commands import (
     Hold,
     KillWorker,
     Member,
+    Outbox,
     SaveState,
 )
 from hvd_elastic.control.config import MachineConfig
@@ -48,9 +48,7 @@ from hvd_elastic.control.endings import (
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker
 from hvd_elastic.control.membership import SlotId, assign_ranks, describe_change
-from hvd_elastic.control.outbox import Outbox
-from hvd_elastic.control.plan import Plan
-from hvd_elastic.control.waiting import WaitingReport
+from hvd_elastic.control.plan import Candidates, Plan, WaitingReport
 from hvd_elastic.formatting import worker_name
 from hvd_elastic.run_events import Departure
 
@@ -82,7 +80,6 @@ class Generation:
         broken: why it broke; empty: it continues, or was held on purpose.
         member_lost: whether a member died, which explains why it broke.
         crashed: whether one was ended by what its own code did.
-        out_of_memory: whether the kernel killed it for lack of memory.
         losses: what happened to lost members, by slot.
     """
 
@@ -101,7 +98,6 @@ class RunMachine:
     """Decides what a run does next.
 
     Args:
-        config: limits and timeouts.
         has_checkpoint: whether a checkpoint may exist already, as in a resumed run.
     """
 
@@ -117,6 +113,7 @@ class RunMachine:
         # observed
         self._phase = Phase.ASSEMBLING
         self._formed: tuple[Member, ...] = ()  # members of the last generation that ran
+        self._taken: set[SlotId] = set()  # slots that have had a member
         self._may_have_progress = has_checkpoint
         self._backoff = FailureBackoff(config.restart_backoff_s, config.max_stuck_generations)
         # since when training is over for at least one worker, so that no worker joins any more
@@ -282,6 +279,7 @@ class RunMachine:
         joined = all(w.joined == event.generation or w.finished for w in members)
         self._phase = Phase.RUNNING if joined else Phase.FORMING
         self._formed = event.members if joined else ()
+        self._taken.update((m.host, m.slot) for m in self._formed)
         if missing or any(w.stage is Stage.WAITING and not w.finished for w in members):
             self._break("the leader was lost while the world changed", now)
         self._current.losses = {
@@ -338,6 +336,7 @@ class RunMachine:
             self._current.formed = True
             self._may_have_progress = True
             self._formed = self._current.members
+            self._taken.update((m.host, m.slot) for m in self._formed)
 
     def _on_waiting(
         self, worker: Worker, event: ev.WorkerBroken | ev.WorkerHeld, now: float
@@ -478,8 +477,6 @@ class RunMachine:
         """Remove a worker whose process has ended or was lost with its host.
 
         Args:
-            worker: the worker.
-            how: how it ended.
             cause: text for the log; names the worker unless it left in order.
             now: time [s].
             blame: why its end counts as a failure of its slot; empty: it does not.
@@ -703,6 +700,7 @@ class RunMachine:
             [(m.host, m.slot) for m in members],
             self._current.losses,
             "" if self._current.losses else self._current.broken,
+            self._taken,
         )
         number = self._current.number + 1
         self._current = Generation(number, members, root.name if root else None)

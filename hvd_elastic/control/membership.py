@@ -6,7 +6,7 @@ All are pure functions; the machine decides when to use them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvd_elastic.control.commands import Member
@@ -46,7 +46,6 @@ def target_size(
     """Return the number of workers that should train.
 
     Args:
-        slots: number of slots in the hostfile.
         min_np, max_np: limits of the run; None: no upper limit.
         np: size requested at the start of the run; None: all slots.
         requested: size requested while it runs; None: none.
@@ -127,7 +126,11 @@ def assign_ranks(seats: Iterable[Seat], hosts: Sequence[HostSlots]) -> tuple[Mem
 
 
 def describe_change(
-    before: Sequence[SlotId], after: Sequence[SlotId], losses: Mapping[SlotId, str], note: str = ""
+    before: Sequence[SlotId],
+    after: Sequence[SlotId],
+    losses: Mapping[SlotId, str],
+    note: str = "",
+    earlier: Collection[SlotId] = (),
 ) -> str:
     """Return a text that says why a generation is announced and how its size changes.
 
@@ -135,11 +138,14 @@ def describe_change(
         before, after: slots of the members of the previous and of the new generation.
         losses: what happened to lost members, by slot.
         note: further reason; empty for none.
+        earlier: slots that have had a member.
 
     >>> describe_change([("a", 0), ("b", 0)], [("a", 0), ("b", 0), ("c", 0)], {})
     'host c joined: 2 → 3 slots'
     >>> describe_change([("a", 0), ("b", 0)], [("a", 0)], {("b", 0): "host b was lost (no ssh)"})
     'host b was lost (no ssh): 2 → 1 slot'
+    >>> describe_change([("a", 0)], [("a", 0), ("b", 0)], {}, earlier=[("b", 0)])
+    'host b rejoined: 1 → 2 slots'
     """
     parts = [note] if note else []
     parts += dict.fromkeys(losses.values())
@@ -147,7 +153,10 @@ def describe_change(
     joined = [slot for slot in after if slot not in old]
     left = [slot for slot in before if slot not in new and slot not in losses]
     if before:
-        parts += _name(joined, {host for host, _ in before}, "joined")
+        present, known = {host for host, _ in before}, {host for host, _ in earlier}
+        back = [slot for slot in joined if slot in earlier or slot[0] in known - present]
+        parts += _name([slot for slot in joined if slot not in back], present, "joined")
+        parts += _name(back, present, "rejoined")
         parts += _name(left, {host for host, _ in after}, "left")
     else:
         parts.append(f"start on {count(len({host for host, _ in after}), 'host')}")

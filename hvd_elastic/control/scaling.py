@@ -58,7 +58,6 @@ class ScalingController:
     """Decides on which slots a run trains.
 
     Args:
-        config: limits and objective.
         started_at: when the run began [s].
         evidence: measurements under earlier leaders of the run; None: there are none.
     """
@@ -164,7 +163,6 @@ class ScalingController:
         """Return a miss if the last change gained much less than predicted.
 
         Args:
-            snapshot: state of the run now.
             windows: number of timed windows to wait for after the change.
         """
         timed = self.evidence.present

@@ -202,16 +202,16 @@ class Route:
             self.known_name = str(entry["hostkeyalias"]).lower()
         _check_own_known_hosts()
         self.known = KnownHosts.load([own_known_hosts(), *ssh_config.known_hosts_files(entry)])
-        self.jumps = _parse_jumps(host, str(entry.get("proxyjump", "none")))
-        self.gateways: list[Route] = []
+        self.jump = _last_jump(host, str(entry.get("proxyjump", "none")))
+        self.gateway: Route | None = None
         self.sock: Any = None
         attempt.where = f"{self.user}@{self.address} port {self.port}"
 
     def open_socket(self) -> None:
         """Open a socket to the host's sshd, or a channel through its jump hosts."""
         command = str(self.entry.get("proxycommand", "none"))
-        if self.jumps:
-            self.sock = self._open_through(self.jumps)
+        if self.jump is not None:
+            self.sock = self._open_through(self.jump)
         elif command.lower() != "none":
             from paramiko import ProxyCommand
 
@@ -220,27 +220,18 @@ class Route:
             self.sock = _open_tcp(self.address, self.port, self.attempt)
         self.attempt.sockets.append(self.sock)
 
-    def _open_through(self, jumps: list[Host]) -> Any:
+    def _open_through(self, jump: Host) -> Any:
         where = self.attempt.where
-        transport: paramiko.Transport | None = None
-        options = replace(self.options, password=None)  # it was asked for the host, not for these
-        for jump in jumps:
-            route = Route(jump, options, self.attempt, self.depth + 1)
-            self.gateways.append(route)
-            if transport is None:
-                route.open_socket()
-            else:
-                route.sock = self._open_channel(transport, route)
-            route.log_in()
-            transport = route.client.get_transport()
+        options = replace(self.options, password=None)  # it was asked for the host, not for this
+        self.gateway = Route(jump, options, self.attempt, self.depth + 1)
+        self.gateway.open_socket()
+        self.gateway.log_in()
         self.attempt.where = where
-        assert transport is not None, "there is at least one jump"
-        return self._open_channel(transport, self)
-
-    def _open_channel(self, transport: paramiko.Transport, route: Route) -> Any:
+        transport = self.gateway.client.get_transport()
+        assert transport is not None, "it has logged in"
         return transport.open_channel(
             "direct-tcpip",
-            (route.address, route.port),
+            (self.address, self.port),
             ("127.0.0.1", 0),
             timeout=self.attempt.remaining(),
         )
@@ -317,24 +308,42 @@ class Route:
         if self.sock is not None:
             with contextlib.suppress(OSError, EOFError):
                 self.sock.close()
-        for gateway in reversed(self.gateways):
-            gateway.close()
+        if self.gateway is not None:
+            self.gateway.close()
 
 
-def _parse_jumps(host: Host, text: str) -> list[Host]:
-    jumps = []
+@dataclass(frozen=True)
+class _Jump(Host):
+    """A jump host, itself reached through the one before it in the same ProxyJump."""
+
+    before: _Jump | None = None
+
+
+def _last_jump(host: Host, text: str) -> _Jump | None:
+    """Return the jump host that leads to a host.
+
+    Args:
+        host: the host.
+        text: its ProxyJump in the ssh configuration; "none" or hosts with commas between them.
+
+    Raises:
+        SshError: a jump host is not valid.
+    """
+    last = host.before if isinstance(host, _Jump) else None
+    if last is not None:
+        return last  # as ssh has it, this counts more than a ProxyJump of its own
     for part in text.split(",") if text.lower() != "none" else []:
         user, _, rest = part.strip().removeprefix("ssh://").rpartition("@")
         name, _, port = rest.rpartition(":") if rest.count(":") == 1 else (rest, "", "")
         try:
-            jumps.append(
-                Host(name.strip("[]"), user=user or None, port=int(port) if port else None)
+            last = _Jump(
+                name.strip("[]"), user=user or None, port=int(port) if port else None, before=last
             )
         except ValueError as error:
             raise SshError(
                 f"host {host.name}: ProxyJump '{part}' of the ssh configuration: {error}"
             ) from error
-    return jumps
+    return last
 
 
 def _make_policy(route: Route) -> Any:

@@ -110,17 +110,17 @@ def in_order_of_jumps(hosts: Sequence[Host], options: SshOptions) -> list[list[H
         SshError: a jump leads back to itself, or the ssh configuration cannot be read.
     """
 
-    def look_up(host: Host, depth: int) -> tuple[tuple[str, str, int], list[Host]]:
+    def look_up(host: Host, depth: int) -> tuple[tuple[str, str, int], Host | None]:
         with attempting(host, options) as attempt:
             route = Route(host, options, attempt, depth)
-            return (route.user, host.name, route.port), route.jumps
+            return (route.user, host.name, route.port), route.jump
 
     given = {look_up(host, 0)[0]: host for host in hosts}
     groups = [dict(given)]
     while True:
         depth = len(groups)
-        found = [jump for host in groups[0].values() for jump in look_up(host, depth - 1)[1]]
-        jumps = {look_up(jump, depth)[0]: jump for jump in found}
+        found = [look_up(host, depth - 1)[1] for host in groups[0].values()]
+        jumps = {look_up(jump, depth)[0]: jump for jump in found if jump is not None}
         if not jumps:
             return [[*group.values()] for group in groups]
         for group in groups:

@@ -234,6 +234,7 @@ class DataOrder:
                 "hvd.steps(20_000, loader)`; to read without training, as update_bn or an "
                 f"evaluation does, use {worker.frontend.other_loader}"
             )
+        context.refuse_open_period()
         loop = rollback.loop_begins(in_step=step.ahead is not None)
         if not loop:
             return
@@ -257,7 +258,7 @@ class DataOrder:
                 before = (worker.progress.epoch, worker.progress.position)
                 position = context.reading.position
                 share = self._share(position, self._end(position), worker)
-                spans = self._spans(share, worker.progress.step, worker.communicator.size)
+                spans = self._spans(share, worker.progress.step, worker.size)
                 planner.step_begins(len(spans), worker.communicator.waited_s)
                 place = self._place(context, position)
                 following = place._replace(start=share.step_stop)
@@ -282,6 +283,8 @@ class DataOrder:
                             start=start,
                             skipped=self._within_epoch([each.dataset_index for each in skipped])
                             or (),
+                            ends_epoch=enough is None
+                            and following.start >= self._end(following.start),
                         )
                     )
                     yield batch
@@ -311,7 +314,7 @@ class DataOrder:
             if self._at_end(context):
                 progress.next_epoch()
             share = self._share(progress.position, self._end(progress.position), worker)
-            spans = self._spans(share, progress.step, worker.communicator.size)
+            spans = self._spans(share, progress.step, worker.size)
             place = self._place(context, progress.position)
             following = place._replace(start=share.step_stop)
             for number, (start, stop) in enumerate(spans, 1):
@@ -389,7 +392,7 @@ class DataOrder:
         self._prefetch([*coming, *following])
 
     def _share(self, position: int, end: int, worker: Worker) -> Slice:
-        rank, size = worker.communicator.rank, worker.communicator.size
+        rank, size = worker.rank, worker.size
         batch, parts = self.planner.batch_size, self.planner.parts
         return step_slice(position, end, batch, rank, size, MIN_SHARE, parts=parts)
 
@@ -414,8 +417,8 @@ class DataOrder:
         return list(pairwise(cuts))
 
     def _place(self, context: Context, start: int) -> Place:
-        communicator, reading = context.worker.communicator, context.reading
-        world = (reading.epoch, communicator.rank, communicator.size)
+        worker, reading = context.worker, context.reading
+        world = (reading.epoch, worker.rank, worker.size)
         return Place(start, world, self.planner.cut)
 
     def _epoch_order(self, epoch: int) -> Order:
@@ -512,7 +515,7 @@ class DataOrder:
         field = difference(self.digest.described(), described[number])
         if field:
             raise ScriptError(
-                f"rank {worker.communicator.rank} reads another data set than the rank whose state "
+                f"rank {worker.rank} reads another data set than the rank whose state "
                 f"it has received, or than this run has read before: they differ in {field!r} of "
                 f"{self.digest.words}. {ALIKE}"
             )
@@ -520,7 +523,7 @@ class DataOrder:
     def _warn_of_endless_step(self, context: Context) -> None:
         """Warn if a step of several batches goes on after a whole pass over the data."""
         worker, ahead = context.worker, context.step.ahead
-        if self._warned_endless or ahead is None:
+        if self._warned_endless or ahead is None or context.step.is_period:
             return
         read = ahead.examples - worker.progress.examples
         if read >= self._end(0):
@@ -535,7 +538,7 @@ class DataOrder:
             )
 
     def _warn_of_idle_ranks(self, worker: Worker) -> None:
-        batch, size = self.planner.batch_size, worker.communicator.size
+        batch, size = self.planner.batch_size, worker.size
         if batch < size != self._warned_world:
             self._warned_world = size
             worker.warn_once(

@@ -46,7 +46,7 @@ class OrderedLoader:
         the last two of an epoch are one elsewhere, so a schedule of this length is never too short.
         """
         worker = self._context().worker
-        return self._order.steps_from(0, worker.communicator.size if worker.has_ranks else 1)
+        return self._order.steps_from(0, worker.size if worker.has_ranks else 1)
 
     @property
     def position(self) -> int:
@@ -75,4 +75,4 @@ class OrderedLoader:
         """Return the number of steps left in the current epoch at the present world size."""
         worker = self._context().worker
         worker.check_has_ranks("the number of steps that are left")
-        return self._order.steps_from(self._context().reading.position, worker.communicator.size)
+        return self._order.steps_from(self._context().reading.position, worker.size)

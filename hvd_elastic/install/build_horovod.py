@@ -27,40 +27,40 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvd_elastic.errors import BuildError
-from hvd_elastic.formatting import bytes_words
 from hvd_elastic.frameworks import (
     TENSORFLOW_REQUIREMENTS,
     TORCH_REQUIREMENT,
     install_command,
     version_of,
 )
-from hvd_elastic.install.cuda import (
-    PIP_CUDA,
-    assemble_toolkit,
-    find_cuda_home,
-    find_nccl_header,
-    find_nccl_library,
-    toolkit_packages,
-)
 from hvd_elastic.install.horovod_wheel import (
     HOROVOD_VERSION,
     INSTALLED_BUILD_FILE,
+    PIP_CUDA,
     RECORD,
     BuildInputs,
+    assemble_toolkit,
     cached_wheel,
     check_kept,
+    find_cuda_home,
+    find_nccl_header,
+    find_nccl_library,
     installed_build,
     sha256_of,
+    toolkit_packages,
     wheel_cache,
 )
-from hvd_elastic.install.pinned import BUILD_REQUIREMENTS, RUN_REQUIREMENTS, pip_arguments
 from hvd_elastic.install.prerequisites import (
+    BUILD_REQUIREMENTS,
     PREREQUISITES,
+    RUN_REQUIREMENTS,
     SYSTEM_FOLDERS,
     Purpose,
     apt_command,
+    check_build_space,
     has_apt,
     missing,
+    pip_arguments,
 )
 from hvd_elastic.install.quiet import make_percentage, run_quietly
 from hvd_elastic.programs.cores import usable_cores
@@ -69,8 +69,7 @@ from hvd_elastic.records.process_lock import lock_held
 
 PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")
 
-# Disk space for a build, and memory for each compiler, with a margin.
-BUILD_SPACE_BYTES = 1_500_000_000
+# Memory for each compiler, with a margin.
 MEMORY_PER_JOB_BYTES = 1_600_000_000
 
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
@@ -136,7 +135,6 @@ def build_environment(
     silently leaving one out; all others are disabled.
 
     Args:
-        inputs: what to build.
         base: variables to pass on.
         jobs: number of compilers that run at the same time.
         cuda_home: folder of the CUDA toolkit, for a build with CUDA.
@@ -234,12 +232,7 @@ def check_machine(inputs: BuildInputs, folder: Path) -> None:
         names = ", ".join(item.name for item in lacking)
         mend = apt_command(lacking) if has_apt() else "install them with your package manager"
         raise BuildError(f"Horovod cannot be built without {names}; run: {mend}")
-    free = shutil.disk_usage(folder).free
-    if free < BUILD_SPACE_BYTES:
-        raise BuildError(
-            f"{folder} has {bytes_words(free)} free, the build needs "
-            f"{bytes_words(BUILD_SPACE_BYTES)}; free some, or name another folder in TMPDIR"
-        )
+    check_build_space(folder)
 
 
 def _check_cuda(cuda: str, nccl: str | None) -> None:

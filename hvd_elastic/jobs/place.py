@@ -28,11 +28,7 @@ class ClusterFolder:
     """The folder of one cluster: ``$HVD_ELASTIC_HOME/clusters/NAME``.
 
     Attributes:
-        name: name of the cluster.
         path: the folder; only its owner can enter it.
-        database: the queue.
-        events: what happened, as JSON lines.
-        log: output of a daemon in the background.
         hostfiles: folder with the hostfile of each job that holds slots.
     """
 

@@ -16,26 +16,21 @@ from typing import TYPE_CHECKING
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.loop import Loop
 from hvd_elastic.control.machine import Phase
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.formatting import hosts_named
 from hvd_elastic.leader.agents.agents import LOOK_S, Agents
 from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.executor import Executor
-from hvd_elastic.leader.failover.failover import TAKEOVER_S, Failover
+from hvd_elastic.leader.failover.failover import TAKEOVER_S, Failover, Takeover
 from hvd_elastic.leader.failover.fencing import Fence
-from hvd_elastic.leader.failover.takeover import Takeover
 from hvd_elastic.leader.fetching import Fetching
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.input_hosts import InputHosts
-from hvd_elastic.leader.journal import Journal, Show, ShowOutput
-from hvd_elastic.leader.led_run import LedRun
-from hvd_elastic.leader.liveness import Liveness
-from hvd_elastic.leader.reports import Reports
+from hvd_elastic.leader.led_run import Journal, LedRun, Loop, Show, ShowOutput
+from hvd_elastic.leader.reports import Liveness, Reports
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.leader.steering import Steering
-from hvd_elastic.leader.stopping import Stopping
+from hvd_elastic.leader.steering import Steering, Stopping
 from hvd_elastic.leader.workers import Workers
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.secret_digests import digests_of
@@ -107,12 +102,9 @@ class Leader:
     """Leads one run from its start, or from where its last leader left it, to its end.
 
     Args:
-        spec: specification of the run.
         folder: run folder, whose lock the caller holds.
         environment: variables for the workers, passed on through the agents' stdin.
-        show: called with every event as it is recorded.
         show_output: called with (host, local rank, line) for each line that rank 0 prints.
-        resumed: whether the run had a leader before.
         engine: what owns the hosts; None: they are reached over ssh.
     """
 
@@ -157,7 +149,7 @@ class Leader:
             fence=fence,
             loop=loop,
             journal=journal,
-            hostfile=HostfileWatch(spec, journal.warn),
+            hostfile=HostfileWatch.of_run(spec, journal.warn),
             agents=Agents(spec, environment, self._post, engine),
             workers=Workers(folder),
             readers=readers,

@@ -22,7 +22,6 @@ class Scaler:
     """Runs the scaling controller for a run and turns its decisions into events.
 
     Args:
-        spec: specification of the run.
         emit: function that records an event.
         started_at: when the run began [monotonic s].
         past: events of the run under its earlier leaders. Their measurements are used again, and

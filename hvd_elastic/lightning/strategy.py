@@ -180,13 +180,17 @@ class ElasticStrategy(ParallelStrategy):
 
     # -- setup -----------------------------------------------------------------------------
 
+    def connect(self, model: Any) -> None:
+        """Take the module; its loaders may be asked for from now on, such as for their length."""
+        super().connect(model)
+        model.trainer._accelerator_connector.use_distributed_sampler = False
+
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
 
     def setup(self, trainer: Any) -> None:
         """Have the library's objects train elastically."""
         super().setup(trainer)
-        trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn != _FITTING:
             return
         check_script(trainer)

@@ -19,8 +19,13 @@ from hvd_elastic.formatting import count, duration_words, hosts_named
 from hvd_elastic.model.goodput import statistical_efficiency
 from hvd_elastic.model.step_time import Observation
 from hvd_elastic.policy.objective import Objective, Parameters
-from hvd_elastic.policy.place import placements, sizes_to_try
-from hvd_elastic.policy.scoring import Scores, expected_gain_and_loss, score_allocations
+from hvd_elastic.policy.scoring import (
+    Scores,
+    expected_gain_and_loss,
+    placements,
+    score_allocations,
+    sizes_to_try,
+)
 from hvd_elastic.policy.snapshot import Allocation, Decision, Memory, Snapshot
 from hvd_elastic.run_events import Action
 
@@ -47,7 +52,6 @@ def decide(
     """Decide which slots a run should use.
 
     Args:
-        snapshot: state of the run.
         now: monotonic time [s].
         objective: objective of the run; None: goodput.
         parameters: parameters of the policy; None: the defaults.
@@ -91,7 +95,6 @@ def out_of_reach(snapshot: Snapshot, now: float, objective: Objective) -> str:
     Args:
         snapshot: state of the run, which need not train yet.
         now: monotonic time [s].
-        objective: objective of the run.
 
     Returns:
         The reason, with the fastest allocation; empty if it can be met or this is not known.
@@ -140,10 +143,8 @@ def compare_prediction(
     """Compare the predicted goodput of a change with the measured one.
 
     Args:
-        decision: decision to change.
         then: snapshot that the decision was made by.
         now: present snapshot, on the slots that were decided on.
-        timed: present step time.
 
     Returns:
         The difference; None if at least four fifths of the prediction were measured.
@@ -244,7 +245,6 @@ class _Ranking:
 
     Attributes:
         best: index of the option.
-        why: the reason.
         must: whether to change at once because a limit is broken.
         kept: whether the option fulfils the objective.
     """
@@ -429,7 +429,6 @@ def _why_stay(
 
     Args:
         options: all options, the current one first.
-        scores: scores of the options.
         value: quantity to compare: goodput, or useful examples ``per`` unit of money.
         net: net gain of each option; -inf where it is not allowed.
         per: unit of ``value`` in words; empty for goodput.

@@ -48,8 +48,6 @@ class Evidence:
         plan: batch plan in use; None: not known.
         allocation: slots that train now.
         measured: number of windows timed since they began to train.
-        timings: step times.
-        speeds: speeds of the hosts and shares of the ranks.
         cores: cores that ranks share.
         news: whether something has changed that requires a decision soon.
     """

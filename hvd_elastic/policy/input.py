@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hvd_elastic.formatting import plural
-from hvd_elastic.policy.prices import PricedHost, hourly_price
+from hvd_elastic.policy.objective import PricedHost, hourly_price
 from hvd_elastic.run_events import Bound, Input
 
 _WINDOW_S = 5.0
@@ -41,7 +41,6 @@ class Reading:
             all the time [s].
         cpu_s: processor time that reading took, on input hosts too [s]; None: not known.
         delay_s: time in which reading waited for a core, on input hosts too [s].
-        examples: number of examples.
         processes: number of processes of the worker that read; 0: the training process itself;
             None: not known.
         helpers: number of processes of input hosts that read for it.
@@ -140,13 +139,11 @@ class InputFinding:
 
     Attributes:
         share: part of the time that the rank waits which waits most, in [0, 1].
-        shares: that of each rank.
         bound: what is waited for: ``cores``, ``storage`` (or the network that it is reached by),
             ``link`` to the input hosts, ``unknown``, or ``nothing``.
         more_cores: further cores that would end the wait; None: not known, or no remedy.
         core_s: processor time to read an example [s]; None: not known.
         helpers: number of processes of input hosts that read for the ranks.
-        reason: all that in words.
     """
 
     share: float
@@ -177,7 +174,6 @@ def find_input_bound(
 
     Args:
         readings: what each rank has read in a window, by rank; at least one.
-        hosts: host of each rank.
         machines: machine of each known host, and its number of cores.
 
     >>> one = Reading(loop_s=10, wait_s=5, starved_s=10, cpu_s=5, examples=100, processes=0)
@@ -313,7 +309,6 @@ class ReaderChoice:
 
     Attributes:
         hosts: their names; empty: none of those offered is worth its price.
-        reason: why, in words.
     """
 
     hosts: tuple[str, ...]

@@ -33,11 +33,7 @@ def replay(events: Iterable[ReadEvent]) -> Evidence:
 
 
 class Replay:
-    """Takes the events of a run as they come, oldest first.
-
-    Attributes:
-        evidence: the measurements so far.
-    """
+    """Takes the events of a run as they come, oldest first."""
 
     def __init__(self) -> None:
         self.evidence = Evidence()

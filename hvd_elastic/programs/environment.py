@@ -42,7 +42,7 @@ def identity(prefix: str) -> list[int]:
     return [found.st_ino, found.st_ctime_ns]
 
 
-def look(prefix: str, base: str | None, own_identity: list[int]) -> dict[str, Any]:
+def describe_environment(prefix: str, base: str | None, own_identity: list[int]) -> dict[str, Any]:
     """Return what decides whether the environment can be brought here.
 
     Args:
@@ -155,15 +155,19 @@ def switch(prefix: str, stamp: str) -> str:
     return ""
 
 
-def left(prefix: str) -> list[dict[str, Any]]:
+def left(prefix: str, home: str = "") -> list[dict[str, Any]]:
     """Return what this package has on this host: name, path, size, and why it must stay, or "".
 
     An environment that was made on this host is not named "environment".
+
+    Args:
+        prefix: folder of the environment; "" if there is none.
+        home: the leader's HVD_ELASTIC_HOME, which holds for its hosts as well; "" if not set.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "hvd_elastic")
-    home = Path(os.environ.get("HVD_ELASTIC_HOME") or Path("~/.hvd_elastic").expanduser())
+    runs = Path.home() / (home or os.environ.get("HVD_ELASTIC_HOME") or ".hvd_elastic")
     places = [("environment", Path(prefix + end)) for end in ("", NEW, OLD) if prefix]
-    places += [("cache", cache), ("runs", home)]
+    places += [("cache", cache), ("runs", runs)]
     found = []
     for name, path in places:
         if not path.is_dir():
@@ -181,9 +185,9 @@ def left(prefix: str) -> list[dict[str, Any]]:
     return found
 
 
-def remove(prefix: str, names: list[str]) -> list[dict[str, Any]]:
+def remove(prefix: str, names: list[str], home: str = "") -> list[dict[str, Any]]:
     """Remove what :func:`left` lists under these names; return the list, with what failed."""
-    found = left(prefix)
+    found = left(prefix, home)
     for each in found:
         each["removed"] = False
         if each["name"] in names and not each["stays"]:
@@ -195,7 +199,13 @@ def remove(prefix: str, names: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-ACTIONS = {"look": look, "seed": seed, "switch": switch, "left": left, "remove": remove}
+ACTIONS = {
+    "look": describe_environment,
+    "seed": seed,
+    "switch": switch,
+    "left": left,
+    "remove": remove,
+}
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ concern it, and imports. A host whose environment is in use is not changed.
 
 from __future__ import annotations
 
+import os
 import platform
 import secrets
 import sys
@@ -318,7 +319,7 @@ def why_not(facts: Mapping[str, Any], environment: Environment) -> str:
     """Return why the environment cannot work on a host, or "".
 
     Args:
-        facts: answer of ``look`` of ``programs/environment.py``.
+        facts: answer of ``describe_environment`` of ``programs/environment.py``.
         environment: the environment.
     """
     if facts["machine"] != platform.machine():
@@ -336,6 +337,12 @@ def why_not(facts: Mapping[str, Any], environment: Environment) -> str:
         how = f"Install Python {minor} there as here"
         if not base.is_relative_to("/usr"):
             how = f"Copy it: copyclust HOSTFILE {base.parents[1]} {base.parents[1]}"
+        elif facts["base"]:  # its place is taken there
+            how = (
+                f"Install python{minor} there, which may be beside the other, and make this "
+                f"environment again by {base.with_name(f'python{minor}')}; `make clean && make "
+                "horovod` does so"
+            )
         return f"{base} {what}, and this environment was made by it, Python {version_here}. {how}"
     return ""
 
@@ -344,7 +351,7 @@ def why_kept(looked: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return why environments that differ must not be changed, by host; those that may are not in.
 
     Args:
-        looked: what ``look`` of ``programs/environment.py`` answered, by host.
+        looked: what ``describe_environment`` of ``programs/environment.py`` answered, by host.
     """
     busy = fold_hosts([name for name, facts in looked.items() if facts["in_use"]])
     why = {}
@@ -385,7 +392,8 @@ def uninstall(
     def on_host(host: Host, stopper: Stopper) -> list[dict[str, Any]]:
         with connect(host, options) as connection:
             stopper.add(connection.close)
-            return list(_act(connection, "remove", prefix=prefix, names=list(names)))
+            own = {"prefix": prefix, "home": os.environ.get("HVD_ELASTIC_HOME", "")}
+            return list(_act(connection, "remove", **own, names=list(names)))
 
     def assess(found: list[dict[str, Any]]) -> tuple[Outcome, str]:
         kept = [each for each in found if each["name"] in names and not each["removed"]]

@@ -8,7 +8,7 @@ never between; the one furthest ahead sends its live tensors to the others.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.script.state import ScriptState, Stateful
 from hvd_elastic.torch.buffers import (
+    MovingBuffers,
     give_own_memory,
     has_grown,
     is_writable,
@@ -29,14 +30,12 @@ from hvd_elastic.torch.buffers import (
     take_shapes,
 )
 from hvd_elastic.torch.checkpoint import TorchContent, content_of, dtype_name, dtype_named
-from hvd_elastic.torch.copies import TensorCopies
+from hvd_elastic.torch.copies import Snapshot, TensorCopies, untrained_tensors
 from hvd_elastic.torch.forms import ModuleForms, lay_out
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.input_source import TensorPickler
-from hvd_elastic.torch.moving_buffers import MovingBuffers
 from hvd_elastic.torch.schedule import counting_schedules
-from hvd_elastic.torch.snapshot import Snapshot, untrained_tensors
-from hvd_elastic.torch.trained_sums import trained_sums
+from hvd_elastic.worker.checks.replica_check import parameters_of_check
 from hvd_elastic.worker.frontend import Schedule, TrainedSums
 
 
@@ -89,8 +88,7 @@ class State(ScriptState):
 
     def schedules(self) -> dict[str, Schedule]:
         """See :class:`hvd_elastic.worker.frontend.State`; includes forgotten schedulers."""
-        averagers: Any = self._context.worker.averagers
-        forgotten = chain.from_iterable(averager.forgotten for averager in averagers)
+        forgotten = chain.from_iterable(averager.forgotten for averager in self._averagers())
         outside = {f"scheduler{number or ''}": item for number, item in enumerate(forgotten)}
         return counting_schedules({**self._objects, **outside})
 
@@ -134,7 +132,10 @@ class State(ScriptState):
         return {n: i for n, i in self._objects.items() if isinstance(i, torch.nn.Module)}
 
     def trained_sums(self, signs: np.ndarray, number: int | None) -> TrainedSums:
-        return trained_sums(self.named_modules(), signs, number)
+        shared: dict[torch.Tensor, torch.Tensor] = {}
+        for averager in self._averagers():
+            shared |= averager.shared_weights()
+        return trained_sums(self.named_modules(), signs, number, shared)
 
     def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Return the optimizers by name."""
@@ -194,6 +195,8 @@ class State(ScriptState):
         shared = self.lasting()
         for item in self.named_modules().values():
             shared |= {parameter.data_ptr() for parameter in item.parameters()}
+        for averager in self._averagers():
+            shared -= {each.data_ptr() for each in averager.own_tensors()}
         shared.discard(0)  # the address of tensors without elements
         return shared
 
@@ -208,7 +211,12 @@ class State(ScriptState):
                 found |= {parameter.data_ptr() for parameter in group["params"]}
             for values in item.state.values():
                 found |= {v.data_ptr() for v in values.values() if torch.is_tensor(v)}
+        for averager in self._averagers():
+            found |= {each.data_ptr() for each in averager.shared_weights().values()}
         return found
+
+    def _averagers(self) -> Any:
+        return self._context.worker.averagers
 
     def waits_before_step(self) -> bool:
         optimizers = self.named_optimizers().values()
@@ -303,3 +311,67 @@ def dump_plain(value: Any) -> bytes:
 def load_plain(data: bytes) -> Any:
     """Return the value that :func:`dump_plain` serialised; refuses data that would run code."""
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+
+
+_PIECES = 16
+"""Number of pieces of a tensor summed at once: bounds memory."""
+
+
+def trained_sums(
+    modules: Mapping[str, torch.nn.Module],
+    signs: np.ndarray,
+    number: int | None,
+    shared: Mapping[torch.Tensor, torch.Tensor] | None = None,
+) -> TrainedSums:
+    """See :meth:`~hvd_elastic.worker.frontend.State.trained_sums`.
+
+    Args:
+        shared: what is compared in place of parameters that differ from rank to rank.
+    """
+    parameters = _parameters(modules, shared or {})
+    chosen = parameters_of_check(parameters, number)
+    if number is None:
+        sums = np.array([_sums_of_all(each, signs) for _, each in chosen]).reshape(-1, 2)
+    else:
+        sums = _sums([_some(each, number, len(signs)) for _, each in chosen], signs)
+    epsilons = np.array([torch.finfo(each.dtype).eps for _, each in chosen])
+    return TrainedSums([name for name, _ in chosen], sums, epsilons, len(parameters))
+
+
+def _parameters(
+    modules: Mapping[str, torch.nn.Module], shared: Mapping[torch.Tensor, torch.Tensor]
+) -> list[tuple[str, torch.Tensor]]:
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for module_name, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if parameter.is_floating_point() and parameter.numel() and not parameter.is_sparse:
+                # Frozen ones may differ, such as running averages of Keras, but count as a number,
+                # so that a collective has the same shape on a rank that has unfrozen one.
+                same = shared.get(parameter, parameter)
+                values = same.detach() if parameter.requires_grad else parameter.new_zeros(1)
+                found.setdefault(id(parameter), (f"{module_name}.{name}", values))
+    return list(found.values())
+
+
+def _some(tensor: torch.Tensor, number: int, length: int) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    start = number * length % flat.numel()
+    return flat[start : start + length]
+
+
+def _sums(pieces: Sequence[torch.Tensor], signs: np.ndarray) -> np.ndarray:
+    """Return the sum with random signs and the sum of squares of each piece, on the CPU."""
+    if not pieces:
+        return np.zeros((0, 2))
+    device = pieces[0].device
+    rows = torch.zeros(len(pieces), len(signs), dtype=torch.float64, device=device)
+    for row, piece in zip(rows, pieces, strict=True):
+        row[: len(piece)].copy_(piece)
+    signed = rows @ torch.from_numpy(signs).to(device)
+    return torch.stack([signed, rows.square().sum(dim=1)], dim=1).cpu().numpy()
+
+
+def _sums_of_all(tensor: torch.Tensor, signs: np.ndarray) -> np.ndarray:
+    pieces = tensor.reshape(-1).split(len(signs))
+    parts = (pieces[at : at + _PIECES] for at in range(0, len(pieces), _PIECES))
+    return np.sum([_sums(part, signs).sum(axis=0) for part in parts], axis=0)

@@ -108,7 +108,7 @@ class ElasticAccelerator(Accelerator):
 def together() -> bool:
     """Return whether several ranks train, so that each calls the same collectives."""
     worker = context.current().worker
-    return worker.in_train and worker.has_ranks and worker.communicator.size > 1
+    return worker.in_train and worker.has_ranks and worker.size > 1
 
 
 def gather_objects(own: Any) -> list[Any]:
@@ -127,7 +127,7 @@ def follow_rank(worker: Worker) -> None:
 
     Before it has one, it neither logs nor saves.
     """
-    rank = worker.communicator.rank if worker.has_ranks else int(worker.mode is Mode.AGENT)
+    rank = worker.rank if worker.has_ranks else int(worker.mode is Mode.AGENT)
     shared = PartialState._shared_state
     shared["process_index"] = shared["local_process_index"] = rank
 

@@ -122,8 +122,8 @@ class EvaluationLoader:
 
     @property
     def _place(self) -> tuple[int, int]:
-        communicator = context.current().worker.communicator
-        return (communicator.rank, communicator.size) if together() else (0, 1)
+        worker = context.current().worker
+        return (worker.rank, worker.size) if together() else (0, 1)
 
     def __len__(self) -> int:
         return (len(self._loader) - 1) // self._place[1] + 1

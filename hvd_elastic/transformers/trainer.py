@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import transformers
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.interface import RingRank
 from hvd_elastic.script.collectives import script_collective
 from hvd_elastic.script.model_loading import saved_file
 from hvd_elastic.script.saving import save_file
@@ -199,7 +200,7 @@ class ElasticMixin:
         worker, folder = context.current().worker, Path(best)
         has = gather_objects(folder.is_dir())
         if not any(has) and folder.name in place.slots:
-            if worker.communicator.rank == 0:
+            if worker.rank == 0:
                 with saved_file(_file_of(place.slots[folder.name])) as path:
                     with tarfile.open(path) as packed:
                         packed.extractall(folder.parent, filter="data")
@@ -209,7 +210,7 @@ class ElasticMixin:
                 f"load_best_model_at_end: no host has {folder} any more, so the model is the last"
             )
             return
-        root = has.index(True)
+        root = RingRank(has.index(True))
         if worker.communicator.rank == root:
             super()._load_best_model()  # type: ignore[misc]
         if together():

@@ -14,8 +14,15 @@ from hvd_elastic.formatting import duration_words, number_words
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import MetricSeries, RunSummary
 from hvd_elastic.records.wording import run_state
-from hvd_elastic.views.page import cell, chart_boxes, escape, render_page, table, write_page
-from hvd_elastic.views.points import summarize_for_plots
+from hvd_elastic.views.page import (
+    cell,
+    chart_boxes,
+    escape,
+    render_page,
+    summarize_for_plots,
+    table,
+    write_page,
+)
 from hvd_elastic.views.report import chart_names, chart_title
 
 COLORS = ("size", "loss", "throughput", "other", "note", "bad")

@@ -1,11 +1,17 @@
-"""Render a forecast for other numbers of hosts as one HTML file."""
+"""Render a forecast for other numbers of hosts, or a scaling benchmark, as one page or picture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count, duration_words, number_words
+from hvd_elastic.install.prerequisites import BROWSERS, find_program
 from hvd_elastic.policy.forecast import Forecast
 from hvd_elastic.views.page import cell, chart_boxes, escape, render_page, table, written
 
@@ -14,7 +20,6 @@ def render_plan(run_id: str, forecasts: Sequence[Forecast], notes: Sequence[str]
     """Return the page as HTML.
 
     Args:
-        run_id: id of the run that was measured.
         forecasts: forecasts by number of hosts.
         notes: sentences about the assumptions.
     """
@@ -135,3 +140,110 @@ def _size_name(forecasts: Sequence[Forecast]) -> str:
 
 def _short(values: Sequence[float]) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
+
+
+_LIMIT_S = 60.0
+"""How long a browser may take; on a busy machine it starts slowly."""
+_NO_CONTROLS = "<style>button, details { display: none }</style></head>"
+
+
+def find_browser() -> str:
+    """Return the path of a browser that draws pages.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = find_program(*BROWSERS)
+    if found is None:
+        raise UsageError(
+            "a PNG is drawn by Chromium or Chrome, and neither is installed here. Install one (apt "
+            "install chromium), or write an .html file: its chart has a button that saves a PNG"
+        )
+    return found
+
+
+def write_picture(page: str, path: Path, width: int, height: int) -> None:
+    """Draw the top of a page as a PNG file.
+
+    Args:
+        page: page as HTML, without parts from elsewhere.
+        width, height: size of the picture [pixels].
+
+    Raises:
+        UsageError: there is no browser.
+        RunError: the browser failed, or the file cannot be written.
+    """
+    browser = find_browser()
+    with tempfile.TemporaryDirectory(prefix="hvd_elastic-picture-") as name:
+        folder = Path(name)
+        still = page.replace("</head>", _NO_CONTROLS, 1)
+        (folder / "page.html").write_text(still, encoding="utf-8")
+        drawn = folder / "page.png"
+        options = [f"--screenshot={drawn}", f"--window-size={width},{height}"]
+        options += [f"--user-data-dir={folder / 'profile'}", "--hide-scrollbars"]
+        if os.geteuid() == 0:
+            options.append("--no-sandbox")  # a browser of root has none
+        command = [browser, "--headless", *options, (folder / "page.html").as_uri()]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise RunError(f"{path} cannot be drawn: {error}") from error
+        if not drawn.exists():
+            last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+            raise RunError(f"{path} cannot be drawn: {browser} says: {last[0]}")
+        try:
+            path.write_bytes(drawn.read_bytes())
+        except OSError as error:
+            raise RunError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def render_scaling(
+    title: str, result: Mapping[str, Any], tables: Sequence[tuple[str, list[list[str]]]]
+) -> str:
+    """Return the page as HTML.
+
+    Args:
+        result: the result as in its JSON file.
+        tables: heading, and rows of text of each table, the first of which is its head.
+    """
+    every = sorted([*result["sizes"], *result["predicted"]], key=lambda size: int(size["slots"]))
+    measured = {size["slots"]: size["throughput"] for size in result["sizes"]}
+    slots = [int(size["slots"]) for size in every]
+    first = result["sizes"][0]
+    each = first["throughput"] / first["slots"]
+    chart = {
+        "name": "throughput",
+        "title": "Throughput",
+        "unit": "examples/s",
+        "color": "throughput",
+        "x": slots,
+        "y": [measured.get(number) for number in slots],
+        "low": [size["low"] for size in every],
+        "high": [size["high"] for size in every],
+        "more": [
+            {"color": "muted", "y": [number * each for number in slots]},
+            {"color": "loss", "y": [size["throughput"] for size in every]},
+        ],
+        "from_zero": True,
+        "height": 320,
+        "summary": f"{number_words(result['sizes'][-1]['throughput'])} with "
+        f"{result['sizes'][-1]['slots']} slots",
+    }
+    shown = [
+        f"<section><h2>{escape(heading)}</h2>"
+        + table([(text, "n") for text in rows[0]], [[cell(t, "n") for t in r] for r in rows[1:]])
+        + "</section>"
+        for heading, rows in tables
+    ]
+    hint = (
+        "Points: measured. Grey: the smallest size times the slots. Dashed: measured, and "
+        "predicted where nothing was. The shaded range holds 95 %."
+    )
+    body = [
+        f"<header><h1>{escape(title)}</h1><p>{escape(result['words'])}</p></header>",
+        f'<section>{chart_boxes([chart])}<p class="hint">{hint}</p></section>',
+        *shown,
+        f"<footer>Measured {escape(result['conditions']['when'])} by hvd_elastic.</footer>",
+    ]
+    data = {"charts": [chart], "marks": [], "x_name": "slots"}
+    return render_page(f"{title}: scaling", "\n".join(body), data)

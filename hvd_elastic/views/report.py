@@ -28,13 +28,14 @@ from hvd_elastic.views.page import (
     MAX_ROWS,
     cell,
     chart_boxes,
+    downsample,
     escape,
     render_page,
+    summarize_for_plots,
     table,
     write_page,
     written,
 )
-from hvd_elastic.views.points import downsample, summarize_for_plots
 
 Charts = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 """Charts of a run, and those of an adaptive batch."""
@@ -70,7 +71,6 @@ def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
     """Write the report of a run.
 
     Args:
-        folder: folder of the run.
         out: path of the report; None: ``report.html`` in the run folder.
 
     Raises:
@@ -105,8 +105,6 @@ def render_report(
     """Return the report as HTML.
 
     Args:
-        summary: summary of the run's events.
-        audit: result of the audit.
         asked: contents of run.json, for the command of the run.
     """
     parts, data = report_parts(summary, audit, asked=asked)
@@ -124,8 +122,6 @@ def report_parts(
     """Return the parts of the page as HTML by name, in their order, and the input of report.js.
 
     Args:
-        summary: summary of the run's events.
-        audit: result of the audit.
         asked: contents of run.json, for the command of the run.
         charts: the charts, as :func:`make_charts` has made them; None: make them.
     """
@@ -194,7 +190,6 @@ def zoomed_points(
     """Return the points of a metric between two times, and one beyond each.
 
     Args:
-        series: its values.
         begin_s, end_s: times after the start of the run [s].
     """
     first = max(0, bisect_left(series.at_s, begin_s) - 1)

@@ -364,6 +364,29 @@ def test_a_jump_host_is_trusted_before_the_host_behind_it(
     assert len(found) == 2
 
 
+@pytest.mark.parametrize("passes_on", [True, False])
+def test_the_second_jump_host_is_reached_through_the_first(
+    server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes_on: bool
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    (tmp_path / "door").mkdir()
+    door = Sshd(tmp_path / "door", settings=f"AllowTcpForwarding {'yes' if passes_on else 'no'}\n")
+    config = server.write_config(tmp_path / "config", ["node1"], "  ProxyJump door,inner\n")
+    server.write_config(config, ["inner"], "  ProxyJump none\n")
+    door.write_config(config, ["door"])
+    options = SshOptions(config_path=config)
+    try:
+        found = trust_hosts([Host("node1")], options, lambda _: True)
+        assert [entry.host for entry in found] == ["door", "inner", "node1"]
+        behind = TrustState.KNOWN if passes_on else TrustState.UNREACHABLE
+        assert [entry.state for entry in found] == [TrustState.KNOWN, behind, behind]
+        if passes_on:
+            with connect(Host("node1"), options) as connection:
+                assert connection.run("echo there", LIMIT_S).text == "there"
+    finally:
+        door.stop()
+
+
 def test_a_jump_that_leads_to_itself(server: Sshd, tmp_path: Path) -> None:
     config = server.write_config(tmp_path / "config", ["node1"], "  ProxyJump node1\n")
     options = SshOptions(config_path=config)

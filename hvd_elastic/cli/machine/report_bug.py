@@ -13,12 +13,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from hvd_elastic import __version__
 from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.machine.doctor import diagnose, render
-from hvd_elastic.cli.options import OptionalRun
+from hvd_elastic.cli.options import OptionalRun, option
 from hvd_elastic.cli.runs.show import last_lines
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import bytes_words, count
@@ -50,9 +48,7 @@ _REMOVED = "[removed]"
 
 def report_bug(
     run: OptionalRun = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path(
-        "hvd-elastic-bug.txt"
-    ),
+    out: Annotated[Path, option("The file to write.", "--out", "-o")] = Path("hvd-elastic-bug.txt"),
 ) -> None:
     """Gather versions, and the ends of a run's events and logs, in one file to look through.
 
@@ -70,6 +66,8 @@ def report_bug(
     except RunError:
         if run is not None:
             raise
+    if out.exists():
+        raise _exists(out)
     print("looking at what is installed here, as hvd-elastic doctor does …", file=sys.stderr)
     text = "\n".join(_parts(folder))
     known = secrets_of(os.environ)
@@ -80,7 +78,7 @@ def report_bug(
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise RunError(f"{out} exists; remove it, or name another file with --out") from None
+        raise _exists(out) from None
     except OSError as error:
         raise RunError(f"{out} cannot be written: {error.strerror}") from error
     about = f"run {folder.run_id}" if folder else "this machine (there is no run)"
@@ -90,6 +88,10 @@ def report_bug(
     print(
         "Look through it before you pass it on: it has names of hosts, the command and its output."
     )
+
+
+def _exists(out: Path) -> RunError:
+    return RunError(f"{out} exists; remove it, or name another file with --out")
 
 
 def without_secrets(text: str, known: Collection[str]) -> tuple[str, int]:
@@ -126,7 +128,8 @@ def _parts(folder: RunFolder | None) -> Iterator[str]:
     yield f"\n## packages of {sys.prefix}\n"
     found = {each.name: each.version for each in distributions() if _PACKAGES.match(each.name)}
     yield from (f"{name} {version}" for name, version in sorted(found.items()))
-    yield f"\n## hvd-elastic doctor\n\n{render(diagnose())}"
+    # The logs of a run say what its imports did, which takes seconds of all cores to try.
+    yield f"\n## hvd-elastic doctor\n\n{render(diagnose(imports=folder is None))}"
     if folder is None:
         return
     yield f"\n## run {folder.run_id}\n\n{json.dumps(folder.read_run())}"

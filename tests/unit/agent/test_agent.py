@@ -29,8 +29,8 @@ import pytest
 
 from hvd_elastic import __version__
 from hvd_elastic.agent import agent as agent_module
+from hvd_elastic.agent.leader_link import MOST_ON_THE_WAY
 from hvd_elastic.agent.template.process import TITLE
-from hvd_elastic.agent.unacknowledged import MOST_ON_THE_WAY
 from hvd_elastic.checkpoint.saved import find_spooled, spool_file
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.endings import crash_stack
@@ -331,7 +331,11 @@ def test_a_kill_by_the_kernel_for_lack_of_memory_is_told(start_agent: StartAgent
     ("fields", "words"),
     [
         ({"command": ["no-such-command"]}, "no command 'no-such-command' on this host"),
-        ({"cwd": "/no/such/folder"}, "/no/such/folder does not exist on this host"),
+        (
+            {"cwd": "/no/such/folder"},
+            "/no/such/folder does not exist on this host. Copy it: copycl",
+        ),
+        ({"command": ["python3", "/no/x.py"]}, "copyclust HOSTFILE /no/x.py /no/x.py"),
     ],
 )
 def test_a_command_that_cannot_start_is_told(

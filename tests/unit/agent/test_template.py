@@ -304,6 +304,7 @@ def test_forks_train_with_tensorflow_and_draw_different_weights(tmp_path: Path) 
 def refusal(folder: Path, module: str, command: Sequence[str] = ("train.py",)) -> str:
     """What the log of the next worker tells when this is in an imported module."""
     (folder / "imported.py").write_text(module)
+    (folder / "train.py").touch()
     further = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     words = [sys.executable, *command]
     start = WorkerStart.of(words, str(folder), variables(**further))
@@ -367,6 +368,7 @@ def test_a_fork_for_which_there_is_no_memory_is_told(
 
 
 def test_a_template_that_was_killed_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
     start = WorkerStart.of([sys.executable, "train.py"], str(tmp_path), variables())
 
     async def main() -> str:

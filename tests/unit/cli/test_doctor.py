@@ -217,6 +217,13 @@ def test_what_horovod_is_built_for_is_told_for_each_framework(monkeypatch, works
     assert bool(finding.mend) is (health is not Health.GOOD)
 
 
+def test_horovod_is_named_by_its_build_where_it_is_not_imported(monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "_built_with", None)
+    monkeypatch.setattr(doctor, "installed_build", lambda: "horovod-0.28.1-torch-2.13.0")
+    finding = doctor._horovod(imports=False)
+    assert "horovod-0.28.1-torch-2.13.0; not imported" in finding.found
+
+
 def test_what_horovod_prints_before_its_answer_is_ignored():
     built, _ = doctor._built_with("python", "torch", answer(0, 'a banner\n{"gloo": true}\n'))
     assert built == {"gloo": True}

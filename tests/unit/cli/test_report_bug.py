@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -41,9 +42,9 @@ def test_a_report_has_versions_events_and_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(
-        report_bug, "diagnose", lambda: [doctor.Finding("gpu", doctor.Health.GOOD, "2")]
-    )
+    findings = [doctor.Finding("gpu", doctor.Health.GOOD, "2")]
+    diagnose = Mock(return_value=findings)
+    monkeypatch.setattr(report_bug, "diagnose", diagnose)
     folder = RunFolder.create("digits-1", {"command": ["python", "x.py", "--token=hunter22"]})
     folder.events.write_text('{"kind": "run_started"}\n')
     folder.log_path("node1", 0).write_bytes(b"line\n" * 1000 + b"with swordfish: the end \xff\n")
@@ -54,6 +55,7 @@ def test_a_report_has_versions_events_and_logs(
         with pytest.raises(SystemExit, match=str(status)):
             main(["report-bug", "--out", str(out)])
     said = capsys.readouterr()
+    diagnose.assert_called_once_with(imports=False)  # nor where the file exists already
     assert "about run digits-1; 2 values removed" in said.out
     assert f"{out} exists" in said.err
     found = out.read_text()

@@ -80,6 +80,27 @@ def test_without_hosts_each_gpu_has_a_worker(
     assert found.says_size() == (f"{said}--np and --hostfile change that" if said else "")
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--profile", "1"], "1 worker has rank 0"),
+        (["--profile", "2", "-H", "localhost:2"], "2 workers have the ranks 0 to 1"),
+        (["--profile", "1", "-H", "localhost:2", "--spares", "1"], "1 worker has rank 0"),
+        (["--profile", "2", "-H", "localhost:4", "--max-np", "2"], "2 workers have the ranks"),
+    ],
+)
+def test_a_rank_that_no_worker_has_is_not_profiled(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    why: str,
+) -> None:
+    monkeypatch.setattr(run_options, "usable_gpus", lambda environment: 0)
+    status, message = call(*options, "--", "true", capsys=capsys)
+    assert status == 2
+    assert f"--profile {options[1]}: {why}" in message
+
+
 def test_all_mistakes_are_named_in_the_order_of_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

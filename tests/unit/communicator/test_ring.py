@@ -16,7 +16,13 @@ import numpy as np
 import pytest
 
 from hvd_elastic.communicator import buckets
-from hvd_elastic.communicator.interface import BARRIER, GRADIENTS, GenerationBrokenError
+from hvd_elastic.communicator.interface import (
+    BARRIER,
+    FIRST,
+    GRADIENTS,
+    GenerationBrokenError,
+    RingRank,
+)
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.communicator.ring import (
     _COUNTED,
@@ -189,7 +195,9 @@ def test_bytes_of_any_length_reach_every_rank(excess: int) -> None:
     data = data[: _SHORT_BYTES - _LENGTH_BYTES + excess] if excess > -_SHORT_BYTES else b""
 
     def body(communicator: HorovodCommunicator, collectives: InMemory) -> Any:
-        received = communicator.broadcast_bytes(data if communicator.rank == 1 else b"other", 1)
+        received = communicator.broadcast_bytes(
+            data if communicator.rank == 1 else b"other", RingRank(1)
+        )
         assert communicator.waited_s == communicator.longest_wait_s == 0.0, "it may be long"
         return received == data, len(collectives.sent)
 
@@ -204,7 +212,7 @@ def test_a_broadcast_overwrites_variables_in_messages_of_a_fixed_size(
     def body(communicator: HorovodCommunicator, collectives: InMemory) -> Any:
         own = communicator.rank + 1
         variables = [Variable(np.arange(50.0) * own), Variable(np.int8(own)), Variable([])]
-        communicator.broadcast(variables, 1)
+        communicator.broadcast(variables, RingRank(1))
         assert communicator.begun()["the state"] == 5
         return [each.value.array.tolist() for each in variables], collectives.sent
 
@@ -344,8 +352,8 @@ def test_alone_every_collective_is_the_identity() -> None:
     communicator.start({})
     assert communicator.wait(communicator.reduce_async(value, "x")) is value
     assert communicator.gather(value, "x") is value
-    assert communicator.broadcast_bytes(b"x", 0) == b"x"
-    communicator.broadcast([value], 0)
+    assert communicator.broadcast_bytes(b"x", FIRST) == b"x"
+    communicator.broadcast([value], FIRST)
     communicator.hand_over([value], [False])
     communicator.barrier()
     communicator.stop(broken=True)

@@ -34,7 +34,7 @@ def test_death_of_a_member_regroups_the_survivors_at_once():
     assert play.ready("b:0.2") == []
     grown = announced(play.joined("a:0.1", "c:0.1"))
     assert [m.worker for m in grown.members] == ["a:0.1", "b:0.2", "c:0.1"]
-    assert grown.reason == "host b joined: 2 → 3 slots"
+    assert grown.reason == "host b rejoined: 2 → 3 slots"
 
 
 def test_root_is_the_lowest_rank_among_equals():

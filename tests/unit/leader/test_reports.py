@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from hvd_elastic.control.endings import StopCause
-from hvd_elastic.control.events import HostDraining
+from hvd_elastic.control.events import HostDraining, ScriptFailed, WorkerExited
 from hvd_elastic.control.progress import Position
 from hvd_elastic.leader.led_run import TrainingProgress
 from hvd_elastic.leader.reports import Reports
@@ -55,3 +55,17 @@ def test_a_checkpoint_of_a_worker_that_waits_is_where_training_has_ended(trains:
     reports.take_of_worker("a:0.1", said)
     assert run.progress.reached.step == 90
     assert run.progress.is_exact is not trains
+
+
+def test_a_worker_that_cannot_be_started_has_ended() -> None:
+    """The slot of a newcomer, whose failure ends no run, would wait for it for ever."""
+    run, executor = Mock(), Mock()
+    run.workers.places, run.spec.command = {"b:0.1": ("b", 0)}, ("python", "x.py")
+    agent = Mock()
+    agent.host.name = "b"
+    reports = Reports(run, executor, Mock(), Mock(), Mock())
+    reports.take(agent, msg.WorkerNotStarted("b:0.1", "there is no x.py"))
+    failed, exited = (call.args[0] for call in executor.tell.call_args_list)
+    text = "the command 'python x.py' cannot be started on host b: there is no x.py"
+    assert failed == ScriptFailed("b:0.1", text)
+    assert exited == WorkerExited("b:0.1", code=127)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.leader.stopping import Stopping
+from hvd_elastic.leader.steering import Stopping
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

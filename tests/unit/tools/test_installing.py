@@ -33,6 +33,7 @@ FACTS = {"machine": platform.machine(), "libc": "glibc 2.36", "base": HERE}
         ({"libc": "glibc 2.31"}, CONDA, "it has glibc 2.31, here it is glibc 2.36"),
         ({"libc": ""}, DEBIAN, "it has another C library, here it is glibc 2.36"),
         ({"base": "3.9.2"}, DEBIAN, "/usr/bin/python3 is Python 3.9.2 there"),
+        ({"base": "3.9.2"}, DEBIAN, f"make this environment again by /usr/bin/python{MINOR}"),
         ({"base": ""}, DEBIAN, f"Install Python {MINOR} there as here"),
         ({"base": ""}, PYENV, "copyclust HOSTFILE /home/a/.pyenv/3 /home/a/.pyenv/3"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.virtual.marks import marked_clusters, marked_processes, marks
+from hvd_elastic.virtual.processes import marked_clusters, marked_processes, marks
 
 PROGRAM = """
 import os, sys, time
