@@ -96,7 +96,7 @@ def test_a_horovod_that_hangs_is_reported():
     assert "no answer" in why
 
 
-def has(monkeypatch, **versions: str) -> None:
+def has(monkeypatch, **versions: str | None) -> None:
     """Set the versions of installed frameworks."""
     monkeypatch.setattr(doctor, "version_of", versions.get)
     monkeypatch.setattr(doctor, "tensorflow_version", lambda: versions.get("tensorflow"))
