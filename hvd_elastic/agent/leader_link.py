@@ -213,7 +213,7 @@ class UnacknowledgedLog:
 
     def _change(self, worker: str, **fields: object) -> None:
         if worker in self._workers:
-            self._workers[worker] = replace(self._workers[worker], **fields)  # type: ignore[arg-type]
+            self._workers[worker] = replace(self._workers[worker], **fields)
 
     def _apply(self, message: msg.AgentToLeader) -> None:
         match message:

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
@@ -31,7 +32,9 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
 data = TensorDataset(torch.randn(44, 4).double(), torch.randn(44, 1).double())
 if WAY in ("diloco", "streaming"):
-    streaming = {"fragments": 2, "delay": 1, "mix": 0.5} if WAY == "streaming" else {}
+    streaming: dict[str, Any] = (
+        {"fragments": 2, "delay": 1, "mix": 0.5} if WAY == "streaming" else {}
+    )
     optimizer = hvd.LocalOptimizer(
         torch.optim.AdamW(model.parameters(), 0.01),
         model,
