@@ -123,7 +123,7 @@ def overhead(args: argparse.Namespace) -> None:
     from torch.utils.data import TensorDataset
 
     import hvd_elastic.torch as hvd
-    from hvd_elastic.bench.models.resnet import resnet50
+    from hvd_elastic.bench.models import resnet50
 
     hvd.init()
     device = hvd.device()

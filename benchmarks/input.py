@@ -38,9 +38,9 @@ from benchmarks.testbed.ray import VirtualRay
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.json_lines import Record
 from hvd_elastic.virtual import VirtualCluster
-from hvd_elastic.virtual.cpushare import CpuGroups
 from hvd_elastic.virtual.netns import Namespaces
 from hvd_elastic.virtual.plan import parse_rate
+from hvd_elastic.virtual.processes import CpuGroups
 
 PARTS = ("throughput", "overhead", "words")
 TRAINS_CORES, READS_CORES = 0.5, 1.0
@@ -106,7 +106,7 @@ class Hosts:
         """Train with ours; return the blocks, and what the run has said of its input."""
         _, *training = self.script("read_ours", **script)
         options = ("--checkpoint-every", "0", *options)
-        with self.bed.job(OURS, Order({self.trains: 1}, training, options=options)) as job:
+        with OURS.job(self.bed, Order({self.trains: 1}, training, options=options)) as job:
             job.wait(lambda: job.ended() == 0, _LIMIT_S, "the end")
             return self.blocks(), job.events("input")
 

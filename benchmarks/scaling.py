@@ -65,7 +65,7 @@ def resnet(batch_size: int) -> tuple[Any, Callable[[], Any]]:
     import torch
     from torch.nn import functional as F
 
-    from hvd_elastic.bench.models.resnet import resnet50
+    from hvd_elastic.bench.models import resnet50
 
     model = resnet50()
     images, labels = torch.randn(batch_size, 3, SIDE, SIDE), torch.randint(CLASSES, (batch_size,))
@@ -241,7 +241,7 @@ def measure_horovod(framework: str, say: Say, rounds: int, seconds: float) -> li
             training = [str(ROOT / "benchmarks/scaling.py"), "--train-horovod", framework]
             order = Order(bed.slots(1, 1), [*training, str(result)], environment=THREADS)
             launcher = STATIC if framework == "torch" else STATIC_TENSORFLOW
-            with bed.job(launcher, order) as job:
+            with launcher.job(bed, order) as job:
                 job.wait(lambda: result.exists() and result.read_text(), LIMIT_S)
             return float(json.loads(result.read_text()))
 

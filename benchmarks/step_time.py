@@ -279,7 +279,7 @@ def step_cost(bed: Testbed, launcher: Launcher, name: str, variant: Variant) -> 
         done = [process for process in job.marks.processes if len(process.steps) > wanted]
         return len(done) == RANKS
 
-    with bed.job(launcher, order) as job:
+    with launcher.job(bed, order) as job:
         job.wait(lambda: ranks_are_done(job), START_LIMIT_S)
         costs = [Cost.of(each.steps[WARM_STEPS : wanted + 1]) for each in job.marks.processes]
         return max(costs, key=lambda cost: cost.step_s)
@@ -315,7 +315,7 @@ def costs_in_turn(
         wanted = settle + blocks * BLOCK
         return len([each for each in job.marks.processes if len(each.steps) >= wanted]) == RANKS
 
-    with bed.job(OURS, order) as job:
+    with OURS.job(bed, order) as job:
         job.wait(lambda: ranks_are_done(job), START_LIMIT_S)
         ranks = [each.steps[settle:] for each in job.marks.processes]
         found = in_blocks(ranks, blocks)[WARM_BLOCKS:]
@@ -360,7 +360,7 @@ def parts_of_steps(bed: Testbed, name: str, variant: Variant) -> dict[str, float
         kept = ordered[len(ordered) // 4 : -(len(ordered) // 4)]
         return {part: statistics.mean(each.get(part, 0.0) for each in kept) for part in PARTS}
 
-    with bed.job(OURS, order) as job:
+    with OURS.job(bed, order) as job:
         job.wait(lambda: ranks_are_done(job), START_LIMIT_S)
         return min(map(middle, job.marks.processes), key=lambda parts: parts["waiting"])
 

@@ -196,7 +196,7 @@ def step_cost(bed: Testbed, who: str, name: str) -> Cost:
         steps = [[each for each in p.steps if each.size == RANKS] for p in job.marks.processes]
         return sum(len(each) > wanted for each in steps) == RANKS
 
-    with bed.job(LAUNCHERS[VARIANTS[who]], order) as job:
+    with LAUNCHERS[VARIANTS[who]].job(bed, order) as job:
         job.wait(lambda: ranks_are_done(job), START_LIMIT_S)
         costs = [Cost.of(each.steps[WARM_STEPS : wanted + 1]) for each in job.marks.processes]
         return max(costs, key=lambda cost: cost.step_s)
@@ -230,7 +230,7 @@ def costs_in_turn(
     def ranks_are_done(job: Job) -> bool:
         return sum(len(each.steps) >= wanted for each in job.marks.processes) == RANKS
 
-    with bed.job(LAUNCHERS["ours"], order) as job:
+    with LAUNCHERS["ours"].job(bed, order) as job:
         job.wait(lambda: ranks_are_done(job), START_LIMIT_S)
         ranks = [each.steps[settle:wanted] for each in job.marks.processes]
         found = in_blocks(ranks, blocks)[WARM_BLOCKS:]

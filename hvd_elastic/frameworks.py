@@ -24,6 +24,8 @@ TORCH_REQUIREMENT = "torch>=2.10,<2.15"
 TENSORFLOW_REQUIREMENTS = ("tensorflow-cpu>=2.21,<2.22", "keras>=3.12.3,!=3.13.*,!=3.14.*,<4")
 LIGHTNING_REQUIREMENT = "lightning>=2.5,<2.7"
 """Releases whose loops hvd_elastic.lightning knows."""
+TRANSFORMERS_REQUIREMENTS = ("transformers>=5.4,<6", "accelerate>=1.12,<2")
+"""Releases whose Trainer hvd_elastic.transformers knows."""
 TRITON_FIRST = (
     "write `import triton` before the first import of TensorFlow, or use one framework alone"
 )
@@ -92,6 +94,25 @@ def why_no_lightning(version: str) -> str | None:
         return None
     works = f"hvd_elastic.lightning works with {LIGHTNING_REQUIREMENT}"
     return f"Lightning {version} is installed, and {works}"
+
+
+def why_no_transformers(transformers: str | None, accelerate: str | None) -> str | None:
+    """Return why these libraries of Hugging Face cannot train with this release; None: they can.
+
+    Args:
+        transformers, accelerate: their versions, or None.
+
+    >>> why_no_transformers("5.24.0", "1.15.0")
+    >>> why_no_transformers("5.3.0", "1.15.0")
+    'transformers 5.3.0 is installed, and hvd_elastic.transformers works with transformers>=5.4,<6'
+    """
+    known = [("transformers", transformers, (5, 4), (6, 0))]
+    known.append(("accelerate", accelerate, (1, 12), (2, 0)))
+    for (name, version, oldest, end), works in zip(known, TRANSFORMERS_REQUIREMENTS, strict=True):
+        there = f"{name} is not installed" if version is None else f"{name} {version} is installed"
+        if version is None or not oldest <= _numbers(version) < end:
+            return f"{there}, and hvd_elastic.transformers works with {works}"
+    return None
 
 
 def why_no_tensorflow(

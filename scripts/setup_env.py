@@ -26,21 +26,19 @@ if str(ROOT) not in sys.path:
 
 from hvd_elastic.config import home, nearest_existing  # noqa: E402
 from hvd_elastic.errors import BuildError, HvdElasticError  # noqa: E402
-from hvd_elastic.install.pinned import (  # noqa: E402
-    BUILD_REQUIREMENTS,
-    RUN_REQUIREMENTS,
-    pip_arguments,
-)
 from hvd_elastic.install.prerequisites import (  # noqa: E402
+    BUILD_REQUIREMENTS,
     DEVELOPER_PREREQUISITES,
     ENGINE_PREREQUISITES,
     PREREQUISITES,
+    RUN_REQUIREMENTS,
     Prerequisite,
     Purpose,
     apt_command,
     check_build_space,
     has_apt,
     missing,
+    pip_arguments,
 )
 from hvd_elastic.install.quiet import run_quietly  # noqa: E402
 from hvd_elastic.records.process_lock import lock_held  # noqa: E402

@@ -24,7 +24,8 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[1]
 OF_ONE_FRAMEWORK = {
     "torch": (
-        *("hvd_elastic/torch", "hvd_elastic/lightning", "hvd_elastic/bench/models"),
+        *("hvd_elastic/torch", "hvd_elastic/lightning", "hvd_elastic/transformers"),
+        "hvd_elastic/bench/models.py",
         *("hvd_elastic/bench/allreduce_torch.py", "hvd_elastic/bench/digits.py"),
         "hvd_elastic/bench/synthetic_torch.py",
     ),
@@ -33,6 +34,7 @@ OF_ONE_FRAMEWORK = {
         "hvd_elastic/bench/synthetic_tensorflow.py",
     ),
     "lightning": ("hvd_elastic/lightning",),
+    "transformers": ("hvd_elastic/transformers",),
 }
 """What cannot be imported without a framework."""
 WORKER_PYTHONPATH = f"{ROOT / 'tests/quick_torch'}{os.pathsep}{ROOT}"

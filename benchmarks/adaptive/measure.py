@@ -213,7 +213,7 @@ def _timed_on(bed: Testbed, slots: Mapping[str, int]) -> list[Observation]:
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     training = [str(script), "times", str(out), str(len(slots))]
     order = Order(slots, training, sum(slots.values()), environment=environment)
-    with bed.job(STATIC, order) as job:
+    with STATIC.job(bed, order) as job:
         while (status := job.ended()) is None:
             job.sleep()
         if status or not out.exists():

@@ -18,7 +18,7 @@ from benchmarks.testbed.launchers import start_logged
 from benchmarks.testbed.links import limit_link
 from hvd_elastic.errors import RunError
 from hvd_elastic.virtual import VirtualCluster, plan
-from hvd_elastic.virtual.tools import run_tool
+from hvd_elastic.virtual.processes import run_tool
 
 DESTINATION = "/data/set"
 LIMIT_S = 900.0

@@ -175,7 +175,7 @@ def playing(
         np=1,
         options=("--checkpoint-every", "0", *options),
     )
-    with bed.job(OURS, order) as job:
+    with OURS.job(bed, order) as job:
         job.wait(job.events_path.exists, _LIMIT_S, "did not start")
         play = Play(bed, job, control, workload, hosts)
         play.wait(lambda: play.since(0.0, "metrics"), "did not begin to train")

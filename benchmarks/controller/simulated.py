@@ -20,7 +20,7 @@ from hvd_elastic.model.goodput import BatchLimits, BatchPlan
 from hvd_elastic.model.step_time import Observation, fit_step_time
 from hvd_elastic.policy.autoscale import decide
 from hvd_elastic.policy.objective import Objective
-from hvd_elastic.policy.place import placements
+from hvd_elastic.policy.scoring import placements
 from hvd_elastic.policy.snapshot import Allocation, HostOffer, Snapshot
 from hvd_elastic.sim.run import SimResult, simulate
 from hvd_elastic.sim.static import best_at, best_static

@@ -80,7 +80,7 @@ class Stage:
             *("--min-np", str(order.min_np), *order.training),
         ]
         options = order.options if launcher.is_ours else ()
-        with bed.job(launcher, replace(order, training=training, options=options)) as job:
+        with launcher.job(bed, replace(order, training=training, options=options)) as job:
             job.wait(lambda: _all_train(job, order.workers), _START_LIMIT_S, "did not begin")
             yield job
 

@@ -78,7 +78,7 @@ _PROGRAMS = {
 def _start_once(bed: Testbed, launcher: Launcher) -> tuple[float, dict[str, float]]:
     training = [str(DIGITS), "--data", str(bed.data), "--quiet", "--epochs", "1"]
     order = Order(dict.fromkeys(bed.hosts, 1), training, min_np=_HOSTS)
-    with bed.job(launcher, order) as job:
+    with launcher.job(bed, order) as job:
         first = job.wait(lambda: first_step(job.marks.processes), _DEADLINE_S, "made no step")
         # The job runs to its end: horovodrun would leave processes behind if it were ended.
         try:

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.published.profiles import SubmittedJob
 from hvd_elastic.model.goodput import goodput_curve
 from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
-from hvd_elastic.sim.jobs.job import JobInTime
+from hvd_elastic.sim.jobs.run import JobInTime
 
 _PASSES_ALONE = 2
 """Fewest passes of a job on one slot with more than its initial batch, as in the artifact."""

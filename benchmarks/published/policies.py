@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.published.job import SimulatedJob
-from hvd_elastic.policy.schedule.decide import decide
+from hvd_elastic.policy.schedule.decide import choose_options, decide
 from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
-from hvd_elastic.policy.schedule.knapsack import choose_options
 from hvd_elastic.policy.schedule.policies import (
     equal_shares,
     first_come_first_served,
     place,
 )
-from hvd_elastic.sim.jobs.job import as_jobs
+from hvd_elastic.sim.jobs.run import as_jobs
 
 Policy = Callable[
     [Sequence[SimulatedJob], Sequence[HostSlots], float, float], Mapping[str, Assignment]

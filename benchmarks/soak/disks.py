@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hvd_elastic.virtual.tools import run_tool
+from hvd_elastic.virtual.processes import run_tool
 
 _BALLAST = "ballast"
 _SPOOL_MIB = 16

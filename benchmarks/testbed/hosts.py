@@ -16,12 +16,11 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.testbed.launchers import ROOT, Job, Launcher, Order
 from hvd_elastic.bench.digits_data import write_digits
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.virtual import VirtualCluster
 
-DIGITS = ROOT / "scripts/examples/digits.py"
+DIGITS = Path(__file__).resolve().parents[2] / "scripts/examples/digits.py"
 
 
 class Testbed:
@@ -66,20 +65,16 @@ class Testbed:
         return {host: count for host, count in zip(self.hosts, counts, strict=False) if count}
 
     @contextlib.contextmanager
-    def job(self, launcher: Launcher, order: Order) -> Iterator[Job]:
-        """Launch a job for the length of the block; then end it and bring all hosts up again."""
+    def job_folder(self) -> Iterator[Path]:
+        """Make a folder for a job and, when the block ends, bring all hosts up again."""
         self._jobs += 1
         folder = self.scratch / f"job{self._jobs}"
         for name in ("marks", "home"):
             (folder / name).mkdir(parents=True)
-        job: Job | None = None
         try:
-            job = launcher.launch(self, folder, order)
-            yield job
+            yield folder
         finally:
-            with _uninterrupted():
-                if job is not None:
-                    job.end()
+            with uninterrupted():
                 restore_hosts(self.cluster)
 
     def kill(self, host: str, pid: int, number: int = signal.SIGKILL) -> float:
@@ -140,12 +135,12 @@ def make_testbed(
         try:
             yield Testbed(cluster, Path(scratch))
         finally:
-            with _uninterrupted():
+            with uninterrupted():
                 cluster.down()
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Delay Ctrl-C and SIGTERM until the clean-up in the block is done."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:

@@ -21,18 +21,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from benchmarks.testbed.environments import PeerEnvironment, PeerMissingError
+from benchmarks.testbed.hosts import Testbed, uninterrupted
 from benchmarks.testbed.marks import Lane, MarkFolder, Process
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import Record, read_records
-
-if TYPE_CHECKING:
-    from benchmarks.testbed.hosts import Testbed
 
 Found = TypeVar("Found")
 
@@ -348,6 +346,17 @@ class Launcher(abc.ABC):
     @abc.abstractmethod
     def launch(self, bed: Testbed, folder: Path, order: Order) -> Job:
         """Start a job."""
+
+    @contextlib.contextmanager
+    def job(self, bed: Testbed, order: Order) -> Iterator[Job]:
+        """Launch a job for the length of the block; then end it and bring all hosts up again."""
+        with bed.job_folder() as folder:
+            job = self.launch(bed, folder, order)
+            try:
+                yield job
+            finally:
+                with uninterrupted():
+                    job.end()
 
 
 def start_logged(

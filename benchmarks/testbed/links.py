@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.virtual import VirtualCluster, plan
-from hvd_elastic.virtual.marks import SWITCH, marked_processes
-from hvd_elastic.virtual.tools import run_tool
+from hvd_elastic.virtual.processes import SWITCH, marked_processes, run_tool
 
 
 def limit_link(cluster: VirtualCluster, host: str, bits_per_s: int) -> None:

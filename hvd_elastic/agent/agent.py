@@ -41,13 +41,11 @@ from hvd_elastic.agent.failover import (
     write_last_checkpoint,
 )
 from hvd_elastic.agent.host_sampler import HostSampler
-from hvd_elastic.agent.leader_link import LeaderLink
+from hvd_elastic.agent.leader_link import LeaderLink, UnacknowledgedLog
 from hvd_elastic.agent.preemption.clouds import CloudWatch
-from hvd_elastic.agent.preemption.command import CommandWatch
-from hvd_elastic.agent.preemption.notice import after_sigterm_s
+from hvd_elastic.agent.preemption.notice import CommandWatch, after_sigterm_s
 from hvd_elastic.agent.rendezvous import GenerationStore
 from hvd_elastic.agent.spool import Spool
-from hvd_elastic.agent.unacknowledged import UnacknowledgedLog
 from hvd_elastic.agent.worker_start import die_with_parent
 from hvd_elastic.agent.workers import Workers
 from hvd_elastic.control.progress import Activity

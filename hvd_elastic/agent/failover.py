@@ -25,7 +25,8 @@ from typing import Any
 import msgspec
 
 from hvd_elastic.agent.spool import Spool
-from hvd_elastic.agent.workers import Worker, Workers
+from hvd_elastic.agent.worker import Worker
+from hvd_elastic.agent.workers import Workers
 from hvd_elastic.errors import RunError
 from hvd_elastic.own_files import socket_in
 from hvd_elastic.programs.peers import connect_own, peer_uid
@@ -96,9 +97,6 @@ class Caller:
 def listen_for_successors(spool: Path) -> socket.socket:
     """Return the socket on which the next agent process of this run and host finds this one.
 
-    Args:
-        spool: folder of the run on this host.
-
     Raises:
         RunError: an agent of the run listens already, which was started at the same time.
         StrangerError: the folder is not this user's alone.
@@ -128,11 +126,8 @@ def _only_one(spool: Path) -> Iterator[None]:
     lock = None
     with contextlib.suppress(OSError):
         lock = take_lock(spool / f"{_SOCKET}.lock")
-    try:
+    with lock or contextlib.nullcontext():
         yield
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def answer_caller(listener: socket.socket) -> Caller | None:
@@ -174,7 +169,6 @@ def call_predecessor(
     Blocks; nothing else runs in this process yet.
 
     Args:
-        spool: folder of the run on this host.
         hello: first message of the leader; ``take_over`` says whether an old agent shall continue.
         rest: bytes read from the leader after that message.
         output: descriptor of this process's pipe to the leader.
@@ -244,8 +238,6 @@ async def write_last_checkpoint(
     even if others have ended. So it is complete when each host has waited for its own workers.
 
     Args:
-        workers: workers of this host.
-        spool: folder that they write to.
         timeout_s: a worker without a sign of life for this time is dead [s].
         call_off: aborts the collectives of the generation.
     """

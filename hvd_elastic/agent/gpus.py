@@ -28,11 +28,7 @@ class _Memory(ctypes.Structure):
 
 
 class Gpus:
-    """The GPUs of this host; there are none without a driver that works.
-
-    Args:
-        library: name of NVML's library.
-    """
+    """The GPUs of this host; there are none without a driver that works."""
 
     def __init__(self, library: str = _LIBRARY) -> None:
         self._handles: list[ctypes.c_void_p] = []
@@ -70,10 +66,6 @@ def usable_gpus(environment: Mapping[str, str], library: str = _LIBRARY) -> int:
     """Return how many GPUs of this host a program may use: all, or CUDA_VISIBLE_DEVICES' if fewer.
 
     Parts of a GPU (MIG) count as CUDA_VISIBLE_DEVICES names them, since one process uses one.
-
-    Args:
-        environment: of the program.
-        library: name of NVML's library.
     """
     found, named = len(Gpus(library)), environment.get("CUDA_VISIBLE_DEVICES")
     if named is None or not found:

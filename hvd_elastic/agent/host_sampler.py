@@ -33,7 +33,6 @@ class HostSampler:
 
     Args:
         interface: network interface of the ring; None: all of them together.
-        host: name of the host.
     """
 
     def __init__(self, interface: str | None, host: str) -> None:
@@ -54,7 +53,6 @@ class HostSampler:
 
         Args:
             look: returns what the workers are doing.
-            send: called with each sample.
         """
         await asyncio.sleep(_FIRST_S)
         while True:

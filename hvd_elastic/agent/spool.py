@@ -24,11 +24,7 @@ _UNTOLD = "untold.jsonl"
 
 
 class Spool:
-    """Folder with a run's specification, shards and saved files to be fetched, and readings.
-
-    Args:
-        path: path of the folder.
-    """
+    """Folder with a run's specification, shards and saved files to be fetched, and readings."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""How the processes of a run on a host are started."""
+"""Starts the processes of a run on a host; the template imports it, so it needs Python alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class WorkerStart:
 
     Attributes:
         command: path of the program, and arguments.
-        cwd: working directory.
         variables: environment, which ends with :data:`OWN_VARIABLES`.
     """
 
@@ -116,9 +115,6 @@ def start_process(
 
     Args:
         command: path of the program, and arguments.
-        cwd: working directory.
-        variables: environment.
-        stdin, output: descriptors of its standard input and output.
         errors: descriptor of its standard error; None: ``output``.
 
     Returns:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import codecs
 import contextlib
 import functools
 import os
 import secrets
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.agent.early_messages import without_early_messages
 from hvd_elastic.agent.leader_link import read_line
-from hvd_elastic.agent.liveness import Liveness
-from hvd_elastic.agent.scratch import compiler_cache, make_scratch
 from hvd_elastic.agent.template.template import Template
+from hvd_elastic.agent.worker import (
+    Liveness,
+    Worker,
+    compiler_cache,
+    make_scratch,
+    without_early_messages,
+)
 from hvd_elastic.agent.worker_start import WorkerStart
 from hvd_elastic.control.commands import Member
-from hvd_elastic.control.progress import Activity
 from hvd_elastic.programs.cores import usable_cores
 from hvd_elastic.programs.peers import peer_uid
 from hvd_elastic.programs.processes import Process, descendants, environment, send
@@ -62,80 +62,11 @@ _SECOND = (
 )
 
 
-_DECODER = codecs.getincrementaldecoder("utf-8")
-
-
-@dataclass
-class Worker:
-    """One worker process of this host."""
-
-    order: msg.StartWorker
-    start: WorkerStart
-    pid: int
-    is_fork: bool
-    log: int
-    liveness: Liveness
-    activity: Activity = field(default_factory=Activity)
-    started_at: float = field(default_factory=time.monotonic)
-    is_ready: bool = False
-    """Whether it has reached the training function."""
-    is_member: bool = False
-    """Whether it has joined a generation and has not finished its training."""
-    has_answered: bool = True
-    """Whether it has answered the last request for a checkpoint."""
-    outlived: int = 0
-    """First SIGTERM or SIGHUP that it received and survived; 0 for none."""
-    was_meant: bool = False
-    """Whether it was ended because the signal was for it alone."""
-    connection: asyncio.Task[None] | None = None
-    """Receives its messages until its end; None: it has not connected."""
-    text: codecs.IncrementalDecoder = field(default_factory=lambda: _DECODER("replace"))
-    """Decodes its output; keeps the begin of a character that two reads divide."""
-    to_it: socket.socket | None = None
-    unsent: bytearray = field(default_factory=bytearray)
-
-    @property
-    def name(self) -> str:
-        """Its name in the run."""
-        return self.order.worker
-
-    def silent_s(self, now: float) -> float:
-        """Return the time without a sign of life [s]."""
-        # Until it connects, its interpreter is still starting.
-        return 0.0 if self.connection is None else self.liveness.silent_s(now)
-
-    def send(self, message: msg.AgentToWorker) -> None:
-        """Send a message, now or as soon as the worker has connected."""
-        self.unsent += encode(message)
-        self.send_unsent()
-
-    def send_unsent(self) -> None:
-        """Send as much as the worker takes now, and the rest when it takes more.
-
-        A stream that could not be written to would not be read any more either: a message to a
-        worker that has just ended would cost its last words. So this does not use the stream.
-        """
-        if self.to_it is None:
-            return
-        try:
-            del self.unsent[: self.to_it.send(self.unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.unsent.clear()
-        loop = asyncio.get_running_loop()
-        if self.unsent:
-            loop.add_writer(self.to_it, self.send_unsent)
-        else:
-            loop.remove_writer(self.to_it)
-
-
 class Workers:
     """Workers of one run on this host.
 
     Args:
         hello: first message of the leader; a new leader replaces it.
-        spool: folder to which workers write checkpoints.
         interface: network interface for the ring; None lets Gloo and NCCL choose.
         tell: called with messages that must reach the leader.
         has_room: returns whether output is read on. Else workers wait where they print, so that
@@ -445,9 +376,7 @@ class Workers:
         """Report a worker's end to the leader, then end the processes that it left behind.
 
         Args:
-            worker: the worker.
             code: its exit status; below 0: the signal that ended it.
-            out_of_memory: whether the kernel has killed it for lack of memory.
         """
         # Its last messages and output must be sent before the report of its end.
         for _ in range(64):

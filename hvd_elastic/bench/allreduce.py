@@ -82,7 +82,6 @@ def measure_allreduce(
     """Sum tensors of 1 KiB up to ``most`` over the ranks.
 
     Args:
-        hostfile, hosts: path of the hostfile, and its hosts.
         slots: number of ranks; None: all slots.
         most: largest size [bytes].
         options: further options of ``hvd-elastic run``.

@@ -1,21 +1,26 @@
-"""An elastic run in the background, which lasts until something was measured in it."""
+"""Run a user's training in the background, until something was measured in it."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.input.rate import RESULT_VARIABLE, SECONDS_VARIABLE, InputRate
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.run_events import ReadEvent, RunFinished
+from hvd_elastic.run_events import ReadEvent, RescaleFinished, RunFinished
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
 
 PATIENCE_S = 600.0
 """How long the start of training at a size may take [s]: scripts may load much before it."""
@@ -28,15 +33,9 @@ class BackgroundRun:
     """A run without checkpoints, for the length of a block.
 
     Args:
-        hostfile: path of the hostfile.
-        command: training command.
-        slots: number of workers at first.
         options: further options of ``hvd-elastic run``.
         name: what it is called in messages.
         advice: what to do if training ends before it was measured.
-
-    Attributes:
-        folder: its run folder.
 
     Raises:
         UsageError: ``hvd-elastic run`` rejected its options.
@@ -127,3 +126,88 @@ class BackgroundRun:
                     f"{event.message}{self._advice}; {self._logs}"
                 )
             yield event
+
+
+_ADVICE = ". Give it a longer training (more epochs), or a shorter --probe-for"
+
+
+def sizes_to_probe(hosts: Sequence[Host]) -> list[int]:
+    """Return the numbers of processes that are most informative to measure.
+
+    On one host these are one, two and all slots; on two hosts, the fewest processes that use both
+    and all slots.
+
+    >>> sizes_to_probe([Host("a", slots=8), Host("b", slots=4), Host("c", slots=8)])
+    [1, 2, 8, 9, 12]
+    """
+    first = hosts[0].slots
+    both = first + (hosts[1].slots if len(hosts) > 1 else 0)
+    return sorted({size for size in (1, 2, first, first + 1, both) if size <= both})
+
+
+def probe(
+    hostfile: Path,
+    hosts: Sequence[Host],
+    command: Sequence[str],
+    for_s: float,
+    options: Sequence[str],
+    say: Say,
+) -> RunFolder:
+    """Train for a while at each of :func:`sizes_to_probe`, then end the run.
+
+    Args:
+        for_s: training time over all sizes together [s].
+        options: further options of ``hvd-elastic run``.
+        say: called with a line of text for each size.
+
+    Returns:
+        The run folder, with the events that were measured.
+
+    Raises:
+        UsageError: ``hvd-elastic run`` rejected its options.
+        RunError: the run could not be started, or ended before it was measured at every size.
+    """
+    sizes = sizes_to_probe(hosts)
+    with BackgroundRun(hostfile, command, sizes[0], options, "the probe", _ADVICE) as run:
+        for size in sizes:
+            say(f"probing: {size} of {sizes[-1]} processes")
+            if size != sizes[0]:
+                run.scale(size)
+
+            def look(event: ReadEvent, size: int = size) -> bool | None:
+                return (isinstance(event, RescaleFinished) and event.size == size) or None
+
+            run.wait(look, f"training on {size} processes", PATIENCE_S)
+            run.train(for_s / len(sizes))
+    return run.folder
+
+
+def measure_input(command: Sequence[str], seconds: float) -> InputRate:
+    """Run a training script that reads its batches and does not train.
+
+    Args:
+        command: training command; its output goes to stderr.
+        seconds: time to read for [s].
+
+    Raises:
+        RunError: the command cannot be started, or ended before it had read batches.
+    """
+    with tempfile.TemporaryDirectory(prefix="hvd_elastic-bench-") as folder:
+        result = Path(folder, "rate.json")
+        launched = ("HVD_ELASTIC_", "HOROVOD_", "OMPI_")
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(launched)
+        }
+        environment |= {SECONDS_VARIABLE: str(seconds), RESULT_VARIABLE: str(result)}
+        try:
+            ended = subprocess.run([*command], env=environment, stdout=sys.stderr, check=False)
+        except OSError as error:
+            raise RunError(f"{command[0]!r} cannot be started: {error.strerror}") from error
+        rate = InputRate.read(result)
+    if rate is None:
+        raise RunError(
+            f"the script ended with status {ended.returncode} before it had read batches. Give a "
+            "script that iterates hvd.DataLoader (or hvd.dataset) in its training function, with "
+            "its arguments"
+        )
+    return rate

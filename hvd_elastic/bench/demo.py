@@ -52,7 +52,6 @@ class Act:
     """A change of the cluster.
 
     Attributes:
-        title: description of the change.
         do: function that makes the change.
         size_after: number of processes once training has adapted to it.
         generations: number of rescales until then.
@@ -115,10 +114,7 @@ def play(console: Console, loopback: bool, epochs: int, as_json: bool) -> int:
     """Create the hosts, run the job, and print the result.
 
     Args:
-        console: console to print to.
         loopback: whether to use loopback addresses instead of network namespaces.
-        epochs: number of epochs to train.
-        as_json: whether to print the summary as JSON.
 
     Returns:
         The exit status.

@@ -38,8 +38,6 @@ def refuse_too_large(
 
     Args:
         model: name of the model, for the message.
-        batch_size: number of examples.
-        run: runs a step.
         is_too_large: whether an error means that memory was short.
         ranks: number of ranks that share the memory of this host; None: memory of a GPU.
 
@@ -85,7 +83,6 @@ def _most_by_growth(batch_size: int, fits: Callable[[int], bool], limit: int) ->
     """Return how many examples fit into memory, at most ``batch_size``.
 
     Args:
-        batch_size: most examples.
         fits: runs a step of so many, and returns whether memory sufficed.
         limit: most memory that this process may hold [bytes].
     """

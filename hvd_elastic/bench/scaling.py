@@ -15,7 +15,7 @@ from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.model.step_time import Observation, StepTimeModel, fit_step_time
 from hvd_elastic.policy.evidence import CoreSharing
-from hvd_elastic.policy.prices import hourly_price
+from hvd_elastic.policy.objective import hourly_price
 
 MODELS = ("resnet50", "gpt2")
 PRECISIONS = ("fp32", "fp16", "bf16")
@@ -136,14 +136,11 @@ class Scaling:
     """Result of the benchmark.
 
     Attributes:
-        settings: what was measured.
-        parameters: number of parameters of the model.
         sizes: measured sizes, the smallest first.
         predicted: further sizes.
         unknown: sizes that cannot be predicted, and why.
         check: largest measured size, and the ratio of its predicted to its measured throughput if
             it is predicted from the others; None: fewer than three sizes.
-        words: what ate the efficiency.
         conditions: time, hosts and versions.
     """
 
@@ -182,10 +179,8 @@ def scaling_of(
     """Return the result of what workers have reported.
 
     Args:
-        settings: what was measured.
         hosts: hosts of the hostfile, in its order.
         found: number of hosts and the figures of a :class:`StepTimer`, by number of slots.
-        cores: cores of the hosts.
     """
     cores = cores or CoreSharing()
     slots = sorted(found)
@@ -339,15 +334,7 @@ def gradient_words(parameters: int) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """Time and cost of a training at one size.
-
-    Attributes:
-        slots: number of slots.
-        measured: whether the throughput was measured.
-        epoch_cost: cost of an epoch.
-        hours: time of the whole training.
-        cost: cost of it.
-    """
+    """Time and cost of a training at one size."""
 
     slots: int
     measured: bool
@@ -361,8 +348,6 @@ def costs(scaling: Scaling, examples: int, epochs: float) -> list[Cost]:
 
     Args:
         scaling: result of the benchmark.
-        examples: number of examples of an epoch.
-        epochs: number of epochs.
     """
     found = []
     every: list[Size | Predicted] = [*scaling.sizes, *scaling.predicted]
@@ -405,7 +390,6 @@ class Difference:
     """A size in two results.
 
     Attributes:
-        slots: number of slots.
         first, second: throughput [examples/s].
         ratio, low, high: second / first, and its 95 % interval.
     """

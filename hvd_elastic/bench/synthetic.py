@@ -16,7 +16,7 @@ from hvd_elastic.bench.step_timer import PREFIX
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.policy.replay import replay
+from hvd_elastic.policy.evidence import replay
 from hvd_elastic.run_events import Metrics, ReadEvent, RescaleStarted
 
 
@@ -45,12 +45,9 @@ def measure_synthetic(
     """Train on synthetic data at each size, and return the figures.
 
     Args:
-        hostfile, hosts: path of the hostfile, and its hosts.
         sizes: numbers of slots.
-        settings: what to train.
         seconds: time to measure each size for [s].
         options: further options of ``hvd-elastic run``.
-        progress: is told how it goes on.
 
     Raises:
         UsageError: a size is above the slots of the hostfile, or some hosts only have a price.

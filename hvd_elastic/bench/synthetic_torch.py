@@ -25,7 +25,7 @@ Loss = Callable[[], torch.Tensor]
 
 def make_resnet50(batch_size: int) -> tuple[nn.Module, Loss]:
     """Return ResNet-50, and its loss on random images."""
-    from hvd_elastic.bench.models.resnet import resnet50
+    from hvd_elastic.bench.models import resnet50
 
     model = resnet50()
     images = torch.randn(batch_size, 3, IMAGE, IMAGE)
@@ -35,7 +35,7 @@ def make_resnet50(batch_size: int) -> tuple[nn.Module, Loss]:
 
 def make_gpt2(batch_size: int) -> tuple[nn.Module, Loss]:
     """Return GPT-2 small, and its loss on random sequences of 1024 tokens."""
-    from hvd_elastic.bench.models.gpt2 import GPT2
+    from hvd_elastic.bench.models import GPT2
 
     model = GPT2()
     tokens = torch.randint(50257, (batch_size, TOKENS + 1))

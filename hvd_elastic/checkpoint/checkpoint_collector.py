@@ -35,11 +35,8 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
     """Collects the checkpoints of one run.
 
     Args:
-        store: store that keeps the checkpoints.
         copies: number of other hosts that keep a copy of each shard.
         resumed: whether to collect checkpoints that an earlier leader has not collected.
-        by_host: returns the connections of the hosts that are up now, by host.
-        call: what it calls.
     """
 
     _not_here = "was not kept"
@@ -241,7 +238,6 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         """Let all hosts delete their spools at the end of the run, unless they may be needed.
 
         Args:
-            succeeded: whether the run has.
             searched_in_vain: whether a checkpoint that should exist was not found.
         """
         needed = self._copies or self._missed or self.busy or searched_in_vain

@@ -67,7 +67,6 @@ class Source(Generic[Entry]):
     """A file, and a host whose spool has it.
 
     Attributes:
-        host, agent: host and connection to its agent.
         entry: description of the file.
         name: path of the file in the spool.
         seconds: how long the worker took to write it [s].
@@ -91,7 +90,6 @@ class Parcel(Generic[Entry]):
     """Files that are fetched together.
 
     Attributes:
-        words: what it is, for users.
         sources: the files; the same one may be on several hosts.
         subject: what complaints about it are about; each is told once until one succeeds.
         retry: when it is tried again.
@@ -111,7 +109,6 @@ class Callbacks:
 
     Attributes:
         post: schedules a call in the leader's loop.
-        emit, warn: record an event or a warning.
         on_idle: called after each attempt, unless another one begins at once.
     """
 
@@ -126,7 +123,6 @@ class Collector(ABC, Generic[Entry, Stored]):
 
     Args:
         agents: returns the connections of the hosts that can be used now.
-        call: what it calls.
     """
 
     _not_here: ClassVar[str]

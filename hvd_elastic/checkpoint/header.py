@@ -63,7 +63,6 @@ class TensorInfo:
     Attributes:
         name: keys to it in the state, joined by dots, such as ``model.layers.0.weight``.
         dtype: name of its type in numpy or ml_dtypes, such as ``float32`` or ``bfloat16``.
-        shape: dimensions.
         bytes: size of its data.
 
     >>> TensorInfo("w", "bfloat16", (2, 3), 12).array_dtype
@@ -91,9 +90,7 @@ class Header:
     Attributes:
         tensors: descriptions of the tensors, in the order of their data.
         progress: point in training: ``step``, ``epoch``, ``position``, ``examples`` and others.
-        world: number of ranks that trained.
         frontend: name of the framework that wrote it, such as ``torch``.
-        library: version of this package that wrote it.
         values: encoded values that are not tensors; see :func:`decode_values`.
     """
 
@@ -180,7 +177,6 @@ def encode_values(value: Any, leaf: Leaf, path: Path = ()) -> Any:
     ``OrderedDict`` and ``Counter``.
 
     Args:
-        value: value to encode.
         leaf: returns the encoding of a value of the framework, :data:`NotImplemented` for others.
         path: keys that lead to ``value``.
 

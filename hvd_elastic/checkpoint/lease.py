@@ -49,12 +49,9 @@ class Lease:
     """The content of a lease file.
 
     Attributes:
-        run: name of the run.
         leader: unique id of the leader's process.
-        led_by: description of the process for users.
         led_since: when it began to lead [Unix seconds by its own clock].
         machine: id of the process's machine, boot and pid namespace; empty: unknown.
-        pid: process id there.
         count: number of renewals.
     """
 
@@ -125,8 +122,6 @@ class LeaseHolder:
     Errors with the file are not reported: checkpoints use the same storage, and report them.
 
     Args:
-        place: folder or URL of the run's checkpoints.
-        lease: lease of this process.
         on_settled: called once, when the lease is held or the storage cannot be read.
         on_other: called with another leader's lease, whenever that was renewed, and whether it has
             taken the place of this leader's.

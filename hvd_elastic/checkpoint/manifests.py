@@ -50,7 +50,6 @@ class CheckpointInfo:
     """A checkpoint as described by its manifest.
 
     Attributes:
-        path: path of the manifest.
         shards: shards by index; their files are in the same folder.
         seconds: how long writing took [s]; 0 for a checkpoint that was found.
     """
@@ -117,7 +116,6 @@ def complete_checkpoint(
     """Write the manifest for shards in ``folder``, and prune older checkpoints.
 
     Args:
-        folder: folder of the checkpoints.
         shards: all verified shards of the checkpoint, by index, with their files in ``folder``.
         keep: number of checkpoints to keep, this one included, >= 1.
         seconds: how long writing took [s], for the returned description.
@@ -172,7 +170,6 @@ def newest_valid(
     One with weights that are not finite is returned only if no other is valid.
 
     Args:
-        folder: folder of the checkpoints.
         on_skip: called with (path, why) for each newer one that is incomplete, damaged, of
             another run or not finite, newest first; by default a warning is logged.
         run_id: run whose checkpoints are searched; empty: any run.
@@ -253,8 +250,6 @@ def check_owner(found: Iterable[CheckpointInfo], place: str, run_id: str | None)
     """Check that a place holds no checkpoints of another run.
 
     Args:
-        found: checkpoints that are there.
-        place: the folder or URL, for messages.
         run_id: run that is to use the place; None: a new run, which cannot have any there.
 
     Raises:
@@ -315,8 +310,6 @@ def is_outdated(
     perhaps because they are damaged, and they must not displace checkpoints known to be valid.
 
     Args:
-        present: the checkpoints that are there.
-        keep: number of checkpoints to keep.
         latest: the checkpoint that was written last.
     """
     earlier = [info for info in present if info.step <= latest.step]

@@ -43,7 +43,6 @@ def check_place(place: Path | CheckpointUrl, run_id: str | None) -> list[Checkpo
     """Check that checkpoints can be written before training starts; return the existing ones.
 
     Args:
-        place: folder or URL of the checkpoints.
         run_id: run that owns it; None: a new run, which has no checkpoints yet.
 
     Raises:
@@ -67,7 +66,6 @@ class CheckpointStore:
         folder: folder in which checkpoints are assembled and kept.
         place: ``--checkpoint-dir``; checkpoints are uploaded to a URL, and kept in a folder
             instead of ``folder``.
-        keep: number of checkpoints to keep.
         resumed: whether the run may have checkpoints already.
 
     Attributes:

@@ -93,7 +93,6 @@ def load_file(path: Path, make: Make) -> Any:
     """Return the values in a file that is the first shard of a checkpoint, and its only one.
 
     Args:
-        path: path of the file.
         make: returns a new tensor, and the buffer of its data.
 
     Raises:
@@ -162,7 +161,6 @@ class CheckpointReader:
         """Read the tensors' data, which follows the header.
 
         Args:
-            header: header of the checkpoint.
             place: returns the buffer for a tensor's data; None to skip the tensor.
         """
         unwanted = 0

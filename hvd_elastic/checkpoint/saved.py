@@ -143,7 +143,6 @@ def differing(folder: Path, name: str, sha256: str) -> str:
     """Return the SHA-256 of a stored file's description if it is another one, or "".
 
     Args:
-        folder: the folder of saved files.
         name: the file; one without a description cannot be compared.
         sha256: SHA-256 of its content.
     """

@@ -21,10 +21,8 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
     """Fetches the saved files of one run.
 
     Args:
-        folder: folder of the run in which users find the files.
         life: returns the id of this leader's term.
         agents: returns the connections of the hosts that can be used now.
-        call: what it calls.
     """
 
     _not_here = "is not in the run folder"
@@ -55,9 +53,6 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
         """Handle a worker's report that a file is in the spool of its host.
 
         Args:
-            host: host of the worker.
-            agent: connection to its agent.
-            saved: the file.
             seconds: how long the worker took to write it [s].
         """
         name = saved.name
@@ -143,7 +138,6 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
         Args:
             name: name that the script gave it.
             worker: the worker, which is told by :class:`SavedBrought`.
-            agent: connection to the agent of its host.
         """
         self._asked[worker] = name, agent
         self._answer()

@@ -53,12 +53,10 @@ class ShardInfo:
     checkpoint (:mod:`hvd_elastic.checkpoint.header`), and the data that only rank 0 writes.
 
     Attributes:
-        path: path of the file.
         step, epoch, examples: point in training that it holds.
         generation: number of the generation that wrote it.
         life: id of the leader term, which distinguishes the generations of a resumed run from
             earlier ones with the same number.
-        index, count: index of the shard, and number of shards.
         host, rank, world: host and rank that wrote it, and number of ranks.
         layout: digest of the names, shapes and types of the stream's tensors.
         header: number of bytes before the part of the stream.
@@ -115,7 +113,6 @@ def write_shard(folder: Path | str, shard: ShardInfo, write: Write) -> ShardInfo
 
     Args:
         folder: folder of the file; created if missing.
-        shard: shard to write.
         write: function that writes the data to the file it is given.
 
     Raises:

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvd_elastic import __version__
-from hvd_elastic.checkpoint.finite import has_not_finite
 from hvd_elastic.checkpoint.header import (
     OPAQUE,
     RESERVED,
@@ -28,6 +27,43 @@ from hvd_elastic.checkpoint.header import (
     unused_name,
 )
 from hvd_elastic.checkpoint.shards import ShardInfo
+
+_CHUNK_BYTES = 1 << 19  # stays in a processor's cache between the passes over it
+_PATTERNS = {
+    "float16": ("<u2", 0x7C00),
+    "bfloat16": ("<u2", 0x7F80),
+    "float32": ("<u4", 0x7F800000),
+    "float64": ("<u8", 0x7FF0 << 48),
+    "complex64": ("<u4", 0x7F800000),
+    "complex128": ("<u8", 0x7FF0 << 48),
+    "float8_e4m3fn": ("u1", 0x7F),  # the only NaN; it has no infinity
+    "float8_e5m2": ("u1", 0x7C),
+}
+"""For each type, the integer of a number's size, and the bits that are all set in NaN and infinity:
+those of the exponent."""
+
+
+def has_not_finite(dtype: str, data: np.ndarray[Any, Any], first: int = 0) -> bool:
+    """Return whether a number in the bytes of a tensor is NaN or infinity.
+
+    Args:
+        dtype: name of the tensor's type; a type without NaN has none.
+        data: a contiguous part of the tensor's bytes. Numbers that are cut are left out.
+        first: where in the tensor the part begins [bytes].
+
+    >>> has_not_finite("float32", np.array([1.0, np.nan], np.float32).view(np.uint8))
+    True
+    """
+    if dtype not in _PATTERNS:
+        return False
+    kind, mask = _PATTERNS[dtype]
+    size = np.dtype(kind).itemsize
+    data = data[-first % size :]
+    numbers = data[: len(data) // size * size].view(kind)
+    step = _CHUNK_BYTES // size
+    chunks = (numbers[at : at + step] for at in range(0, len(numbers), step))
+    return any(int((chunk & chunk.dtype.type(mask)).max()) == mask for chunk in chunks)
+
 
 SHARD_BYTES = 16 << 20
 """Smallest size of a shard when there are several: copying this many bytes takes some milliseconds,
@@ -94,7 +130,6 @@ class Content(ABC):
         ScriptError: a value cannot be put into a checkpoint; names its place and its type.
 
     Attributes:
-        frontend: name of the framework.
         values: values that are not tensors, encoded by
             :func:`~hvd_elastic.checkpoint.header.encode_values`; they refer to tensors by name.
         stream: tensors that are the same on all ranks, in the order of the stream.
@@ -134,8 +169,6 @@ class Content(ABC):
         Args:
             key: equal for the same tensor, which is stored once; None: it may be stored again.
             path: keys to it in the state.
-            tensor: live tensor.
-            dtype: name of its type.
             shared: whether it is the same on all ranks.
 
         Returns:
@@ -262,8 +295,6 @@ def new_shard(
     """Return the shard that a rank has to write; None if it writes none.
 
     Args:
-        content: state to write.
-        progress: its point in training.
         rank, size: rank among the ranks that write, and their number.
         generation, life: generation, and leader term that numbers it.
         world: number of ranks that train, if it differs from ``size``.

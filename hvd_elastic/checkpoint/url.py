@@ -127,7 +127,6 @@ class CheckpointUrl:
         """Download the newest valid checkpoint to ``folder``; return None if there is none.
 
         Args:
-            folder: local folder for the checkpoint.
             keep: number of checkpoints to keep in ``folder``.
             newer_than: only checkpoints of later steps than this are considered; -1: all, and one
                 with weights that are not finite if no other is valid.

@@ -150,8 +150,6 @@ def explained(folder: Path, what: str, kept: str, when_full: str = "") -> Iterat
     """Turn an OSError into a CheckpointError that says what the user can do.
 
     Args:
-        folder: folder that is written to.
-        what: what is written.
         kept: what is untouched, as a sentence.
         when_full: what helps on a full disk besides free space, after "free some space there".
     """

@@ -44,7 +44,6 @@ class ShardWriter:
     All functions are called in that thread.
 
     Args:
-        folder: folder of the shards.
         finish: called with a written shard, to describe it in the spool.
         on_done: called with each finished shard and the time that training waited for it [s].
         on_error: called with the error when a shard was not written.
@@ -88,8 +87,6 @@ class ShardWriter:
         """Start to copy and write a shard of the current state.
 
         Args:
-            content: current state.
-            progress: its point in training.
             shard: part of the state to write.
             lasting: indices of tensors that do not change before :meth:`settle`; all others are
                 copied before this method returns.

@@ -25,7 +25,7 @@ SECTIONS = {
         "slurm": ("engines.slurm:slurm", "Submit a run to Slurm."),
         "stop": ("runs.control:stop", "End a run cleanly."),
         "scale": ("runs.control:scale", "Set the number of workers of a run."),
-        "debug": ("runs.debug:debug", "Join a worker that stands at breakpoint()."),
+        "debug": ("runs.control:debug", "Join a worker that stands at breakpoint()."),
         "drain": ("runs.control:drain", "Have a run leave a host."),
         "policy": ("runs.control:policy", "Pause or resume the policy of a run."),
         "simulate": ("planning.simulate:simulate", "Try a policy on a trace in virtual time."),
@@ -47,12 +47,12 @@ SECTIONS = {
         "list": ("runs.show:list_", "List runs, newest first."),
         "logs": ("runs.show:logs", "Show or follow the workers' output."),
         "predict": ("runs.predict:predict", "Compute a model's outputs for a data set."),
-        "get": ("runs.get:get", "List or copy files that a script saved."),
+        "get": ("runs.export:get", "List or copy files that a script saved."),
         "export": ("runs.export:export", "Write a run's weights for other programs."),
         "dashboard": ("views.dashboard:dashboard", "Serve live pages of the runs."),
         "top": ("views.dashboard:top", "Show a run as it goes on."),
         "attach": ("runs.show:attach", "Follow a detached run."),
-        "report": ("views.report:report", "Summarise and plot a run."),
+        "report": ("views.dashboard:report", "Summarise and plot a run."),
         "plan": ("planning.plan:plan", "Predict what other numbers of hosts would bring."),
         "discover": (
             "runs.show:discover",
@@ -79,14 +79,14 @@ SECTIONS = {
             "Gather what a report of a fault needs, without secrets.",
         ),
         "build-horovod": (
-            "machine.build_horovod:build_horovod",
+            "cluster.install:build_horovod",
             "Build Horovod for this PyTorch and TensorFlow, once.",
         ),
         "bench": (
             "planning.bench:bench",
             "Measure how training scales, and how fast a script reads.",
         ),
-        "demo": ("machine.demo:demo", "Train on virtual hosts that come, go and die."),
+        "demo": ("machine.virtclust:demo", "Train on virtual hosts that come, go and die."),
     },
 }
 """Commands by section of ``--help`` and of docs/commands.md: where each is, and its line there."""

@@ -32,8 +32,6 @@ def enter(program: str, command: Any, arguments: Sequence[str] | None = None) ->
     """Run a command and exit.
 
     Args:
-        program: name of the program, for help and messages.
-        command: command made by typer.
         arguments: arguments of the program; None: those of this process.
     """
     for stream in (sys.stdout, sys.stderr):

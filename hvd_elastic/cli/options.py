@@ -128,9 +128,7 @@ def as_command(name: str, target: Any, **settings: Any) -> Any:
     """Return the command of a function, or of a group of commands, ready to be invoked as ``name``.
 
     Args:
-        name: name of the command.
         target: function with typer annotations, or a ``typer.Typer``.
-        settings: context settings of the command.
     """
     if not isinstance(target, typer.Typer):
         function, target = target, typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -172,7 +170,6 @@ def parse_whole_number(
     Args:
         name: name of the option or argument, for the message.
         value: text, or a default that is a number already.
-        least: smallest valid number.
         instead: further valid values in words, for the message.
         most: largest valid number; None: any.
 
@@ -233,38 +230,38 @@ def parse_duration(name: str, text: str) -> float:
     return seconds
 
 
+def option(text: str, *names: str, metavar: str | None = None, envvar: str | None = None) -> Any:
+    """Return a typer option with a text for its help."""
+    return typer.Option(*names, metavar=metavar, envvar=envvar, help=text)
+
+
+def argument(text: str, metavar: str) -> Any:
+    """Return a typer argument with a text for its help."""
+    return typer.Argument(metavar=metavar, help=text)
+
+
 def whole_number_option(
-    *names: str,
-    least: int = 1,
-    most: int | None = None,
-    metavar: str = "N",
-    help: str,  # noqa: A002
+    text: str, *names: str, least: int = 1, most: int | None = None, metavar: str = "N"
 ) -> Any:
     """Return a typer option for an integer."""
-
-    def parse(value: object) -> int:
-        return parse_whole_number(names[0], value, least, most=most)
-
-    return _option(parse, names, metavar, help)
+    return _parsed(
+        lambda value: parse_whole_number(names[0], value, least, most=most), names, metavar, text
+    )
 
 
-def port_option(help: str) -> Any:  # noqa: A002
+def port_option(text: str) -> Any:
     """Return a typer option for a TCP port; 0 is valid."""
-    return whole_number_option("--port", least=0, most=65535, help=help)
+    return whole_number_option(text, "--port", least=0, most=65535)
 
 
 def number_option(
-    *names: str,
-    least: float = 0.0,
-    above: bool = False,
-    metavar: str = "NUMBER",
-    help: str,  # noqa: A002
+    text: str, *names: str, least: float = 0.0, above: bool = False, metavar: str = "NUMBER"
 ) -> Any:
     """Return a typer option for a number."""
-    return _option(lambda value: parse_number(names[0], value, least, above), names, metavar, help)
+    return _parsed(lambda value: parse_number(names[0], value, least, above), names, metavar, text)
 
 
-def _option(
+def _parsed(
     parse: Callable[[object], float], names: tuple[str, ...], metavar: str, text: str
 ) -> Any:
     return typer.Option(*names, parser=parse, metavar=metavar, help=text)
@@ -299,37 +296,31 @@ def hostfile_of(value: object) -> Path:
     return path
 
 
-def hostfile_option(*more_names: str, help: str) -> Any:  # noqa: A002
+def hostfile_option(text: str, *more_names: str) -> Any:
     """Return a typer option for a hostfile, or a list of hosts."""
     names = ("--hostfile", "-H", *more_names)
     return typer.Option(
-        *names, parser=hostfile_of, metavar="FILE", help=f"{help}; or a list: gpu1:8,gpu2:8"
+        *names, parser=hostfile_of, metavar="FILE", help=f"{text}; or a list: gpu1:8,gpu2:8"
     )
 
 
 SshConfigOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "ssh configuration (default: ~/.ssh/config)",
         "--ssh-config",
         "-F",
         envvar="HVD_ELASTIC_SSH_CONFIG",
-        help="ssh configuration (default: ~/.ssh/config)",
     ),
 ]
 
 OptionalRun = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="RUN", help="Run id, or number or name of its job; the newest run if left out."
-    ),
+    str | None, argument("Run id, or number or name of its job; the newest run if left out.", "RUN")
 ]
 RequiredRun = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="Run id, or number or name of its job; see: hvd-elastic list, queue"
-    ),
+    str, argument("Run id, or number or name of its job; see: hvd-elastic list, queue", "RUN")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+AsJson = Annotated[bool, option("Print JSON instead of text.", "--json")]
 EventsAsJson = Annotated[
-    bool, typer.Option("--json", help="Print every event as a JSON line instead of text.")
+    bool, option("Print every event as a JSON line instead of text.", "--json")
 ]

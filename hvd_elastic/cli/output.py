@@ -32,7 +32,6 @@ def wait_until(ended: Callable[[], bool], waiting: str) -> None:
     """Wait until something that takes as long as it takes has ended, and say so every minute.
 
     Args:
-        ended: whether it has ended.
         waiting: what is waited for, printed after the time.
     """
     began = told = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NewType, Protocol, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,12 @@ IN_FLIGHT = 3
 """Most buckets of the state that are sent at the same time."""
 USER_PREFIX = "user."
 """Prefix of the names of collectives that the script called; messages omit it."""
+
+RingRank = NewType("RingRank", int)
+"""Number of a process in the ring of a communicator, which need not hold all workers of a run. The
+run's rank is another thing: :attr:`Worker.rank` chooses data and names shards."""
+FIRST = RingRank(0)
+"""The process of a ring whose decisions and tensors all take, where any will do."""
 
 Array: TypeAlias = Any
 """A numpy array or a tensor of the frontend; a collective returns the type that it is given."""
@@ -53,8 +59,9 @@ class GenerationBrokenError(RuntimeError):
 class Communicator(Protocol):
     """Interface of a communicator of the ranks of a generation."""
 
-    rank: int
+    rank: RingRank
     size: int
+    """Number of processes in the ring."""
     waiting_since: float | None
     """Time when the current wait for other ranks began [s, monotonic]; None: not waiting."""
     waiting_for: str
@@ -166,7 +173,7 @@ class Communicator(Protocol):
     def gather(self, array: Array, name: str) -> Array:
         """Return the arrays of all ranks, in rank order, joined along the first dimension."""
 
-    def broadcast(self, arrays: Sequence[Array], root_rank: int) -> None:
+    def broadcast(self, arrays: Sequence[Array], root_rank: RingRank) -> None:
         """Overwrite ``arrays`` in place with the root's, in few large messages."""
 
     def hand_over(self, arrays: Sequence[Array], lacking: Sequence[bool]) -> None:
@@ -180,7 +187,7 @@ class Communicator(Protocol):
             lacking: for each rank, whether it lacks them; at least one rank has them.
         """
 
-    def broadcast_bytes(self, data: bytes, root_rank: int) -> bytes:
+    def broadcast_bytes(self, data: bytes, root_rank: RingRank) -> bytes:
         """Return the root's ``data`` on every rank."""
 
     def barrier(self) -> None:
@@ -190,8 +197,7 @@ class Communicator(Protocol):
 class Collectives(Protocol):
     """Interface that a frontend supplies: Horovod for its framework, collectives on its tensors.
 
-    Collectives are asynchronous: they return a handle, and :meth:`synchronize` returns the result.
-    Both raise Horovod's ``HorovodInternalError`` with Horovod's text.
+    :meth:`begin` and :meth:`synchronize` raise Horovod's ``HorovodInternalError`` with its text.
     """
 
     framework: str
@@ -199,8 +205,8 @@ class Collectives(Protocol):
     horovod: Any
     """Horovod's module for the framework, from :func:`~hvd_elastic.communicator.ring.load_horovod`.
 
-    The communicator uses its ``init``, ``shutdown``, ``rank``, ``size``, ``nccl_built`` and the
-    extension behind ``mpi_ops``.
+    The communicator uses its ``init``, ``shutdown``, ``rank``, ``size``, ``nccl_built``,
+    ``Average``, ``Sum`` and the extension behind ``mpi_ops``.
     """
 
     def warm(self) -> None:
@@ -225,22 +231,16 @@ class Collectives(Protocol):
     def join(self, pieces: Sequence[Any]) -> Any:
         """Return a copy of flat arrays of :meth:`as_bytes`, joined to one."""
 
-    def average_async(self, tensor: Any, name: str) -> Any:
-        """Begin averaging ``tensor`` over all ranks, in place where tensors can be changed."""
+    def begin(self, kind: str, tensor: Any, name: str, *more: Any, **options: Any) -> Any:
+        """Begin a collective of Horovod, in place where tensors can be changed; return its handle.
 
-    def sum_async(self, tensor: Any, name: str) -> Any:
-        """Begin adding ``tensor`` up over all ranks, in place where tensors can be changed."""
-
-    def allgather_async(self, tensor: Any, name: str) -> Any:
-        """Begin joining the tensors of all ranks along the first dimension."""
-
-    def broadcast_async(self, tensor: Any, name: str, root_rank: int) -> Any:
-        """Begin sending the root's tensor to all, in place where tensors can be changed."""
-
-    def alltoall_async(self, tensor: Any, name: str, splits: Sequence[int]) -> Any:
-        """Begin sending ``splits[rank]`` rows of ``tensor`` to each rank.
-
-        The result is what this rank received, joined in rank order.
+        Args:
+            kind: ``allreduce``, ``allgather``, ``broadcast`` or ``alltoall``.
+            tensor: of this rank.
+            name: name of the collective, the same on all ranks.
+            more: of ``alltoall``: a tensor with the number of rows that go to each rank. Its result
+                is what this rank received, joined in rank order.
+            options: Horovod's, ``op`` or ``root_rank``.
         """
 
     def synchronize(self, handle: Any) -> Any:

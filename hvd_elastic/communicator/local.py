@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from hvd_elastic.communicator.interface import FLAGS_NAME, Array, GenerationBrokenError
+from hvd_elastic.communicator.interface import (
+    FIRST,
+    FLAGS_NAME,
+    Array,
+    GenerationBrokenError,
+    RingRank,
+)
 
 
 class LocalCommunicator:
     """A :class:`~hvd_elastic.communicator.interface.Communicator` of one process.
 
-    Every collective returns what it is given.
+    Every collective returns what it is given; nothing has to begin, to wait or to end.
     """
 
-    rank = 0
+    rank = FIRST
     size = 1
     waiting_since: float | None = None
     waiting_for = ""
@@ -24,32 +30,14 @@ class LocalCommunicator:
     waited_s = 0.0
     broken = False
 
-    def check_device(self, local_rank: int, devices: int) -> None:
+    def _do_nothing(self, *args: Any, **options: Any) -> None:
         pass
 
-    def warm(self) -> None:
-        pass
-
-    def start(self, env: Mapping[str, str]) -> None:
-        pass
-
-    def stop(self, *, broken: bool = False) -> None:
-        pass
-
-    def refresh(self) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
+    check_device = warm = start = stop = refresh = abort = barrier = _do_nothing
+    graph_waits = graph_ends = broadcast = hand_over = _do_nothing
 
     def begun(self) -> dict[str, int]:
         return {}
-
-    def graph_waits(self, names: Sequence[str]) -> None:
-        pass
-
-    def graph_ends(self, *, failed: bool = False) -> None:
-        pass
 
     def translated(self, message: str) -> Exception:
         return GenerationBrokenError(message)
@@ -80,14 +68,5 @@ class LocalCommunicator:
     def gather(self, array: Array, name: str) -> Array:
         return array
 
-    def broadcast(self, arrays: Sequence[Array], root_rank: int) -> None:
-        pass
-
-    def hand_over(self, arrays: Sequence[Array], lacking: Sequence[bool]) -> None:
-        pass
-
-    def broadcast_bytes(self, data: bytes, root_rank: int) -> bytes:
+    def broadcast_bytes(self, data: bytes, root_rank: RingRank) -> bytes:
         return data
-
-    def barrier(self) -> None:
-        pass

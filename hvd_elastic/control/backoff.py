@@ -25,7 +25,6 @@ class Retry:
         pauses: pauses after 1, 2, … failures in a row [s]; the last one is repeated.
 
     Attributes:
-        failures: number of failures in a row.
         at: time from which it may be tried [s]; infinite: not again.
     """
 
@@ -83,7 +82,6 @@ class FailureBackoff:
         same step, so repeating is pointless.
 
         Args:
-            step: step at which it broke.
             now: time [s].
 
         Returns:

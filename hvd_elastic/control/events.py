@@ -1,4 +1,4 @@
-"""Events that the machine handles: facts about the past, one frozen dataclass each.
+"""Events that the machine handles: facts about the past, one frozen type each.
 
 A *worker* is a process with a unique name, ``host:slot.incarnation``; a *slot* is a place for one,
 ``(host, index)``. Events carry no time: the caller passes it to
@@ -7,34 +7,29 @@ A *worker* is a process with a unique name, ``host:slot.incarnation``; a *slot* 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from hvd_elastic.control.commands import Member
 from hvd_elastic.run_events import Status
 
 
-@dataclass(frozen=True)
-class HostSlots:
+class HostSlots(msgspec.Struct, frozen=True):
     """A host of the hostfile and the number of workers it may hold."""
 
     name: str
     slots: int
 
 
-@dataclass(frozen=True)
-class HostsChanged:
+class HostsChanged(msgspec.Struct, frozen=True):
     """The hostfile was read; it has these hosts, in this order."""
 
     hosts: tuple[HostSlots, ...]
 
 
-@dataclass(frozen=True)
-class HostDraining:
+class HostDraining(msgspec.Struct, frozen=True):
     """A host will be lost or has to be vacated, so no worker is started on it any more.
 
     Args:
-        host: name of the host.
-        cause: the reason, as text.
         train_for_s: how long its workers may train on while replacements start [s]; None: there
             is no hurry, and the host is treated as if it had left the hostfile.
         leave_in_s: time until the host is lost, as announced [s]; None: not announced.
@@ -48,22 +43,19 @@ class HostDraining:
     asked: bool = False
 
 
-@dataclass(frozen=True)
-class HostReturned:
+class HostReturned(msgspec.Struct, frozen=True):
     """A host that was drained may be used again."""
 
     host: str
 
 
-@dataclass(frozen=True)
-class StateSaved:
+class StateSaved(msgspec.Struct, frozen=True):
     """The leader has stored a complete checkpoint of the state after ``step`` steps."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class TargetChanged:
+class TargetChanged(msgspec.Struct, frozen=True):
     """The user or the policy requested another number of workers.
 
     Args:
@@ -75,19 +67,16 @@ class TargetChanged:
     slots: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True)
-class AgentReady:
+class AgentReady(msgspec.Struct, frozen=True):
     """The agent of ``host`` answers and can start workers."""
 
     host: str
 
 
-@dataclass(frozen=True)
-class AgentFailed:
+class AgentFailed(msgspec.Struct, frozen=True):
     """The agent of ``host`` could not be started.
 
     Args:
-        host: name of the host.
         cause: a sentence that names the host; shown once.
         fatal: whether trying again is useless.
         unknown: whether the host's name cannot be looked up, which rarely resolves itself.
@@ -101,8 +90,7 @@ class AgentFailed:
     brief: str = "cannot be used"
 
 
-@dataclass(frozen=True)
-class AgentLost:
+class AgentLost(msgspec.Struct, frozen=True):
     """A running agent ended or fell silent without being asked to stop.
 
     All workers of its host are lost to the run. ``silent_s``: silence [s]; None: its connection
@@ -114,18 +102,15 @@ class AgentLost:
     silent_s: float | None = None
 
 
-@dataclass(frozen=True)
-class FoundWorker:
+class FoundWorker(msgspec.Struct, frozen=True):
     """A worker found at a takeover, as the earlier leader knew it.
 
     Args:
-        worker, host, slot: its name and slot.
         ready: whether it has become warm.
         generation, joined: last generation it was announced into, and last one it joined.
         waiting: whether it has left that generation since, and waits for the next one.
         holds_state, step, state: whether its state is complete, and the state's step and order, as
             in :class:`WorkerBroken`.
-        finished: whether its training function returned.
         leaving: whether it was asked to leave, or killed.
         killed: why it was killed; empty: it was not.
     """
@@ -145,19 +130,14 @@ class FoundWorker:
     killed: str = ""
 
 
-@dataclass(frozen=True)
-class RunTakenOver:
+class RunTakenOver(msgspec.Struct, frozen=True):
     """A leader took over a run; always its first event.
 
     Args:
-        hosts: hosts of the hostfile.
         agents: hosts whose agents have answered.
         awaited: hosts whose agents are being started and have not answered yet.
         generation, members: number and members of the last announced generation.
         requested_np: size that was requested while the run went on; None: none.
-        slots: slots that were requested with it.
-        draining: hosts that are drained.
-        workers: workers that were found.
     """
 
     hosts: tuple[HostSlots, ...]
@@ -171,16 +151,14 @@ class RunTakenOver:
     workers: tuple[FoundWorker, ...] = ()
 
 
-@dataclass(frozen=True)
-class WorkerReady:
+class WorkerReady(msgspec.Struct, frozen=True):
     """A worker is warm: its script is imported, its model built, and it waits to join."""
 
     worker: str
     warm_s: float
 
 
-@dataclass(frozen=True)
-class WorkerExited:
+class WorkerExited(msgspec.Struct, frozen=True):
     """A worker's process ended, with exit status ``code`` or by ``signal``.
 
     ``out_of_memory``: the signal was sent by the kernel for lack of memory.
@@ -192,27 +170,23 @@ class WorkerExited:
     out_of_memory: bool = False
 
 
-@dataclass(frozen=True)
-class WorkerJoined:
+class WorkerJoined(msgspec.Struct, frozen=True):
     """A member has its communicator and the synchronized state of ``generation``."""
 
     worker: str
     generation: int
 
 
-@dataclass(frozen=True)
-class WorkerBroken:
+class WorkerBroken(msgspec.Struct, frozen=True):
     """A collective or the rendezvous of a member failed; it waits for the next announcement.
 
     Every member of an aborted generation sends this or WorkerHeld, or ends; even a member that had
     not begun to join.
 
     Args:
-        worker: name of the worker.
         generation: generation that broke, or that it skipped because it was aborted.
         step: number of optimizer steps in its state; -1: it holds no complete state, because the
             synchronization was interrupted or it never had one.
-        cause: text for the log.
         state: orders states of the same step; the higher is the newer.
     """
 
@@ -223,8 +197,7 @@ class WorkerBroken:
     state: int = 0
 
 
-@dataclass(frozen=True)
-class WorkerHeld:
+class WorkerHeld(msgspec.Struct, frozen=True):
     """A member stopped at a step boundary after a Hold and keeps its state."""
 
     worker: str
@@ -233,16 +206,14 @@ class WorkerHeld:
     state: int = 0
 
 
-@dataclass(frozen=True)
-class WorkerSilent:
+class WorkerSilent(msgspec.Struct, frozen=True):
     """A worker's process exists but is frozen or stuck; ``cause``: text for the log."""
 
     worker: str
     cause: str
 
 
-@dataclass(frozen=True)
-class GenerationStuck:
+class GenerationStuck(msgspec.Struct, frozen=True):
     """All members of ``generation`` wait for each other; ``cause``: text for the log.
 
     ``by_script``: they wait in different collectives, so another generation would not help.
@@ -253,31 +224,27 @@ class GenerationStuck:
     by_script: bool = False
 
 
-@dataclass(frozen=True)
-class WorkerFinished:
+class WorkerFinished(msgspec.Struct, frozen=True):
     """A member's training function returned."""
 
     worker: str
 
 
-@dataclass(frozen=True)
-class ScriptFailed:
+class ScriptFailed(msgspec.Struct, frozen=True):
     """The training script raised an exception; the worker's process is about to end."""
 
     worker: str
     traceback: str
 
 
-@dataclass(frozen=True)
-class StopRequested:
+class StopRequested(msgspec.Struct, frozen=True):
     """The end of the run was requested; ``status`` is the result it should end with."""
 
     reason: str
     status: Status = "stopped"
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """A deadline of the machine has passed."""
 
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_elastic.control.backoff import Retry
-from hvd_elastic.control.commands import Leave, StartAgent, StartWorker, StopAgent
+from hvd_elastic.control.commands import Leave, Outbox, StartAgent, StartWorker, StopAgent
 from hvd_elastic.control.config import MachineConfig
 from hvd_elastic.control.events import AgentFailed, AgentLost, FoundWorker
 from hvd_elastic.control.membership import Seat, SlotId
-from hvd_elastic.control.outbox import Outbox
 from hvd_elastic.formatting import hosts_named, plural, worker_name
 from hvd_elastic.run_events import HostLost, Warned, WorkerStarted
 
@@ -254,7 +253,6 @@ class Fleet:
         Args:
             agents: hosts whose agents have answered.
             awaited: hosts whose agents are being started.
-            found: workers that were found.
             now: time [s].
         """
         for host in agents:
@@ -343,7 +341,6 @@ class Fleet:
         """Remove a worker that has ended.
 
         Args:
-            worker: the worker.
             now: time [s].
             blame: why its end counts as a failure of its slot; empty: it does not.
         """

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from hvd_elastic import run_events
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.backoff import FailureBackoff
-from hvd_elastic.control.candidates import Candidates
 from hvd_elastic.control.commands import (
     Abort,
     Announce,
@@ -36,6 +35,7 @@ from hvd_elastic.control.commands import (
     Hold,
     KillWorker,
     Member,
+    Outbox,
     SaveState,
 )
 from hvd_elastic.control.config import MachineConfig
@@ -48,9 +48,7 @@ from hvd_elastic.control.endings import (
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker
 from hvd_elastic.control.membership import SlotId, assign_ranks, describe_change
-from hvd_elastic.control.outbox import Outbox
-from hvd_elastic.control.plan import Plan
-from hvd_elastic.control.waiting import WaitingReport
+from hvd_elastic.control.plan import Candidates, Plan, WaitingReport
 from hvd_elastic.formatting import worker_name
 from hvd_elastic.run_events import Departure
 
@@ -82,7 +80,6 @@ class Generation:
         broken: why it broke; empty: it continues, or was held on purpose.
         member_lost: whether a member died, which explains why it broke.
         crashed: whether one was ended by what its own code did.
-        out_of_memory: whether the kernel killed it for lack of memory.
         losses: what happened to lost members, by slot.
     """
 
@@ -101,7 +98,6 @@ class RunMachine:
     """Decides what a run does next.
 
     Args:
-        config: limits and timeouts.
         has_checkpoint: whether a checkpoint may exist already, as in a resumed run.
     """
 
@@ -110,7 +106,7 @@ class RunMachine:
         self._out = Outbox()
         self._fleet = Fleet(self._out, config)
         self._plan = Plan(config, self._fleet)
-        self._candidates = Candidates(self._out, config, self._plan, self._fleet)
+        self._candidates = Candidates(self._out, self._plan)
         # requested
         self._current = Generation()
         self._aborted = 0
@@ -126,7 +122,7 @@ class RunMachine:
         self._last_word_at = 0.0
         # all hosts that train and will go, with the time of that, when a checkpoint was requested
         self._prepared: dict[str, float | None] = {}
-        self._waiting = WaitingReport(self._out, config, self._plan, self._fleet)
+        self._waiting = WaitingReport(self._out, self._plan)
 
     # -- the interface ---------------------------------------------------------------------
 
@@ -481,8 +477,6 @@ class RunMachine:
         """Remove a worker whose process has ended or was lost with its host.
 
         Args:
-            worker: the worker.
-            how: how it ended.
             cause: text for the log; names the worker unless it left in order.
             now: time [s].
             blame: why its end counts as a failure of its slot; empty: it does not.

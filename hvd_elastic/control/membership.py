@@ -46,7 +46,6 @@ def target_size(
     """Return the number of workers that should train.
 
     Args:
-        slots: number of slots in the hostfile.
         min_np, max_np: limits of the run; None: no upper limit.
         np: size requested at the start of the run; None: all slots.
         requested: size requested while it runs; None: none.

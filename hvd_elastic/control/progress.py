@@ -47,7 +47,6 @@ class Position:
     """A point in training.
 
     Attributes:
-        step: number of optimizer steps taken.
         epoch, position: current epoch, and number of its examples that were consumed.
         examples: number of examples consumed since training began.
     """
@@ -65,7 +64,6 @@ class Activity:
     Attributes:
         silent_s: time without a heartbeat and without use of a processor [s].
         generation: generation it refers to, which may still be the previous one.
-        step: number of optimizer steps taken.
         step_s: duration of the current step so far [s].
         waiting_s: how long the worker has waited for other ranks in it [s]; 0: it computes.
         waited_s: how long this process has waited for other ranks in all [s].
@@ -142,7 +140,6 @@ class ProgressWatch:
         """Return events for what keeps a training generation from making progress.
 
         Args:
-            generation: number of the generation.
             members: names of its live members, by rank.
 
         Returns:

@@ -57,9 +57,7 @@ def repeating(name: str, every_s: float, act: Callable[[], bool]) -> Iterator[No
     """Call a function now and then in a thread, until it returns True or the block ends.
 
     Args:
-        name: name of the thread.
         every_s: time between two calls [s].
-        act: the function.
     """
     over = threading.Event()
 

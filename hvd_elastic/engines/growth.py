@@ -53,11 +53,7 @@ class Grant:
 
 
 class Owner(Protocol):
-    """Owns the machines: lists, grants and takes back further hosts, and has the run use them.
-
-    Attributes:
-        host_word, grant_word: what it calls a host and a grant.
-    """
+    """Owns the machines: lists, grants and takes back further hosts, and has the run use them."""
 
     host_word: str
     grant_word: str
@@ -128,9 +124,7 @@ class Growth:
     back, and the next one is asked for after a pause, which doubles each time.
 
     Args:
-        owner: owns the machines.
         limits: how far the run grows.
-        spec: specification of the run.
         tell: called with what is done, in words.
     """
 
@@ -313,8 +307,6 @@ def growing(growth: Growth, folder: RunFolder, warn: Callable[[str], None]) -> I
     """Have a run grow until the end of the block.
 
     Args:
-        growth: what asks for hosts.
-        folder: folder of the run, whose events it follows.
         warn: called once with each reason for which it cannot grow for now.
     """
     follower = folder.follow_events()

@@ -169,6 +169,7 @@ class DataOrder:
         self._order: tuple[int, Order] | None = None
         # (epoch, generation) in which this loader was last read to its end.
         self._ended: tuple[int, int] | None = None
+        self._largest: tuple[Any, int] = (None, 0)
         self._warned_world = 0
         self._warned_endless = False
 
@@ -233,6 +234,7 @@ class DataOrder:
                 "hvd.steps(20_000, loader)`; to read without training, as update_bn or an "
                 f"evaluation does, use {worker.frontend.other_loader}"
             )
+        context.refuse_open_period()
         loop = rollback.loop_begins(in_step=step.ahead is not None)
         if not loop:
             return
@@ -256,7 +258,7 @@ class DataOrder:
                 before = (worker.progress.epoch, worker.progress.position)
                 position = context.reading.position
                 share = self._share(position, self._end(position), worker)
-                spans = self._spans(share, worker.progress.step, worker.communicator.size)
+                spans = self._spans(share, worker.progress.step, worker.size)
                 planner.step_begins(len(spans), worker.communicator.waited_s)
                 place = self._place(context, position)
                 following = place._replace(start=share.step_stop)
@@ -281,6 +283,8 @@ class DataOrder:
                             start=start,
                             skipped=self._within_epoch([each.dataset_index for each in skipped])
                             or (),
+                            ends_epoch=enough is None
+                            and following.start >= self._end(following.start),
                         )
                     )
                     yield batch
@@ -310,7 +314,7 @@ class DataOrder:
             if self._at_end(context):
                 progress.next_epoch()
             share = self._share(progress.position, self._end(progress.position), worker)
-            spans = self._spans(share, progress.step, worker.communicator.size)
+            spans = self._spans(share, progress.step, worker.size)
             place = self._place(context, progress.position)
             following = place._replace(start=share.step_stop)
             for number, (start, stop) in enumerate(spans, 1):
@@ -388,9 +392,22 @@ class DataOrder:
         self._prefetch([*coming, *following])
 
     def _share(self, position: int, end: int, worker: Worker) -> Slice:
-        rank, size = worker.communicator.rank, worker.communicator.size
+        rank, size = worker.rank, worker.size
         batch, parts = self.planner.batch_size, self.planner.parts
         return step_slice(position, end, batch, rank, size, MIN_SHARE, parts=parts)
+
+    def largest_share(self, context: Context) -> int:
+        """Return the most examples that a rank has in the step that is read."""
+        position, size = context.reading.position, context.worker.communicator.size
+        end, batch, parts = self._end(position), self.planner.batch_size, self.planner.parts
+        now = (min(batch, end - position), size, batch, parts)
+        if self._largest[0] != now:
+            shares = [
+                step_slice(position, end, batch, rank, size, MIN_SHARE, parts=parts)
+                for rank in range(size)
+            ]
+            self._largest = now, max(each.stop - each.start for each in shares)
+        return self._largest[1]
 
     def _spans(self, share: Slice, step: int, ranks: int) -> list[tuple[int, int]]:
         """Return (start, stop) of each pass over a share, in the step after ``step``."""
@@ -400,8 +417,8 @@ class DataOrder:
         return list(pairwise(cuts))
 
     def _place(self, context: Context, start: int) -> Place:
-        communicator, reading = context.worker.communicator, context.reading
-        world = (reading.epoch, communicator.rank, communicator.size)
+        worker, reading = context.worker, context.reading
+        world = (reading.epoch, worker.rank, worker.size)
         return Place(start, world, self.planner.cut)
 
     def _epoch_order(self, epoch: int) -> Order:
@@ -498,7 +515,7 @@ class DataOrder:
         field = difference(self.digest.described(), described[number])
         if field:
             raise ScriptError(
-                f"rank {worker.communicator.rank} reads another data set than the rank whose state "
+                f"rank {worker.rank} reads another data set than the rank whose state "
                 f"it has received, or than this run has read before: they differ in {field!r} of "
                 f"{self.digest.words}. {ALIKE}"
             )
@@ -506,7 +523,7 @@ class DataOrder:
     def _warn_of_endless_step(self, context: Context) -> None:
         """Warn if a step of several batches goes on after a whole pass over the data."""
         worker, ahead = context.worker, context.step.ahead
-        if self._warned_endless or ahead is None:
+        if self._warned_endless or ahead is None or context.step.is_period:
             return
         read = ahead.examples - worker.progress.examples
         if read >= self._end(0):
@@ -521,7 +538,7 @@ class DataOrder:
             )
 
     def _warn_of_idle_ranks(self, worker: Worker) -> None:
-        batch, size = self.planner.batch_size, worker.communicator.size
+        batch, size = self.planner.batch_size, worker.size
         if batch < size != self._warned_world:
             self._warned_world = size
             worker.warn_once(

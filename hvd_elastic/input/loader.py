@@ -46,7 +46,7 @@ class OrderedLoader:
         the last two of an epoch are one elsewhere, so a schedule of this length is never too short.
         """
         worker = self._context().worker
-        return self._order.steps_from(0, worker.communicator.size if worker.has_ranks else 1)
+        return self._order.steps_from(0, worker.size if worker.has_ranks else 1)
 
     @property
     def position(self) -> int:
@@ -67,8 +67,12 @@ class OrderedLoader:
             "len(dataset) for len(loader.sampler)"
         )
 
+    def largest_share(self) -> int:
+        """Return the most examples that a rank has in the present step; for libraries' loops."""
+        return self._order.largest_share(self._context())
+
     def steps_left(self) -> int:
         """Return the number of steps left in the current epoch at the present world size."""
         worker = self._context().worker
         worker.check_has_ranks("the number of steps that are left")
-        return self._order.steps_from(self._context().reading.position, worker.communicator.size)
+        return self._order.steps_from(self._context().reading.position, worker.size)

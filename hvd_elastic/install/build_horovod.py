@@ -33,34 +33,34 @@ from hvd_elastic.frameworks import (
     install_command,
     version_of,
 )
-from hvd_elastic.install.cuda import (
-    PIP_CUDA,
-    assemble_toolkit,
-    find_cuda_home,
-    find_nccl_header,
-    find_nccl_library,
-    toolkit_packages,
-)
 from hvd_elastic.install.horovod_wheel import (
     HOROVOD_VERSION,
     INSTALLED_BUILD_FILE,
+    PIP_CUDA,
     RECORD,
     BuildInputs,
+    assemble_toolkit,
     cached_wheel,
     check_kept,
+    find_cuda_home,
+    find_nccl_header,
+    find_nccl_library,
     installed_build,
     sha256_of,
+    toolkit_packages,
     wheel_cache,
 )
-from hvd_elastic.install.pinned import BUILD_REQUIREMENTS, RUN_REQUIREMENTS, pip_arguments
 from hvd_elastic.install.prerequisites import (
+    BUILD_REQUIREMENTS,
     PREREQUISITES,
+    RUN_REQUIREMENTS,
     SYSTEM_FOLDERS,
     Purpose,
     apt_command,
     check_build_space,
     has_apt,
     missing,
+    pip_arguments,
 )
 from hvd_elastic.install.quiet import make_percentage, run_quietly
 from hvd_elastic.programs.cores import usable_cores
@@ -135,7 +135,6 @@ def build_environment(
     silently leaving one out; all others are disabled.
 
     Args:
-        inputs: what to build.
         base: variables to pass on.
         jobs: number of compilers that run at the same time.
         cuda_home: folder of the CUDA toolkit, for a build with CUDA.

@@ -1,4 +1,4 @@
-"""Check for the system software that the project needs, and name the packages that provide it.
+"""Check for the system software that the project needs, and name packages for apt and for pip.
 
 Standard library only, since the set-up runs this before anything is installed.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -42,10 +43,8 @@ class Prerequisite:
     """One piece of software that the machine needs.
 
     Attributes:
-        name: name for users.
         find: returns its path, or None.
         apt: Debian/Ubuntu packages that provide it.
-        purpose: what it is needed for.
         optional: whether everything else works without it.
     """
 
@@ -154,6 +153,40 @@ def apt_command(lacking: Iterable[Prerequisite], *, sudo: bool = True) -> str:
     """
     packages = dict.fromkeys(package for item in lacking for package in item.apt)
     return f"{'sudo ' if sudo else ''}apt-get install -y {' '.join(packages)}"
+
+
+RUN_REQUIREMENTS = ("packaging", "cffi", "pycparser", "cloudpickle", "psutil", "pyyaml")
+"""Packages that Horovod imports, also during the build."""
+BUILD_REQUIREMENTS = ("setuptools", "wheel")
+"""Further packages for the build, which runs without pip's isolation and so finds frameworks."""
+
+_PINNED = Path(__file__).with_name("pinned.txt")
+_REQUIREMENT = re.compile(
+    r"^(?P<name>[a-z0-9-]+)==(?P<version>[\d.]+).*(?:\\\n +--hash=\S+ *)+$", re.MULTILINE
+)
+
+
+def pinned_version(name: str) -> str:
+    """Return the version at which a package is pinned."""
+    return next(found["version"] for found in _requirements() if found["name"] == name)
+
+
+def pip_arguments(names: Iterable[str], folder: Path) -> list[str]:
+    """Return pip's arguments for exactly these packages, without what they depend on.
+
+    Args:
+        names: names of pinned packages.
+        folder: where the file of requirements is written that the arguments name.
+    """
+    wanted = set(names)
+    file = folder / "requirements.txt"
+    lines = [found[0] for found in _requirements() if found["name"] in wanted]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return ["--no-deps", "--require-hashes", "--requirement", str(file)]
+
+
+def _requirements() -> list[re.Match[str]]:
+    return list(_REQUIREMENT.finditer(_PINNED.read_text(encoding="utf-8")))
 
 
 def check_build_space(folder: Path) -> None:

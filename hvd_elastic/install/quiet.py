@@ -61,7 +61,6 @@ class Progress:
     """Shows ``label … 42 % 1:23``; rewrites the line on a terminal, else repeats it rarely.
 
     Args:
-        label: description of the task.
         stream: stream to write to; default stdout.
         clock: returns seconds that never decrease.
         terminal: whether lines can be rewritten; by default the stream decides.

@@ -18,18 +18,20 @@ from typing import Any
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import clock_words, count
-from hvd_elastic.jobs.grants import Claim, awaited_slots, grant_slots
 from hvd_elastic.jobs.health import HostHealth
-from hvd_elastic.jobs.hosts import ClusterHosts, Use
-from hvd_elastic.jobs.job import Job, JobKind, JobStatus, StopReason
-from hvd_elastic.jobs.messages import (
+from hvd_elastic.jobs.hosts import Claim, ClusterHosts, Use, awaited_slots, grant_slots
+from hvd_elastic.jobs.job import (
     Answer,
     Cancel,
     Down,
     Hosts,
+    Job,
+    JobKind,
+    JobStatus,
     Request,
     Requeue,
     SetPriority,
+    StopReason,
     Submit,
 )
 from hvd_elastic.jobs.place import ClusterFolder
@@ -76,7 +78,6 @@ class Daemon:
         place: folder of the cluster, whose lock the caller holds.
         hostfile: the cluster's hostfile; it is read again whenever it is saved.
         ssh_config: ssh configuration of the cluster; None: the user's own.
-        begin_leader: starts the leader of a run in a process of its own.
         policy: decides which job has how many slots.
 
     Raises:

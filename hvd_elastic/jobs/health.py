@@ -51,7 +51,6 @@ class HostHealth:
     tried less and less often, until a job has trained there.
 
     Args:
-        hostfile: hostfile of the cluster.
         ssh_config: its ssh configuration; None: the user's own.
     """
 
@@ -80,10 +79,7 @@ class HostHealth:
         """Note that a run has lost a host.
 
         Args:
-            host: the host.
-            cause: why, in words.
             now: time [s].
-            python: interpreter of the run.
             is_suspicion: whether the job may be at fault as well; the host is tried at once, and
                 counts as lost if that fails.
         """

@@ -1,4 +1,4 @@
-"""Describe a job of the queue: what was asked, and what became of it."""
+"""Describe a job of the queue, and the requests that commands send to the daemon."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 
 class JobStatus(str, enum.Enum):
@@ -49,7 +51,6 @@ class After:
     Attributes:
         outcome: ``ok``: it has to succeed; ``fail``: it has to fail, and a cancelled job
             has not failed; ``any``: it has to end.
-        job: number of the job.
     """
 
     outcome: str
@@ -75,12 +76,10 @@ class JobRequest:
     Attributes:
         name: name of the job, the first part of its run id.
         spec: specification of its run, as in run.json, but for the hostfile.
-        kind: what may be done with its slots.
         min_np, max_np: bounds of its slots; ``max_np`` None: all slots of the cluster.
         priority: weight relative to other jobs, above 0.
         deadline: when it has to be finished [Unix s]; None: no deadline.
         epochs, target_examples: length of training as the user states it; None: not stated.
-        after: jobs that it waits for.
         retries: how often it is run again if it fails.
         array_index: its index in an array of jobs; None: it is not of an array.
     """
@@ -109,10 +108,6 @@ class Job:
     """A job of the queue.
 
     Attributes:
-        number: number of the job, unique in its cluster.
-        request: what was asked.
-        run_id: run id of its run.
-        status: its state.
         reason: why it waits, or holds the slots that it holds, in words.
         message: how it ended; empty: it has not.
         submitted_at, queued_at, started_at, ended_at: times [Unix s]; None: not yet.
@@ -120,7 +115,6 @@ class Job:
             present or last attempt started.
         eta: when it is expected to start, or to end if it runs [Unix s]; None: not known.
         attempts: how often its run was started or resumed.
-        failures: how often it has failed.
         stop: why its run is being ended; None: it is not.
         held: slots on each host that its run may use.
         environment: number of its environment in the store; None: it was removed.
@@ -152,3 +146,65 @@ class Job:
     def slots(self) -> int:
         """Number of slots that its run may use."""
         return sum(self.held.values())
+
+
+class Submit(msgspec.Struct, tag="submit"):
+    """Add jobs, all with the same environment."""
+
+    jobs: list[JobRequest]
+    environment: dict[str, str]
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    """Cancel jobs; those that run end after a last checkpoint."""
+
+    jobs: list[int]
+    by: str
+
+
+class Requeue(msgspec.Struct, tag="requeue"):
+    """Put jobs back into the queue; they go on from their last checkpoint.
+
+    ``after`` replaces the jobs that they wait for, unless it is None.
+    """
+
+    jobs: list[int]
+    environment: dict[str, str]
+    after: list[After] | None = None
+
+
+class SetPriority(msgspec.Struct, tag="priority"):
+    """Change the priority of jobs."""
+
+    jobs: list[int]
+    priority: float
+
+
+class Down(msgspec.Struct, tag="down"):
+    """End the daemon.
+
+    ``leave_jobs``: jobs go on without it; otherwise they end and are queued.
+    """
+
+    leave_jobs: bool
+
+
+class Hosts(msgspec.Struct, tag="hosts"):
+    """Ask for the hosts and who holds their slots."""
+
+
+Request = Submit | Cancel | Requeue | SetPriority | Down | Hosts
+
+
+class Answer(msgspec.Struct):
+    """The answer to a request.
+
+    Attributes:
+        jobs: numbers of the jobs that were added or changed.
+    """
+
+    message: str
+    ok: bool = True
+    exit_status: int = 1
+    jobs: list[int] = []
+    data: Any = None

@@ -28,11 +28,7 @@ class ClusterFolder:
     """The folder of one cluster: ``$HVD_ELASTIC_HOME/clusters/NAME``.
 
     Attributes:
-        name: name of the cluster.
         path: the folder; only its owner can enter it.
-        database: the queue.
-        events: what happened, as JSON lines.
-        log: output of a daemon in the background.
         hostfiles: folder with the hostfile of each job that holds slots.
     """
 
@@ -79,18 +75,16 @@ class ClusterFolder:
         Raises:
             RunError: another process is the daemon of this cluster.
         """
-        fd = take_lock(self._lock)
-        if fd is None:
+        lock = take_lock(self._lock)
+        if lock is None:
             told = self.daemon()
             raise RunError(
                 f"cluster {self.name} has a daemon already (pid {told.get('pid')}, hosts "
                 f"of {told.get('hostfile')}). Look at it with: hvd-elastic hosts --cluster "
                 f"{self.name}   End it with: hvd-elastic down --cluster {self.name}"
             )
-        try:
+        with lock:
             yield
-        finally:
-            os.close(fd)
 
     def describe_daemon(self, hostfile: Path) -> None:
         """Write which process is the daemon; called by the daemon, which holds the lock."""

@@ -23,12 +23,7 @@ _OUTCOMES = {"ok": "to succeed", "fail": "to fail", "any": "to end"}
 class JobQueue:
     """All jobs that wait or run, in memory and in the store.
 
-    Args:
-        store: the database.
-        emit: records an event.
-
     Attributes:
-        active: jobs that wait or run, by number.
         changed: whether a job was added, ended or changed since the flag was last cleared.
     """
 

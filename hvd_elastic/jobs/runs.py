@@ -33,9 +33,7 @@ class JobRuns:
     """The runs of a cluster's jobs.
 
     Args:
-        place: folder of the cluster.
         ssh_config: ssh configuration of the cluster; None: the user's own.
-        begin_leader: starts the leader of a run.
     """
 
     def __init__(
@@ -72,10 +70,6 @@ class JobRuns:
     def take_up(self, job: Job, hosts: Iterable[Host]) -> None:
         """Take over what an earlier daemon has given to a job that runs.
 
-        Args:
-            job: the job.
-            hosts: the hosts of the cluster.
-
         Raises:
             RunError: the hostfile of the job cannot be written.
         """
@@ -103,8 +97,6 @@ class JobRuns:
         """Start a leader for a job that holds slots, or one that leads its run on.
 
         Args:
-            job: the job.
-            hosts: the hosts of the cluster.
             environment: variables of the shell that submitted it.
 
         Raises:
@@ -195,10 +187,6 @@ class JobRuns:
     def write_hostfile(self, job: Job, hosts: Iterable[Host]) -> None:
         """Replace the hostfile of a job by one with the slots that it holds.
 
-        Args:
-            job: the job.
-            hosts: the hosts of the cluster.
-
         Raises:
             RunError: it cannot be written.
         """
@@ -250,9 +238,7 @@ class Devices:
         """Return the GPUs of a job's slots on a host, new ones for the slots that it lacks.
 
         Args:
-            job: name of the job.
             host: the host as in the cluster's hostfile; its ``devices`` are those that may be used.
-            slots: number of slots that the job holds there.
         """
         own = self._of.setdefault(job, {}).get(host.name, ())
         taken = {

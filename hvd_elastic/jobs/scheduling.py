@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hvd_elastic.jobs.job import Job, JobKind, JobStatus
-from hvd_elastic.jobs.measured import Measured
+from hvd_elastic.jobs.progress import Measured
 from hvd_elastic.policy.schedule import jobs as policy
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.policies import Policy
@@ -32,7 +32,6 @@ class Candidate:
     """A job that may hold slots.
 
     Attributes:
-        job: the job.
         measured: what was measured of its run; None: it never began.
         occupied: slots of each host in which processes of its run live or start.
         unheard: that its leader does not hear from its hosts, in words; empty: it does.
@@ -70,9 +69,7 @@ def plan_slots(
 
     Args:
         candidates: jobs that run, and jobs that wait for nothing but slots.
-        hosts: hosts that can be used.
         now: current time [Unix s].
-        choose: policy that decides.
     """
     per_host = sorted((host.slots for host in hosts), reverse=True)
     capacity = sum(per_host)
@@ -129,7 +126,6 @@ def expected_starts(
         holders: expected end [s], None if it is not known, and fewest slots of each job that
             holds some.
         waiting: fewest slots of each waiting job, in their order.
-        capacity: slots of the cluster.
 
     >>> expected_starts([(50.0, 2), (20.0, 1), (None, 1)], [1, 1, 2], 4)
     [20.0, 50.0, None]

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from hvd_elastic.errors import HvdElasticError, RunError, StrangerError
-from hvd_elastic.jobs.messages import Answer, Request
+from hvd_elastic.jobs.job import Answer, Request
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.programs.peers import connect_own, peer_uid
 
@@ -43,7 +43,6 @@ class RequestServer:
     """Accepts requests and passes them to ``handle``, all in the thread of the caller.
 
     Args:
-        place: folder of the cluster.
         handle: answers a request; an HvdElasticError is sent as the answer.
     """
 

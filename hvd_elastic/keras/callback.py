@@ -18,8 +18,13 @@ import tensorflow as tf
 
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.keras.checks import check_call, check_model, optimizers_of, takes_nothing
-from hvd_elastic.keras.first_layer import first_layer
+from hvd_elastic.keras.checks import (
+    check_call,
+    check_model,
+    first_layer,
+    optimizers_of,
+    takes_nothing,
+)
 from hvd_elastic.keras.monitors import Monitors
 from hvd_elastic.script.run import stop
 from hvd_elastic.script.saving import save_again

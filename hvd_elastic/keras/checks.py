@@ -1,4 +1,4 @@
-"""What is checked of a model and of the arguments of ``model.fit`` before the first batch."""
+"""What is checked of a model and the arguments of ``model.fit``, and of a step that is left out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvd_elastic.checkpoint.header import unused_name
 from hvd_elastic.errors import ScriptError
@@ -15,6 +16,7 @@ from hvd_elastic.frameworks import check_keras_model
 from hvd_elastic.tensorflow.data import ElasticDataset
 from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.tensorflow.variables import check_built, check_no_loss_scaling
+from hvd_elastic.worker.planning.skipped_steps import ALL_FINITE, layer_words
 
 
 def check_model(model: Any) -> None:
@@ -97,3 +99,39 @@ def optimizers_of(model: Any) -> dict[str, Any]:
                     own = name.lstrip("_") + (f"_{number}" if len(each) > 1 else "")
                     found[unused_name(own, found)] = item
     return found
+
+
+def first_layer(model: keras.Model, data: Any) -> str:
+    """Return in words which layer it is, by a forward pass outside of a graph; "": not known.
+
+    Args:
+        model: the model.
+        data: a batch, as ``train_step`` gets it.
+    """
+    found: list[str] = []
+    call = keras.Layer.__call__
+
+    def watched(self: Any, *args: Any, **options: Any) -> Any:
+        output = call(self, *args, **options)
+        if not found and not _are_finite(output):
+            called = f"{self.name!r} ({type(self).__name__})"
+            own = [] if self._layers else [each.value for each in self.weights]
+            found.append(layer_words(called, _are_finite([args, options]), _are_finite(own)))
+        return output
+
+    keras.Layer.__call__ = watched
+    try:
+        model(keras.utils.unpack_x_y_sample_weight(data)[0], training=True)
+    except (RuntimeError, TypeError, ValueError, tf.errors.OpError):
+        return ""  # a model that is called in another way by its own train_step
+    finally:
+        keras.Layer.__call__ = call
+    return found[0] if found else ALL_FINITE
+
+
+def _are_finite(value: Any) -> bool:
+    tensors = [each for each in tf.nest.flatten(value) if tf.is_tensor(each)]
+    dense = [getattr(each, "flat_values", getattr(each, "values", each)) for each in tensors]
+    return all(
+        bool(tf.reduce_all(tf.math.is_finite(each))) for each in dense if each.dtype.is_floating
+    )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from hvd_elastic.checkpoint.sender import Brought
 from hvd_elastic.control import commands as cmd
@@ -19,13 +20,7 @@ from hvd_elastic.wire import messages as msg
 class Executor:
     """Executes what the machine decides.
 
-    Args:
-        run: what all parts of the leader share.
-        fetching: fetches and sends checkpoints.
-        has_checkpoint: whether a checkpoint may exist already.
-
     Attributes:
-        machine: decides what happens next.
         finish: how the run ends; None: it has not ended.
     """
 
@@ -74,8 +69,6 @@ class Executor:
         """Note that a host has been lost with its workers.
 
         Args:
-            host: name of the host.
-            cause: how it was noticed.
             silent_s: how long it was silent before [s]; None: its connection has ended.
         """
         self._run.workers.forget_host(host)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from hvd_elastic.checkpoint.checkpoint_collector import CheckpointCollector
 from hvd_elastic.checkpoint.collector import Callbacks, Collector
@@ -27,14 +28,10 @@ class Fetching:
 
     Args:
         run: what all parts of the leader share; its loop ends when nothing is awaited.
-        store: keeps the checkpoints.
         on_checkpoint: called when no more checkpoint is being fetched.
-        resumed: whether the run had a leader before.
 
     Attributes:
-        checkpoints: fetches the shards of checkpoints.
         sender: sends a checkpoint to a host, for a restart.
-        saved: fetches the files that the script saves.
     """
 
     def __init__(

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from hvd_elastic.control.events import HostSlots
@@ -20,6 +21,7 @@ from hvd_elastic.hosts.hostfile import (
     require_prices,
 )
 from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.policy.objective import cheapest_hosts
 from hvd_elastic.run_events import HostsChanged
 
 _REPLACED_WITHIN_S = 2.0
@@ -27,37 +29,64 @@ _REPLACED_WITHIN_S = 2.0
 which leaves no file for a moment."""
 
 
-def hosts_of(spec: RunSpec) -> Hostfile:
-    """Return the hosts of a run as its hostfile has them now, or this machine if there is none.
+def read_hosts(path: Path | None, slots: int = 1) -> Hostfile:
+    """Return the hosts that a hostfile has now, or this machine with ``slots`` if there is none.
 
     Raises:
         HostfileError: the hostfile cannot be used.
     """
-    if spec.hostfile_path is None:
-        return Hostfile((Host("localhost", slots=spec.slots),), "this machine")
-    return parse_hostfile(spec.hostfile_path)
+    if path is None:
+        return Hostfile((Host("localhost", slots=slots),), "this machine")
+    return parse_hostfile(path)
 
 
 class HostfileWatch:
-    """Holds the hosts of a run: those of its hostfile, or this machine if there is none.
+    """Holds the hosts of a hostfile, or this machine if there is none.
 
     Args:
-        spec: specification of the run.
+        path: the hostfile; None: this machine alone.
         warn: called with the reason when a changed hostfile cannot be used, once for each reason.
+        slots: slots of this machine.
+        readers: hosts that read for the others, besides those that the hostfile labels.
+        ordered: returns the hosts of a hostfile in the order in which they are used; by default
+            that of the file.
 
     Attributes:
         hosts: hosts that train by name, in the order of the hostfile as it was last read.
         input_hosts: hosts that read for them, by name.
     """
 
-    def __init__(self, spec: RunSpec, warn: Callable[[str], None]) -> None:
-        self._spec = spec
+    def __init__(
+        self,
+        path: Path | None,
+        warn: Callable[[str], None],
+        *,
+        slots: int = 1,
+        readers: Sequence[str] = (),
+        ordered: Callable[[Hostfile], list[Host]] = list,
+    ) -> None:
+        self._path = path
         self._warn = warn
+        self._slots = slots
+        self._readers = readers
+        self._ordered = ordered
         self.hosts: dict[str, Host] = {}
         self.input_hosts: dict[str, Host] = {}
         self._stamp: tuple[int, int, int] | None = None
         self._told_error = ""
         self._gone_since: float | None = None
+
+    @classmethod
+    def of_run(cls, spec: RunSpec, warn: Callable[[str], None]) -> HostfileWatch:
+        """Return the watch of a run's hostfile; with a budget its cheapest hosts come first."""
+        minds_cost = spec.hostfile_path is not None and spec.objective.kind == "cost"
+        return cls(
+            spec.hostfile_path,
+            warn,
+            slots=spec.slots,
+            readers=spec.input_hosts,
+            ordered=partial(_cheapest_first, spec) if minds_cost else list,
+        )
 
     @property
     def slots(self) -> tuple[HostSlots, ...]:
@@ -75,16 +104,11 @@ class HostfileWatch:
         Raises:
             HostfileError: the hostfile cannot be used; ``hosts`` is unchanged.
         """
-        path = self._spec.hostfile_path
-        if path is not None:
-            with contextlib.suppress(OSError):  # hosts_of reports the problem
-                self._stamp = hostfile_stamp(path)
-        hostfile = hosts_of(self._spec)
-        hosts = list(hostfile.hosts)
-        if path is not None and self._spec.objective.kind == "cost":
-            require_prices(hostfile)
-            hosts = self._cheapest_first(hosts)
-        reads = input_hosts(hosts, self._spec.input_hosts, str(path))
+        if self._path is not None:
+            with contextlib.suppress(OSError):  # read_hosts reports the problem
+                self._stamp = hostfile_stamp(self._path)
+        hosts = self._ordered(read_hosts(self._path, self._slots))
+        reads = input_hosts(hosts, self._readers, str(self._path))
         self.input_hosts = {host.name: host for host in reads}
         self.hosts = {host.name: host for host in hosts if host.name not in self.input_hosts}
 
@@ -94,13 +118,12 @@ class HostfileWatch:
         A file that was saved with the same text counts too: after repairing a host, the user saves
         the file to have the host tried again.
         """
-        path = self._spec.hostfile_path
-        if path is None:
+        if self._path is None:
             return False
         try:
-            stamp = hostfile_stamp(path)
+            stamp = hostfile_stamp(self._path)
         except OSError as error:
-            self._is_gone(path, error)
+            self._is_gone(self._path, error)
             return False
         self._gone_since = None
         if stamp == self._stamp:
@@ -126,26 +149,24 @@ class HostfileWatch:
             what = "is gone" if gone else f"cannot be looked at ({error.strerror})"
             self._warn(f"the hostfile {path} {what}, the hosts stay; put it back to change them")
 
-    def _cheapest_first(self, hosts: list[Host]) -> list[Host]:
-        """Return the hosts ordered by price: pinned ones, then the cheapest set, then the rest.
 
-        Until the first steps have been timed, the order alone keeps the run within its budget.
-        """
-        from hvd_elastic.policy.prices import cheapest_hosts
+def _cheapest_first(spec: RunSpec, hostfile: Hostfile) -> list[Host]:
+    """Return the hosts ordered by price: pinned ones, then the cheapest set, then the rest.
 
-        spec = self._spec
-        pinned = [host for host in hosts if host.name in spec.pin_hosts]
-        others = [host for host in hosts if host.name not in spec.pin_hosts]
-        missing = max(spec.np or 0, spec.min_np) - sum(host.slots for host in pinned)
-        first = cheapest_hosts(others, max(0, missing)) or ()
-        return [*pinned, *first, *(host for host in others if host not in first)]
+    Until the first steps have been timed, the order alone keeps the run within its budget.
+    """
+    require_prices(hostfile)
+    pinned = [host for host in hostfile if host.name in spec.pin_hosts]
+    others = [host for host in hostfile if host.name not in spec.pin_hosts]
+    missing = max(spec.np or 0, spec.min_np) - sum(host.slots for host in pinned)
+    first = cheapest_hosts(others, max(0, missing)) or ()
+    return [*pinned, *first, *(host for host in others if host not in first)]
 
 
 def input_hosts(hosts: Sequence[Host], named: Sequence[str], hostfile: str) -> list[Host]:
     """Return the hosts that read for the ranks: those with ``labels=input``, and those named.
 
     Args:
-        hosts: hosts of the hostfile.
         named: names of ``--input-hosts``; those that are not in the hostfile are added.
         hostfile: its name, for messages.
 

@@ -24,10 +24,10 @@ from hvd_elastic.leader.agents.agents import Agents
 from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.workers import Workers
-from hvd_elastic.policy.input import InputFinding, InputWatch, choose_readers
-from hvd_elastic.policy.prices import hourly_price
+from hvd_elastic.policy.input import InputWatch, choose_readers
+from hvd_elastic.policy.objective import hourly_price
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.run_events import Decision, Event, InputHostJoined, InputHostLeft, Warned
+from hvd_elastic.run_events import Decision, Event, Input, InputHostJoined, InputHostLeft, Warned
 from hvd_elastic.wire import messages as msg
 
 _MOST_SCRIPT_FAILURES = 3
@@ -57,12 +57,9 @@ class InputHosts:
     """Holds the input hosts of a run.
 
     Args:
-        spec: specification of the run.
         folder: run folder, for the logs of the workers.
         environment: variables for the workers.
-        led: returns the identity of this leader.
         post: has a function called in the leader's loop.
-        emit: records an event.
         changed: called when the ranks should read from other processes.
         engine: what owns the hosts; None: they are reached over ssh.
 
@@ -110,7 +107,6 @@ class InputHosts:
         """Use these input hosts, and no others; those that were left out are tried again.
 
         Args:
-            hosts: input hosts by name.
             ranks: hosts that train, which have to reach them.
             reading: names of those that read under an earlier leader.
         """
@@ -151,17 +147,14 @@ class InputHosts:
         """Record how long the ranks wait for their data, if that has changed.
 
         If that is for cores, hosts with a price are asked to read, where it makes examples cheaper.
-
-        Args:
-            members: worker and host of each rank.
         """
         found = self.watch.look(members)
         if found is not None:
-            self._emit(found.event())
+            self._emit(found)
             if found.bound == "cores":
                 self._add_readers(found, {host for _, host in members})
 
-    def _add_readers(self, found: InputFinding, trains: AbstractSet[str]) -> None:
+    def _add_readers(self, found: Input, trains: AbstractSet[str]) -> None:
         offered = [known.host for known in self._known.values() if not known.needed]
         if not offered or any(map(self._is_starting, self._known.values())):
             return

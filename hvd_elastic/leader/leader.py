@@ -3,6 +3,14 @@
 :class:`hvd_elastic.control.machine.RunMachine` decides, and the other modules of this package act.
 Everything runs in one loop; the threads of the agents' connections and of file transfers only post
 calls to it.
+
+The way of an event: the thread of a connection decodes what its agent sends, and posts it. In the
+loop :meth:`Leader._heard` gives it to ``Failover`` while a takeover is under way, else to
+``Reports``. They pass on what concerns files, logs and input hosts, and tell the ``Executor`` the
+rest as an event of the machine. The executor executes the commands that the machine returns: it
+records events in the journal, and sends messages to the agents. What no agent sends (a saved
+hostfile, requests, decisions of the policy, silence) is found by :meth:`Leader._tick`, and goes the
+same way from the executor on.
 """
 
 from __future__ import annotations
@@ -16,26 +24,21 @@ from typing import TYPE_CHECKING
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.loop import Loop
 from hvd_elastic.control.machine import Phase
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.formatting import hosts_named
 from hvd_elastic.leader.agents.agents import LOOK_S, Agents
 from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.executor import Executor
-from hvd_elastic.leader.failover.failover import TAKEOVER_S, Failover
+from hvd_elastic.leader.failover.failover import TAKEOVER_S, Failover, Takeover
 from hvd_elastic.leader.failover.fencing import Fence
-from hvd_elastic.leader.failover.takeover import Takeover
 from hvd_elastic.leader.fetching import Fetching
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.input_hosts import InputHosts
-from hvd_elastic.leader.journal import Journal, Show, ShowOutput
-from hvd_elastic.leader.led_run import LedRun
-from hvd_elastic.leader.liveness import Liveness
-from hvd_elastic.leader.reports import Reports
+from hvd_elastic.leader.led_run import Journal, LedRun, Loop, Show, ShowOutput
+from hvd_elastic.leader.reports import Liveness, Reports
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.leader.steering import Steering
-from hvd_elastic.leader.stopping import Stopping
+from hvd_elastic.leader.steering import Steering, Stopping
 from hvd_elastic.leader.workers import Workers
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.secret_digests import digests_of
@@ -107,12 +110,9 @@ class Leader:
     """Leads one run from its start, or from where its last leader left it, to its end.
 
     Args:
-        spec: specification of the run.
         folder: run folder, whose lock the caller holds.
         environment: variables for the workers, passed on through the agents' stdin.
-        show: called with every event as it is recorded.
         show_output: called with (host, local rank, line) for each line that rank 0 prints.
-        resumed: whether the run had a leader before.
         engine: what owns the hosts; None: they are reached over ssh.
     """
 
@@ -148,7 +148,7 @@ class Leader:
             led=lambda: fence.identity,
             post=loop.post,
             emit=journal.emit,
-            changed=self._readers_changed,
+            changed=lambda use: self._executor.say_to_all(use),  # noqa: PLW0108  (made below)
             engine=engine,
         )
         run = self._run = LedRun(
@@ -157,7 +157,7 @@ class Leader:
             fence=fence,
             loop=loop,
             journal=journal,
-            hostfile=HostfileWatch(spec, journal.warn),
+            hostfile=HostfileWatch.of_run(spec, journal.warn),
             agents=Agents(spec, environment, self._post, engine),
             workers=Workers(folder),
             readers=readers,
@@ -168,7 +168,7 @@ class Leader:
         executor = self._executor = Executor(run, fetching, has_checkpoint=resumed)
         liveness = self._liveness = Liveness(run, executor)
         failover = self._failover = Failover(run, executor, lead=self._lead_found)
-        stopping = self._stopping = Stopping(run, executor, leads=lambda: failover.leads)
+        stopping = self._stopping = Stopping(run, executor, failover)
         self._steering = Steering(run, executor, stopping, fetching)
         self._reports = Reports(run, executor, fetching, liveness, stopping)
 
@@ -326,9 +326,6 @@ class Leader:
         self._run.journal.emit(self._run.hostfile.event())
         self._run.readers.update(self._run.hostfile.input_hosts, self._run.hostfile.hosts)
         self._executor.tell(ev.HostsChanged(self._run.hostfile.slots))
-
-    def _readers_changed(self, use: msg.UseInput) -> None:
-        self._executor.say_to_all(use)
 
     def _checkpoints_idle(self) -> None:
         newest_step = self._fetching.checkpoints.newest_step

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.leader.hostfile_watch import hosts_of
+from hvd_elastic.leader.hostfile_watch import read_hosts
 from hvd_elastic.leader.spec import RunSpec, forwarded_environment
 
 # Variables that make Horovod use MPI for control messages and for data on the CPU.
@@ -37,8 +37,6 @@ def mpirun_command(
     MPI sends the values through its own channel.
 
     Args:
-        spec: specification of the run.
-        hosts: hosts of the job.
         hostfile: path of a file that lists these hosts in Open MPI's format.
         variables: names of the environment variables to forward.
         root: whether root runs the job, which Open MPI refuses without a flag.
@@ -75,7 +73,7 @@ def run_mpi(spec: RunSpec, environment: Mapping[str, str]) -> int:
             "apt-get install openmpi-bin libopenmpi-dev, then build Horovod again: "
             "hvd-elastic build-horovod"
         )
-    hosts = [*hosts_of(spec)]
+    hosts = [*read_hosts(spec.hostfile_path, spec.slots)]
     environment = {**spec.environment(environment, "mpi"), **_FOR_MPI}
     forwarded = forwarded_environment(environment)
     with tempfile.TemporaryDirectory(prefix="hvd_elastic-") as folder:

@@ -45,7 +45,6 @@ class Resumption:
     """A run that is to be led on, and what the user wants otherwise from now on.
 
     Attributes:
-        run_id: name of the run.
         hostfile: its hostfile from now on; None: that of before, or what its engine gives.
         ssh_config: ssh configuration; None: that of before.
         np, max_np: its sizes; None: as before.
@@ -103,7 +102,6 @@ class Resumption:
         """Return the specification that the run is led on with.
 
         Args:
-            folder: its folder.
             inside: engines that give hosts to a run that is started inside of them.
             given: returns the hosts that such an engine gives to this process.
 
@@ -203,7 +201,6 @@ def find_run(run_id: str, hosts: Sequence[Host], options: SshOptions) -> RunSpec
     Args:
         run_id: valid name of a run.
         hosts: hosts of the run's hostfile.
-        options: ssh options for the connections.
 
     Raises:
         RunError: no host knows the run, or hosts disagree on a field of ``WHAT_IS_TRUSTED``.

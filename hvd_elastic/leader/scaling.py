@@ -13,16 +13,15 @@ from hvd_elastic.control.machine import Phase, RunMachine
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.policy.replay import replay
+from hvd_elastic.policy.evidence import replay
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Snapshot
-from hvd_elastic.run_events import Event, PredictionMissed, ReadEvent, Warned
+from hvd_elastic.run_events import Event, ReadEvent, Warned
 
 
 class Scaler:
     """Runs the scaling controller for a run and turns its decisions into events.
 
     Args:
-        spec: specification of the run.
         emit: function that records an event.
         started_at: when the run began [monotonic s].
         past: events of the run under its earlier leaders. Their measurements are used again, and
@@ -78,7 +77,7 @@ class Scaler:
             return None
         decision, snapshot = found
         if controller.miss is not None:
-            self._emit(PredictionMissed(*dataclasses.astuple(controller.miss)))
+            self._emit(controller.miss)
         if snapshot.current == self._asked:
             self._asked = None
         if decision.action == "stay":

@@ -67,13 +67,11 @@ class RunSpec:
         python: path of the agents' interpreter, the same on every host.
         ssh_config: path of an ssh configuration file; None: the user's own.
         interface: network interface for the ring; None: it is detected.
-        audit: whether to record which examples were read.
         on_not_finite: what is done about a step whose gradients are not finite: ``skip``, ``stop``
             or ``ignore``.
         profile: rank of which a few steps are profiled; None: none.
         tensorboard: whether to write the metrics for TensorBoard as well.
         checkpoint_every_s: time between checkpoints [s]; 0: no checkpoints.
-        keep_checkpoints: number of checkpoints to keep.
         checkpoint_folder: folder on the leader, or URL; None: the folder in the run folder.
         checkpoint_copies: number of other hosts that keep a copy of each shard.
         failure_timeout_s: silence after which a host or a worker counts as lost [s].

@@ -22,11 +22,7 @@ _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal
 class Workers:
     """Holds the workers that have not been seen to end, and their logs.
 
-    Args:
-        folder: run folder.
-
     Attributes:
-        places: (host, slot) by worker.
         failure_told: whether an error of the script was already reported; the other workers
             usually fail in the same way, and are not reported again.
         error: last line that the worker printed whose error was reported from its log.

@@ -105,8 +105,8 @@ class EvaluationLoader:
     def _own(self) -> list[list[int]]:
         """The batches of this rank, as indices."""
         worker, every = context.current().worker, self._indices
-        size = worker.communicator.size if worker.in_train and worker.has_ranks else 1
-        rank = worker.communicator.rank if size > 1 else 0
+        size = worker.size if worker.in_train and worker.has_ranks else 1
+        rank = worker.rank if size > 1 else 0
         if len(every) < size:
             rank, size = 0, 1
         own = every[len(every) * rank // size : len(every) * (rank + 1) // size]

@@ -180,16 +180,22 @@ class ElasticStrategy(ParallelStrategy):
 
     # -- setup -----------------------------------------------------------------------------
 
+    def setup_environment(self) -> None:
+        """Refuse what cannot be used; loaders may be asked for from now on, for their length."""
+        super().setup_environment()
+        trainer = self.lightning_module.trainer
+        trainer._accelerator_connector.use_distributed_sampler = False
+        if trainer.state.fn == _FITTING:
+            check_script(trainer)
+
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
 
     def setup(self, trainer: Any) -> None:
         """Have the library's objects train elastically."""
         super().setup(trainer)
-        trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn != _FITTING:
             return
-        check_script(trainer)
         several = not self.lightning_module.automatic_optimization
         for optimizer in self.optimizers:
             hvd.DistributedOptimizer(
@@ -200,7 +206,7 @@ class ElasticStrategy(ParallelStrategy):
                 **self._optimizer_options,
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
-            self.precision_plugin.scaler = _scaler_like(self.precision_plugin.scaler)
+            self.precision_plugin.scaler = hvd.GradScaler.like(self.precision_plugin.scaler)
         loop = trainer.fit_loop
         loop.__class__, loop.epoch_loop.__class__ = ElasticFitLoop, ElasticEpochLoop
         loop.epoch_loop._results = TrainingResults()
@@ -307,14 +313,3 @@ class ElasticStrategy(ParallelStrategy):
                 for optimizer in self.optimizers:
                     stack.enter_context(optimizer.no_sync())
             yield
-
-
-def _scaler_like(scaler: Any) -> hvd.GradScaler:
-    """Return our gradient scaler with the options of PyTorch's."""
-    return hvd.GradScaler(
-        init_scale=scaler._init_scale,
-        growth_factor=scaler.get_growth_factor(),
-        backoff_factor=scaler.get_backoff_factor(),
-        growth_interval=scaler.get_growth_interval(),
-        enabled=scaler.is_enabled(),
-    )

@@ -19,10 +19,15 @@ from hvd_elastic.formatting import count, duration_words, hosts_named
 from hvd_elastic.model.goodput import statistical_efficiency
 from hvd_elastic.model.step_time import Observation
 from hvd_elastic.policy.objective import Objective, Parameters
-from hvd_elastic.policy.place import placements, sizes_to_try
-from hvd_elastic.policy.scoring import Scores, expected_gain_and_loss, score_allocations
+from hvd_elastic.policy.scoring import (
+    Scores,
+    expected_gain_and_loss,
+    placements,
+    score_allocations,
+    sizes_to_try,
+)
 from hvd_elastic.policy.snapshot import Allocation, Decision, Memory, Snapshot
-from hvd_elastic.run_events import Action
+from hvd_elastic.run_events import Action, PredictionMissed
 
 _NOTABLE = 0.005
 """A relative gain below this is reported as no gain."""
@@ -47,7 +52,6 @@ def decide(
     """Decide which slots a run should use.
 
     Args:
-        snapshot: state of the run.
         now: monotonic time [s].
         objective: objective of the run; None: goodput.
         parameters: parameters of the policy; None: the defaults.
@@ -91,7 +95,6 @@ def out_of_reach(snapshot: Snapshot, now: float, objective: Objective) -> str:
     Args:
         snapshot: state of the run, which need not train yet.
         now: monotonic time [s].
-        objective: objective of the run.
 
     Returns:
         The reason, with the fastest allocation; empty if it can be met or this is not known.
@@ -119,34 +122,17 @@ def out_of_reach(snapshot: Snapshot, now: float, objective: Objective) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Miss:
-    """A change that brought much less goodput than was predicted.
-
-    Attributes:
-        predicted: predicted goodput [useful examples/s].
-        measured: goodput measured since the change [useful examples/s].
-        reason: sentence with both and what differs from the prediction.
-    """
-
-    predicted: float
-    measured: float
-    reason: str
-
-
 def compare_prediction(
     decision: Decision, then: Snapshot, now: Snapshot, timed: Observation
-) -> Miss | None:
+) -> PredictionMissed | None:
     """Compare the predicted goodput of a change with the measured one.
 
     Args:
-        decision: decision to change.
         then: snapshot that the decision was made by.
         now: present snapshot, on the slots that were decided on.
-        timed: present step time.
 
     Returns:
-        The difference; None if at least four fifths of the prediction were measured.
+        The event, with what differs; None if at least four fifths of the prediction were measured.
     """
     assert then.model is not None
     size = timed.ranks * timed.atomic_batch_size * (timed.accumulation_steps + 1)
@@ -177,7 +163,7 @@ def compare_prediction(
             "batches bring less"
         )
     why = ": " + "; ".join(causes) if causes else ""
-    return Miss(
+    return PredictionMissed(
         decision.goodput,
         measured,
         f"{decision.goodput:.0f} useful examples/s were predicted on "
@@ -244,7 +230,6 @@ class _Ranking:
 
     Attributes:
         best: index of the option.
-        why: the reason.
         must: whether to change at once because a limit is broken.
         kept: whether the option fulfils the objective.
     """
@@ -429,7 +414,6 @@ def _why_stay(
 
     Args:
         options: all options, the current one first.
-        scores: scores of the options.
         value: quantity to compare: goodput, or useful examples ``per`` unit of money.
         net: net gain of each option; -inf where it is not allowed.
         per: unit of ``value`` in words; empty for goodput.

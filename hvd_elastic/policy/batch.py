@@ -57,12 +57,9 @@ class BatchChoice:
     """The batch plan and the shares of a run, and the rule that changes them.
 
     Args:
-        limits: limits set by the user.
         unequal_shares: whether slow ranks get fewer examples of a step.
 
     Attributes:
-        plan: batch plan in use.
-        balance: shares of the ranks.
         memory_bound: most examples of a pass that fit into memory, as far as is known; None: no
             pass has failed.
         largest: largest global batch size used so far.
@@ -144,7 +141,6 @@ class BatchChoice:
         """Change to the plan with the most goodput if the gain is large enough.
 
         Args:
-            model: step-time model.
             noise_scale: gradient noise scale [examples].
             hosts, ranks: number of hosts and ranks that train together.
             slowness: slowness of steps with the shares decided on.

@@ -12,7 +12,7 @@ import numpy as np
 from hvd_elastic.model.goodput import best_batch_plan
 from hvd_elastic.model.shares import LEAST_SHARE
 from hvd_elastic.policy.evidence import Evidence
-from hvd_elastic.policy.place import pace
+from hvd_elastic.policy.scoring import pace
 from hvd_elastic.policy.snapshot import HostOffer
 
 _SPREAD = 1.2816
@@ -27,11 +27,9 @@ class Forecast:
     """Predicted performance on a number of hosts, at the best batch plan.
 
     Attributes:
-        hosts, slots: number of hosts and slots in use.
         rate: price of the hosts [currency per hour]; None: not known.
         unknown: reason why nothing is predicted, if so; the fields below then have their defaults.
         seen: whether this number of slots on this number of hosts was timed.
-        global_batch_size, accumulation_steps: the batch plan.
         throughput: predicted throughput [examples/s].
         efficiency: statistical efficiency, in (0, 1].
         goodput: product of the two [useful examples/s].
@@ -72,7 +70,6 @@ def forecast(
     share a core than in any timed step, since timed steps do not tell what sharing costs.
 
     Args:
-        evidence: measurements of a run.
         hosts: hosts of the run. If more are needed, hosts like the commonest of them are assumed.
         most_hosts: largest number of hosts, for a forecast of each number of whole hosts; None:
             the sizes that ``hosts`` allow, by slots for few slots and by whole hosts for many.

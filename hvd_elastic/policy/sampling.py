@@ -43,10 +43,6 @@ class GradientSampling:
 
     The noise shows only between passes. A single rank that takes a step in one pass therefore
     *probes*: it takes some steps in two passes.
-
-    Attributes:
-        every: number of steps for each sampled step.
-        probe_every: number of steps for each probe.
     """
 
     def __init__(self) -> None:
@@ -71,12 +67,9 @@ class GradientSampling:
         """Decide how often to sample and probe from now on.
 
         Args:
-            tracker: estimate of the noise scale.
             step_s: times of the steps since the last call [s].
             cost_s: time for sampling one step [s]; NaN: not known.
-            bad_steps: whether recent gradients were not finite.
             model: step-time model; None: not known.
-            batch: global batch size.
         """
         uncertainty = tracker.uncertainty()
         few = _UNCERTAIN_SAMPLES if uncertainty > _UNCERTAIN else _LEARNING_SAMPLES
@@ -127,12 +120,9 @@ class GradientNoise:
     """The gradient noise scale, estimated from the samples of all ranks.
 
     Args:
-        groups: number of parameter groups of the optimizer.
         initial_batch_size: global batch size that the user tuned for [examples].
-        examples: number of examples in the data set.
 
     Attributes:
-        tracker: smoothed gradient statistics.
         norms: squared norms of the gradient and variances of one example's gradient, for each group
             and for all together; both relative to one unknown factor.
         scale: gradient noise scale [examples]; NaN: not known.

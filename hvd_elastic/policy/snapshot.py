@@ -19,8 +19,6 @@ class HostOffer:
     """A host that may be used.
 
     Attributes:
-        name: name in the hostfile.
-        slots: number of processes that it can hold.
         price: price of the whole host [currency per hour]; None: not known.
         slowness: time of a pass relative to the fastest host; 1 until measured.
         pinned: whether the user wants all its slots in use regardless of their gain.
@@ -98,7 +96,6 @@ class Snapshot:
     Attributes:
         hosts: available hosts, in the order of the hostfile.
         current: slots that train now.
-        plan: batch plan in use.
         limits: limits of the batch plan; ``max_batch_size == initial_batch_size`` if the batch of
             the script is fixed.
         model: step-time model; None: nothing was measured.

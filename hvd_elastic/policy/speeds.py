@@ -106,7 +106,6 @@ class FixedCost:
 
         Args:
             hosts: host of each rank; only reports of the same hosts are compared.
-            passes: number of passes of a step.
             examples: number of examples of each rank in a step.
             compute_s: compute time of each rank for a step, above 0 [s].
         """
@@ -132,8 +131,6 @@ class RankSpeeds:
     """Estimates the speeds of the ranks that train, from their compute times and shares.
 
     Attributes:
-        hosts: host of each rank.
-        unequal: whether shares may be unequal.
         fixed: fixed cost of a pass.
     """
 
@@ -176,7 +173,6 @@ class RankSpeeds:
         Args:
             compute_s: compute time of each rank for a step [s]; 0: not known.
             plan: batch plan in use; None: not known.
-            passes: number of passes of a step.
             now: monotonic time [s].
 
         Returns:

@@ -71,7 +71,7 @@ def accept_peers(
             time.sleep(_PAUSE_S)
             continue
         try:
-            strangers.add(plain)
+            strangers.count_new(plain)
             threading.Thread(target=meet, args=(plain, address), daemon=True).start()
         except (OSError, RuntimeError):  # no more descriptors, or threads
             strangers.remove(plain)
@@ -93,7 +93,7 @@ class _Strangers:
         few = files != resource.RLIM_INFINITY and files // _SHARE < MOST_STRANGERS
         self._most = max(1, files // _SHARE) if few else MOST_STRANGERS
 
-    def add(self, plain: socket.socket) -> None:
+    def count_new(self, plain: socket.socket) -> None:
         """Count a new one."""
         end = plain.dup()
         with self._changed:

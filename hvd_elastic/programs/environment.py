@@ -42,7 +42,7 @@ def identity(prefix: str) -> list[int]:
     return [found.st_ino, found.st_ctime_ns]
 
 
-def look(prefix: str, base: str | None, own_identity: list[int]) -> dict[str, Any]:
+def describe_environment(prefix: str, base: str | None, own_identity: list[int]) -> dict[str, Any]:
     """Return what decides whether the environment can be brought here.
 
     Args:
@@ -199,7 +199,13 @@ def remove(prefix: str, names: list[str], home: str = "") -> list[dict[str, Any]
     return found
 
 
-ACTIONS = {"look": look, "seed": seed, "switch": switch, "left": left, "remove": remove}
+ACTIONS = {
+    "look": describe_environment,
+    "seed": seed,
+    "switch": switch,
+    "left": left,
+    "remove": remove,
+}
 
 
 def main() -> None:

@@ -103,7 +103,7 @@ def make_folder(request: dict[str, Any]) -> None:
     (folder / TOKEN).write_text(request["token"], encoding="ascii")
 
 
-def start(request: dict[str, Any]) -> dict[str, Any]:
+def start_node(request: dict[str, Any]) -> dict[str, Any]:
     """Start a node of the cluster, unless there is one."""
     folder = Path(request["folder"])
     noted = folder / STARTED
@@ -114,7 +114,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     problem = why_unusable()
     if problem:
         return {"error": problem}
-    end(request)  # what a node that has died left
+    end_cluster(request)  # what a node that has died left
     connection = os.environ.get("SSH_CONNECTION", "").split(" ")
     address = request["address"] or (connection[2] if len(connection) == 4 else "127.0.0.1")
     try:
@@ -151,13 +151,13 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     )
     if done.returncode:
         said = done.stdout.decode("utf-8", "replace").strip().splitlines()
-        end(request)
+        end_cluster(request)
         return {"error": "ray start failed: " + " ".join(line.strip() for line in said[-3:])}
     noted.write_text(json.dumps([answer, request["head"]]), encoding="ascii")
     return {**answer, "new": True}
 
 
-def look(request: dict[str, Any]) -> dict[str, Any]:
+def describe_node(request: dict[str, Any]) -> dict[str, Any]:
     """Return the state of the node."""
     found = find(request["cluster"])
     wanted = [NODE_PROCESS, *([HEAD_PROCESS] if request["is_head"] else [])]
@@ -171,7 +171,7 @@ def look(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def end(request: dict[str, Any]) -> dict[str, Any]:
+def end_cluster(request: dict[str, Any]) -> dict[str, Any]:
     """End all processes of the cluster on this host, and remove its folder."""
     how = end_processes(lambda: find(request["cluster"]), GRACE_S)
     left = [pid for (pid, _), ended in how.items() if ended == "left"]
@@ -184,7 +184,9 @@ def main() -> None:
     """Read the request, carry it out, and write the answer."""
     request = json.loads(sys.stdin.buffer.read().decode("utf-8"))
     try:
-        answer = {"start": start, "look": look, "end": end}[request["do"]](request)
+        answer = {"start": start_node, "look": describe_node, "end": end_cluster}[request["do"]](
+            request
+        )
     except (OSError, subprocess.SubprocessError) as error:
         answer = {"error": str(error)}
     sys.stdout.write(json.dumps(answer))

@@ -40,7 +40,6 @@ class EpochAudit:
 
     Attributes:
         epoch: index of the epoch, from 0.
-        steps: number of valid steps.
         used: number of different indices used.
         missing: number of indices that no recorded step used; ``used + missing`` = size of the
             dataset.
@@ -112,8 +111,6 @@ class AuditResult:
 
     Attributes:
         examples: size of the dataset; 0 if it was not recorded.
-        epochs: audit of each epoch that was begun.
-        steps: number of valid steps.
         repeated_steps: number of steps that a later generation repeated.
         voided_steps: number of steps undone by going back to a checkpoint.
         conflicts: steps for which workers of one generation reported different indices.

@@ -19,9 +19,7 @@ class JobRecord:
 
     Attributes:
         job: its number in the queue, as text.
-        name: its name.
         command: its command as a user would type it.
-        priority: weight of the job relative to others.
         min_np, max_np: fewest and most slots; ``max_np`` None: no limit.
         deadline: when it should be finished [Unix s]; None: no deadline.
         submitted_s: when it was submitted, after the first event of the cluster [s].
@@ -30,8 +28,6 @@ class JobRecord:
         status: ``queued``, ``running``, or how it has ended.
         message: what was said of its end, or why it went back to the queue.
         run_ids: its runs, oldest first.
-        held: slots that it holds now.
-        reason: why it has these slots, or waits.
         run_s: time during which it held slots [s].
         slot_s: slots times seconds that it held.
         requeues: how often it went back to the queue.
@@ -67,9 +63,6 @@ class Hold:
     """Slots of a job on a host over a time.
 
     Attributes:
-        job: the job.
-        host: the host.
-        slots: number of slots.
         begin_s, end_s: since when and until when [s].
     """
 
@@ -86,9 +79,6 @@ class JobDecision:
 
     Attributes:
         at_s: when [s].
-        job: the job.
-        before, after: its slots.
-        reason: why, in words.
     """
 
     at_s: float
@@ -103,9 +93,7 @@ class ClusterSummary:
     """Everything that the events tell about a cluster; times are seconds after the first event.
 
     Attributes:
-        name: name of the cluster.
         started, ended: times of the first and of the last event [Unix s]; None: there is none.
-        hosts: slots of each host now.
         jobs: all jobs, oldest first.
         holds: who held which slots, as far as it is over.
         waiting: number of jobs that wait over time, as (time [s], jobs).

@@ -240,8 +240,6 @@ class Follower(Generic[Read]):
     """Returns what was added to a file since the last call.
 
     Args:
-        path: path of the file.
-        decode: reads a line.
         last_bytes: how much of what is there already is returned at most, from its end.
     """
 

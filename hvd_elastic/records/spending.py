@@ -37,7 +37,6 @@ class Spending:
     Attributes:
         by_cause: by name of the cause, those of :data:`CAUSES`.
         rate: price of the hosts that train now [per hour]; 0: not known.
-        size: processes that train now.
         failed: whether a worker or host was lost since the last rescale began.
         idle_s: time of the run since when no process trains [s]; None: some do.
         heard_s: time of the run when training was last heard of [s].

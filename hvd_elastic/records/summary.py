@@ -41,9 +41,6 @@ class Rescale:
     Attributes:
         generation: number of the new generation; 1 is the start of the run.
         at_s: time after the start of the run [s].
-        from_size: number of processes before.
-        to_size: number of processes after.
-        reason: why it happened, as text.
         pause_s: time from the last step before to the first step after [s]; None for the start,
             or if there was no step after it.
         finished: whether the new generation has trained.
@@ -86,7 +83,6 @@ class Draining:
 
     Attributes:
         at_s: when draining began, after the start of the run [s].
-        cause: why, as text.
         leave_in_s: time that the host had left then [s]; None: not announced.
         empty: whether it has no workers any more.
         asked: True if the user requested it, False if the host announced its preemption.
@@ -105,9 +101,6 @@ class Checkpoint:
 
     Attributes:
         at_s: time after the start of the run [s].
-        step: step of its state.
-        path: path or URL.
-        size_bytes: size of all shards.
         seconds: time from the beginning of the write until it was verified [s].
         blocked_s: how long training was paused for it on the slowest rank [s]; None: unknown.
         not_finite: name of a weight in it that holds NaN or infinity; empty: none.
@@ -128,8 +121,6 @@ class SavedFile:
 
     Attributes:
         at_s: when it was in the run folder, after the start of the run [s].
-        step: step of training when it was saved.
-        size_bytes: its size.
     """
 
     at_s: float

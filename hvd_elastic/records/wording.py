@@ -278,9 +278,6 @@ def run_state(
     """Return the state of a run as shown to users.
 
     Args:
-        status: status according to its events.
-        alive: whether its leader is alive.
-        waiting: whether the run waits for hosts.
         until: time until which the hosts train on without a leader; None: they do not.
     """
     if status == "running":
@@ -307,11 +304,8 @@ def state_words(
     """Return a state of :func:`run_state` with what there is to know about it, or to do.
 
     Args:
-        summary: summary of the run.
-        state: its state.
         until: time until which the hosts train on without a leader [Unix s].
         resume: command with which it goes on; empty: ``hvd-elastic run --resume``.
-        submitted: whether it was submitted to Slurm.
     """
     resume = resume or f"hvd-elastic run --resume {summary.run_id}"
     words = {
@@ -341,8 +335,6 @@ def time_words(summary: RunSummary, state: str, now: float) -> str:
     """Return when a run started, and how long it has taken so far or did take.
 
     Args:
-        summary: summary of the run.
-        state: its state.
         now: present time [Unix s].
     """
     if summary.started is None:
@@ -362,8 +354,6 @@ def run_sentences(
     """Return what matters now: how fast, how far, what is in the way, what was decided.
 
     Args:
-        summary: summary of the run.
-        state: its state.
         forecast: how far it is, and when it is expected to end, as a sentence.
         slow: slow hosts, with the time of their steps relative to the median of the hosts.
     """
@@ -442,13 +432,9 @@ def status_rows(
     """Return what there is to say of a run: label and text of each row.
 
     Args:
-        summary: summary of the run.
-        state: its state.
         until: time until which the hosts train on without a leader [Unix s].
-        folder: path of its folder.
         now: present time [Unix s].
         resume: command with which it goes on; empty: ``hvd-elastic run --resume``.
-        submitted: whether it was submitted to Slurm.
     """
     failure = checkpoint = ""
     plan = summary.batch_plan
@@ -666,7 +652,6 @@ def batch_words(plan: ev.BatchPlan, before: ev.BatchPlan | None) -> str:
     """Return how an adaptive batch size has changed, and why; empty if it has not.
 
     Args:
-        plan: the batch plan.
         before: previous batch plan; None if there is none.
 
     >>> first = ev.BatchPlan(0, 64, 32, 0, None, ev.BatchLimits(64, 512, 1, None, 3), "")
@@ -707,7 +692,6 @@ def awaited_words(reason: str, awaited: Mapping[str, Sequence[str]], *, runs: bo
     """Return the reason of a job that is to have slots which other jobs have to leave first.
 
     Args:
-        reason: why it is to have them.
         awaited: runs that have to leave each host.
         runs: whether the job runs; else it waits.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_elastic.communicator.interface import Communicator
+from hvd_elastic.communicator.interface import FIRST, Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.formatting import as_whole
 from hvd_elastic.script.collectives import script_collective
@@ -89,14 +89,14 @@ def evaluate(
         with here.evaluating(), script_collective("evaluate", _NAME) as communicator:
             _check_same(communicator, here.examples, batch_size)
             if communicator.size > 1:
-                communicator.broadcast(differing, 0)
-            mine = batches_of(here.examples, batch_size, communicator.rank, communicator.size)
+                communicator.broadcast(differing, FIRST)
+            mine = batches_of(here.examples, batch_size, worker.rank, worker.size)
             batches, found = iter(here.batches(mine)), list[np.ndarray]()
             # Exchanged after every few batches, while the next one is computed: so a lost rank is
             # noticed soon, and a rank does not wait for a slower one to the end of its whole share.
             begun: Any = None
             most = -(-here.examples // batch_size)
-            rounds = -(-most // communicator.size)
+            rounds = -(-most // worker.size)
             step = -(-rounds // _EXCHANGES)
             for first in range(0, rounds, step):
                 rows = []

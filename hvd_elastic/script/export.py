@@ -45,7 +45,7 @@ def export(model: Any, example: Any, name: str) -> None:
     worker = context.current().worker
     exported = worker.frontend.exported(model, example, name)
     worker.check_has_ranks(f"whether this rank writes {name!r}")
-    if worker.communicator.rank:
+    if worker.rank:
         return
     with tempfile.TemporaryDirectory() as folder:
         content = exported(Path(folder))

@@ -40,6 +40,7 @@ _INSTEAD = {
         "ranks and hosts change while the script runs; use hvd.rank(), hvd.size() and "
         "hvd.local_rank()"
     ),
+    "LocalOptimizer": ("it is for PyTorch; with TensorFlow and Keras the ranks meet in each step"),
     "shutdown is_initialized": "leave it out: hvd.init() is all that a script calls",
 }
 _ARGUMENTS_INSTEAD = {

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hvd_elastic.communicator.interface import RingRank
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.script.collectives import script_collective
 from hvd_elastic.script.model_source import find_source
@@ -84,7 +85,7 @@ class ModelLoader(ABC):
             tensors = self.tensors(model)
             _load_on_ranks(source, lambda path: self.fill(model, path, name), tensors)
         else:
-            with _found(source) as path:
+            with saved_file(source) as path:
                 self.fill(model, path, name)
         self.ready(model)
         return model
@@ -108,7 +109,7 @@ def _load_on_ranks(
     path, why = None, ""
     with contextlib.ExitStack() as stack:
         try:
-            path = stack.enter_context(_found(source, shared=True))
+            path = stack.enter_context(saved_file(source, shared=True))
         except CheckpointError as error:
             why = str(error)
         _send_from_first(path, why, load, tensors)
@@ -131,11 +132,11 @@ def _send_from_first(
             assert path is not None
             load(path)
         if communicator.size > 1:
-            communicator.broadcast(tensors, found[0])
+            communicator.broadcast(tensors, RingRank(found[0]))
 
 
 @contextlib.contextmanager
-def _found(source: str | Path, *, shared: bool = False) -> Iterator[Path]:
+def saved_file(source: str | Path, *, shared: bool = False) -> Iterator[Path]:
     """Give the file that ``source`` names, on this host.
 
     Args:
@@ -150,14 +151,14 @@ def _found(source: str | Path, *, shared: bool = False) -> Iterator[Path]:
     worker = context.current().worker if context.is_initialized() else None
     if worker is None or not worker.has_ranks or not re.search(SAVED_NAME, name):
         yield find_source(source)
-    elif worker.communicator.rank:
+    elif worker.rank:
         if name not in worker.saved_names:
             yield find_source(source)
         elif shared:
             raise CheckpointError(f"rank 0 has the file {name!r} of hvd.save")
         else:
             raise ScriptError(
-                f"load_model({name!r}) was called on rank {worker.communicator.rank}: rank 0 has "
+                f"load_model({name!r}) was called on rank {worker.rank}: rank 0 has "
                 "what hvd.save has saved. Call it on all ranks with share=True, and rank 0 sends "
                 "them the weights; or on rank 0 alone"
             )

@@ -36,7 +36,9 @@ class Place:
 class Library(Protocol):
     """What the loop asks of the library. All that it changes is in the State."""
 
-    place: Place
+    @property
+    def place(self) -> Place:
+        """Where training is."""
 
     def is_done(self) -> bool:
         """Return whether training is over, the same on all ranks."""

@@ -229,7 +229,7 @@ def _save_batch(
                 )
             own = array[:0] if part.padding else array
             whole[name] = np.asarray(communicator.gather(own, f"user.predict.{name}"))
-    if ctx.worker.communicator.rank:
+    if ctx.worker.rank:
         return
     for start, first, end in missing.files(begin, begin + part.step_examples, batch_size):
         rows = slice(start - begin, start - begin + end - first)

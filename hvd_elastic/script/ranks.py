@@ -11,14 +11,14 @@ def rank() -> int:
     """Return this process's rank in the current generation, 0 to ``size() - 1``."""
     worker = context.current().worker
     worker.check_has_ranks("rank()")
-    return worker.communicator.rank
+    return worker.rank
 
 
 def size() -> int:
     """Return the number of processes that train together now."""
     worker = context.current().worker
     worker.check_has_ranks("size()")
-    return worker.communicator.size
+    return worker.size
 
 
 def local_rank() -> int:

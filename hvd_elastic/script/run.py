@@ -27,7 +27,7 @@ from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.launch import Mode, refuse_to_train_beside_worker
 from hvd_elastic.worker.progress import Phase
 from hvd_elastic.worker.rollback import StepVoidedError
-from hvd_elastic.worker.worker import Worker
+from hvd_elastic.worker.worker import RunRank, Worker
 
 Result = TypeVar("Result")
 TrainFunction = Callable[..., Result]
@@ -113,6 +113,7 @@ def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Res
             try:
                 result = function()
                 ctx.end_uncommitted()
+                ctx.refuse_open_period()
                 ctx.idle_check.training_ends()
                 if ctx.nothing_to_do:
                     worker.warn_once(ctx.nothing_to_do)
@@ -359,7 +360,7 @@ def start_static(ctx: Context) -> None:
     """
     refuse_to_train_beside_worker()
     _restore_newest(ctx)
-    ctx.membership.synchronize_state(0)
+    ctx.membership.synchronize_state(RunRank(0))
     ctx.membership.start_alone()
 
 
@@ -377,7 +378,7 @@ def _run_static(ctx: Context, train: Callable[[], Result]) -> Result:
 def static_rank_lost(ctx: Context, error: Exception) -> RunError:
     """Return the error of a training whose ranks stay the same, after one of them is lost."""
     return RunError(
-        f"rank {ctx.worker.communicator.rank} cannot go on, since another rank has ended or "
+        f"rank {ctx.worker.rank} cannot go on, since another rank has ended or "
         f"cannot be reached ({error}). What that one said before tells why; with ranks that stay "
         "the same the job ends with it"
     )
@@ -403,7 +404,7 @@ def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Resu
             ctx.membership.ranks_changed()
             if ctx.worker.generation == 1:
                 _restore_newest(ctx)
-            ctx.membership.synchronize_state(0)
+            ctx.membership.synchronize_state(RunRank(0))
 
         def reset(self) -> None:
             ctx.membership.ranks_changed()
@@ -434,7 +435,7 @@ def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Resu
 
 def _restore_newest(ctx: Context) -> None:
     folder = ctx.worker.sink.checkpoint_folder
-    if ctx.worker.communicator.rank == 0 and folder and Path(folder).is_dir():
+    if ctx.worker.rank == 0 and folder and Path(folder).is_dir():
         newest = newest_valid(
             folder, on_skip=lambda path, why: warnings.warn(f"skipped {path}: {why}", stacklevel=2)
         )

@@ -57,7 +57,7 @@ def save_file(worker: Worker, name: str, write: Write) -> None:
     worker.saved_names.add(name)
     if worker.saves is not None:
         worker.saves[name] = write
-    if not worker.communicator.rank:
+    if not worker.rank:
         worker.keep_file(name, write)
 
 

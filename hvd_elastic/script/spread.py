@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_elastic.communicator.interface import Communicator
+from hvd_elastic.communicator.interface import Communicator, RingRank
 from hvd_elastic.programs.cores import usable_cores
 
 _COMPARED_BYTES = 1 << 20
@@ -32,7 +32,7 @@ def spread(
     known: Sequence[bool],
     has: bool,
     communicator: Communicator,
-    root_rank: int,
+    root_rank: RingRank,
     content: Callable[[Any], Content],
     agreed: int = 0,
 ) -> int:
@@ -43,7 +43,7 @@ def spread(
         known: for each tensor, whether it is the same on every rank that holds the state.
         has: whether this rank holds the state.
         communicator: communicator of all ranks.
-        root_rank: rank whose tensors all get.
+        root_rank: number in its ring of the one whose tensors all get.
         content: returns the bytes of a tensor in pieces, which are read in several threads.
         agreed: bits of this rank.
 

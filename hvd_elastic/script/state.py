@@ -9,10 +9,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from hvd_elastic.checkpoint.finite import has_not_finite
 from hvd_elastic.checkpoint.header import PLAIN, decode_values
-from hvd_elastic.checkpoint.stream import Content
-from hvd_elastic.communicator.interface import Communicator
+from hvd_elastic.checkpoint.stream import Content, has_not_finite
+from hvd_elastic.communicator.interface import Communicator, RingRank
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.script.helper_copies import HelperCopies
 from hvd_elastic.script.spread import Content as Pieces
@@ -173,7 +172,7 @@ class ScriptState(State):
     def sync(
         self,
         communicator: Communicator,
-        root_rank: int,
+        root_rank: RingRank,
         progress: Progress,
         has_state: Callable[[Progress], bool] = lambda _: False,
     ) -> Progress:
@@ -202,6 +201,8 @@ class ScriptState(State):
         theirs = Progress.from_dict(header["progress"])
         has = has_state(theirs)
         live = dict(zip((info.name for info in own.stream), own.tensors, strict=True))
+        # A rank that took no step of its own where the others took some has no moments of one.
+        has = has and all(name in live for name, *_ in header["tensors"])
         tensors = {
             name: self._fitting(live.get(name), dtype, tuple(shape), device)
             for name, dtype, shape, device in header["tensors"]

@@ -23,9 +23,8 @@ from hvd_elastic.policy.batch import BatchChoice
 from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer
 from hvd_elastic.run_events import ReadEvent
-from hvd_elastic.sim.cluster import Cluster
 from hvd_elastic.sim.static import best_at
-from hvd_elastic.sim.trace import Trace
+from hvd_elastic.sim.trace import Cluster, Trace
 
 _TICK_S = (1.0, 60.0)
 """Shortest and longest tick."""
@@ -104,7 +103,6 @@ class SimResult:
         done: number of useful examples.
         reached_s: time when all useful examples were done [s]; None: not within the trace.
         cost: cost of the hosts in use until then [currency].
-        rescales: number of rescales for any reason.
     """
 
     decisions: list[SimulatedDecision] = field(default_factory=list)
@@ -204,11 +202,8 @@ def simulate(
     """Simulate a run on a trace.
 
     Args:
-        trace: cluster, workload and changes.
         config: configuration of the controller; None: policy ``fixed``, with ``trace.np`` slots.
-        seed: seed of the jitter.
         with_best: whether to search the best possible goodput within the budget at each sample.
-        rule: makes the scaling rule.
 
     Raises:
         ValueError: the trace's limits leave no batch plan at all.

@@ -12,10 +12,9 @@ import numpy as np
 
 from hvd_elastic.model.goodput import BatchLimits, statistical_efficiency
 from hvd_elastic.model.shares import LEAST_SHARE
-from hvd_elastic.policy.place import pace
+from hvd_elastic.policy.scoring import pace
 from hvd_elastic.policy.snapshot import HostOffer
-from hvd_elastic.sim.cluster import Cluster
-from hvd_elastic.sim.trace import Trace, Workload
+from hvd_elastic.sim.trace import Cluster, Trace, Workload
 
 _SIZES = 96
 """Global batch sizes that are tried, on a geometric grid."""
@@ -28,9 +27,6 @@ class StaticChoice:
     """A number of slots and a batch plan.
 
     Attributes:
-        slots: number of processes.
-        batch: global batch size.
-        accumulation_steps: number of extra passes.
         goodput: mean goodput [useful examples/s].
         rate: price of the hosts in use [currency per hour].
     """

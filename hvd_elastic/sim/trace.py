@@ -20,6 +20,7 @@ both relative to their first values. Times are in seconds.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.model.step_time import StepTimeModel
-from hvd_elastic.policy.snapshot import HostOffer
+from hvd_elastic.policy.snapshot import Allocation, HostOffer
 
 _MOST_SLOTS = 65_536
 """Limit of a hostfile too: a typing error in a range must not fill the memory."""
@@ -49,7 +50,6 @@ class Workload:
     Attributes:
         alpha_c, beta_c, alpha_r, beta_r, alpha_n, beta_n, gamma: parameters of the step time; see
             :class:`hvd_elastic.model.step_time.StepTimeModel`.
-        limits: limits of the batch plan.
         noise_scale: gradient noise scale at the start and after ``examples`` [examples]; its
             logarithm is linear in between.
         examples: number of useful examples of the whole training.
@@ -94,7 +94,6 @@ class Change:
         at_s: time of the change [s].
         link: new factor on the times of the all-reduce across hosts; None: as before.
         slow: new factors on the passes of hosts, by name.
-        add: hosts that are added.
         remove: names of hosts that are removed.
     """
 
@@ -111,9 +110,7 @@ class Trace:
 
     Attributes:
         hosts: hosts with their true slowness.
-        workload: the training.
         duration_s: virtual time to simulate [s].
-        np: number of slots at the start.
         min_np, max_np: bounds of the number of slots; None: no upper bound.
         pause_s: typical pause of a rescale [s].
         jitter: relative standard deviation of measured step times, pauses and noise scales.
@@ -203,21 +200,12 @@ def read_trace(path: Path) -> Trace:
 
 
 def _trace(file: _File) -> Trace:
-    trace = Trace(
-        hosts=_hosts(file.hosts),
-        workload=_workload(file.workload),
-        duration_s=file.duration_s,
-        np=file.np,
-        min_np=file.min_np,
-        max_np=file.max_np,
-        pause_s=file.pause_s,
-        jitter=file.jitter,
-        changes=tuple(
-            Change(each.at_s, each.link, each.slow, _hosts(each.add), each.remove)
-            for each in sorted(file.changes, key=lambda change: change.at_s)
-        ),
-        unequal_shares=file.unequal_shares,
+    changes = (
+        Change(each.at_s, each.link, each.slow, _hosts(each.add), each.remove)
+        for each in sorted(file.changes, key=lambda change: change.at_s)
     )
+    made = {"hosts": _hosts(file.hosts), "workload": _workload(file.workload)}
+    trace = Trace(**{**msgspec.structs.asdict(file), **made, "changes": tuple(changes)})
     if not trace.hosts:
         raise _TraceError("hosts is empty: at least one is needed")
     slots = sum(host.slots for host in trace.hosts)
@@ -288,3 +276,61 @@ def _workload(part: _Workload) -> Workload:
         noise_scale=(noise[0], noise[1]) if isinstance(noise, list) else (noise, noise),
         examples=part.examples,
     )
+
+
+class Cluster:
+    """Hosts and link at the present time; :meth:`advance` applies the changes of the trace.
+
+    Attributes:
+        link: factor on the times of the all-reduce across hosts.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.hosts = trace.hosts
+        self.link = 1.0
+        self._to_come = list(trace.changes)
+        self._first_slowness = {host.name: host.slowness for host in trace.hosts}
+
+    def next_change_at(self) -> float | None:
+        """Return the time of the next change [s]; None if there is none."""
+        return self._to_come[0].at_s if self._to_come else None
+
+    def advance(self, now: float) -> bool:
+        """Apply all changes up to ``now`` [s]; return whether there was one."""
+        before = len(self._to_come)
+        while self._to_come and self._to_come[0].at_s <= now:
+            self._apply(self._to_come.pop(0))
+        return len(self._to_come) < before
+
+    def slowness_of_ranks(self, allocation: Allocation) -> list[float]:
+        """Return the true slowness of each rank's host."""
+        slowness = {host.name: host.slowness for host in self.hosts}
+        return [slowness[host] for host, number in allocation.counts for _ in range(number)]
+
+    def filled(self, wanted: Allocation, least: int) -> Allocation:
+        """Return the wanted slots that exist, with free slots in place of missing ones.
+
+        Args:
+            least: fewest slots to return, as far as there are any.
+        """
+        asked = dict(wanted.counts)
+        counts = {h.name: min(asked.get(h.name, 0), h.slots) for h in self.hosts}
+        left = max(wanted.slots, least) - sum(counts.values())
+        for host in self.hosts:
+            more = min(max(left, 0), host.slots - counts[host.name])
+            counts[host.name] += more
+            left -= more
+        return Allocation.of(counts)
+
+    def _apply(self, change: Change) -> None:
+        self.link = self.link if change.link is None else change.link
+        for host in change.add:
+            self._first_slowness[host.name] = host.slowness
+        there = {host.name: host for host in (*self.hosts, *change.add)}
+        for name in change.remove:
+            there.pop(name, None)
+        for name, factor in change.slow.items():
+            if name in there:
+                first = self._first_slowness[name]
+                there[name] = dataclasses.replace(there[name], slowness=first * factor)
+        self.hosts = tuple(there.values())

@@ -7,8 +7,8 @@ the learning rate follows the batch. The graph reads all that changes from :clas
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -17,12 +17,130 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Adjustment, Rule, scaled_betas, scaled_epsilon
-from hvd_elastic.tensorflow.controls import Control
-from hvd_elastic.tensorflow.gradient_statistics import GradientStatistics
 from hvd_elastic.tensorflow.schedule import follows_progress
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 from hvd_elastic.worker.planning.rules import chosen_rule, whole_steps
+from hvd_elastic.worker.planning.samples import MOMENT_STEPS, Samples
+
+
+class GradientStatistics:
+    """Collects the squared norms of one optimizer's gradients.
+
+    For Adam and related optimizers, gradients are first divided by the square root of the second
+    moment, as the optimizer does (Pollux, OSDI 2021, section 3.1), with the moments of the step
+    before.
+
+    Attributes:
+        has_betas: whether the optimizer is Adam or a relative of it.
+        groups: number of parameter groups.
+        samples: what was measured.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.has_betas = hasattr(optimizer, "beta_1") and hasattr(optimizer, "beta_2")
+        self.groups = 1
+        self.samples = Samples()
+        self._ready = not self.has_betas
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step can be sampled: Adam's moments need some gradients first."""
+        if not self._ready and self._optimizer.built:
+            self._ready = int(self._optimizer.iterations) >= MOMENT_STEPS
+        return self._ready
+
+    def drain(self) -> np.ndarray:
+        """See :meth:`Samples.drain`."""
+        return self.samples.drain(self.groups)
+
+    def measure(
+        self, sampled: tf.Tensor, gradients: Mapping[int, tf.Tensor], variables: Sequence[Any]
+    ) -> tf.Tensor:
+        """Return the squared norm of gradients and the time for it [s]; zeros if not sampled.
+
+        The gradients are by the number of their variable.
+        """
+
+        def squared() -> tf.Tensor:
+            with tf.control_dependencies([*gradients.values()]):
+                began = tf.timestamp()
+            with tf.control_dependencies([began]):
+                norm = tf.add_n([self._squared_norm(g, variables[n]) for n, g in gradients.items()])
+            with tf.control_dependencies([norm]):
+                return tf.stack([norm, tf.timestamp() - began])
+
+        return tf.cond(sampled, squared, lambda: tf.zeros(2, tf.float64))
+
+    def _squared_norm(self, gradient: tf.Tensor, variable: Any) -> tf.Tensor:
+        if gradient.dtype not in (tf.float32, tf.float64):
+            gradient = tf.cast(gradient, tf.float32)
+        if self.has_betas and hasattr(self._optimizer, "_velocities"):
+            gradient = gradient / tf.cast(self._divisor(variable), gradient.dtype)
+        return tf.cast(2 * tf.nn.l2_loss(gradient), tf.float64)
+
+    def _divisor(self, variable: Any) -> tf.Tensor:
+        optimizer = self._optimizer
+        moment = optimizer._velocities[optimizer._get_variable_index(variable)].value
+        steps = tf.cast(tf.convert_to_tensor(optimizer.iterations), tf.float64)
+        correction = 1 - tf.cast(optimizer.beta_2, tf.float64) ** steps
+        return tf.sqrt(moment / tf.cast(correction, moment.dtype)) + optimizer.epsilon
+
+
+class Control(NamedTuple):
+    """Numbers outside of graphs, and tensors in them.
+
+    Attributes:
+        factor: factor on the gradients of this pass before the average over the ranks.
+        alone: whether there is one rank.
+        last: whether the pass is the last of its step.
+        sampled: whether the gradients of the step are sampled.
+        rate: factor on the learning rate.
+        beta_1, beta_2, epsilon: those of Adam.
+        progress: scale-invariant progress [whole steps at the initial batch size]; 0 where no
+            schedule follows it.
+        ranks: number of ranks.
+        examples: number of examples of this pass on this rank.
+    """
+
+    factor: Any = 1.0
+    alone: Any = True
+    last: Any = True
+    sampled: Any = False
+    rate: Any = 1.0
+    beta_1: Any = 0.0
+    beta_2: Any = 0.0
+    epsilon: Any = 0.0
+    progress: Any = 0
+    ranks: Any = 1
+    examples: Any = 0
+
+
+class Controls:
+    """A variable with the numbers of the present pass; a change of them traces nothing anew."""
+
+    def __init__(self) -> None:
+        self.now = Control()
+        # Conditions are decided on the CPU.
+        with tf.device("CPU:0"):
+            self._variable = tf.Variable(
+                np.array(self.now, np.float64), trainable=False, name="hvd_elastic_controls"
+            )
+
+    def set(self, control: Control) -> None:
+        """Set the numbers of the next pass."""
+        if control != self.now:
+            self._variable.assign(np.array(control, np.float64), read_value=False)
+            self.now = control
+
+    def read(self) -> Control:
+        """Return the numbers as tensors of the graph that is traced."""
+        with tf.device("CPU:0"):
+            found = Control(*tf.unstack(self._variable.read_value()))
+            return found._replace(
+                alone=found.alone > 0, last=found.last > 0, sampled=found.sampled > 0
+            )
 
 
 class Adaptation:

@@ -3,29 +3,95 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from hvd_elastic.errors import ScriptError
+from hvd_elastic.errors import ScriptError, SkippedExampleError
+from hvd_elastic.input.skipped import whole
 from hvd_elastic.tensorflow.collectives import TensorFlowCollectives, reason_of
 from hvd_elastic.tensorflow.content import load_checkpoint
-from hvd_elastic.tensorflow.inference import TensorFlowInference
+from hvd_elastic.tensorflow.data import DatasetSource
+from hvd_elastic.tensorflow.data import dataset as shares_of
 from hvd_elastic.tensorflow.losses import losses_watched
 from hvd_elastic.tensorflow.optimizer import averager_of, tape_averager
-from hvd_elastic.tensorflow.saving import exported, write_object
+from hvd_elastic.tensorflow.saving import exported, load_model, write_object
 from hvd_elastic.tensorflow.state import State
+from hvd_elastic.tensorflow.variables import (
+    VARIABLES,
+    LiveVariable,
+    keep_values,
+    trainable_of,
+    variables_of,
+)
 from hvd_elastic.worker import context
-from hvd_elastic.worker.frontend import Frontend
+from hvd_elastic.worker.frontend import Frontend, require_number
+from hvd_elastic.worker.inference import Inference
 
 _WHERE = (
     "to the State: hvd.State(..., second_optimizer=second_optimizer). With model.fit it is an "
     "attribute of the model, or hvd.ElasticCallback(second_optimizer=second_optimizer)"
 )
 """Where an optimizer has to be, for messages."""
+
+
+class TensorFlowInference(Inference):
+    """See the base class; a data set is what :func:`hvd_elastic.tensorflow.dataset` takes."""
+
+    state = State
+    load_model = staticmethod(load_model)
+
+    def __init__(
+        self, model: Any, dataset: Any, called: str, num_workers: int, collate_fn: Any
+    ) -> None:
+        if num_workers or collate_fn is not None:
+            raise ScriptError(
+                f"{called}: num_workers and collate_fn are those of PyTorch's loader; TensorFlow "
+                "reads what hvd.dataset takes, in this process: leave them out"
+            )
+        self.model, self.dataset = model, DatasetSource(dataset)
+        self.examples = self.dataset.examples
+
+    def batches(self, indices: Sequence[range]) -> Iterator[Any]:
+        return map(self._read, indices)
+
+    def _read(self, indices: range) -> Any:
+        batch, skipped = whole(self.dataset.read(indices))
+        if skipped:  # PyTorch's loader raises it too
+            raise SkippedExampleError(skipped[0].example, skipped[0].reason)
+        return batch
+
+    def shared(self, dataset: Any, batch_size: int) -> tf.data.Dataset:
+        return shares_of(dataset, batch_size)
+
+    def outputs(self, inputs: Any) -> Any:
+        if isinstance(self.model, keras.Model):
+            return self.model.predict_on_batch(inputs)  # its graph is traced once
+        tensors = tf.nest.map_structure(tf.convert_to_tensor, inputs)
+        return self.model(tensors, **({"training": False} if _has_modes(self.model) else {}))
+
+    def values(self, metric: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Any:
+        return metric(targets, outputs)
+
+    def array(self, output: Any) -> np.ndarray:
+        return np.asarray(tf.cast(output, tf.float32) if output.dtype == tf.bfloat16 else output)
+
+    def untrained(self) -> tuple[list[Any], Callable[[], None]]:
+        trained = {id(each) for each in trainable_of(self.model)}
+        others = [each for each in variables_of(self.model).values() if id(each) not in trained]
+        return [*map(LiveVariable, others)], keep_values(others)
+
+
+def _has_modes(model: Any) -> bool:
+    """Return whether a model is called with ``training``; those of Keras all are."""
+    parameters = inspect.signature(model).parameters.values()
+    return any(each.name == "training" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 class TensorFlowFrontend(Frontend):
@@ -43,14 +109,27 @@ class TensorFlowFrontend(Frontend):
     def plain(self, value: Any) -> Any:
         return value.numpy().item() if hasattr(value, "numpy") else value
 
+    def element(self, name: str, value: Any) -> tf.Tensor | None:
+        if not isinstance(value, (tf.Tensor, *VARIABLES)):
+            return None
+        if not tf.executing_eagerly():
+            raise ScriptError(
+                f"Accumulator.add({name}=...) is called in a tf.function, where it is traced once: "
+                "return the tensor from the function, and add what it returns"
+            )
+        tensor = tf.convert_to_tensor(value)
+        is_number = tensor.shape.num_elements() == 1 and not tensor.dtype.is_complex
+        require_number(name, tensor, is_number=is_number)
+        return tf.cast(tf.reshape(tensor, ()), tf.float64)
+
     def failed_collective(self, error: BaseException) -> BaseException | None:
         if not isinstance(error, tf.errors.OpError):
             return None
         worker = context.current().worker
         averagers: Any = worker.averagers
         for averager in averagers:
-            if averager.raised is not None:
-                return averager.raised
+            if averager.step.raised is not None:
+                return averager.step.raised
             if averager.reduces(error):
                 worker.communicator.graph_ends(failed=True)
                 found = worker.communicator.translated(reason_of(error))

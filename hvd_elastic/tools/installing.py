@@ -319,7 +319,7 @@ def why_not(facts: Mapping[str, Any], environment: Environment) -> str:
     """Return why the environment cannot work on a host, or "".
 
     Args:
-        facts: answer of ``look`` of ``programs/environment.py``.
+        facts: answer of ``describe_environment`` of ``programs/environment.py``.
         environment: the environment.
     """
     if facts["machine"] != platform.machine():
@@ -351,7 +351,7 @@ def why_kept(looked: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return why environments that differ must not be changed, by host; those that may are not in.
 
     Args:
-        looked: what ``look`` of ``programs/environment.py`` answered, by host.
+        looked: what ``describe_environment`` of ``programs/environment.py`` answered, by host.
     """
     busy = fold_hosts([name for name, facts in looked.items() if facts["in_use"]])
     why = {}

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hvd_elastic.frameworks import check_torch, refuse_triton_after_tensorflow
+from hvd_elastic.script.accumulator import Accumulator
 from hvd_elastic.script.collectives import allgather, allreduce
 from hvd_elastic.script.evaluation import evaluate
 from hvd_elastic.script.export import export
@@ -35,11 +36,11 @@ from hvd_elastic.script.ranks import local_rank, rank, report, size
 from hvd_elastic.script.run import epochs, run, steps, stop
 from hvd_elastic.script.saving import save
 from hvd_elastic.script.step_weight import step_weight
-from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.frontend import TorchFrontend
 from hvd_elastic.torch.grad_scaler import GradScaler
+from hvd_elastic.torch.local_optimizer import LocalOptimizer
 from hvd_elastic.torch.optimizer import DistributedOptimizer
 from hvd_elastic.torch.saving import load_model
 from hvd_elastic.torch.schedule import follow_progress
@@ -53,6 +54,7 @@ __all__ = [
     "DataLoader",
     "DistributedOptimizer",
     "GradScaler",
+    "LocalOptimizer",
     "State",
     "allgather",
     "allreduce",

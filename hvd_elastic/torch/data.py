@@ -19,9 +19,8 @@ from hvd_elastic.input.loader import OrderedLoader
 from hvd_elastic.input.loader_arguments import examples_of, order_for
 from hvd_elastic.input.shared import SharedReading
 from hvd_elastic.script.horovod_names import explain_arguments
-from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.torch.input_source import LoaderSource
-from hvd_elastic.torch.plain_reading import PlainReading
+from hvd_elastic.torch.plain_reading import PlainReading, cuda_event
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.worker import Worker
 

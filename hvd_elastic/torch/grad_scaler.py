@@ -55,6 +55,17 @@ class GradScaler(torch.amp.GradScaler):
         self._looked = False
         self._context.keep("_grad_scaler", self)
 
+    @classmethod
+    def like(cls, scaler: torch.amp.GradScaler) -> GradScaler:
+        """Return one with the options of PyTorch's, in place of which it is used."""
+        return cls(
+            init_scale=scaler._init_scale,
+            growth_factor=scaler.get_growth_factor(),
+            backoff_factor=scaler.get_backoff_factor(),
+            growth_interval=scaler.get_growth_interval(),
+            enabled=scaler.is_enabled(),
+        )
+
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss by the scale, as PyTorch's does; called once for each pass."""
         averagers: Any = self._context.worker.averagers

@@ -25,6 +25,8 @@ _PADDINGS = 1024
 _EXACT = (torch.float32, torch.float64)
 _REDUCED_AS = {torch.bfloat16: torch.float32}
 """Types that Horovod's PyTorch binding lacks, with those that they are reduced as."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types of whole numbers by size [bytes]."""
 
 
 class Bucket:
@@ -53,6 +55,7 @@ class Bucket:
         self._views: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._versions: list[int] = []
+        self._contents: list[int] = []
         self._sent: torch.Tensor | None = None
         self.padding = padding
         self._in_place = any(map(is_large, parameters))
@@ -88,6 +91,7 @@ class Bucket:
         self.missing = len(self.parameters)
         self._held = [False] * len(self.parameters)
         self._finite: bool | None = None
+        self._contents = []
         if self._in_place:  # its gradient may be freed
             self._views, self._flat = [self._flat[:0]], self._flat[:0]
 
@@ -229,8 +233,16 @@ class Bucket:
             parameter.grad = self._views[number]
         self._versions = [view._version for view in self._views]
 
+    def note_contents(self) -> None:
+        """Have :meth:`changed` find what is changed by ``grad.data.clamp_()`` from now on."""
+        self._contents = [*map(content_of, self._views)]
+
     def changed(self) -> torch.Tensor | None:
         """Return a parameter whose gradient was changed or replaced since :meth:`give`, or None."""
+        contents = zip(self._contents, self.parameters, map(content_of, self._views), strict=False)
+        for content, parameter, now in contents:
+            if now != content:
+                return parameter
         addresses = _addresses(self._views)
         found = zip(
             *(self.parameters, self._views, self._versions, addresses, self._addresses), strict=True
@@ -336,9 +348,25 @@ def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(parameter, device="meta").stride()
 
 
-def memory_of(gradient: torch.Tensor) -> tuple[int, int]:
-    """Return what changes if a gradient is changed in place or is given other memory."""
-    return gradient._version, gradient.data_ptr() if _is_dense(gradient) else 0
+def memory_of(gradient: torch.Tensor, *, content: bool) -> tuple[int, int, int]:
+    """Return what changes if a gradient is changed in place or is given other memory.
+
+    ``content``: also through ``grad.data``; see :func:`content_of`.
+    """
+    address = gradient.data_ptr() if _is_dense(gradient) else 0
+    return gradient._version, address, content_of(gradient) if content else 0
+
+
+@torch.no_grad()
+def content_of(gradient: torch.Tensor) -> int:
+    """Return a sum of the bits of a gradient, which changes with any of its numbers.
+
+    It shows what its version does not: ``grad.data`` is another tensor with the same memory.
+    """
+    if not _is_dense(gradient):
+        return 0
+    parts = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return int(parts.view(_BITS[parts.itemsize]).sum())
 
 
 def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:

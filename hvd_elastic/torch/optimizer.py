@@ -22,20 +22,17 @@ from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule
 from hvd_elastic.script.horovod_names import explain_arguments
+from hvd_elastic.torch.adaptation import AdaptiveRates, StepSampling
 from hvd_elastic.torch.batch_norm import synchronize_batch_norm
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy
-from hvd_elastic.torch.finite_check import GradientCheck, is_finite
-from hvd_elastic.torch.forward_watch import ForwardWatch
+from hvd_elastic.torch.finite_check import ForwardWatch, GradientCheck, is_finite
 from hvd_elastic.torch.gradient_buckets import Bucket
-from hvd_elastic.torch.left_gradients import LeftGradients
-from hvd_elastic.torch.rate_scaling import AdaptiveRates
 from hvd_elastic.torch.reductions import Reductions
 from hvd_elastic.torch.schedule import forgotten_schedulers
-from hvd_elastic.torch.step_sampling import StepSampling
-from hvd_elastic.torch.trained_parameters import TrainedParameters
+from hvd_elastic.torch.trained_parameters import LeftGradients, TrainedParameters
 from hvd_elastic.worker import context
-from hvd_elastic.worker.frontend import Averager
+from hvd_elastic.worker.frontend import EagerAverager
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 from hvd_elastic.worker.planning.skipped_steps import whose_words
 from hvd_elastic.worker.rollback import StepVoidedError
@@ -53,8 +50,11 @@ _CHANGED_BEFORE_STEP = (
 )
 
 
-class GradientAverager(Averager):
+class GradientAverager(EagerAverager):
     """Averages the gradients of one optimizer; see :func:`DistributedOptimizer`."""
+
+    call = "DistributedOptimizer"
+    """What the script calls to make one, for messages."""
 
     def __init__(
         self,
@@ -81,14 +81,10 @@ class GradientAverager(Averager):
         self._left = LeftGradients()
         self._computed: set[torch.Tensor] = set()
         """Parameters whose gradients the last pass of a single rank has computed."""
-        self._retired = ""
-        """Why another optimizer trains; empty: this one does."""
         self.forgotten: list[LRScheduler] = []
         """Schedulers of this optimizer that the State lacks; set on rank 0 in the first step."""
         self.stepping = False
         """Whether ``step()`` is running; a composed optimizer calls others in it."""
-        self.steps = 0
-        """Number of steps that have ended on this rank, taken or left out."""
         self._had_gradient = False
         """Whether a parameter had a gradient in any step."""
         self._check = GradientCheck(self._names)
@@ -124,8 +120,21 @@ class GradientAverager(Averager):
             "before it, on a loss that depends on them"
         )
 
+    @property
+    def held(self) -> torch.optim.Optimizer:
+        """The optimizer that the script holds."""
+        return self._optimizer
+
+    def own_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield tensors of the optimizer and its parameters that differ from rank to rank."""
+        return iter(())
+
+    def shared_weights(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return what is the same on all ranks in place of parameters that differ, by parameter."""
+        return {}
+
     def learning_rate(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"])
+        return float(self.held.param_groups[0]["lr"])
 
     def shared_with(self, other: Any) -> str:
         assert isinstance(other, GradientAverager)
@@ -140,10 +149,10 @@ class GradientAverager(Averager):
 
     def check_is_kept(self, kept: set[int]) -> None:
         """Raise ScriptError if the optimizer is none of the objects ``kept``, which are ids."""
-        if id(self._optimizer) not in kept:
+        if id(self.held) not in kept:
             raise ScriptError(
-                f"State(...): the {type(self._optimizer).__name__} that was given to "
-                "hvd.DistributedOptimizer is not in the State, so what it gathers, such as "
+                f"State(...): the {type(self.held).__name__} that was given to "
+                f"hvd.{self.call} is not in the State, so what it gathers, such as "
                 "momentum, and its learning rate would be lost in a worker that joins and in a "
                 "run that is resumed. Give it to the State: "
                 "hvd.State(model=model, optimizer=optimizer)"
@@ -152,10 +161,11 @@ class GradientAverager(Averager):
     def engage(self, number: int) -> None:
         super().engage(number)
         self._reductions.number(number)
+        self._trained.unhook()
         self._add_hooks()
 
     def retire(self, reason: str) -> None:
-        self._retired = reason
+        super().retire(reason)
         self._trained.unhook()
 
     def restore(self) -> None:
@@ -355,11 +365,7 @@ class GradientAverager(Averager):
         if self._reductions.are_done:
             self._context.exchange()
             return
-        self._had_gradient = (
-            self._had_gradient
-            or self._reductions.are_begun
-            or any(parameter.grad is not None for parameter in self._names)
-        )
+        self._note_gradients()
         if self._communicator.size == 1:
             if used:
                 self._reductions.refuse_changed()
@@ -393,6 +399,13 @@ class GradientAverager(Averager):
         self._reductions.are_done = True
         self._context.exchange()
         self._sampling.end_step(self._names)
+
+    def _note_gradients(self) -> None:
+        self._had_gradient = (
+            self._had_gradient
+            or self._reductions.are_begun
+            or any(parameter.grad is not None for parameter in self._names)
+        )
 
     def leave_out(self, *, over: bool) -> None:
         if over and self._context.planner.adapts:
@@ -463,12 +476,12 @@ class GradientAverager(Averager):
         for bucket in self._reductions.waiting:
             bucket.add(self._factor)
 
-    def _begin(self, bucket: Bucket) -> None:
+    def _begin(self, bucket: Bucket, *, later: bool = False) -> None:
         """Sample, add and reduce the gradients of a bucket in the last pass."""
         self._sampling.move(bucket, self._factor, checks=self._reductions.checks)
         carries = bucket is self._reductions.carrier and self._may_carry
         flags = self._context.begin_exchange(carried=True) if carries else None
-        self._reductions.begin(bucket, flags)
+        self._reductions.begin(bucket, flags, later=later)
 
     def _add_hooks(self) -> None:
         several = self._context.worker.averagers.several
@@ -524,7 +537,7 @@ class GradientAverager(Averager):
             return
         bucket = self._reductions.arrived(parameter)
         if bucket is not None:
-            self._begin(bucket)
+            self._begin(bucket, later=self._reductions.looks)
 
     def _is_to_be_averaged(self, parameter: torch.Tensor) -> bool:
         """Return whether a gradient that has arrived is one of the last pass; begin that pass.
@@ -543,7 +556,7 @@ class GradientAverager(Averager):
         if self._communicator.size == 1:
             if parameter in self._computed:
                 self._reductions.refuse_twice(parameter)
-            if not (self._computed or self.steps):  # one step shows it
+            if not self._computed and self._reductions.looks:
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._reductions.note_alone)
             self._computed.add(parameter)
@@ -610,11 +623,9 @@ class GradientAverager(Averager):
 
     def _refuse_what_is_not_averaged(self, closure: object = None, **_: Any) -> None:
         """Raise ScriptError if the step would use gradients that are not averaged."""
-        if self._retired:
+        if self.retired:
             kind = type(self._optimizer).__name__
-            raise ScriptError(
-                f"optimizer.step(): this {kind} does not train, since {self._retired}"
-            )
+            raise ScriptError(f"optimizer.step(): this {kind} does not train, since {self.retired}")
         if closure is not None:
             raise ScriptError(_NO_CLOSURE)
         self._trained.refuse_new()
@@ -626,7 +637,7 @@ class GradientAverager(Averager):
             self._watch.end()
             self._watch = None
         if self.steps == 1:
-            self.forgotten = forgotten_schedulers(self._context.worker, self._optimizer)
+            self.forgotten = forgotten_schedulers(self._context.worker, self.held)
         self._forget_step()
         gain = self._rates.gain if gain is None else gain
         self._context.planner.advance(gain, self._context.step.examples)
@@ -637,6 +648,42 @@ def averager_of(optimizer: torch.optim.Optimizer) -> GradientAverager | None:
     """Return the averager of an optimizer that was given to :func:`DistributedOptimizer`."""
     owner = getattr(getattr(optimizer, "synchronize", None), "__self__", None)
     return owner if isinstance(owner, GradientAverager) else None
+
+
+def check_optimizer(call: str, optimizer: Any, model: Any, compression: Any) -> None:
+    """Raise ScriptError if an optimizer cannot be wrapped; ``call``: by what, for messages."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ScriptError(
+            f"{call}() wraps a torch.optim optimizer, not a {type(optimizer).__name__}"
+        )
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise ScriptError(
+            f"{call}(optimizer, model): model is the torch.nn.Module whose parameters "
+            f"messages are to name, not a {type(model).__name__}"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ScriptError(_NO_CLOSURE)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ScriptError(
+            f"{call}() cannot wrap SparseAdam, which refuses dense gradients: sparse "
+            "ones are made dense to be averaged. Use Adam, AdamW or SGD for the embeddings"
+        )
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    if any(map(torch.nn.parameter.is_lazy, parameters)):
+        raise ScriptError(
+            f"{call}() was given a parameter of a lazy module, which has no shape "
+            "yet; call the model once before, with inputs like those of training"
+        )
+    if hasattr(optimizer, "synchronize"):
+        raise ScriptError(
+            f"{call}() was given an optimizer whose gradients are averaged already, "
+            "by an earlier call or by horovod.torch; give it the one of torch.optim, once"
+        )
+    if not isinstance(compression, Compression):
+        raise ScriptError(
+            f"{call}(compression={compression!r}): use none, fp16 or bf16 of "
+            "hvd.Compression of hvd_elastic.torch, such as hvd.Compression.bf16"
+        )
 
 
 @explain_arguments
@@ -682,39 +729,7 @@ def DistributedOptimizer(  # noqa: N802  (the name every Horovod user knows)
         ScriptError: the optimizer or a layer cannot be used, or ``lr_rule`` or ``compression`` is
             none of these.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ScriptError(
-            f"DistributedOptimizer() wraps a torch.optim optimizer, not a "
-            f"{type(optimizer).__name__}"
-        )
-    if model is not None and not isinstance(model, torch.nn.Module):
-        raise ScriptError(
-            "DistributedOptimizer(optimizer, model): model is the torch.nn.Module whose parameters "
-            f"messages are to name, not a {type(model).__name__}"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ScriptError(_NO_CLOSURE)
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ScriptError(
-            "DistributedOptimizer() cannot wrap SparseAdam, which refuses dense gradients: sparse "
-            "ones are made dense to be averaged. Use Adam, AdamW or SGD for the embeddings"
-        )
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    if any(map(torch.nn.parameter.is_lazy, parameters)):
-        raise ScriptError(
-            "DistributedOptimizer() was given a parameter of a lazy module, which has no shape "
-            "yet; call the model once before, with inputs like those of training"
-        )
-    if hasattr(optimizer, "synchronize"):
-        raise ScriptError(
-            "DistributedOptimizer() was given an optimizer whose gradients are averaged already, "
-            "by an earlier call or by horovod.torch; give it the one of torch.optim, once"
-        )
-    if not isinstance(compression, Compression):
-        raise ScriptError(
-            f"DistributedOptimizer(compression={compression!r}): use none, fp16 or bf16 of "
-            "hvd.Compression of hvd_elastic.torch, such as hvd.Compression.bf16"
-        )
+    check_optimizer("DistributedOptimizer", optimizer, model, compression)
     if sync_batch_norm:
         if model is None:
             raise ScriptError(

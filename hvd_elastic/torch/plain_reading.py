@@ -18,8 +18,8 @@ from torch.utils.data._utils import worker as torch_worker
 from hvd_elastic.input.data_order import Place
 from hvd_elastic.input.skipped import read_examples, shortened
 from hvd_elastic.model.sharding import attribute_of
-from hvd_elastic.torch.device_times import cuda_event
 from hvd_elastic.worker.input_source import Skipped
+from hvd_elastic.worker.planning.compute_times import DeviceEvent
 from hvd_elastic.worker.worker import Worker
 
 
@@ -234,3 +234,11 @@ def _seed(seed: int, number: int) -> None:
     random.seed(seed + number)
     torch.manual_seed(seed + number)
     np.random.seed(torch_worker._generate_state(seed, number))
+
+
+def cuda_event() -> DeviceEvent | None:
+    """Return a new CUDA event with timing; None if PyTorch has not used a GPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    event: DeviceEvent = torch.cuda.Event(enable_timing=True)
+    return event

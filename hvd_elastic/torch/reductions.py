@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -23,6 +23,17 @@ from hvd_elastic.torch.gradient_buckets import (
     memory_of,
 )
 from hvd_elastic.worker.worker import Worker
+
+_LOOKED_AT = frozenset((0, *(8**each for each in range(16))))
+"""Numbers of steps that are looked at for changes that only the content of gradients shows."""
+
+
+class _Noted(NamedTuple):
+    """A parameter, the gradient that a backward pass has left, and what shows its changes."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    memory: tuple[int, int, int]
 
 
 class Reductions:
@@ -62,8 +73,10 @@ class Reductions:
         self._missing: dict[torch.Tensor, Bucket] = {}
         self._packed: dict[Bucket, Packed] = {}
         self._begun: dict[Bucket, tuple[list[Any], torch.Tensor]] = {}
-        self._alone: list[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]] = []
-        self._unfilled: dict[Bucket, list[tuple[torch.Tensor, torch.Tensor, tuple[int, int]]]] = {}
+        self._later: dict[Bucket, np.ndarray | None] = {}
+        """Buckets whose reduction waits for :meth:`wait`, with their flags."""
+        self._noted: dict[Bucket | None, list[_Noted]] = {}
+        """Gradients that a backward pass has left where they are, by bucket; None: of one rank."""
         self.carrier: Bucket | None = None
         self._flags: Callable[[], np.ndarray] | None = None
         self.is_open = self.is_filling = self.are_done = False
@@ -130,12 +143,7 @@ class Reductions:
 
     def pass_ends(self) -> None:
         """Note the gradients in buckets that the backward pass has not filled."""
-        self._unfilled = {
-            bucket: [
-                (p, p.grad, memory_of(p.grad)) for p in bucket.parameters if p.grad is not None
-            ]
-            for bucket in self.waiting
-        }
+        self._noted = {bucket: self._note(bucket.parameters) for bucket in self.waiting}
 
     @property
     def waiting(self) -> list[Bucket]:
@@ -153,16 +161,32 @@ class Reductions:
             for bucket in self.waiting:
                 bucket.scale(factor)
 
-    def begin(self, bucket: Bucket, flags: np.ndarray | None = None) -> None:
+    @property
+    def looks(self) -> bool:
+        """Whether it is looked at whether the script changes gradients by ``grad.data``.
+
+        The buckets of such a step are sent when all are full.
+        """
+        return self._worker.progress.step in _LOOKED_AT
+
+    def begin(self, bucket: Bucket, flags: np.ndarray | None = None, *, later: bool) -> None:
         """Begin to sum a bucket over the ranks, and set the gradients to its views.
 
         Args:
             bucket: bucket with the gradients of the step.
             flags: this rank's flags of the step, which the bucket carries.
+            later: send it in :meth:`wait`, and note what it holds for :meth:`refuse_changed`.
         """
         bucket.give(absent=True)
         if self.checks:
             self.bad_here += bucket.mark_if_not_finite()
+        if later:
+            bucket.note_contents()
+            self._later[bucket], self._begun[bucket] = flags, ([], bucket.flat)
+            return
+        self._send(bucket, flags)
+
+    def _send(self, bucket: Bucket, flags: np.ndarray | None) -> None:
         flat, communicator = bucket.to_send(), self._worker.communicator
         number = self._buckets.index(bucket)
         kind = self._compression.sent_as(flat.dtype) if number and len(flat) else None
@@ -189,21 +213,24 @@ class Reductions:
 
     def note_alone(self) -> None:
         """Note the gradients that the backward pass of a single rank has left."""
-        self._alone = [(p, p.grad, memory_of(p.grad)) for p in self._names if p.grad is not None]
+        self._noted = {None: self._note(self._names)}
+
+    def _note(self, parameters: Iterable[torch.Tensor]) -> list[_Noted]:
+        held = [(each, each.grad) for each in parameters if each.grad is not None]
+        return [_Noted(each, grad, memory_of(grad, content=self.looks)) for each, grad in held]
 
     def refuse_changed(self) -> None:
         """Raise ScriptError if the script has changed a gradient before it was averaged.
 
-        At a single rank too, which looks at its first step: the script will not stay alone.
+        At a single rank too, in the steps that are looked at: the script will not stay alone.
         """
-        noted, self._alone = self._alone, []
-        changed: list[torch.Tensor | None] = []
-        for bucket in self._buckets:
-            if bucket in self._begun:
-                changed.append(bucket.changed())
-            else:
-                noted += self._unfilled.get(bucket, [])
-        changed += [p for p, g, memory in noted if p.grad is not g or memory_of(g) != memory]
+        noted, self._noted = self._noted, {}
+        changed = [bucket.changed() for bucket in self._buckets if bucket in self._begun]
+        for bucket, held in noted.items():
+            for each in held if bucket not in self._begun else ():
+                same = each.parameter.grad is each.gradient
+                now = memory_of(each.gradient, content=self.looks)
+                changed.append(None if same and now == each.memory else each.parameter)
         parameter = next((each for each in changed if each is not None), None)
         if parameter is not None:
             raise ScriptError(
@@ -224,6 +251,8 @@ class Reductions:
         Raises:
             ScriptError: the ranks have reduced tensors of different shapes.
         """
+        for bucket, flags in self._later.items():
+            self._send(bucket, flags)
         # The first bucket first: if ranks differ, its reduction fails and others may never end.
         communicator = self._worker.communicator
         wait = communicator.wait
@@ -256,7 +285,8 @@ class Reductions:
     def clear(self) -> None:
         """Forget the step: it has ended, or the ring is broken."""
         self._begun.clear()
-        self._unfilled.clear()
+        self._later.clear()
+        self._noted.clear()
         if self.is_open:
             for bucket in self._buckets:
                 bucket.open()

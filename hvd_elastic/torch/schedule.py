@@ -97,7 +97,7 @@ def forgotten_schedulers(worker: Worker, optimizer: Optimizer) -> list[LRSchedul
     so only rank 0 does it, and the first step of a newcomer is not delayed.
     """
     state: Any = worker.state
-    if state is None or worker.communicator.rank != 0:
+    if state is None or worker.rank != 0:
         return []
     kept = {id(found) for item in state.named_objects().values() for found in held_by(item)}
     users = {

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.script.state import ScriptState, Stateful
 from hvd_elastic.torch.buffers import (
+    MovingBuffers,
     give_own_memory,
     has_grown,
     is_writable,
@@ -29,14 +30,12 @@ from hvd_elastic.torch.buffers import (
     take_shapes,
 )
 from hvd_elastic.torch.checkpoint import TorchContent, content_of, dtype_name, dtype_named
-from hvd_elastic.torch.copies import TensorCopies
+from hvd_elastic.torch.copies import Snapshot, TensorCopies, untrained_tensors
 from hvd_elastic.torch.forms import ModuleForms, lay_out
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.input_source import TensorPickler
-from hvd_elastic.torch.moving_buffers import MovingBuffers
 from hvd_elastic.torch.schedule import counting_schedules
-from hvd_elastic.torch.snapshot import Snapshot, untrained_tensors
-from hvd_elastic.torch.trained_sums import trained_sums
+from hvd_elastic.worker.checks.replica_check import parameters_of_check, sums_of
 from hvd_elastic.worker.frontend import Schedule, TrainedSums
 
 
@@ -89,8 +88,7 @@ class State(ScriptState):
 
     def schedules(self) -> dict[str, Schedule]:
         """See :class:`hvd_elastic.worker.frontend.State`; includes forgotten schedulers."""
-        averagers: Any = self._context.worker.averagers
-        forgotten = chain.from_iterable(averager.forgotten for averager in averagers)
+        forgotten = chain.from_iterable(averager.forgotten for averager in self._averagers())
         outside = {f"scheduler{number or ''}": item for number, item in enumerate(forgotten)}
         return counting_schedules({**self._objects, **outside})
 
@@ -134,7 +132,10 @@ class State(ScriptState):
         return {n: i for n, i in self._objects.items() if isinstance(i, torch.nn.Module)}
 
     def trained_sums(self, signs: np.ndarray, number: int | None) -> TrainedSums:
-        return trained_sums(self.named_modules(), signs, number)
+        shared: dict[torch.Tensor, torch.Tensor] = {}
+        for averager in self._averagers():
+            shared |= averager.shared_weights()
+        return trained_sums(self.named_modules(), signs, number, shared)
 
     def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Return the optimizers by name."""
@@ -194,6 +195,8 @@ class State(ScriptState):
         shared = self.lasting()
         for item in self.named_modules().values():
             shared |= {parameter.data_ptr() for parameter in item.parameters()}
+        for averager in self._averagers():
+            shared -= {each.data_ptr() for each in averager.own_tensors()}
         shared.discard(0)  # the address of tensors without elements
         return shared
 
@@ -208,7 +211,12 @@ class State(ScriptState):
                 found |= {parameter.data_ptr() for parameter in group["params"]}
             for values in item.state.values():
                 found |= {v.data_ptr() for v in values.values() if torch.is_tensor(v)}
+        for averager in self._averagers():
+            found |= {each.data_ptr() for each in averager.shared_weights().values()}
         return found
+
+    def _averagers(self) -> Any:
+        return self._context.worker.averagers
 
     def waits_before_step(self) -> bool:
         optimizers = self.named_optimizers().values()
@@ -303,3 +311,49 @@ def dump_plain(value: Any) -> bytes:
 def load_plain(data: bytes) -> Any:
     """Return the value that :func:`dump_plain` serialised; refuses data that would run code."""
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+
+
+_SUMMED = 1 << 22
+"""Elements of a tensor that are summed at once on the CPU: bounds memory."""
+
+
+def trained_sums(
+    modules: Mapping[str, torch.nn.Module],
+    signs: np.ndarray,
+    number: int | None,
+    shared: Mapping[torch.Tensor, torch.Tensor] | None = None,
+) -> TrainedSums:
+    """See :meth:`~hvd_elastic.worker.frontend.State.trained_sums`.
+
+    Args:
+        shared: what is compared in place of parameters that differ from rank to rank.
+    """
+    parameters = _parameters(modules, shared or {})
+    chosen = parameters_of_check(parameters, number)
+    sums = np.array([_sums(each, signs, number) for _, each in chosen]).reshape(-1, 2)
+    epsilons = np.array([torch.finfo(each.dtype).eps for _, each in chosen])
+    return TrainedSums([name for name, _ in chosen], sums, epsilons, len(parameters))
+
+
+def _parameters(
+    modules: Mapping[str, torch.nn.Module], shared: Mapping[torch.Tensor, torch.Tensor]
+) -> list[tuple[str, torch.Tensor]]:
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for module_name, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if parameter.is_floating_point() and parameter.numel() and not parameter.is_sparse:
+                # Frozen ones may differ, such as running averages of Keras, but count as a number,
+                # so that a collective has the same shape on a rank that has unfrozen one.
+                same = shared.get(parameter, parameter)
+                values = same.detach() if parameter.requires_grad else parameter.new_zeros(1)
+                found.setdefault(id(parameter), (f"{module_name}.{name}", values))
+    return list(found.values())
+
+
+def _sums(tensor: torch.Tensor, signs: np.ndarray, number: int | None) -> np.ndarray:
+    flat = tensor.reshape(-1)
+    if number is not None:
+        start = number * len(signs) % flat.numel()
+        flat = flat[start : start + len(signs)]
+    pieces = (each.to("cpu", torch.float64).numpy() for each in flat.split(_SUMMED))
+    return np.sum([sums_of(each, signs, None) for each in pieces], axis=0)

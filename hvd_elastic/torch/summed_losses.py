@@ -108,10 +108,12 @@ def _note(ctx: Context, loss: torch.Tensor, *, is_vector: bool, may_wait: bool) 
     now = step.passes[-1]
     examples = Counts(now.examples, now.step_examples, now.step_examples // ranks, may_wait)
     kinds = kinds_of(loss, examples, is_vector=is_vector)
-    if unknown := sorted(kinds & {_DIVIDED, _VALID}):
+    if not ctx.worker.averagers.local and (unknown := sorted(kinds & {_DIVIDED, _VALID})):
         return _UNKNOWN.format(" and ".join(unknown))
     if _SUM not in kinds:
         return ""
+    if ctx.worker.averagers.local:
+        return _NOT_WITH.format("hvd.LocalOptimizer averages what the ranks have learnt")
     if others := sorted(kinds - {_SUM}):
         return _MIXED.format(_SUM, " and ".join(others))
     if ctx.planner.adapts:

@@ -75,7 +75,6 @@ def render_cluster(summary: ClusterSummary, heading: str = "") -> str:
     """Return the page of a cluster as HTML.
 
     Args:
-        summary: what happened on the cluster.
         heading: line under the title; empty: the hosts and jobs in numbers.
     """
     told = heading or _numbers(summary)
@@ -99,9 +98,7 @@ def cluster_parts(
     """Return the parts of the page as HTML by name.
 
     Args:
-        summary: what happened on the cluster.
         now_s: present time, after the first event [s]; None: the last event.
-        most_bars: most bars of the picture.
         since_s: beginning of the picture, after the first event [s].
         linked: address of the page of each run.
     """
@@ -128,7 +125,6 @@ class _Lanes:
     """The slots of a host, one above the other, so that a job stays where it is.
 
     Attributes:
-        slots: number of slots that the host has had at most.
         free: since when each is free [s].
     """
 

@@ -22,10 +22,8 @@ from hvd_elastic.records.summary import MetricSeries, RunSummary, take_events
 from hvd_elastic.records.wording import ENDED, GOES_ON, READING, run_sentences, run_state
 from hvd_elastic.views.allocation import slow_hosts
 from hvd_elastic.views.comparison import comparison_charts, comparison_parts, sampled_lines
-from hvd_elastic.views.costs import forecast_words
-from hvd_elastic.views.forecast import predict_end
-from hvd_elastic.views.page import escape, progress_bar
-from hvd_elastic.views.points import MAX_POINTS, thin_out
+from hvd_elastic.views.costs import forecast_words, predict_end
+from hvd_elastic.views.page import MAX_POINTS, escape, progress_bar, thin_out
 from hvd_elastic.views.report import (
     Charts,
     chart_names,
@@ -47,11 +45,7 @@ _ZOOM_BYTES = 64 << 20
 class LiveRun:
     """One run, whose events are read as they come; for several threads.
 
-    Args:
-        folder: folder of the run.
-
     Attributes:
-        version: grows with every event that was read.
         lock: held while its summary is read or changed.
     """
 
@@ -213,11 +207,7 @@ def _size_of(path: Path) -> int:
 
 
 class LiveComparison:
-    """Several runs over each other, whose events are read as they come; for several threads.
-
-    Args:
-        runs: the runs.
-    """
+    """Several runs over each other, whose events are read as they come; for several threads."""
 
     def __init__(self, runs: Sequence[LiveRun]) -> None:
         self._runs = runs

@@ -27,14 +27,16 @@ from hvd_elastic.views.costs import time_section
 from hvd_elastic.views.page import (
     MAX_ROWS,
     cell,
+    chart,
     chart_boxes,
+    downsample,
     escape,
     render_page,
+    summarize_for_plots,
     table,
     write_page,
     written,
 )
-from hvd_elastic.views.points import downsample, summarize_for_plots
 
 Charts = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 """Charts of a run, and those of an adaptive batch."""
@@ -70,7 +72,6 @@ def write_report(folder: RunFolder, out: Path | None = None) -> ReportResult:
     """Write the report of a run.
 
     Args:
-        folder: folder of the run.
         out: path of the report; None: ``report.html`` in the run folder.
 
     Raises:
@@ -105,8 +106,6 @@ def render_report(
     """Return the report as HTML.
 
     Args:
-        summary: summary of the run's events.
-        audit: result of the audit.
         asked: contents of run.json, for the command of the run.
     """
     parts, data = report_parts(summary, audit, asked=asked)
@@ -124,8 +123,6 @@ def report_parts(
     """Return the parts of the page as HTML by name, in their order, and the input of report.js.
 
     Args:
-        summary: summary of the run's events.
-        audit: result of the audit.
         asked: contents of run.json, for the command of the run.
         charts: the charts, as :func:`make_charts` has made them; None: make them.
     """
@@ -167,8 +164,8 @@ def make_charts(summary: RunSummary) -> Charts:
     if summary.sizes:
         charts.append(_size_chart(summary))
     for name in chart_names(summary):
-        chart = _metric_chart(name, summary.series[name])
-        (of_the_batch if name in _OF_THE_BATCH else charts).append(chart)
+        made = _metric_chart(name, summary.series[name])
+        (of_the_batch if name in _OF_THE_BATCH else charts).append(made)
     return charts, of_the_batch
 
 
@@ -194,7 +191,6 @@ def zoomed_points(
     """Return the points of a metric between two times, and one beyond each.
 
     Args:
-        series: its values.
         begin_s, end_s: times after the start of the run [s].
     """
     first = max(0, bisect_left(series.at_s, begin_s) - 1)
@@ -220,39 +216,25 @@ def _size_chart(summary: RunSummary) -> dict[str, Any]:
     x = [0.0, *(at_s for at_s, _ in summary.sizes), summary.duration_s]
     y = [0.0, *(float(size) for _, size in summary.sizes), float(summary.sizes[-1][1])]
     x, y = downsample(x, y)
-    return {
-        "name": "size",
-        "title": "Workers",
-        "unit": "",
-        "color": "size",
-        "x": _rounded(x),
-        "y": y,
-        "stepped": True,
-        "whole": True,
-        "from_zero": True,
-        "height": 170,
-        "summary": f"at most {summary.largest_size}",
-    }
+    told = f"at most {summary.largest_size}"
+    size = ("size", "Workers", "", "size")
+    return chart(size, _rounded(x), y, 170, told, stepped=True, whole=True, from_zero=True)
 
 
 def _metric_chart(name: str, series: MetricSeries) -> dict[str, Any]:
     title, unit, color = _TITLES.get(name, (_title(name), "", "other"))
     x, y = _points(series)
     finite = [value for value in y if value is not None]
-    last = finite[-1]
-    return {
-        "name": name,
-        "title": title,
-        "unit": unit,
-        "color": color,
-        "x": x,
-        "y": y,
-        "stepped": name == "global_batch_size",
-        "from_zero": name in _FROM_ZERO,
-        "height": 170,
-        "log": name not in _FROM_ZERO and min(finite) > 0,
-        "summary": f"last {number_words(last)}",
-    }
+    return chart(
+        (name, title, unit, color),
+        x,
+        y,
+        170,
+        f"last {number_words(finite[-1])}",
+        stepped=name == "global_batch_size",
+        from_zero=name in _FROM_ZERO,
+        log=name not in _FROM_ZERO and min(finite) > 0,
+    )
 
 
 def _title(name: str) -> str:

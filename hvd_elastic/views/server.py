@@ -66,10 +66,6 @@ class Dashboard(ThreadingHTTPServer):
         port: port; 0: a free one.
         control: whether runs can be controlled; then everybody needs the token.
 
-    Attributes:
-        url: address of the first page.
-        cookie: name of the cookie that holds the token.
-
     Raises:
         RunError: it cannot listen there.
     """

@@ -242,7 +242,6 @@ class LastingView(RunView):
         """Print another line above the progress line.
 
         Args:
-            text: the line.
             keep: never leave it out.
         """
         if not (keep or self._has_room()):

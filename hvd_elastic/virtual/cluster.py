@@ -17,8 +17,8 @@ from hvd_elastic.errors import UsageError, VirtualClusterError
 from hvd_elastic.replaced_files import write_whole
 from hvd_elastic.virtual import plan, sshfiles
 from hvd_elastic.virtual.loopback import Loopback, login_user
-from hvd_elastic.virtual.marks import marked_clusters, marks
 from hvd_elastic.virtual.netns import Namespaces, default_shares, hidden_shares, why_no_namespaces
+from hvd_elastic.virtual.processes import find_tool, marked_clusters, marks
 from hvd_elastic.virtual.state import (
     ClusterState,
     HostState,
@@ -31,7 +31,6 @@ from hvd_elastic.virtual.state import (
     save_state,
     unwritable,
 )
-from hvd_elastic.virtual.tools import find_tool
 
 _BACKENDS: dict[str, type[Loopback | Namespaces]] = {"loopback": Loopback, "netns": Namespaces}
 """Classes that implement hosts: addresses of the loopback interface, or namespaces."""
@@ -46,9 +45,6 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
 
         with VirtualCluster.up(hosts=3, slots=2) as cluster:
             subprocess.run(["ssh", "-F", cluster.ssh_config, cluster.hosts[0], "hostname"])
-
-    Args:
-        name: name of the cluster.
     """
 
     def __init__(self, name: str) -> None:
@@ -74,7 +70,6 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
 
         Args:
             hosts: number of hosts, 1 to 250.
-            slots: number of slots of each host, for the hostfile.
             name: name of the cluster, whose hosts are ``<name>-1``, …; None takes the first free
                 one of vc1, vc2, ….
             rate: link rate of each host in each direction, such as ``1gbit``.
@@ -231,7 +226,6 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         """Return the process ids, as seen on this machine, of a host's processes.
 
         Args:
-            host: name of the host.
             system: include the host's first process and its listening sshd, which always run.
         """
         state = self.state
@@ -251,7 +245,6 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         """Kill all processes of the host, its sshd included; start it again with :meth:`boot`.
 
         Args:
-            host: name of the host.
             silent: disconnect the cable first, so that peers do not see connections close, as in a
                 power failure.
         """

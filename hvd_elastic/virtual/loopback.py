@@ -22,10 +22,18 @@ from hvd_elastic.errors import VirtualClusterError
 from hvd_elastic.hosts.account import how_to_mend_shell, why_no_commands
 from hvd_elastic.programs.processes import Process, all_processes, descendants, read
 from hvd_elastic.virtual import plan, sshfiles
-from hvd_elastic.virtual.holders import Holder, plain_environment, reap_started, wait_until_up
-from hvd_elastic.virtual.marks import kill_all, marked_processes, marks, namespace_of
+from hvd_elastic.virtual.processes import (
+    Holder,
+    find_tool,
+    kill_all,
+    marked_processes,
+    marks,
+    namespace_of,
+    plain_environment,
+    reap_started,
+    wait_until_up,
+)
 from hvd_elastic.virtual.state import ClusterState, HostState, HostStatus
-from hvd_elastic.virtual.tools import find_tool
 
 SCRIPT = Path(__file__).with_name("loopback.sh")
 

@@ -29,18 +29,22 @@ from pathlib import Path
 from hvd_elastic.errors import VirtualClusterError
 from hvd_elastic.programs.processes import Process, is_alive, read
 from hvd_elastic.virtual import plan, sshfiles
-from hvd_elastic.virtual.cpushare import CpuGroups
-from hvd_elastic.virtual.holders import Holder, plain_environment, reap_started, wait_until_up
-from hvd_elastic.virtual.marks import (
+from hvd_elastic.virtual.processes import (
     SWITCH,
+    CpuGroups,
+    Holder,
+    find_tool,
     kill_all,
     marked_processes,
     marks,
     namespace_of,
+    plain_environment,
     processes_in_namespace,
+    reap_started,
+    run_tool,
+    wait_until_up,
 )
 from hvd_elastic.virtual.state import ClusterState, HostState, HostStatus
-from hvd_elastic.virtual.tools import find_tool, run_tool
 
 SEEN_IN_HOST = Path("/run/virtclust")
 """Path of a host's own folder inside the host."""

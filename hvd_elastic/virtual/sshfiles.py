@@ -9,9 +9,8 @@ from pathlib import Path
 from hvd_elastic.errors import VirtualClusterError
 from hvd_elastic.hosts.hostfile import Host, format_hostfile
 from hvd_elastic.hosts.ssh_config import VIRTCLUST_MARK
-from hvd_elastic.virtual.marks import marks
+from hvd_elastic.virtual.processes import find_tool, marks
 from hvd_elastic.virtual.state import ClusterState, HostState, unwritable
-from hvd_elastic.virtual.tools import find_tool
 
 HOST_KEY = "ssh_host_ed25519_key"
 
@@ -55,7 +54,6 @@ def sshd_config(
     """Return the configuration of one host's sshd.
 
     Args:
-        host: the host.
         folder: path of the host's own files, as its sshd sees it.
         cluster_folder: folder of the cluster, part of the mark of sessions.
         use_pam: whether to check accounts with PAM; without it, sshd refuses locked accounts.

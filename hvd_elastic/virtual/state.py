@@ -1,7 +1,7 @@
 """State of virtual clusters on disk: one folder for each under ``home()/virtual``.
 
 ``state.json`` holds the arguments of the cluster and the status of each host, but no process ids.
-Processes are found by the mark in their environment (`marks`), which is never out of date and
+Processes are found by the mark in their environment (`processes`), which is never out of date and
 remains if the process that created the cluster is killed.
 """
 
@@ -36,7 +36,6 @@ class HostState:
         name: host name and ssh alias, such as ``vc1-1``.
         index: number in its cluster, from 1; determines its address.
         address: IPv4 address.
-        port: port of its sshd.
         status: ``up``; ``cut``: its network cable is disconnected; ``off``: it has crashed.
     """
 
@@ -52,10 +51,7 @@ class ClusterState:
     """A virtual cluster.
 
     Attributes:
-        name: name of the cluster and of its folder.
         backend: ``netns``, or ``loopback`` without root.
-        slots: number of slots of each host.
-        user: user as whom ssh logs in.
         subnet: /24 network of the hosts; "" until one is chosen.
         rate_bits_per_s: link rate [bit/s], or None for no limit.
         cpus: CPU cores that each host may use, or None for no limit.

@@ -56,7 +56,7 @@ class Checkpointing:
             return [False, False, False]
         if self._worker.link is not None and self._worker.link.take_checkpoint_request():
             self._asked = True
-        due = self._worker.communicator.rank == 0 and time.monotonic() >= self._due
+        due = self._worker.rank == 0 and time.monotonic() >= self._due
         return [due, self._asked, self._writer.busy or self._behind()]
 
     def _behind(self) -> bool:
@@ -112,7 +112,7 @@ class Checkpointing:
         """Return the present state and this rank's shard of it; ``alone``: all in one shard."""
         worker, state = self._worker, self._worker.state
         assert state is not None
-        rank, size = (0, 1) if alone else (worker.communicator.rank, worker.communicator.size)
+        rank, size = (0, 1) if alone else (worker.rank, worker.size)
         content = state.content(copy_own=rank == 0)
         if self._spool is None:
             # Without a leader nothing collects shards of several hosts, so rank 0 writes all.
@@ -126,7 +126,7 @@ class Checkpointing:
             size,
             worker.generation,
             worker.life,
-            world=worker.communicator.size,
+            world=worker.size,
         )
         return content, shard
 

@@ -185,10 +185,12 @@ class Context:
         if self.step.accumulating:
             self.step.passes.append(batch)
             self.step.continues = False
+            self.worker.averagers.pass_begins()
             return
         self.end_uncommitted()
         self.step.begin(batch)
         self.worker.averagers.forget()
+        self.worker.averagers.pass_begins()
         if self.worker.state is not None and self.worker.on_not_finite == "skip":
             self.worker.state.keep_moving()
 
@@ -337,7 +339,7 @@ class Context:
         worker, skipped = self.worker, self.planner.skipped
         progress, step = worker.progress, worker.progress.step + 1
         where = f"step {step}, of epoch {self.reading.epoch} at example {self.reading.position}"
-        if not skipped.add(progress):
+        if not skipped.add(progress, self.step.steps):
             return  # a body is one step, even if some of its optimizers take theirs
         self._undo_moving()
         # Not of each: a gradient scaler causes them, and examples may come again in each epoch.
@@ -351,7 +353,7 @@ class Context:
         if tells and origin:
             origin = "; ".join(filter(None, (origin, layer and layer())))
             worker.warn(
-                f"step {step}: gradients of rank {worker.communicator.rank} are not "
+                f"step {step}: gradients of rank {worker.rank} are not "
                 f"finite{self.step.examples_words}: {origin}"
             )
         if stops:
@@ -481,6 +483,7 @@ class Context:
 
     def turn_epoch(self, epoch: int) -> None:
         """End a turn of ``epochs()``, in which ``epoch`` was read; all ranks call this."""
+        self.refuse_open_period()
         worker, step = self.worker, self.step
         if step.ahead is not None and step.ahead.epoch > epoch:
             return  # a step of several batches goes on in the next epoch
@@ -503,6 +506,18 @@ class Context:
             _, stop, *_ = turn.finish_exchange(worker, adapts=False, turn=True)
         if stop:
             agree_on_stop(worker, worker.progress.step)
+
+    def refuse_open_period(self) -> None:
+        """Raise ScriptError if the loop over the loader was left within a period."""
+        step = self.step
+        if step.is_period and step.is_open:
+            raise ScriptError(
+                f"the loop over the loader was left within a period of hvd.LocalOptimizer, after "
+                f"{count(len(step.passes), 'batch')}: the ranks hold different weights "
+                "until it ends, and what they have learnt in it would be lost. End the loop by "
+                "hvd.steps(count, loader) or hvd.stop(reason) in place of break or return, which "
+                "also end the period"
+            )
 
     def warn_of_open_step(self) -> None:
         """Warn if training ends within a step of several batches, which is not taken."""
@@ -562,7 +577,7 @@ class Context:
             return False
         step.is_too_large = True
         try:
-            for averager in averagers:
+            for averager in averagers.eager:
                 averager.give_up()
         finally:
             step.is_too_large = False

@@ -16,7 +16,7 @@ from hvd_elastic.worker.progress import Progress
 from hvd_elastic.worker.rollback import Rollback
 from hvd_elastic.worker.state_parts import StateParts
 from hvd_elastic.worker.step import Step
-from hvd_elastic.worker.worker import Worker
+from hvd_elastic.worker.worker import RunRank, Worker
 
 
 class WorkerLeaves(SystemExit):  # ends the script well, as sys.exit() does
@@ -111,26 +111,26 @@ class Membership:
         worker.refuse_aborted()
         worker.communicator.start(env)
         worker.refuse_aborted()
-        is_root = worker.communicator.rank == announcement.root_rank
+        is_root = worker.rank == announcement.root_rank
         if is_root and announcement.restore:
             self.restore_checkpoint(announcement.restore, announcement.checkpoint)
-        self.synchronize_state(announcement.root_rank)
+        self.synchronize_state(RunRank(announcement.root_rank))
         self._is_whole = True
         self._metrics.world_begins(first=first, announces_pause=is_root)
         self._checkpoints.schedule()
         step, stopped = self._whole_step, worker.progress.stopped
         worker.sink.send(msg.Joined(generation=worker.generation, step=step, stopped=stopped))
 
-    def synchronize_state(self, root_rank: int) -> None:
+    def synchronize_state(self, root: RunRank) -> None:
         """Copy the root's state and progress to every rank."""
         worker = self._worker
         assert worker.state is not None
         worker.averagers.reset()  # a newcomer has no gradients, which show what is trained
-        is_root = worker.communicator.rank == root_rank
+        is_root = worker.rank == root
         if is_root and (worker.progress.position == 0 or not worker.progress.data):
             worker.progress.data = worker.described_data()
         worker.progress = worker.state.sync(
-            worker.communicator, root_rank, worker.progress, self._has_state
+            worker.communicator, worker.in_ring(root), worker.progress, self._has_state
         )
         self._rollback.synchronized()
 

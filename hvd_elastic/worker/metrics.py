@@ -71,14 +71,19 @@ class Metrics:
         if self._announces_pause:
             self._announces_pause = False
             pause = None if self._rescaled_from is None else now - self._rescaled_from
-            size = worker.communicator.size
+            size = worker.size
             worker.sink.send(run_events.RescaleFinished(worker.generation, size, pause))
         self._last_step = now
+        self.body_ended(now)
+        if now >= self._due:
+            self.send(planned)
+
+    def body_ended(self, now: float) -> None:
+        """Time the step, or one of several steps of this rank alone, that has ended at ``now``."""
+        worker = self._worker
         if worker.step_began is not None:
             worker.longest_step_s = max(worker.longest_step_s, now - worker.step_began)
         worker.step_began = now
-        if now >= self._due:
-            self.send(planned)
 
     def training_ends(self, planned: Callable[[], Mapping[str, Any]]) -> None:
         """Send metrics if they lack values or steps left out; ``planned``: see :meth:`send`."""
@@ -88,13 +93,13 @@ class Metrics:
     def send(self, planned: Callable[[], Mapping[str, Any]]) -> None:
         """Send metrics now, if this is rank 0; ``planned`` returns the planner's metrics."""
         worker, now = self._worker, time.monotonic()
-        if worker.communicator.rank != 0:
+        if worker.rank != 0:
             return
         self._due = now + _INTERVAL_S
         self._untold = False
         since, examples = self._window
         done = worker.progress.examples - examples
-        size = worker.communicator.size
+        size = worker.size
         told = run_events.Metrics(**asdict(worker.position), size=size, **planned(), t=time.time())
         if done > 0 and now > since:
             told.throughput = done / (now - since)

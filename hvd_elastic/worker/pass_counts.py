@@ -14,7 +14,8 @@ class PassCounts:
     """The counts that a step's passes are weighted by on this rank, and their sum over all ranks.
 
     The total is known in the last pass only. Gradients of earlier passes are added up relative to
-    the first one, and scaled together when it is known.
+    the first one, and scaled together when it is known. A count may be that of several passes,
+    which the script weights against each other itself.
 
     Args:
         communicator: communicator of the ranks of the step.
@@ -25,7 +26,8 @@ class PassCounts:
         self._counts: list[float] = []
         self._begun: Any = None
         self._total = 0.0
-        self._is_scaled = False
+        self._earlier = False
+        """Whether gradients were added up that are relative, and have yet to be scaled."""
 
     def add(self, count: float, passes: int, *, is_last: bool) -> None:
         """Set the count of the pass that is number ``passes``, from 1.
@@ -76,14 +78,15 @@ class PassCounts:
                 relative to the first pass.
         """
         if not is_last:
+            self._earlier = True
             return self._counts[-1] / self._reference
         total = self.total()
         return self._counts[-1] * self._communicator.size / total if total else 0.0
 
     def take_scale_of_earlier(self) -> float:
         """Return once the factor on the gradients of earlier passes, in the last one."""
-        if len(self._counts) == 1 or self._is_scaled:
+        if not self._earlier:
             return 1.0
-        self._is_scaled = True
+        self._earlier = False
         total = self.total()
         return self._reference * self._communicator.size / total if total else 0.0

@@ -85,7 +85,8 @@ class Rollback:
         """Make the present state, or an earlier snapshot, the point to go back to."""
         state = self._worker.state
         if state is not None:
-            state.save_values(snapshot, tensors=self.keeps_aside)
+            tensors = self.keeps_aside or (self._worker.elastic and self._worker.averagers.local)
+            state.save_values(snapshot, tensors=tensors)
             self._worker.averagers.drop_copies()
             self._at = replace(self._worker.progress)
             self._steps = self._worker.averagers.steps

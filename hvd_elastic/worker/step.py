@@ -57,6 +57,7 @@ class Pass:
         padding: whether this rank has no example of its own in the step and reads one again.
         examples: number of examples of this rank in the pass.
         skipped: dataset indices of those that were to be in it, and cannot be decoded.
+        ends_epoch: whether the script's loop over the loader ends after it, with the epoch.
         accumulating: whether the planner lets further passes of the same batch follow.
         epoch: epoch of its examples.
         start: place of its first example in the order of the epoch; None: it is not known.
@@ -71,6 +72,7 @@ class Pass:
     epoch: int = 0
     start: int | None = None
     skipped: Sequence[int] = ()
+    ends_epoch: bool = False
 
 
 class Stage(Enum):
@@ -101,6 +103,7 @@ class Step:
         in_no_sync: whether the script is in a ``with optimizer.no_sync()`` block.
         continues: whether the script's last backward pass was in such a block, so that the next
             batch belongs to the step too.
+        is_period: whether it is a period of steps that each rank takes alone; each counts.
         ahead: place in the data after the batches before the current one, in a step of several
             batches of the loader; None in a step of one.
         counts: what the script weights the passes by in place of examples; None: by examples.
@@ -114,7 +117,7 @@ class Step:
         self.is_too_large = False
         self.is_left_out = False
         self.in_no_sync = False
-        self.continues = False
+        self.continues = self.is_period = False
         self.ahead: Progress | None = None
         self.counts: PassCounts | None = None
         self.ranks_added: int | None = None
@@ -149,6 +152,11 @@ class Step:
     def accumulating(self) -> bool:
         """Whether further passes of the step follow."""
         return self.is_open and (self.continues or self.passes[-1].accumulating)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that it counts as."""
+        return len(self.passes) if self.is_period else 1
 
     @property
     def _passes_unaveraged(self) -> int:
@@ -188,6 +196,7 @@ class Step:
         """Begin a new step with its first pass."""
         self.stage, self.passes, self.ahead = Stage.BEGUN, [first], None
         self.continues, self.counts, self.ranks_added = False, None, None
+        self.is_period = False
 
     def next_batch(self, progress: Progress) -> None:
         """Go on with the next batch of the loader; ``progress``: that of training."""
@@ -200,6 +209,7 @@ class Step:
         if ahead is not None:
             progress = progress.moved_to(ahead)
         progress.advance(self.examples)
+        progress.step += self.steps - 1
         return progress
 
     def forget(self) -> None:
@@ -294,7 +304,7 @@ class Step:
         """
         at, batches = self.ahead or worker.progress, len(self.passes)
         where = f"in epoch {at.epoch} at example {at.position}"
-        if self.ahead is not None:
+        if self.ahead is not None and not self.is_period:
             where += f", with {batches - 1} of {batches} backward passes in no_sync()"
         line = f"{at.order_hash}|{worker.examples}|{where}|{worker.left_epoch}"
         places: dict[str, list[str]] = {}
@@ -375,9 +385,9 @@ def _left_alone(worker: Worker) -> ScriptError:
 
     It asks no other rank, since they wait for its gradients.
     """
-    progress, communicator = worker.progress, worker.communicator
+    progress = worker.progress
     left = f" ({worker.left_epoch})" if worker.left_epoch else ""
     return ScriptError(
-        f"rank {communicator.rank} of {communicator.size} is at the end of epoch {progress.epoch}"
+        f"rank {worker.rank} of {worker.size} is at the end of epoch {progress.epoch}"
         f"{left}, and other ranks take step {progress.step + 1} of it. {_LEAVE_TOGETHER}"
     )

@@ -27,7 +27,7 @@ def agree_on_stop(worker: Worker, step: int) -> None:
     told = communicator.gather(own, "hvd_elastic.stop").tobytes().decode().split("\n")
     rank, reason = next((rank, each) for rank, each in enumerate(told) if each)
     worker.progress.stopped = True
-    if communicator.rank == 0:
+    if worker.rank == 0:
         worker.sink.send(TrainingStopped(step, rank, reason))
         if worker.link is None:  # else the leader shows it
             text = "training ends after step %d, as rank %d has asked: %s"

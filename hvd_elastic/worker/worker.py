@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import NewType
 
 from hvd_elastic.checkpoint.saved import (
     SAVED_FOLDER,
@@ -18,7 +19,7 @@ from hvd_elastic.checkpoint.saved import (
     store_file,
 )
 from hvd_elastic.checkpoint.whole_files import Write
-from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError
+from hvd_elastic.communicator.interface import Communicator, GenerationBrokenError, RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.communicator.ring import HorovodCommunicator
 from hvd_elastic.control.progress import Activity, Position
@@ -37,6 +38,9 @@ from hvd_elastic.worker.progress import Progress
 from hvd_elastic.worker.sink import Sink, open_sink
 
 log = logging.getLogger(__name__)
+
+RunRank = NewType("RunRank", int)
+"""Rank of a worker in its run, as scripts and messages have it; see :attr:`Worker.rank`."""
 
 _LONG_S = 2.0
 """Duration of a step or a wait from which heartbeats carry the script's line, which is read from
@@ -120,6 +124,24 @@ class Worker:
         return self.mode in (Mode.AGENT, Mode.HOROVOD_ELASTIC)
 
     @property
+    def rank(self) -> RunRank:
+        """Rank of this process in the run: it chooses data, names shards and speaks for all.
+
+        The ring has all workers of the run, in the order of their ranks. This property and
+        :meth:`in_ring` are all that takes it to.
+        """
+        return RunRank(self.communicator.rank)
+
+    @property
+    def size(self) -> int:
+        """Number of workers of the run that train."""
+        return self.communicator.size
+
+    def in_ring(self, rank: RunRank) -> RingRank:
+        """Return the number in the ring of a rank of the run."""
+        return RingRank(rank)
+
+    @property
     def has_ranks(self) -> bool:
         """Whether this worker has a rank yet."""
         return self.mode is not Mode.AGENT or self.generation > 0
@@ -188,7 +210,7 @@ class Worker:
 
     def warn_once(self, message: str) -> None:
         """Warn of a problem that all ranks see, on rank 0 only."""
-        if self.communicator.rank == 0:
+        if self.rank == 0:
             self.warn(message)
 
     def described_data(self) -> str:

@@ -19,7 +19,7 @@ import pytest
 from typing_extensions import Self
 
 from hvd_elastic.cli.jobs.queue import job_fields
-from hvd_elastic.jobs.messages import Hosts
+from hvd_elastic.jobs.job import Hosts
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.server import ask_daemon
 from hvd_elastic.jobs.store import JobStore

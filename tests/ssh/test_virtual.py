@@ -24,10 +24,9 @@ from hvd_elastic.hosts.fanout import Outcome
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.programs.processes import read_process
 from hvd_elastic.tools.run import commands
-from hvd_elastic.virtual import VirtualCluster, netns, tools
-from hvd_elastic.virtual.cpushare import CpuGroups
-from hvd_elastic.virtual.marks import marked_processes
+from hvd_elastic.virtual import VirtualCluster, netns, processes
 from hvd_elastic.virtual.plan import interface_name
+from hvd_elastic.virtual.processes import CpuGroups, marked_processes
 from hvd_elastic.virtual.state import clusters_folder
 from tests.paths import COSTLY, LIMIT_S
 from tests.small_disk import mounted
@@ -239,7 +238,7 @@ def test_hosts_that_cannot_be_added_leave_the_cluster_as_it_was(
 ) -> None:
     before = both.state
     with monkeypatch.context() as patch:
-        patch.setattr("hvd_elastic.virtual.holders.wait_for_sshd", fail)
+        patch.setattr("hvd_elastic.virtual.processes.wait_for_sshd", fail)
         with pytest.raises(VirtualClusterError, match="broken on purpose"):
             both.add(1)
     assert both.state == before
@@ -274,7 +273,7 @@ def test_an_up_that_fails_half_way_leaves_nothing(
     def break_off(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("hvd_elastic.virtual.holders.wait_for_sshd", break_off)
+    monkeypatch.setattr("hvd_elastic.virtual.processes.wait_for_sshd", break_off)
     with pytest.raises(type(error)):
         VirtualCluster.up(2, 1, loopback=loopback)
     assert_nothing_left(VirtualCluster("vc1"), "", home)
@@ -402,7 +401,7 @@ def test_names_in_use_and_wrong_arguments_are_refused(both: VirtualCluster) -> N
 def test_a_missing_program_is_named_with_its_package(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools, "_SEARCH_PATH", str(home))
+    monkeypatch.setattr(processes, "_SEARCH_PATH", str(home))
     with pytest.raises(VirtualClusterError, match="apt-get install openssh-server"):
         VirtualCluster.up(1, 1)
     assert not clusters_folder().exists()

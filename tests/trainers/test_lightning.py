@@ -3,54 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.dist.conftest import StartJob
 from tests.dist.running import Stage
-from tests.paths import COSTLY, ROOT, WORKER_PYTHONPATH
+from tests.paths import COSTLY
+from tests.trainers.outcomes import SCRIPTS, WAIT_S, alone, differences, outcome
 
 pytest.importorskip("lightning", reason="Lightning is not installed: make test-trainers")
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
-SCRIPTS = ROOT / "tests" / "trainers" / "scripts"
 SCRIPT = SCRIPTS / "autoencoder.py"
 PLACES = ("after the step", "validation", "saving", "end of the epoch", "before the step")
-WAIT_S = 400.0
-
-
-def alone(folder: Path, script: Path = SCRIPT, *words: str, **environment: str) -> Any:
-    """Train with one process, without a launcher; return what the script has written."""
-    folder.mkdir(exist_ok=True)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HVD_", "HOROVOD_"))}
-    kept |= {"PYTHONPATH": WORKER_PYTHONPATH, "OMP_NUM_THREADS": "1"} | environment
-    subprocess.run([sys.executable, str(script), str(folder), *words], env=kept, check=True)
-    return outcome(folder)
-
-
-def outcome(folder: Path) -> Any:
-    return json.loads((folder / "end.json").read_text())
-
-
-def differences(found: Any, expected: Any, place: str = "") -> list[str]:
-    """Where two outcomes differ by more than rounding."""
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), place
-        pairs = [(found[key], expected[key], f"{place}/{key}") for key in expected]
-    elif isinstance(expected, list):
-        if len(found) != len(expected):
-            return [f"{place}: {len(found)} entries, not {len(expected)}"]
-        pairs = [(*pair, place) for pair in zip(found, expected, strict=True)]
-    else:
-        same = found == pytest.approx(expected, abs=1e-8, nan_ok=True)
-        return [] if same else [f"{place}: {found}, not {expected}"]
-    return [each for pair in pairs for each in differences(*pair)]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=COSTLY) for seed in range(1, 6))])
@@ -71,7 +39,7 @@ def test_kill_9_in_each_part_changes_nothing(
     assert len(died) == len(kills), f"{[path.name for path in died]} of {kills}: {job.story()}"
     assert job.check_audit(finished=True).complete_epochs == 8
     monkeypatch.delenv("KILLS")
-    assert differences(outcome(job.folder), alone(tmp_path / "alone")) == []
+    assert differences(outcome(job.folder), alone(tmp_path / "alone", SCRIPT)) == []
 
 
 def test_stopped_after_a_rank_has_left_and_resumed_at_another_size(
@@ -92,7 +60,7 @@ def test_stopped_after_a_rank_has_left_and_resumed_at_another_size(
     monkeypatch.setenv("SLOW", "0")
     job.resume("--np", "2")
     assert job.wait(WAIT_S) == 0, job.story()
-    expected = alone(tmp_path / "alone", SLOW="0")
+    expected = alone(tmp_path / "alone", SCRIPT, SLOW="0")
     assert differences(outcome(job.folder), expected) == []
 
 

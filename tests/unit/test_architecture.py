@@ -20,7 +20,7 @@ LEVELS = (
     {"leader", "agent", "communicator", "worker", "input"},
     {"script", "data"},
     {"torch", "tensorflow"},
-    {"keras", "lightning"},
+    {"keras", "lightning", "transformers"},
     {"tools", "jobs", "virtual", "views", "sim", "install"},
     {"engines"},
     {"bench", "cli"} | {"cluster", "ray", "spark"},

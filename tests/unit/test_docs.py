@@ -216,6 +216,7 @@ STEPS_OF_PAGES = {
     "early-stopping": None,
     "ema": 5 * 8,
     "gradient-accumulation": 30,
+    "local-steps": 95,
     "max-steps": 100,
     "mixed-precision": 3 * 8,
     "token-losses": 3 * 8,

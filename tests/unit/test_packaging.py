@@ -277,8 +277,12 @@ def test_no_folder_of_tests_is_passed_over(pytestconfig):
 
 @pytest.mark.parametrize(("framework", "folders"), OF_ONE_FRAMEWORK.items())
 def test_the_doctests_of_all_that_imports_a_framework_are_left_out_without_it(framework, folders):
-    ours = r"hvd_elastic\.lightning\.library"
-    module = {"torch": "torch", "tensorflow": "(tensorflow|keras)", "lightning": ours}[framework]
+    module = {
+        "torch": "torch",
+        "tensorflow": "(tensorflow|keras)",
+        "lightning": r"hvd_elastic\.lightning\.library",
+        "transformers": "(transformers|accelerate)",
+    }[framework]
     imports = re.compile(rf"^(import|from) (horovod\.)?{module}\b", re.MULTILINE)
     found = [
         path.relative_to(ROOT)

@@ -19,7 +19,7 @@ def main() -> None:
     """Run the job that the command line names."""
     name, out, *arguments = sys.argv[1:]
     found = importlib.import_module(f"benchmarks.adaptive.jobs.{name}").rows(*arguments)
-    if context.current().worker.communicator.rank == 0:
+    if context.current().worker.rank == 0:
         Path(out).write_text(json.dumps(found), encoding="utf-8")
 
 

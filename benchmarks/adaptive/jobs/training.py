@@ -22,7 +22,7 @@ def begin(seed: int) -> None:
 
 def ranks() -> int:
     """Return the number of ranks of this job."""
-    return context.current().worker.communicator.size
+    return context.current().worker.size
 
 
 def loader_with_plan(

@@ -29,7 +29,6 @@ class Notice(NamedTuple):
     """What a cloud says of this machine.
 
     Attributes:
-        cause: what will happen to it.
         leave_in_s: time until then [s].
     """
 

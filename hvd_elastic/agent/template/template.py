@@ -42,7 +42,6 @@ class PythonCommand(NamedTuple):
     """A command that starts a script with Python.
 
     Attributes:
-        interpreter: the interpreter and its options.
         program: the script, or ``-m`` and a module, and its arguments.
     """
 
@@ -91,7 +90,6 @@ class Template:
         """Fork a worker and return its process id; None: it has to be started directly.
 
         Args:
-            start: how the worker is started.
             output: descriptor for its output, which is told once why there is no template.
         """
         process = self._process
@@ -132,7 +130,6 @@ class _Process:
     """The process itself.
 
     Args:
-        start: how a worker is started.
         modules: names of the modules to import, in order.
         on_trouble: called with the reason when it cannot fork workers any more.
 

@@ -10,16 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.cluster.bootstrapping import (
+from hvd_elastic.cli.cluster.host_options import HostOptions
+from hvd_elastic.cli.cluster.host_report import Printer, conclude, show_result
+from hvd_elastic.cli.cluster.install import (
     REFUSED,
     Bootstrap,
     Yes,
     accept_host_keys,
     bootstrap_hosts,
 )
-from hvd_elastic.cli.cluster.host_options import HostOptions
-from hvd_elastic.cli.cluster.host_report import Printer, conclude, show_result
-from hvd_elastic.cli.options import command
+from hvd_elastic.cli.options import command, option
 from hvd_elastic.cli.output import print_json_line
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import duration_words
@@ -32,33 +32,25 @@ from hvd_elastic.tools.check.network import Link
 def check(
     chosen: HostOptions,
     python: Annotated[
-        str | None,
-        typer.Option("--python", metavar="PATH", help="Python there (default: the leader's path)."),
+        str | None, option("Python there (default: the leader's path).", "--python", metavar="PATH")
     ] = None,
     folder: Annotated[
         list[str] | None,
-        typer.Option(
-            "--folder", metavar="PATH", help="A folder that a run writes to; may be repeated."
-        ),
+        option("A folder that a run writes to; may be repeated.", "--folder", metavar="PATH"),
     ] = None,
     code: Annotated[
         Path | None,
-        typer.Option(
-            "--code", metavar="PATH", help="A file or folder with the same Python code everywhere."
-        ),
+        option("A file or folder with the same Python code everywhere.", "--code", metavar="PATH"),
     ] = None,
     network_interface: Annotated[
         str | None,
-        typer.Option(
-            "--network-interface", metavar="NAME", help="Of the ring (default: that of ssh)."
-        ),
+        option("Of the ring (default: that of ssh).", "--network-interface", metavar="NAME"),
     ] = None,
     network: Annotated[
-        bool, typer.Option("--network/--no-network", help="Measure the network between the hosts.")
+        bool, option("Measure the network between the hosts.", "--network/--no-network")
     ] = True,
     gpus: Annotated[
-        bool,
-        typer.Option("--gpus/--no-gpus", help="Check GPUs (--no-gpus for training on CPUs)."),
+        bool, option("Check GPUs (--no-gpus for training on CPUs).", "--gpus/--no-gpus")
     ] = True,
     bootstrap: Bootstrap = False,
     yes: Yes = False,
@@ -106,7 +98,7 @@ def check(
 @command(HostOptions, but=["only_hosts", "exclude_hosts", "dry_run", "identity"])
 def trust(
     chosen: HostOptions,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Accept without asking.")] = False,
+    yes: Annotated[bool, option("Accept without asking.", "--yes", "-y")] = False,
 ) -> None:
     """Show the hosts' key fingerprints and accept them into the project's own known_hosts.
 

@@ -1,10 +1,12 @@
-"""Print what ``runclust`` reports: the plan, the gathered output of hosts, and JSON."""
+"""Print what ``runclust`` reports (plan, gathered output, JSON), and the progress of copies."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.output import print_json_line
@@ -13,6 +15,10 @@ from hvd_elastic.hosts.fanout import HostResult
 from hvd_elastic.hosts.hostfile import Host, fold_hosts
 from hvd_elastic.hosts.ssh import is_local
 from hvd_elastic.tools.run.commands import CommandResult, HowToRun
+
+if TYPE_CHECKING:
+    from hvd_elastic.tools.copy.copying import CopyProgress
+
 
 RULE = "-" * 15
 
@@ -91,3 +97,62 @@ def show_gathered(hosts: Sequence[Host], results: Sequence[HostResult[CommandRes
 
 def _fold(results: Sequence[HostResult[CommandResult]]) -> str:
     return fold_hosts([result.host.name for result in results])
+
+
+MOST_NAMED = 8
+
+
+@contextlib.contextmanager
+def copy_bar(*, quiet: bool) -> Iterator[Callable[[CopyProgress], None] | None]:
+    """Return a context with a function that shows a :class:`CopyProgress`; None off a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[states]}"),
+    )
+    console = Console(file=unfiltered(sys.stderr))
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("copy", total=None, states="")
+
+        def show(now: CopyProgress) -> None:
+            progress.update(
+                bar,
+                completed=now.done_bytes,
+                total=now.total_bytes or None,
+                states=states_in_words(now.states),
+            )
+
+        yield show
+
+
+def states_in_words(states: dict[str, str]) -> str:
+    """Return the state of each host; for many hosts the number in each state, in steps of 10 %.
+
+    >>> states_in_words({"a": "done", "b": "42%"})
+    'a done, b 42%'
+    >>> states_in_words({f"n{i}": "done" if i else "42%" for i in range(9)})
+    '1 at 40%, 8 done'
+    """
+    if len(states) <= MOST_NAMED:
+        return ", ".join(f"{name} {state}" for name, state in states.items())
+    counts: Counter[str] = Counter()
+    for state in states.values():
+        if state.endswith("%"):
+            state = f"at {int(state[:-1]) // 10 * 10}%"
+        counts[state] += 1
+    return ", ".join(f"{number} {state}" for state, number in counts.items())

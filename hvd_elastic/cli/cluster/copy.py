@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from hvd_elastic.cli.cluster.copy_bar import copy_bar
+from hvd_elastic.cli.cluster.command_output import copy_bar
 from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
-from hvd_elastic.cli.options import command, number_option, whole_number_option
+from hvd_elastic.cli.options import argument, command, number_option, option, whole_number_option
 from hvd_elastic.errors import HvdElasticError, UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult
@@ -28,62 +26,54 @@ def copy(
     chosen: HostOptions,
     places: Annotated[
         list[str],
-        typer.Argument(
-            metavar="[SRC] DST",
-            help="SRC: a file or folder here, or on --from HOST; SRC/: what is in the folder; none "
+        argument(
+            "SRC: a file or folder here, or on --from HOST; SRC/: what is in the folder; none "
             "with --pull. DST: its place on every host, absolute or ~/…; DST/: inside it.",
+            "[SRC] DST",
         ),
     ],
-    delete: Annotated[
-        bool, typer.Option("--delete", help="Remove at DST what SRC has not.")
-    ] = False,
+    delete: Annotated[bool, option("Remove at DST what SRC has not.", "--delete")] = False,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "Skip files (*.tmp, cache, data/old*), and never delete them at DST; may be repeated.",
             "--exclude",
             metavar="PATTERN",
-            help="Skip files (*.tmp, cache, data/old*), and never delete them at DST; "
-            "may be repeated.",
         ),
     ] = None,
-    checksum: Annotated[
-        bool, typer.Option("--checksum", help="Compare contents, not size and time.")
-    ] = False,
+    checksum: Annotated[bool, option("Compare contents, not size and time.", "--checksum")] = False,
     bwlimit: Annotated[
-        float,
-        number_option("--bwlimit", metavar="MB/S", help="Most that each host sends; 0: no limit."),
+        float, number_option("Most that each host sends; 0: no limit.", "--bwlimit", metavar="MB/S")
     ] = 0.0,
-    compress: Annotated[
-        bool, typer.Option("--compress/--no-compress", help="Compress where it pays.")
-    ] = True,
+    compress: Annotated[bool, option("Compress where it pays.", "--compress/--no-compress")] = True,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Do not encrypt: for a network that you trust.")
+        bool, option("Do not encrypt: for a network that you trust.", "--plain")
     ] = False,
     shard: Annotated[
-        bool, typer.Option("--shard", help="Give each host only its part: every n-th file.")
+        bool, option("Give each host only its part: every n-th file.", "--shard")
     ] = False,
     source_host: Annotated[
-        str | None, typer.Option("--from", metavar="HOST", help="The host that has SRC.")
+        str | None, option("The host that has SRC.", "--from", metavar="HOST")
     ] = None,
     pull: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Command that fetches files from shared storage into {dst}, in place of SRC.",
             "--pull",
             metavar="COMMAND",
-            help="Command that fetches files from shared storage into {dst}, in place of SRC.",
         ),
     ] = None,
     listed: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "With --pull: the files there (-: stdin), a path a line, or size, tab, path. Each "
+            "host fetches a share of them: {path} for each, or {list}.",
             "--list",
             metavar="FILE",
-            help="With --pull: the files there (-: stdin), a path a line, or size, tab, path. Each "
-            "host fetches a share of them: {path} for each, or {list}.",
         ),
     ] = None,
     jobs: Annotated[
-        int, whole_number_option("--jobs", least=1, help="Of --pull with {path}, at a time.")
+        int, whole_number_option("Of --pull with {path}, at a time.", "--jobs", least=1)
     ] = 8,
 ) -> None:
     """Copy a file or folder to every host; it is sent once and passed on from host to host.

@@ -11,7 +11,13 @@ from typing import Annotated
 
 import typer
 
-from hvd_elastic.cli.options import SshConfigOption, hostfile_of, number_option, whole_number_option
+from hvd_elastic.cli.options import (
+    SshConfigOption,
+    hostfile_of,
+    number_option,
+    option,
+    whole_number_option,
+)
 from hvd_elastic.errors import UsageError
 from hvd_elastic.hosts.fanout import DEFAULT_FANOUT
 from hvd_elastic.hosts.hostfile import Host, parse_hostfile, parse_hosts
@@ -25,14 +31,9 @@ class HostOptions:
     """The options, and what they come to.
 
     Attributes:
-        hostfile: path of the hostfile.
         fanout: number of hosts to work on at the same time.
-        only_hosts, exclude_hosts: selection of the hosts.
-        dry_run: whether to show only what would be done.
         as_json: whether to print JSON lines instead of text.
-        verbose: whether to print more.
         hosts: selected hosts, in the order of the hostfile.
-        ssh: options of the connections.
     """
 
     hostfile: Annotated[
@@ -43,37 +44,28 @@ class HostOptions:
             help="One host a line: 'gpu1 slots=8', 'gpu[01-16]'; or a list: gpu1:8,gpu2:8.",
         ),
     ]
-    fanout: Annotated[int, whole_number_option("--fanout", "-f", help="Hosts at a time.")] = (
+    fanout: Annotated[int, whole_number_option("Hosts at a time.", "--fanout", "-f")] = (
         DEFAULT_FANOUT
     )
     only_hosts: Annotated[
-        str | None,
-        typer.Option("--hosts", metavar="LIST", help="Only these, as in gpu[01-04],login."),
+        str | None, option("Only these, as in gpu[01-04],login.", "--hosts", metavar="LIST")
     ] = None
     exclude_hosts: Annotated[
         str | None,
-        typer.Option(
-            "--exclude-hosts", "-x", metavar="LIST", help="All hosts but these, as --hosts."
-        ),
+        option("All hosts but these, as --hosts.", "--exclude-hosts", "-x", metavar="LIST"),
     ] = None
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be done, change nothing.")
-    ] = False
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a line, as hosts end.")
-    ] = False
-    ssh_config: SshConfigOption = None
-    identity: Annotated[
-        Path | None,
-        typer.Option("--identity", "-i", metavar="FILE", help="A private key to try first."),
-    ] = None
-    connect_timeout: Annotated[
-        float,
-        number_option("--connect-timeout", least=0.1, metavar="SECONDS", help="For each host."),
-    ] = 5.0
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more of what goes on.")] = (
+    dry_run: Annotated[bool, option("Show what would be done, change nothing.", "--dry-run")] = (
         False
     )
+    as_json: Annotated[bool, option("One JSON object a line, as hosts end.", "--json")] = False
+    ssh_config: SshConfigOption = None
+    identity: Annotated[
+        Path | None, option("A private key to try first.", "--identity", "-i", metavar="FILE")
+    ] = None
+    connect_timeout: Annotated[
+        float, number_option("For each host.", "--connect-timeout", least=0.1, metavar="SECONDS")
+    ] = 5.0
+    verbose: Annotated[bool, option("Say more of what goes on.", "--verbose", "-v")] = False
     hosts: Sequence[Host] = field(init=False)
     ssh: SshOptions = field(init=False)
 

@@ -53,7 +53,6 @@ class Printer:
         """Print lines of a host, each after its name, in one write.
 
         Args:
-            host: the host.
             stream: ``stdout`` or ``stderr``.
             text: the lines; bytes that are no UTF-8 as surrogates, which are written as they came.
             raw: whether control characters have their effect.
@@ -142,8 +141,6 @@ def show_result(
     """Print the result of one host.
 
     Args:
-        result: result of the host.
-        printer: printer of the tool.
         as_json: whether to print a JSON object instead of text.
         describe: function that returns the tool's fields of the JSON object.
         word: function that returns the line for a success; None: no line.
@@ -184,9 +181,6 @@ def finish(
     """Print results as they come and a summary, then end the command with its exit status.
 
     Args:
-        chosen: the shared options.
-        results: results of the hosts, as they end.
-        printer: printer of the tool.
         describe, word: see :func:`show_result`.
         gather: function that prints all results at the end, instead of failures as they come.
         tell_reasons: whether the summary lists the reasons and times of failures.

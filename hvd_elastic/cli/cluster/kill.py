@@ -7,16 +7,13 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
 from hvd_elastic.cli.jobs.naming import run_id_of
-from hvd_elastic.cli.options import command, number_option
+from hvd_elastic.cli.options import command, number_option, option
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult
-from hvd_elastic.tools.kill import Ended
 
 if TYPE_CHECKING:
     from hvd_elastic.tools.kill import Ended
@@ -26,26 +23,22 @@ if TYPE_CHECKING:
 def kill(
     chosen: HostOptions,
     run_id: Annotated[
-        str | None,
-        typer.Option("--run", metavar="RUN", help="End what this run left, or a job's run."),
+        str | None, option("End what this run left, or a job's run.", "--run", metavar="RUN")
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="End every run's processes.")] = False,
+    every: Annotated[bool, option("End every run's processes.", "--all")] = False,
     strays: Annotated[
-        bool,
-        typer.Option(
-            "--strays", help="End workers that a dead torchrun, mpirun or horovodrun left."
-        ),
+        bool, option("End workers that a dead torchrun, mpirun or horovodrun left.", "--strays")
     ] = False,
     user_processes: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "End your processes whose command line matches this regular expression.",
             "--user-processes",
             metavar="PATTERN",
-            help="End your processes whose command line matches this regular expression.",
         ),
     ] = None,
     grace: Annotated[
-        float, number_option("--grace", metavar="SECONDS", help="Between TERM and KILL.")
+        float, number_option("Between TERM and KILL.", "--grace", metavar="SECONDS")
     ] = 5.0,
 ) -> None:
     """End your own processes of a run, with their descendants, on every host.

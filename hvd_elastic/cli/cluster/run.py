@@ -9,12 +9,10 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Annotated
 
-import typer
-
 from hvd_elastic.cli.cluster.command_output import describe_command, show_gathered, show_plan
 from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
-from hvd_elastic.cli.options import command, number_option, whole_number_option
+from hvd_elastic.cli.options import argument, command, number_option, option, whole_number_option
 from hvd_elastic.errors import UsageError
 from hvd_elastic.tools.run.commands import CommandSettings, HowToRun, join_command, run_on_hosts
 
@@ -24,50 +22,44 @@ def run(
     chosen: HostOptions,
     command: Annotated[
         list[str],
-        typer.Argument(
-            metavar="COMMAND...",
-            help="One word is shell text ('ls | wc -l'); several are a program and its arguments.",
+        argument(
+            "One word is shell text ('ls | wc -l'); several are a program and its arguments.",
+            "COMMAND...",
         ),
     ],
     gather: Annotated[
-        bool,
-        typer.Option("--gather", "-b", help="Show output at the end, the same of many hosts once."),
+        bool, option("Show output at the end, the same of many hosts once.", "--gather", "-b")
     ] = False,
     timeout: Annotated[
         float | None,
         number_option(
-            "--timeout", "-t", least=0.1, metavar="SECONDS", help="For the command on each host."
+            "For the command on each host.", "--timeout", "-t", least=0.1, metavar="SECONDS"
         ),
     ] = None,
     total_timeout: Annotated[
         float | None,
-        number_option(
-            "--total-timeout", least=0.1, metavar="SECONDS", help="For all hosts together."
-        ),
+        number_option("For all hosts together.", "--total-timeout", least=0.1, metavar="SECONDS"),
     ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "Set a variable there, to this shell's value if none is given; may be repeated.",
             "--env",
             "-e",
             metavar="NAME[=VALUE]",
-            help="Set a variable there, to this shell's value if none is given; may be repeated.",
         ),
     ] = None,
     cwd: Annotated[
-        str | None,
-        typer.Option("--cwd", metavar="DIR", help="Run in this folder (default: the home)."),
+        str | None, option("Run in this folder (default: the home).", "--cwd", metavar="DIR")
     ] = None,
     sudo: Annotated[
-        bool, typer.Option("--sudo", help="Run as root, by a sudo that asks for no password.")
+        bool, option("Run as root, by a sudo that asks for no password.", "--sudo")
     ] = False,
     retries: Annotated[
-        int,
-        whole_number_option("--retries", least=0, help="Further attempts to connect to a host."),
+        int, whole_number_option("Further attempts to connect to a host.", "--retries", least=0)
     ] = 0,
     no_stdin: Annotated[
-        bool,
-        typer.Option("--no-stdin", "-n", help="No input for the command; else it gets this one's."),
+        bool, option("No input for the command; else it gets this one's.", "--no-stdin", "-n")
     ] = False,
 ) -> None:
     """Run a shell command on every host; show output as it arrives, with the host's name.

@@ -16,7 +16,7 @@ import typer
 from hvd_elastic.cli.cluster.command_output import describe_command
 from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
-from hvd_elastic.cli.options import command, group_of, number_option, port_option
+from hvd_elastic.cli.options import argument, command, group_of, number_option, option, port_option
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult, Outcome
@@ -30,17 +30,13 @@ def up(
     chosen: HostOptions,
     python: Annotated[
         str | None,
-        typer.Option(
-            "--python",
-            metavar="PATH",
-            help="Python with Ray there (default: this one's path).",
-        ),
+        option("Python with Ray there (default: this one's path).", "--python", metavar="PATH"),
     ] = None,
     port: Annotated[int, port_option("Of the head; 0: a free one.")] = 0,
     object_store: Annotated[
         float | None,
         number_option(
-            "--object-store", metavar="MB", help="Of each node (default: 30 % of its memory)."
+            "Of each node (default: 30 % of its memory).", "--object-store", metavar="MB"
         ),
     ] = None,
 ) -> None:
@@ -122,16 +118,13 @@ def status(chosen: HostOptions) -> None:
 def exec_(
     chosen: HostOptions,
     command: Annotated[
-        list[str],
-        typer.Argument(metavar="COMMAND...", help="Such as python driver.py, and its arguments."),
+        list[str], argument("Such as python driver.py, and its arguments.", "COMMAND...")
     ],
     here: Annotated[
-        bool,
-        typer.Option("--here", help="Run it on this machine, connected to the head (ray://)."),
+        bool, option("Run it on this machine, connected to the head (ray://).", "--here")
     ] = False,
     cwd: Annotated[
-        str | None,
-        typer.Option("--cwd", metavar="DIR", help="Folder on the head (default: the current one)."),
+        str | None, option("Folder on the head (default: the current one).", "--cwd", metavar="DIR")
     ] = None,
 ) -> None:
     """Run a driver script on the head, with RAY_ADDRESS and the token set.

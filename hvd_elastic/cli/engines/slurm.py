@@ -25,11 +25,10 @@ from hvd_elastic.cli.engines.slurm_options import (
     parse_nodes,
 )
 from hvd_elastic.cli.options import command, given_options, group_of
-from hvd_elastic.cli.runs.leading import lead
+from hvd_elastic.cli.runs.run import lead
 from hvd_elastic.config import runs_folder
-from hvd_elastic.engines.slurm.allocation import own_allocation
+from hvd_elastic.engines.slurm.allocation import call, own_allocation, require_commands
 from hvd_elastic.engines.slurm.batch import Submission
-from hvd_elastic.engines.slurm.commands import call, require_commands
 from hvd_elastic.engines.slurm.growth import give_back, growing_engine, queue_of
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count

@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from hvd_elastic.cli.options import AsJson, number_option, whole_number_option
+from hvd_elastic.cli.options import AsJson, number_option, option, whole_number_option
 from hvd_elastic.cli.runs.run_options import RunOptions
 from hvd_elastic.config import home, runs_folder
 from hvd_elastic.engines.growth import START_S
-from hvd_elastic.engines.slurm.batch import Submission, parse_time
-from hvd_elastic.engines.slurm.sbatch_options import VARIABLES, SbatchOption, options_in
+from hvd_elastic.engines.slurm.batch import (
+    VARIABLES,
+    SbatchOption,
+    Submission,
+    options_in,
+    parse_time,
+)
 from hvd_elastic.errors import HostfileError, UsageError
 from hvd_elastic.hosts.hostfile import Host, Hostfile
 
@@ -51,48 +54,39 @@ class SubmitOptions(RunOptions):
     """The options of ``slurm submit``: those of a run, and those of its allocations."""
 
     nodes: Annotated[
-        str | None,
-        typer.Option("--nodes", "-N", help="fewest and most nodes, such as 2-8", metavar="N[-M]"),
+        str | None, option("fewest and most nodes, such as 2-8", "--nodes", "-N", metavar="N[-M]")
     ] = None
     slots_per_node: Annotated[
-        int, whole_number_option("--slots-per-node", help="workers on each node")
+        int, whole_number_option("workers on each node", "--slots-per-node")
     ] = 1
     time: Annotated[
         str | None,
-        typer.Option(
-            "--time", "-t", help="time limit of each allocation, as for sbatch", metavar="TIME"
-        ),
+        option("time limit of each allocation, as for sbatch", "--time", "-t", metavar="TIME"),
     ] = None
-    partition: Annotated[
-        str | None, typer.Option("--partition", "-p", help="partition of the nodes")
-    ] = None
+    partition: Annotated[str | None, option("partition of the nodes", "--partition", "-p")] = None
     sbatch: Annotated[
         list[str] | None,
-        typer.Option(
-            help="further option for sbatch, such as --account=vision; may be repeated",
-            metavar="OPTION",
+        option(
+            "further option for sbatch, such as --account=vision; may be repeated", metavar="OPTION"
         ),
     ] = None
     leave_before_s: Annotated[
         float,
-        number_option(
-            "--leave-before", help="seconds before its time limit that an allocation is left"
-        ),
+        number_option("seconds before its time limit that an allocation is left", "--leave-before"),
     ] = 120.0
     give_back_after_s: Annotated[
         float,
         number_option(
+            "seconds after which a further node that --policy goodput leaves unused is given back",
             "--give-back-after",
-            help="seconds after which a further node that --policy goodput leaves unused is "
-            "given back",
         ),
     ] = 120.0
     resume: Annotated[
-        str | None, typer.Option(help="submit a stopped run again, which goes on", metavar="RUN")
+        str | None, option("submit a stopped run again, which goes on", metavar="RUN")
     ] = None
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the batch scripts, and submit nothing")
-    ] = False
+    dry_run: Annotated[bool, option("print the batch scripts, and submit nothing", "--dry-run")] = (
+        False
+    )
     as_json: AsJson = False
 
     @property
@@ -115,7 +109,7 @@ class SubmitOptions(RunOptions):
             UsageError: an option is not valid.
         """
         least, most = parse_nodes(self.nodes or "")
-        asked = {option.name: option for option in options_in(os.environ)}
+        asked = {each.name: each for each in options_in(os.environ)}
         time, partition = asked.pop("--time", None), asked.pop("--partition", None)
         found = Submission(
             run_id=run_id,
@@ -133,7 +127,7 @@ class SubmitOptions(RunOptions):
             sbatch=(*map(str, asked.values()), *(self.sbatch or ())),  # the last one counts
         )
         known = {name: variable for variable, name in VARIABLES.items()}
-        said = {str(option): f"{known[name]}={option.value}" for name, option in asked.items()}
+        said = {str(each): f"{known[name]}={each.value}" for name, each in asked.items()}
         if time and not self.time:
             said["--time"] = f"SBATCH_TIMELIMIT={time.value}"
         check_submission(found, said)
@@ -178,15 +172,14 @@ def check_submission(asked: Submission, said: Mapping[str, str] | None = None) -
     """Check what is asked of Slurm.
 
     Args:
-        asked: what is asked.
         said: what the user has written for an option of sbatch, if not ``--sbatch`` or ``--time``.
 
     Raises:
         UsageError: an option is not valid; says what is.
     """
     said = said or {}
-    for option in asked.options:
-        _check_option(option, asked, said.get(str(option), f"--sbatch {option}"))
+    for each in asked.options:
+        _check_option(each, asked, said.get(str(each), f"--sbatch {each}"))
     if not 1 <= math.ceil(asked.leave_before_s) <= _LONGEST_NOTICE_S:
         raise UsageError(
             f"--leave-before {asked.leave_before_s:g}: Slurm announces a time limit 1 to "

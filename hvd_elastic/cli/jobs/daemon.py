@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from hvd_elastic.cli.background import begin_in_background
-from hvd_elastic.cli.options import AsJson, SshConfigOption
+from hvd_elastic.cli.options import AsJson, SshConfigOption, argument, option
 from hvd_elastic.cli.output import print_json, wait_until
+from hvd_elastic.cli.runs.run import begin_in_background
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 
 if TYPE_CHECKING:
@@ -23,23 +21,20 @@ if TYPE_CHECKING:
 
 ClusterOption = Annotated[
     str | None,
-    typer.Option(
-        "--cluster", "-c", envvar="HVD_ELASTIC_CLUSTER", help="name of the cluster, if several"
-    ),
+    option("name of the cluster, if several", "--cluster", "-c", envvar="HVD_ELASTIC_CLUSTER"),
 ]
 
 
 def up(
-    hostfile: Annotated[Path, typer.Argument(metavar="HOSTFILE", help="hosts and their slots")],
+    hostfile: Annotated[Path, argument("hosts and their slots", "HOSTFILE")],
     name: Annotated[
-        str | None, typer.Option("--name", help="name of the cluster (default: of the hostfile)")
+        str | None, option("name of the cluster (default: of the hostfile)", "--name")
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="run in the background; see down and hosts")
+        bool, option("run in the background; see down and hosts", "--detach", "-d")
     ] = False,
     policy: Annotated[
-        str,
-        typer.Option(help="who gets how many slots: goodput, equal (shares), or fifo"),
+        str, option("who gets how many slots: goodput, equal (shares), or fifo")
     ] = "goodput",
     ssh_config: SshConfigOption = None,
     as_json: AsJson = False,
@@ -87,7 +82,7 @@ def _serve(
     on_up: Callable[[], None],
 ) -> int:
     """Be the daemon until it is to end; ``on_up`` is called when it serves."""
-    from hvd_elastic.cli.runs.leading import begin_leader
+    from hvd_elastic.cli.runs.run import begin_leader
     from hvd_elastic.jobs.daemon import Daemon
 
     with place.lock():
@@ -137,7 +132,7 @@ def _tell_up(place: ClusterFolder, hostfile: Path, as_json: bool) -> None:
 
 def down(
     leave_jobs: Annotated[
-        bool, typer.Option("--leave-jobs", help="end the daemon only; its jobs go on")
+        bool, option("end the daemon only; its jobs go on", "--leave-jobs")
     ] = False,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
@@ -151,7 +146,7 @@ def down(
 
       hvd-elastic down --leave-jobs
     """
-    from hvd_elastic.jobs.messages import Down
+    from hvd_elastic.jobs.job import Down
     from hvd_elastic.jobs.place import open_cluster
     from hvd_elastic.jobs.server import ask_daemon
 
@@ -177,7 +172,7 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
       hvd-elastic hosts --json
     """
     from hvd_elastic.jobs.hosts import rows_without_daemon
-    from hvd_elastic.jobs.messages import Hosts
+    from hvd_elastic.jobs.job import Hosts
     from hvd_elastic.jobs.place import open_cluster
     from hvd_elastic.jobs.server import ask_daemon
 

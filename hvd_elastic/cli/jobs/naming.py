@@ -23,8 +23,6 @@ def find_numbers(
     """Return the numbers of the jobs that a user names.
 
     Args:
-        store: the queue.
-        place: the cluster, for messages.
         texts: numbers, ranges of numbers, run ids or names.
         active: whether a name stands for all its jobs that wait or run, and not for those that
             were submitted last under it.

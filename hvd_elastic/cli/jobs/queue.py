@@ -16,19 +16,17 @@ import typer
 
 from hvd_elastic.cli.jobs.daemon import ClusterOption, warn_of_no_daemon
 from hvd_elastic.cli.jobs.naming import find_numbers, need_one, submitted_last
-from hvd_elastic.cli.options import AsJson, parse_duration, parse_number
+from hvd_elastic.cli.options import AsJson, argument, option, parse_duration, parse_number
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bounds_words, count, duration_words
-from hvd_elastic.jobs.job import After, Job, JobStatus, StopReason
-from hvd_elastic.jobs.messages import Cancel, Requeue, SetPriority
+from hvd_elastic.jobs.job import After, Cancel, Job, JobStatus, Requeue, SetPriority, StopReason
 from hvd_elastic.jobs.place import ClusterFolder, open_cluster
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.records.wording import attempts_words
 
 JobsArgument = Annotated[
-    list[str],
-    typer.Argument(metavar="JOB...", help="numbers as in 3 or 5-9, run ids, or names of jobs"),
+    list[str], argument("numbers as in 3 or 5-9, run ids, or names of jobs", "JOB...")
 ]
 _POLL_S = 0.1
 _COMMAND_COLUMNS = 32
@@ -41,7 +39,7 @@ _SHOWN, _SHOWN_WAITING = 10, 50
 
 
 def queue(
-    all_: Annotated[bool, typer.Option("--all", "-a", help="all jobs that ever were")] = False,
+    all_: Annotated[bool, option("all jobs that ever were", "--all", "-a")] = False,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -82,7 +80,6 @@ def queue_lines(jobs: Sequence[Job], now: float, columns: int | None) -> Iterato
     """Yield the lines of the queue: two for each job.
 
     Args:
-        jobs: the jobs.
         now: present time [Unix s].
         columns: width of the terminal, to which lines are cut; None: they are not.
     """
@@ -157,7 +154,7 @@ def job_fields(job: Job) -> dict[str, Any]:
 
 
 def why(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="number, run id or name of a job")],
+    job: Annotated[str, argument("number, run id or name of a job", "JOB")],
     cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -186,7 +183,6 @@ def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
     """Return what is known of a job: label and text of each row.
 
     Args:
-        job: the job.
         awaits: whether a job that it is to start after goes on.
         now: present time [Unix s].
     """
@@ -240,7 +236,7 @@ def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
 def wait(
     jobs: JobsArgument,
     timeout: Annotated[
-        str | None, typer.Option("--timeout", metavar="TIME", help="give up after, such as 90m")
+        str | None, option("give up after, such as 90m", "--timeout", metavar="TIME")
     ] = None,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
@@ -290,7 +286,7 @@ def requeue(
     jobs: JobsArgument,
     after: Annotated[
         list[str] | None,
-        typer.Option("--after", metavar="ok|any|fail:JOB", help="wait for these jobs instead"),
+        option("wait for these jobs instead", "--after", metavar="ok|any|fail:JOB"),
     ] = None,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
@@ -313,7 +309,7 @@ def requeue(
 
 def priority(
     jobs: JobsArgument,
-    to: Annotated[str, typer.Option("--to", metavar="NUMBER", help="the priority, above 0")],
+    to: Annotated[str, option("the priority, above 0", "--to", metavar="NUMBER")],
     cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:

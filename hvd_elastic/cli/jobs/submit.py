@@ -12,14 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from hvd_elastic.cli.jobs.daemon import ClusterOption
 from hvd_elastic.cli.jobs.queue import parse_after
 from hvd_elastic.cli.options import (
     AsJson,
     command,
     number_option,
+    option,
     parse_duration,
     whole_number_option,
 )
@@ -42,53 +41,44 @@ class SubmitOptions(RunOptions):
     """The options of ``submit``: those of a run that choose no hosts, and those of a job."""
 
     np: Annotated[
-        int | None, whole_number_option("--np", "-n", help="number of slots of a --fixed job")
+        int | None, whole_number_option("number of slots of a --fixed job", "--np", "-n")
     ] = None
-    min_np: Annotated[int, whole_number_option("--min-np", help="fewest slots")] = 1
-    max_np: Annotated[
-        int | None, whole_number_option("--max-np", help="most slots (default: all)")
-    ] = None
-    name: Annotated[
-        str | None, typer.Option("--name", help="name of the job (default: of the script)")
-    ] = None
-    priority: Annotated[
-        float, number_option("--priority", above=True, help="weight relative to other jobs")
-    ] = 1.0
-    fixed: Annotated[bool, typer.Option("--fixed", help="keep to --np slots from start to end")] = (
-        False
+    min_np: Annotated[int, whole_number_option("fewest slots", "--min-np")] = 1
+    max_np: Annotated[int | None, whole_number_option("most slots (default: all)", "--max-np")] = (
+        None
     )
+    name: Annotated[str | None, option("name of the job (default: of the script)", "--name")] = None
+    priority: Annotated[
+        float, number_option("weight relative to other jobs", "--priority", above=True)
+    ] = 1.0
+    fixed: Annotated[bool, option("keep to --np slots from start to end", "--fixed")] = False
     plain: Annotated[
-        bool, typer.Option("--plain", help="any command: one process in one slot of one host")
+        bool, option("any command: one process in one slot of one host", "--plain")
     ] = False
     deadline: Annotated[
-        str | None,
-        typer.Option("--deadline", metavar="TIME", help="finish within, such as 6h or 90m"),
+        str | None, option("finish within, such as 6h or 90m", "--deadline", metavar="TIME")
     ] = None
     epochs: Annotated[
-        float | None, number_option("--epochs", above=True, help="epochs that it will train")
+        float | None, number_option("epochs that it will train", "--epochs", above=True)
     ] = None
     target_examples: Annotated[
         float | None,
         number_option(
-            "--target-examples", above=True, help="useful examples that it will train, such as 5e7"
+            "useful examples that it will train, such as 5e7", "--target-examples", above=True
         ),
     ] = None
     after: Annotated[
         list[str] | None,
-        typer.Option(
-            "--after", metavar="ok|any|fail:JOB", help="wait for another job; may be repeated"
-        ),
+        option("wait for another job; may be repeated", "--after", metavar="ok|any|fail:JOB"),
     ] = None
     array: Annotated[
         str | None,
-        typer.Option(
-            "--array",
-            metavar="0-9",
-            help="a job for each index; {index} in the command stands for it",
+        option(
+            "a job for each index; {index} in the command stands for it", "--array", metavar="0-9"
         ),
     ] = None
     retries: Annotated[
-        int, whole_number_option("--retries", least=0, help="how often to try again if it fails")
+        int, whole_number_option("how often to try again if it fails", "--retries", least=0)
     ] = 0
     cluster: ClusterOption = None
     as_json: AsJson = False
@@ -189,7 +179,7 @@ def submit(options: SubmitOptions) -> None:
 
       hvd-elastic submit --plain --after ok:resnet -- python evaluate.py
     """
-    from hvd_elastic.jobs.messages import Submit
+    from hvd_elastic.jobs.job import Submit
     from hvd_elastic.jobs.place import open_cluster
     from hvd_elastic.jobs.server import ask_daemon
 

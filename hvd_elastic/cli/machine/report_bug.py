@@ -13,12 +13,10 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from hvd_elastic import __version__
 from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.machine.doctor import diagnose, render
-from hvd_elastic.cli.options import OptionalRun
+from hvd_elastic.cli.options import OptionalRun, option
 from hvd_elastic.cli.runs.show import last_lines
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import bytes_words, count
@@ -50,9 +48,7 @@ _REMOVED = "[removed]"
 
 def report_bug(
     run: OptionalRun = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path(
-        "hvd-elastic-bug.txt"
-    ),
+    out: Annotated[Path, option("The file to write.", "--out", "-o")] = Path("hvd-elastic-bug.txt"),
 ) -> None:
     """Gather versions, and the ends of a run's events and logs, in one file to look through.
 

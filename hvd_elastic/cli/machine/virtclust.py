@@ -1,11 +1,13 @@
-"""Implement ``virtclust``: a private cluster on one machine whose hosts can be made to fail."""
+"""Implement ``virtclust``, a private cluster on one machine whose hosts fail, and the demo."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,12 +18,19 @@ import typer
 import typer.main
 
 from hvd_elastic.cli.entry import enter
-from hvd_elastic.cli.options import AsJson, number_option, parse_whole_number
+from hvd_elastic.cli.options import (
+    AsJson,
+    number_option,
+    option,
+    parse_whole_number,
+    whole_number_option,
+)
 from hvd_elastic.errors import HvdElasticError, UsageError
-from hvd_elastic.formatting import count, duration_words
+from hvd_elastic.formatting import count, duration_words, unfiltered
+from hvd_elastic.frameworks import TORCH_REQUIREMENT
 from hvd_elastic.virtual import VirtualCluster
 from hvd_elastic.virtual.plan import parse_shape
-from hvd_elastic.virtual.tools import find_tool
+from hvd_elastic.virtual.processes import find_tool
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 _NAME = typer.Option(None, "--name", "-n", help="Which cluster; not needed when there is one.")
@@ -29,8 +38,7 @@ _SHARE = typer.Option(
     [], help="A file or folder under /tmp, /data or /run that the hosts see; repeatable."
 )
 _Cpus = Annotated[
-    float | None,
-    number_option("--cpus", least=0.01, help="CPU cores each host may use, such as 0.5."),
+    float | None, number_option("CPU cores each host may use, such as 0.5.", "--cpus", least=0.01)
 ]
 _COPY = typer.Option(None, help="Write a second copy of the hostfile here.")
 _COMMAND = typer.Argument(
@@ -306,6 +314,40 @@ def run(host: str = _HOST, command: list[str] = _COMMAND, name: str | None = _NA
     arguments = [ssh, "-F", str(cluster.ssh_config), full_name, *([line] if line else [])]
     # ssh takes over the terminal and the exit status.
     os.execv(ssh, arguments)
+
+
+def demo(
+    loopback: Annotated[
+        bool, option("hosts without network namespaces (no root needed)", "--loopback")
+    ] = False,
+    epochs: Annotated[int, whole_number_option("how long to train", "--epochs")] = 70,
+    as_json: AsJson = False,
+) -> None:
+    """Train on virtual hosts of this machine while hosts join, leave and fail.
+
+    A small network learns handwritten digits on two of three virtual hosts; the third joins, one
+    leaves and comes back, and a worker is killed. It takes two minutes and needs nothing but
+    PyTorch and Horovod; the data comes with the package.
+
+    Examples:
+      hvd-elastic demo
+
+      hvd-elastic demo --loopback --json
+    """
+    for package, mend in (
+        ("torch", f"pip install '{TORCH_REQUIREMENT}'"),
+        ("horovod", "hvd-elastic build-horovod"),
+    ):
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"the demo trains with {package}, which is not installed; run: {mend}")
+    from rich.console import Console
+
+    from hvd_elastic.bench.demo import play
+
+    console = Console(file=unfiltered(sys.stderr if as_json else sys.stdout))
+    status = play(console, loopback, epochs, as_json)
+    if status:
+        raise typer.Exit(status)
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

@@ -12,10 +12,12 @@ import typer
 from hvd_elastic.cli.options import (
     AsJson,
     SshConfigOption,
+    argument,
     command,
     group_of,
     hostfile_option,
     number_option,
+    option,
     parse_duration,
     parse_whole_number,
     whole_number_option,
@@ -42,12 +44,9 @@ _IMAGENET = 1_281_167
 @command(pass_on=True)
 def input_(
     command: Annotated[
-        list[str] | None,
-        typer.Argument(help="the training command, after --", metavar="-- COMMAND [ARG]..."),
+        list[str] | None, argument("the training command, after --", "-- COMMAND [ARG]...")
     ] = None,
-    seconds: Annotated[
-        float, number_option("--seconds", above=True, help="how long to read")
-    ] = 10.0,
+    seconds: Annotated[float, number_option("how long to read", "--seconds", above=True)] = 10.0,
     as_json: AsJson = False,
 ) -> None:
     """Measure how fast a script's loader reads on this host, without training.
@@ -61,7 +60,7 @@ def input_(
 
       hvd-elastic bench input --seconds 30 --json -- python train.py --batch 256
     """
-    from hvd_elastic.bench.input import measure_input
+    from hvd_elastic.bench.background_run import measure_input
 
     if not command:
         raise UsageError(
@@ -92,44 +91,41 @@ def input_(
 
 
 def synthetic(
-    hostfile: Annotated[Path, hostfile_option("--hosts", help="hosts and slots")],
+    hostfile: Annotated[Path, hostfile_option("hosts and slots", "--hosts")],
     np: Annotated[
         str | None,
-        typer.Option(
-            "--np", "-n", metavar="N,N,…", help="numbers of slots (default: 1, 2, 4, … and all)"
-        ),
+        option("numbers of slots (default: 1, 2, 4, … and all)", "--np", "-n", metavar="N,N,…"),
     ] = None,
     model: Annotated[
-        str, typer.Option(help="resnet50, gpt2, or module:function", metavar="MODEL")
+        str, option("resnet50, gpt2, or module:function", metavar="MODEL")
     ] = "resnet50",
-    framework: Annotated[str, typer.Option(help="torch or tensorflow", metavar="NAME")] = "torch",
+    framework: Annotated[str, option("torch or tensorflow", metavar="NAME")] = "torch",
     batch_size: Annotated[
-        int, whole_number_option("--batch-size", help="examples of each slot in a step")
+        int, whole_number_option("examples of each slot in a step", "--batch-size")
     ] = 64,
-    precision: Annotated[str, typer.Option(help="fp32, fp16 or bf16", metavar="NAME")] = "fp32",
+    precision: Annotated[str, option("fp32, fp16 or bf16", metavar="NAME")] = "fp32",
     emulate_device: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "compute nothing: a device that takes A + B ms for each example of a step",
             metavar="A,B",
-            help="compute nothing: a device that takes A + B ms for each example of a step",
         ),
     ] = None,
     seconds: Annotated[
-        float, number_option("--seconds", above=True, help="how long to measure each size")
+        float, number_option("how long to measure each size", "--seconds", above=True)
     ] = 10.0,
     examples: Annotated[
-        int, whole_number_option("--examples", help="examples of an epoch, for the cost")
+        int, whole_number_option("examples of an epoch, for the cost", "--examples")
     ] = _IMAGENET,
     epochs: Annotated[
-        float, number_option("--epochs", above=True, help="epochs of a training, for the cost")
+        float, number_option("epochs of a training, for the cost", "--epochs", above=True)
     ] = 90.0,
     deadline: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="name the cheapest size that trains within it"),
+        str | None, option("name the cheapest size that trains within it", metavar="TIME")
     ] = None,
     out: Annotated[
         list[Path] | None,
-        typer.Option(help="write the result to this .json, .csv, .html or .png file; repeatable"),
+        option("write the result to this .json, .csv, .html or .png file; repeatable"),
     ] = None,
     ssh_config: SshConfigOption = None,
     as_json: AsJson = False,
@@ -198,16 +194,14 @@ def _sizes(text: str | None, slots: int) -> list[int]:
 
 
 def allreduce(
-    hostfile: Annotated[Path, hostfile_option("--hosts", help="hosts and slots")],
+    hostfile: Annotated[Path, hostfile_option("hosts and slots", "--hosts")],
     np: Annotated[
-        int | None, whole_number_option("--np", "-n", help="number of slots (default: all)")
+        int | None, whole_number_option("number of slots (default: all)", "--np", "-n")
     ] = None,
-    most: Annotated[
-        str, typer.Option("--max", metavar="SIZE", help="largest tensor, such as 64MB")
-    ] = "1GB",
+    most: Annotated[str, option("largest tensor, such as 64MB", "--max", metavar="SIZE")] = "1GB",
     link: Annotated[
         float | None,
-        number_option("--link", above=True, help="rate of each host's link, to compare [Gbit/s]"),
+        number_option("rate of each host's link, to compare [Gbit/s]", "--link", above=True),
     ] = None,
     ssh_config: SshConfigOption = None,
     as_json: AsJson = False,
@@ -257,8 +251,8 @@ def _bytes(text: str) -> int:
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A.json", help="a result of bench synthetic")],
-    second: Annotated[Path, typer.Argument(metavar="B.json", help="another one")],
+    first: Annotated[Path, argument("a result of bench synthetic", "A.json")],
+    second: Annotated[Path, argument("another one", "B.json")],
     as_json: AsJson = False,
 ) -> None:
     """Tell which sizes of two results differ beyond the noise.

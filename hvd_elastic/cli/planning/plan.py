@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from hvd_elastic.cli.options import (
     AsJson,
     SshConfigOption,
+    argument,
     hostfile_option,
     number_option,
+    option,
     parse_duration,
     whole_number_option,
 )
@@ -33,42 +33,36 @@ if TYPE_CHECKING:
 def plan(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[RUN]", help="run id, or number or name of its job (default: the newest run)"
-        ),
+        argument("run id, or number or name of its job (default: the newest run)", "[RUN]"),
     ] = None,
     hosts: Annotated[
         int | None,
         whole_number_option(
-            "--hosts",
-            help="predict 1 to N hosts (default: the sizes that the hostfile allows)",
+            "predict 1 to N hosts (default: the sizes that the hostfile allows)", "--hosts"
         ),
     ] = None,
     slots: Annotated[
         int | None,
-        whole_number_option("--slots", help="slots of each host (default: as the run's hosts)"),
+        whole_number_option("slots of each host (default: as the run's hosts)", "--slots"),
     ] = None,
     price: Annotated[
         float | None,
-        number_option("--price", help="price of each host per hour (default: as in the hostfile)"),
+        number_option("price of each host per hour (default: as in the hostfile)", "--price"),
     ] = None,
     target_examples: Annotated[
         float | None,
         number_option(
-            "--target-examples", above=True, help="useful examples still to process, such as 5e7"
+            "useful examples still to process, such as 5e7", "--target-examples", above=True
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="where to write the plots (default: in the run folder)")
+        Path | None, option("where to write the plots (default: in the run folder)")
     ] = None,
     probe: Annotated[
-        bool,
-        typer.Option("--probe", help="train on some sizes first; the command follows after --"),
+        bool, option("train on some sizes first; the command follows after --", "--probe")
     ] = False,
-    hostfile: Annotated[Path | None, hostfile_option(help="hosts and slots for --probe")] = None,
-    probe_for: Annotated[
-        str, typer.Option(metavar="TIME", help="total training time of --probe")
-    ] = "2m",
+    hostfile: Annotated[Path | None, hostfile_option("hosts and slots for --probe")] = None,
+    probe_for: Annotated[str, option("total training time of --probe", metavar="TIME")] = "2m",
     ssh_config: SshConfigOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -85,8 +79,8 @@ def plan(
       hvd-elastic plan --probe --hostfile hosts -- python train.py
     """
     from hvd_elastic.cli.jobs.naming import open_run
+    from hvd_elastic.policy.evidence import replay
     from hvd_elastic.policy.forecast import forecast
-    from hvd_elastic.policy.replay import replay
 
     if probe:
         folder = _probed(hostfile, arguments or [], probe_for, ssh_config)
@@ -116,7 +110,7 @@ def plan(
 def _probed(
     hostfile: Path | None, command: Sequence[str], probe_for: str, ssh_config: Path | None
 ) -> RunFolder:
-    from hvd_elastic.bench.probe import probe
+    from hvd_elastic.bench.background_run import probe
     from hvd_elastic.hosts.hostfile import parse_hostfile
 
     if hostfile is None or not command:

@@ -76,7 +76,6 @@ class LiveTable:
         """Show the throughput of a size.
 
         Args:
-            slots: its number of slots.
             per_s: throughput [examples/s], so far if it is still being measured.
             noise: half of its 95 % interval, relative; None: it is still being measured.
         """
@@ -104,7 +103,7 @@ def check_out(paths: Sequence[Path]) -> None:
         if not path.absolute().parent.is_dir():
             raise UsageError(f"--out {path}: the folder {path.absolute().parent} does not exist")
         if path.suffix == ".png":
-            from hvd_elastic.views.picture import find_browser
+            from hvd_elastic.views.plan_page import find_browser
 
             find_browser()
 
@@ -198,8 +197,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 def write_scaling(path: Path, found: Scaling, tables: Sequence[Table]) -> None:
     """Write the result in the format that the name of the file ends in."""
     from hvd_elastic.views.page import write_page
-    from hvd_elastic.views.picture import write_picture
-    from hvd_elastic.views.scaling_page import render_scaling
+    from hvd_elastic.views.plan_page import render_scaling, write_picture
 
     result = found.as_json()
     if path.suffix == ".json":

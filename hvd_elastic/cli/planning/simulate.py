@@ -10,9 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from hvd_elastic.cli.options import AsJson, command, number_option, whole_number_option
+from hvd_elastic.cli.options import (
+    AsJson,
+    argument,
+    command,
+    number_option,
+    option,
+    whole_number_option,
+)
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions
 from hvd_elastic.errors import UsageError
@@ -30,43 +35,35 @@ _POLICIES = ("fixed", "goodput")
 def simulate(
     goal: ObjectiveOptions,
     cluster_name: Annotated[
-        str | None,
-        typer.Argument(metavar="[CLUSTER]", help="for --history (default: the one used last)"),
+        str | None, argument("for --history (default: the one used last)", "[CLUSTER]")
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="hosts, workload and changes of a run, as JSON")
-    ] = None,
+    trace: Annotated[Path | None, option("hosts, workload and changes of a run, as JSON")] = None,
     history: Annotated[
-        bool, typer.Option("--history", help="the past jobs of a cluster instead of a trace")
+        bool, option("the past jobs of a cluster instead of a trace", "--history")
     ] = False,
     add_hosts: Annotated[
-        int, whole_number_option("--add-hosts", least=0, help="for --history: further hosts")
+        int, whole_number_option("for --history: further hosts", "--add-hosts", least=0)
     ] = 0,
     policy: Annotated[
         str,
-        typer.Option(
-            help="of a run: fixed (the trace's np) or goodput; of --history: goodput, equal or fifo"
-        ),
+        option("of a run: fixed (the trace's np) or goodput; of --history: goodput, equal or fifo"),
     ] = "goodput",
     interval: Annotated[
         float | None,
         number_option(
+            "for --history: time between decisions [s] (default: 10; a short past: less)",
             "--interval",
             above=True,
-            help="for --history: time between decisions [s] (default: 10; a short past: less)",
         ),
     ] = None,
     rescale: Annotated[
         float | None,
-        number_option(
-            "--rescale",
-            help="for --history: pause of a rescale [s] (default: as measured)",
-        ),
+        number_option("for --history: pause of a rescale [s] (default: as measured)", "--rescale"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="for --history: where to draw who had which slots, as HTML")
+        Path | None, option("for --history: where to draw who had which slots, as HTML")
     ] = None,
-    seed: Annotated[int, whole_number_option("--seed", least=0, help="seed of the jitter")] = 0,
+    seed: Annotated[int, whole_number_option("seed of the jitter", "--seed", least=0)] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Try a policy on a trace in virtual time: what it decides, when, and why.

@@ -1,20 +1,30 @@
-"""Commands that control runs: stop, scale, policy and drain.
+"""Commands that control runs: stop, scale, policy, drain and debug.
 
-Each writes a request into the run folder and waits for the leader's answer, so it works from any
-shell of the same user, even after the run's terminal was lost.
+Each but the last writes a request into the run folder and waits for the leader's answer, so it
+works from any shell of the same user, even after the run's terminal was lost.
 """
 
 # ruff: noqa: D301  (the backspace tells the command line to keep the lines of the examples)
 from __future__ import annotations
 
+import contextlib
+import json
+import re
 import sys
+import threading
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from hvd_elastic.cli.jobs.naming import open_run
-from hvd_elastic.cli.options import AsJson, RequiredRun, parse_duration, parse_whole_number
+from hvd_elastic.cli.options import (
+    AsJson,
+    RequiredRun,
+    argument,
+    option,
+    parse_duration,
+    parse_whole_number,
+)
 from hvd_elastic.cli.output import print_json, wait_until
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
@@ -30,7 +40,7 @@ _POLL_S = 0.1  # between two readings of files that are followed
 
 def stop(
     run: RequiredRun,
-    wait: Annotated[bool, typer.Option(help="Wait until the run has ended.")] = True,
+    wait: Annotated[bool, option("Wait until the run has ended.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """End a run cleanly: its workers finish their step, and no process stays on the hosts.
@@ -55,10 +65,7 @@ def stop(
 
 def scale(
     run: RequiredRun,
-    np: Annotated[
-        str,
-        typer.Argument(metavar="N", help="Processes to train with, or 'auto': as many as allowed."),
-    ],
+    np: Annotated[str, argument("Processes to train with, or 'auto': as many as allowed.", "N")],
     as_json: AsJson = False,
 ) -> None:
     """Set the number of processes of a run; training continues meanwhile.
@@ -75,7 +82,7 @@ def scale(
 
 def policy(
     run: RequiredRun,
-    do: Annotated[str, typer.Argument(metavar="pause|resume", help="What it should do.")],
+    do: Annotated[str, argument("What it should do.", "pause|resume")],
     as_json: AsJson = False,
 ) -> None:
     """Pause or resume the policy that changes the number of processes of a run.
@@ -93,18 +100,17 @@ def policy(
 
 def drain(
     run: RequiredRun,
-    host: Annotated[str, typer.Argument(metavar="HOST", help="A host of the run's hostfile.")],
+    host: Annotated[str, argument("A host of the run's hostfile.", "HOST")],
     leave_in: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Time until the host goes away, such as 120s; it is used until replacements are ready",
             "--in",
             metavar="TIME",
-            help="Time until the host goes away, such as 120s; "
-            "it is used until replacements are ready",
         ),
     ] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Give the host back to the run.")] = False,
-    wait: Annotated[bool, typer.Option(help="Wait until the run has left the host.")] = True,
+    undo: Annotated[bool, option("Give the host back to the run.", "--undo")] = False,
+    wait: Annotated[bool, option("Wait until the run has left the host.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Remove a run's processes from a host, and do not use it again until --undo.
@@ -176,3 +182,55 @@ def _answer(as_json: bool, message: str, folder: RunFolder, **more: Any) -> None
         print_json({"run_id": folder.run_id, "ok": True, **more, "message": message})
     else:
         print(message)
+
+
+def debug(
+    run: RequiredRun,
+    worker: Annotated[str, argument("The worker, as the warning names it.", "HOST:SLOT")],
+) -> None:
+    """Join a worker that stands at breakpoint() in the training script: its pdb, here.
+
+    The other ranks wait meanwhile, and no deadline counts for it. When you leave (Ctrl-D, quit),
+    training continues; so it does after Ctrl-C. Where no worker stands yet, this waits for it.
+
+    Examples:
+      hvd-elastic debug digits-3 node2:0
+    """
+    from hvd_elastic.hosts.remote_python import start_program
+    from hvd_elastic.hosts.ssh import SshOptions, connect
+    from hvd_elastic.leader.hostfile_watch import read_hosts
+    from hvd_elastic.leader.spec import RunSpec
+
+    folder = open_run(run)
+    folder.need_leader("debug")
+    spec = RunSpec.from_dict(folder.read_run(), folder.run_id)
+    if spec.engine is not None:
+        raise RunError(
+            f"the hosts of run {folder.run_id} belong to {spec.engine}, and a debugger is joined "
+            "by ssh: start the script with --np 1 on this machine, or use a hostfile"
+        )
+    found = re.fullmatch(r"(.+):(\d+)", worker)
+    known = {host.name: host for host in read_hosts(spec.hostfile_path, spec.slots)}
+    if found is None or found[1] not in known or int(found[2]) >= known[found[1]].slots:
+        raise UsageError(
+            f"{worker} is no worker of run {folder.run_id}; name one as HOST:SLOT, with a host of "
+            f"{', '.join(list(known)[:8])}"
+        )
+    config = None if spec.ssh_config is None else Path(spec.ssh_config)
+    program = "hvd_elastic.programs.join_debugger"
+    with connect(known[found[1]], SshOptions(config_path=config)) as connection:
+        process = start_program(connection, program)
+        process.stdin.write(json.dumps([folder.run_id, found[1], int(found[2])]).encode() + b"\n")
+
+        def pass_input() -> None:
+            with contextlib.suppress(OSError, EOFError):
+                for line in sys.stdin:
+                    process.stdin.write(line.encode())
+                process.stdin.close()
+
+        threading.Thread(target=pass_input, daemon=True).start()
+        while output := process.stdout.read(1 << 16):
+            sys.stdout.write(output.decode(errors="replace"))
+            sys.stdout.flush()
+        if status := process.wait():
+            raise RunError(f"host {found[1]}: {process.last_line or f'exit status {status}'}")

@@ -16,8 +16,8 @@ import typer
 
 from hvd_elastic.checkpoint.whole_files import write_json
 from hvd_elastic.cli.jobs.naming import source_of
-from hvd_elastic.cli.options import command
-from hvd_elastic.cli.runs.leading import lead
+from hvd_elastic.cli.options import argument, command, option
+from hvd_elastic.cli.runs.run import lead
 from hvd_elastic.cli.runs.run_options import RunOptions
 from hvd_elastic.config import runs_folder
 from hvd_elastic.data.files import sha256_of
@@ -45,8 +45,7 @@ class PredictOptions(RunOptions):
     """The options of a run, for one that trains nothing."""
 
     command: Annotated[
-        list[str] | None,
-        typer.Argument(help="the prediction script, after --", metavar="-- COMMAND [ARG]..."),
+        list[str] | None, argument("the prediction script, after --", "-- COMMAND [ARG]...")
     ] = None
     checkpoint_every_s: float = 0.0  # the weights do not change, and the outputs are the progress
 
@@ -56,14 +55,13 @@ def predict(
     options: PredictOptions,
     checkpoint: Annotated[
         str,
-        typer.Option(
-            help="weights: a run or its job (newest checkpoint), a checkpoint, or a file of "
-            "hvd.save",
+        option(
+            "weights: a run or its job (newest checkpoint), a checkpoint, or a file of hvd.save",
             metavar="RUN|FILE",
         ),
     ],
-    data: Annotated[str, typer.Option(help="the data set, on every host", metavar="FOLDER|URL")],
-    out: Annotated[Path, typer.Option(help="where the outputs go, on this machine")],
+    data: Annotated[str, option("the data set, on every host", metavar="FOLDER|URL")],
+    out: Annotated[Path, option("where the outputs go, on this machine")],
 ) -> None:
     """Compute a model's outputs for every example of a data set, on all hosts.
 
@@ -174,7 +172,7 @@ class _Outputs:
             lock = take_lock(folder / ".lock")
             if lock is None:
                 raise RunError(f"another process is writing outputs into {folder}")
-            with os.fdopen(lock):
+            with lock:
                 made = cls(folder, weights, asked)
                 made._write()
                 yield made

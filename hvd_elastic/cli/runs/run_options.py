@@ -7,20 +7,19 @@ import os
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from hvd_elastic.agent.gpus import usable_gpus
 from hvd_elastic.agent.worker_start import training_script
-from hvd_elastic.cli.engines.flags import EngineFlags
 from hvd_elastic.cli.options import (
     EventsAsJson,
     SshConfigOption,
+    argument,
     hostfile_option,
     number_option,
+    option,
     whole_number_option,
 )
 from hvd_elastic.cli.runs.scaling_options import ObjectiveOptions
@@ -36,6 +35,21 @@ from hvd_elastic.records.tensorboard import check_tensorboard
 from hvd_elastic.urls import is_url
 from hvd_elastic.wire.messages import NOT_FINITE_CHOICES
 
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """A flag for each engine that a run can be started in."""
+
+    slurm: Annotated[
+        bool, option(f"train on {INSIDE['slurm']} (the default inside of one)", "--slurm")
+    ] = False
+
+    @property
+    def asked(self) -> str | None:
+        """Return the engine that is asked for."""
+        return next((name for name, given in asdict(self).items() if given), None)
+
+
 _POLICIES = ("fixed", "goodput")
 
 
@@ -44,128 +58,116 @@ class RunOptions:
     """The options on the command line; fields have the same names as in :class:`RunSpec`."""
 
     command: Annotated[
-        list[str] | None,
-        typer.Argument(help="the training command, after --", metavar="-- COMMAND [ARG]..."),
+        list[str] | None, argument("the training command, after --", "-- COMMAND [ARG]...")
     ] = None
     hostfile: Annotated[
         Path | None,
         hostfile_option(
-            "--hosts",
-            help=f"hosts and slots; without it {' or '.join(INSIDE.values())}, or the GPUs of this "
+            f"hosts and slots; without it {' or '.join(INSIDE.values())}, or the GPUs of this "
             "machine",
+            "--hosts",
         ),
     ] = None
     inside: EngineFlags = field(default_factory=EngineFlags)
     np: Annotated[
         int | None,
-        whole_number_option(
-            "--np", "-n", "-np", help="wanted number of workers (default: all slots)"
-        ),
+        whole_number_option("wanted number of workers (default: all slots)", "--np", "-n", "-np"),
     ] = None
-    min_np: Annotated[int, whole_number_option("--min-np", help="fewest workers to train with")] = 1
+    min_np: Annotated[int, whole_number_option("fewest workers to train with", "--min-np")] = 1
     max_np: Annotated[
-        int | None, whole_number_option("--max-np", help="most workers (default: all slots)")
+        int | None, whole_number_option("most workers (default: all slots)", "--max-np")
     ] = None
-    run_id: Annotated[str | None, typer.Option(help="name of the run (default: date and time)")] = (
-        None
+    run_id: Annotated[str | None, option("name of the run (default: date and time)")] = None
+    policy: Annotated[str, option("who decides the number of workers: fixed (you) or goodput")] = (
+        "fixed"
     )
-    policy: Annotated[
-        str, typer.Option(help="who decides the number of workers: fixed (you) or goodput")
-    ] = "fixed"
     goal: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     pin_hosts: Annotated[
         str | None,
-        typer.Option(
-            help="hosts, as in gpu[01-02], that are used before all others and kept by the policy",
+        option(
+            "hosts, as in gpu[01-02], that are used before all others and kept by the policy",
             metavar="LIST",
         ),
     ] = None
     input_hosts: Annotated[
         str | None,
-        typer.Option(
-            help="hosts, as in cpu[1-4], that read and transform the data for those that train",
+        option(
+            "hosts, as in cpu[1-4], that read and transform the data for those that train",
             metavar="LIST",
         ),
     ] = None
     resume: Annotated[
-        str | None,
-        typer.Option(help="lead a run on: its live workers, or else its newest checkpoint"),
+        str | None, option("lead a run on: its live workers, or else its newest checkpoint")
     ] = None
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="run in the background; see attach and logs")
+        bool, option("run in the background; see attach and logs", "--detach", "-d")
     ] = False
     checkpoint_every_s: Annotated[
-        float, number_option("--checkpoint-every", help="seconds between checkpoints, 0 for none")
+        float, number_option("seconds between checkpoints, 0 for none", "--checkpoint-every")
     ] = 30.0
     keep_checkpoints: Annotated[
-        int, whole_number_option("--keep-checkpoints", help="how many checkpoints to keep")
+        int, whole_number_option("how many checkpoints to keep", "--keep-checkpoints")
     ] = 3
     checkpoint_folder: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "folder or URL (s3://…) for checkpoints (default: in the run folder)",
             "--checkpoint-dir",
-            help="folder or URL (s3://…) for checkpoints (default: in the run folder)",
             metavar="DIR|URL",
         ),
     ] = None
     checkpoint_copies: Annotated[
         int,
         whole_number_option(
-            "--checkpoint-copies", least=0, help="copies of each checkpoint shard on other hosts"
+            "copies of each checkpoint shard on other hosts", "--checkpoint-copies", least=0
         ),
     ] = 0
-    python: Annotated[
-        str | None, typer.Option(help="Python on every host (default: this one's path)")
-    ] = None
+    python: Annotated[str | None, option("Python on every host (default: this one's path)")] = None
     ssh_config: SshConfigOption = None
     interface: Annotated[
         str | None,
-        typer.Option(
-            "--network-interface", help="interface of the ring (default: the one ssh came in by)"
-        ),
+        option("interface of the ring (default: the one ssh came in by)", "--network-interface"),
     ] = None
     failure_timeout_s: Annotated[
         float,
         number_option(
+            "seconds of silence after which a host or worker counts as lost",
             "--failure-timeout",
             above=True,
-            help="seconds of silence after which a host or worker counts as lost",
         ),
     ] = 5.0
     spares: Annotated[
         int,
         whole_number_option(
-            "--spares", least=0, help="warm standbys that take a lost worker's place at once"
+            "warm standbys that take a lost worker's place at once", "--spares", least=0
         ),
     ] = 0
     leader_grace_s: Annotated[
         float,
         number_option(
-            "--leader-grace", help="seconds the hosts train on without a leader, for --resume"
+            "seconds the hosts train on without a leader, for --resume", "--leader-grace"
         ),
     ] = 60.0
     preemption: Annotated[
         str | None,
-        typer.Option(
-            help="cloud of the hosts (aws, gcp or azure), whose metadata service each host asks "
+        option(
+            "cloud of the hosts (aws, gcp or azure), whose metadata service each host asks "
             "every second whether it will be taken away",
             metavar="CLOUD",
         ),
     ] = None
     preemption_command: Annotated[
         str | None,
-        typer.Option(
-            help="run on every host every 5 s; exit status 0 says that the host will be taken away",
+        option(
+            "run on every host every 5 s; exit status 0 says that the host will be taken away",
             metavar="COMMAND",
         ),
     ] = None
-    audit: Annotated[
-        bool, typer.Option("--audit", help="record which examples were really read")
-    ] = False
+    audit: Annotated[bool, option("record which examples were really read", "--audit")] = False
     on_not_finite: Annotated[
         str,
-        typer.Option(
-            help="what to do about steps whose gradients are not finite: skip them (ten in a row "
+        option(
+            "what to do about steps whose gradients are not finite: skip them (ten in a row "
             "end the run), stop the run, or ignore it",
             metavar="skip|stop|ignore",
         ),
@@ -173,19 +175,17 @@ class RunOptions:
     profile: Annotated[
         int | None,
         whole_number_option(
+            "record a few steps of this rank with PyTorch's profiler; hvd-elastic get brings "
+            "the file",
             "--profile",
             least=0,
             metavar="RANK",
-            help="record a few steps of this rank with PyTorch's profiler; hvd-elastic get brings "
-            "the file",
         ),
     ] = None
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="write the metrics for TensorBoard as well")
+        bool, option("write the metrics for TensorBoard as well", "--tensorboard")
     ] = False
-    mpi: Annotated[bool, typer.Option("--mpi", help="a static job through Open MPI's mpirun")] = (
-        False
-    )
+    mpi: Annotated[bool, option("a static job through Open MPI's mpirun", "--mpi")] = False
     as_json: EventsAsJson = False
 
     @property

@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from hvd_elastic.cli.options import number_option, parse_duration
+from hvd_elastic.cli.options import number_option, option, parse_duration
 from hvd_elastic.errors import HostfileError, UsageError
 from hvd_elastic.formatting import count, hosts_named
 from hvd_elastic.hosts.hostfile import Hostfile, require_prices
 from hvd_elastic.policy.objective import OBJECTIVES, Objective
 
 if TYPE_CHECKING:
-    from hvd_elastic.policy.prices import PricedHost
+    from hvd_elastic.policy.objective import PricedHost
 
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?)(?:/h)?")
 
@@ -39,37 +37,35 @@ class ObjectiveOptions:
     """The options as given on the command line; None: not given."""
 
     objective: Annotated[
-        str | None,
-        typer.Option(help="of --policy goodput: goodput, efficiency or cost (default: goodput)"),
+        str | None, option("of --policy goodput: goodput, efficiency or cost (default: goodput)")
     ] = None
     min_speedup_per_slot: Annotated[
         float | None,
         number_option(
+            "of --objective efficiency: least speedup divided by slots (default: 0.5)",
             "--min-speedup-per-slot",
             above=True,
-            help="of --objective efficiency: least speedup divided by slots (default: 0.5)",
         ),
     ] = None
     budget: Annotated[
         str | None,
-        typer.Option(
-            help="of --objective cost: most that the hosts in use may cost, such as 40/h",
+        option(
+            "of --objective cost: most that the hosts in use may cost, such as 40/h",
             metavar="PRICE/h",
         ),
     ] = None
     deadline: Annotated[
         str | None,
-        typer.Option(
-            help="of --objective cost: reach --target-examples within, such as 6h or 90m",
-            metavar="TIME",
+        option(
+            "of --objective cost: reach --target-examples within, such as 6h or 90m", metavar="TIME"
         ),
     ] = None
     target_examples: Annotated[
         float | None,
         number_option(
+            "of --deadline: useful examples to be reached, such as 5e7",
             "--target-examples",
             above=True,
-            help="of --deadline: useful examples to be reached, such as 5e7",
         ),
     ] = None
 
@@ -143,7 +139,7 @@ class ObjectiveOptions:
             raise UsageError("--objective cost needs a price for each host")
         if self.budget is None:
             return
-        from hvd_elastic.policy.prices import cheapest_hosts, hourly_price
+        from hvd_elastic.policy.objective import cheapest_hosts, hourly_price
 
         kept = {host.name for host in pinned}
         least = max(min_np, np or 0)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.cli.jobs.naming import open_run
-from hvd_elastic.cli.options import AsJson, OptionalRun, whole_number_option
+from hvd_elastic.cli.options import AsJson, OptionalRun, option, whole_number_option
 from hvd_elastic.cli.output import print_json, print_rows
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
@@ -89,7 +89,7 @@ def status(run: OptionalRun = None, as_json: AsJson = False) -> None:
 def list_(
     as_json: AsJson = False,
     limit: Annotated[
-        int, whole_number_option("--limit", "-n", least=0, help="How many runs; 0 = all.")
+        int, whole_number_option("How many runs; 0 = all.", "--limit", "-n", least=0)
     ] = 20,
 ) -> None:
     """List runs, newest first.
@@ -127,17 +127,12 @@ def _steps_of(row: Mapping[str, Any]) -> str:
 
 def logs(
     run: OptionalRun = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Wait for more until the run ends.")
-    ] = False,
-    host: Annotated[str | None, typer.Option(help="Only the workers of this host.")] = None,
+    follow: Annotated[bool, option("Wait for more until the run ends.", "--follow", "-f")] = False,
+    host: Annotated[str | None, option("Only the workers of this host.")] = None,
     lines: Annotated[
-        int,
-        whole_number_option("--lines", "-n", least=0, help="Last lines of each worker; 0 = all."),
+        int, whole_number_option("Last lines of each worker; 0 = all.", "--lines", "-n", least=0)
     ] = 50,
-    leader: Annotated[
-        bool, typer.Option("--leader", help="The output of a detached leader instead.")
-    ] = False,
+    leader: Annotated[bool, option("The output of a detached leader instead.", "--leader")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show or follow the output of the workers, each line with its worker.

@@ -70,8 +70,6 @@ class FixedRanks:
 
     Args:
         hosts: the hosts, which have the task as a file.
-        size: number of ranks.
-        show: called with each line that a rank prints.
         tell: called with what the user should know.
         check: raises an error if no more hosts are to come.
     """

@@ -19,8 +19,7 @@ import numpy as np
 
 from hvd_elastic.engines.base import repeating
 from hvd_elastic.engines.dialled.fixed_ranks import FixedRanks
-from hvd_elastic.engines.dialled.host_process import HostProcess
-from hvd_elastic.engines.dialled.hosts import DialledHosts
+from hvd_elastic.engines.dialled.hosts import DialledHosts, HostProcess
 from hvd_elastic.engines.dialled.task import COMMAND, OUTCOME_FILE, TASK_FILE, Outcome, Task
 from hvd_elastic.errors import ArgumentError, RunError
 from hvd_elastic.formatting import count
@@ -120,11 +119,8 @@ def train(
     An elastic task is a run with a run folder. Any other one has fixed ranks.
 
     Args:
-        task: what to run.
         sizes: numbers of processes.
         address: address of this machine by which the hosts reach it.
-        engine: name of the engine.
-        acquire: has the engine give hosts.
         options: some of :data:`OPTIONS`, for an elastic run.
         files: open files that each host gets into its folder before it is used, by name.
 
@@ -183,7 +179,6 @@ def on_this_machine(slots: int, env: Mapping[str, str] | None = None) -> Acquire
     """Return what makes this machine the one host of a run.
 
     Args:
-        slots: number of processes that it can hold.
         env: variables for all that runs there, beside those of this process.
     """
 

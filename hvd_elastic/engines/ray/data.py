@@ -43,7 +43,6 @@ class StoredRows:
 
     Attributes:
         blocks: references to its blocks, Arrow tables, in order.
-        sizes: number of rows of each.
     """
 
     blocks: tuple[Any, ...]
@@ -279,7 +278,6 @@ class _Link(threading.local):
 
     Attributes:
         user: process and variable that it was opened for; a forked process opens another.
-        server: the connection.
     """
 
     user: tuple[int, str] | None = None

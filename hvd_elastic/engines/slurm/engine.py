@@ -16,8 +16,13 @@ from pathlib import Path
 from hvd_elastic.agent.preemption.notice import AFTER_SIGTERM
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.engines.base import repeating
-from hvd_elastic.engines.slurm.allocation import Allocation, has_ended, is_inside, own_allocation
-from hvd_elastic.engines.slurm.commands import clean_environment
+from hvd_elastic.engines.slurm.allocation import (
+    Allocation,
+    clean_environment,
+    has_ended,
+    is_inside,
+    own_allocation,
+)
 from hvd_elastic.errors import RunError, SshError
 from hvd_elastic.hosts.connection import Connection
 from hvd_elastic.hosts.hostfile import Host, Hostfile, write_hostfile
@@ -53,12 +58,7 @@ class SrunError(SshError):
 
 
 class SlurmEngine:
-    """The nodes of a run's allocations as its hosts.
-
-    Args:
-        folder: folder of the run, in which this class writes its hostfile.
-        allocation: the allocation that the run is led in.
-    """
+    """The nodes of a run's allocations as its hosts."""
 
     def __init__(self, folder: RunFolder, allocation: Allocation) -> None:
         self._folder = folder
@@ -159,8 +159,6 @@ class SrunConnection(ProgramConnection):
     """A node of an allocation: each command is a step of the job.
 
     Args:
-        host: the node.
-        job_id: number of the job.
         seen: file of this machine with a content of its own, by which to find out whether the node
             sees the same files.
         gres: what the job has on the node of its generic resources, such as ``gpu:2``.

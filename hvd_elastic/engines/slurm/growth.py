@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hvd_elastic.engines.growth import Grant, Growth, Limits, growing
-from hvd_elastic.engines.slurm.allocation import Allocation, gres_of_nodes
+from hvd_elastic.engines.slurm.allocation import Allocation, call, gres_of_nodes
 from hvd_elastic.engines.slurm.batch import Submission, parse_left
-from hvd_elastic.engines.slurm.commands import call
 from hvd_elastic.engines.slurm.engine import SlurmEngine
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
@@ -27,7 +26,6 @@ def queue_of(name: str, script: Path, ask: Callable[..., str] = call) -> list[Gr
     The script tells a run from others of the same name, which have another home.
 
     Args:
-        name: name of the jobs.
         script: path of their script, as sbatch was given it.
         ask: calls one of Slurm's commands.
 
@@ -57,7 +55,6 @@ class SlurmOwner:
 
     Args:
         engine: receives the nodes of new allocations.
-        submission: how the run was submitted.
         call_slurm: calls one of Slurm's commands.
     """
 
@@ -135,7 +132,6 @@ def growing_engine(
 
     Args:
         folder: folder of the run, whose lock this process holds.
-        allocation: the allocation that the run is led in.
         submission, spec, tell: see :func:`growth_of`.
 
     Raises:

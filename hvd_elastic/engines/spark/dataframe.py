@@ -69,14 +69,7 @@ def _null_elements(column: Any) -> int:
 
 
 class Rows:
-    """The rows of a DataFrame: a map-style data set whose examples are lists, an entry per column.
-
-    Args:
-        path: the file.
-
-    Attributes:
-        columns: names of the columns.
-    """
+    """The rows of a DataFrame: a map-style data set of lists with an entry for each column."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -153,7 +146,6 @@ def _get_spark_partition_data_loader(
 
     Args:
         num_samples: number of examples in an epoch of this rank; beyond its rows it begins again.
-        batch_size: examples in a batch.
         num_workers, prefetch_factor: as in PyTorch.
 
     Raises:

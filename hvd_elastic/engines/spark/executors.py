@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_elastic.engines.dialled.host_process import HostProcess, last_error, missing_package
-from hvd_elastic.engines.dialled.hosts import DialledHosts
+from hvd_elastic.engines.dialled.hosts import DialledHosts, HostProcess, last_error, missing_package
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count
 from hvd_elastic.programs.nvidia import ask_nvidia_smi
@@ -48,7 +47,6 @@ class Request:
     Attributes:
         hosts: number of tasks, each of which is a host.
         least: fewest of them that the run can begin with.
-        slots: processes of each host.
         use_gpu: whether they get the GPUs that Spark has assigned to the task, or none.
     """
 

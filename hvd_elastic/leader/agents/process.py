@@ -39,13 +39,7 @@ class AgentProcess:
     """The process of the agent of one host; all methods may block.
 
     Args:
-        host: host of the agent.
         connect: returns a connection to the host, or raises SshError.
-        python: path of the interpreter on that host.
-        logins: held while this process logs in.
-
-    Attributes:
-        python: path of the interpreter that is used.
     """
 
     def __init__(

@@ -98,12 +98,9 @@ class Fence:
     this leader continues.
 
     Args:
-        run_id: name of the run.
-        place: folder or URL of the run's checkpoints.
         failure_timeout_s: silence after which an agent accepts another leader [s].
 
     Attributes:
-        identity: identity of this leader.
         has_led: whether this leader has started or taken over anything.
         gave_way: whether it ends and leaves the running workers to the other leader.
         led_elsewhere: whether it ends because another leader leads the run.
@@ -145,8 +142,6 @@ class Fence:
         """Decide after the agent of ``host`` refused this leader in favour of another one.
 
         Args:
-            host: name of the host.
-            led: identity of the other leader.
             leads: whether this leader already leads the run.
             has_host: whether any agent follows this leader.
         """
@@ -184,7 +179,6 @@ class Fence:
         """Note that this leader ends; return the message.
 
         Args:
-            other: the other leader.
             why: why it is this leader that ends; empty: it leads no workers that would end too.
         """
         self.led_elsewhere = True

@@ -9,8 +9,50 @@ import numpy as np
 
 from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.policy.schedule.jobs import Allocation, Assignment, HostSlots, Job
-from hvd_elastic.policy.schedule.knapsack import choose_options
 from hvd_elastic.policy.schedule.placement import Wish, mean_slowness, place_jobs
+
+
+def choose_options(
+    slots: Sequence[np.ndarray], values: Sequence[np.ndarray], capacity: int
+) -> list[int]:
+    """Return the index of the chosen option of each job.
+
+    Args:
+        slots: for each job the whole numbers of slots of its options, one of them 0.
+        values: for each job the values of its options; -inf: never chosen.
+
+    Raises:
+        ValueError: a job has no option with 0 slots.
+
+    >>> worth = [np.array([0.0, 3.0, 5.0]), np.array([0.0, 4.0, 4.5])]
+    >>> choose_options([np.array([0, 1, 2])] * 2, worth, 2)
+    [1, 1]
+    """
+    count = len(slots)
+    best = np.zeros(capacity + 1)
+    taken = np.zeros((count, capacity + 1), np.int16)
+    for job in range(count):
+        sizes, worth = slots[job], values[job]
+        if not np.any(sizes == 0):
+            raise ValueError(f"job {job} has no option with 0 slots")
+        free = int(np.argmin(sizes))
+        reached, index = best + worth[free], taken[job]
+        index[:] = free
+        for option in np.argsort(sizes, kind="stable"):
+            size = int(sizes[option])
+            if option == free or size > capacity or worth[option] == -np.inf:
+                continue
+            tried = best[: capacity + 1 - size] + worth[option]
+            better = tried > reached[size:]
+            np.copyto(reached[size:], tried, where=better)
+            np.copyto(index[size:], option, where=better)
+        best = reached
+    left, chosen = capacity, [0] * count
+    for job in range(count - 1, -1, -1):
+        chosen[job] = int(taken[job, left])
+        left -= int(slots[job][chosen[job]])
+    return chosen
+
 
 _WAITING_LOSS = 0.35
 """Worth of the first slot of a job beyond its speedup: shrink others before one waits."""
@@ -55,7 +97,6 @@ def decide(
         jobs: jobs that run or wait.
         hosts: hosts that may be used, in the order of the hostfile.
         now: current time [s].
-        weights: weights of the objective.
 
     Source: Sia, SOSP 2023 (integer program, discount of a restart); Tiresias, NSDI 2019 (attained
     service); Berg et al., SIGMETRICS 2020 (heSRPT: short jobs first, but not alone).
@@ -101,11 +142,8 @@ class _Cluster:
     """What the decision about each job needs to know of the hosts.
 
     Attributes:
-        names: names of the hosts.
-        capacity: number of their slots.
         boundaries: numbers of slots that whole hosts have, the fullest first.
         parts: numbers of slots of a part of a host.
-        slowness: slowness of each host.
     """
 
     def __init__(self, hosts: Sequence[HostSlots]) -> None:
@@ -138,7 +176,6 @@ class _Scored:
 
     Attributes:
         sizes: numbers of slots, the first of which is 0.
-        values: worth of each.
         gains: worth of the speed alone.
         lost: part of the training that a rescale costs, with its present number of slots.
     """
@@ -185,7 +222,6 @@ def speedups(job: Job, sizes: np.ndarray) -> np.ndarray:
     """Return the goodput of numbers of slots relative to one slot; linear where it is unknown.
 
     Args:
-        job: the job.
         sizes: numbers of slots, which need not be whole.
     """
     if job.goodput is None:
@@ -248,8 +284,6 @@ def _speed_words(job: Job, slots: int, rate: float) -> str:
     """Return how fast a job is with its slots; what was not measured is called expected.
 
     Args:
-        job: the job, whose goodput is known.
-        slots: its slots.
         rate: their speed relative to that of one slot.
     """
     base = 1

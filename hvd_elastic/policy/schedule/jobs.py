@@ -16,8 +16,6 @@ class HostSlots:
     """A host of the cluster.
 
     Attributes:
-        name: its name.
-        slots: number of its slots.
         slowness: time of a pass relative to a reference host.
     """
 
@@ -31,13 +29,11 @@ class Job:
     """What the scheduler knows of a job.
 
     Attributes:
-        name: its name.
         submitted_s: when it was submitted [s, on the clock of ``now``].
         goodput: goodput by number of slots on as few hosts as possible, shape (most + 1,), any
             unit; ``goodput[0]`` is 0. None: nothing was measured yet.
         remaining: goodput seconds that are left, in the unit of ``goodput``: useful examples, if
             goodput is in useful examples per second. None: the job has not said how long it trains.
-        held: its present slots on each host.
         occupied: slots of each host in which its processes live or start, those included that it
             is leaving.
         attained_slot_s: slots times seconds that it has had.
@@ -98,7 +94,6 @@ class Assignment:
 
     Attributes:
         hosts: its slots on each host; empty: it waits.
-        reason: why, in words with numbers.
     """
 
     hosts: Allocation

@@ -21,8 +21,6 @@ class Wish:
     """What a job should get.
 
     Attributes:
-        slots: number of its slots.
-        held: its present slots on each host.
         worth: worth of one slot at full speed, relative to other jobs; only hosts of unequal
             speed need it.
         lost: part of its training that a move costs, over the time in which it has to pay off.
@@ -47,7 +45,6 @@ def place_jobs(wishes: Mapping[str, Wish], hosts: Sequence[HostSlots]) -> dict[s
 
     Args:
         wishes: what each job should get.
-        hosts: hosts of the cluster.
 
     Raises:
         ValueError: the hosts have fewer slots than are wanted.

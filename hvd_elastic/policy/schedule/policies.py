@@ -59,10 +59,7 @@ def place(
     """Return the hosts of the wanted number of slots of each job; without a number it waits.
 
     Args:
-        jobs: the jobs.
-        hosts: hosts that may be used.
         wanted: number of slots of some jobs.
-        reason: why, for all jobs.
     """
     wishes = {
         job.name: Wish(

@@ -73,15 +73,15 @@ class Node:
                 sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()
         except (OSError, ValueError):
-            self.end()
+            self.end_process()
 
     def run(self) -> None:
         """Carry out commands until the input ends."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda *_: self.end())
+            signal.signal(number, lambda *_: self.end_process())
         threading.Thread(target=self._beat, daemon=True).start()
         try:
-            self.begin()
+            self.open_session()
             for line in sys.stdin.buffer:
                 self._heard = time.monotonic()
                 message = json.loads(line.decode("ascii"))
@@ -94,9 +94,9 @@ class Node:
             self.fail(f"{where}{error.strerror or error}")
         except ValueError as error:
             self.fail(str(error))
-        self.end()
+        self.end_process()
 
-    def begin(self) -> None:
+    def open_session(self) -> None:
         """Prepare the node and send its first message."""
         raise NotImplementedError
 
@@ -111,9 +111,9 @@ class Node:
     def fail(self, why: str) -> None:
         """Report why the node cannot continue, and end it."""
         self.say("failed", why=why)
-        self.end()
+        self.end_process()
 
-    def end(self) -> None:
+    def end_process(self) -> None:
         """End the process; only partial files that the next copy can resume stay."""
         with self._lock:
             if self._ending:
@@ -135,7 +135,7 @@ class Node:
         while True:
             time.sleep(BEAT_S)
             if time.monotonic() - self._heard > LEADER_SILENCE_S:
-                self.end()
+                self.end_process()
             with self._lock:
                 feeds = {name: [f.sent, f.sending] for name, f in self._feeders.items()}
             self.say("at", feeds=feeds, **self.beat())
@@ -178,7 +178,7 @@ class Node:
 class Source(Node):
     """The node that has the files."""
 
-    def begin(self) -> None:
+    def open_session(self) -> None:
         """Read the tree of files and send it."""
         root = os.path.expanduser(encode(self.config["place"]))
         tree, skipped = walk(root, self.config["patterns"])
@@ -232,7 +232,7 @@ class Destination(Node):
         self._completing = threading.Lock()
         self._keeps = True
 
-    def begin(self) -> None:
+    def open_session(self) -> None:
         """Listen on the address that ssh connected to, and report address and port."""
         os.umask(0)
         address = self.config["listen"] or os.environ.get("SSH_CONNECTION", "").split(" ")[2]
@@ -242,7 +242,7 @@ class Destination(Node):
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         self._listener.bind(where)
         self._listener.listen(128)
-        arguments = (self._listener, self._admit, self._take)
+        arguments = (self._listener, self._admit, self._receive_from_feeder)
         threading.Thread(target=accept_peers, args=arguments, daemon=True).start()
         self.say("hello", address=address, port=self._listener.getsockname()[1])
 
@@ -337,7 +337,7 @@ class Destination(Node):
     def _admit(self, sock: socket.socket) -> Link:
         return accept(sock, bytes.fromhex(self.config["secret"]), self.config["certificate"])
 
-    def _take(self, link: Link) -> None:
+    def _receive_from_feeder(self, link: Link) -> None:
         """Receive from a feeder that has connected, in place of the previous one."""
         with self._taking:
             if self._link is not None:
@@ -391,7 +391,7 @@ class Destination(Node):
             if plain == DATA:
                 target.write(index, offset, data, frame)
             elif plain == END:
-                target.end(index, data[:DIGEST_BYTES], data[DIGEST_BYTES])
+                target.finish_file(index, data[:DIGEST_BYTES], data[DIGEST_BYTES])
             elif plain == WHOLE:
                 digest, origin = data[:DIGEST_BYTES], data[DIGEST_BYTES]
                 target.whole(index, digest, origin, data[DIGEST_BYTES + 1 :], frame)

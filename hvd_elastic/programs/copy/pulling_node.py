@@ -323,11 +323,11 @@ class PullNode(Destination):
         self._numbers: dict[str, int] = {}
         self._orders: queue.Queue[list[int]] = queue.Queue()
 
-    def begin(self) -> None:
+    def open_session(self) -> None:
         """Start the thread that fetches, then as any destination."""
         become_subreaper()
         threading.Thread(target=self._fetch_on_order, daemon=True).start()
-        super().begin()
+        super().open_session()
 
     def obey(self, do: str, message: dict[str, Any]) -> None:
         """Carry out one command; fetching goes on in its own thread."""

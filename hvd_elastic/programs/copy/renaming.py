@@ -61,7 +61,7 @@ class Names:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, index: int, part: bytes) -> None:
+    def add_file(self, index: int, part: bytes) -> None:
         """Add a file that has arrived completely, under its temporary name."""
         with self._changed:
             self._waiting[index] = part
@@ -105,7 +105,7 @@ class Names:
                     self._error = error
                 raise
 
-    def end(self) -> None:
+    def stop_renaming(self) -> None:
         """Stop the background thread; files that do not have a name yet get none."""
         with self._changed:
             self._ended = True

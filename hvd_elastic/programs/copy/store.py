@@ -317,7 +317,7 @@ class RecentFrames:
         self._frames: OrderedDict[tuple[int, int], tuple[bytes, int]] = OrderedDict()
         self._bytes = 0
 
-    def add(self, index: int, offset: int, frame: bytes, size: int) -> None:
+    def add_frame(self, index: int, offset: int, frame: bytes, size: int) -> None:
         """Add a frame with ``size`` data bytes; drops the oldest ones beyond the limit."""
         self._frames[index, offset] = (frame, size)
         self._bytes += len(frame)
@@ -464,7 +464,7 @@ class Target(Store):
             self._count(index, offset, frame, len(data))
             self.changed.notify_all()
 
-    def end(self, index: int, digest: bytes, origin: int) -> None:
+    def finish_file(self, index: int, digest: bytes, origin: int) -> None:
         """Check a file that has arrived completely against its digest and accept it.
 
         Raises:
@@ -484,10 +484,13 @@ class Target(Store):
         os.utime(part.number, ns=(file.mtime_ns, file.mtime_ns))
         inode = os.fstat(part.number).st_ino
         part.close()
-        self._take(index, digest, origin, inode)
+        self._accept_file(index, digest, origin, inode)
 
     def whole(self, index: int, digest: bytes, origin: int, data: bytes, frame: bytes) -> None:
-        """Check, write and accept a small file that arrived in one frame; raises as :meth:`end`."""
+        """Check, write and accept a small file that arrived in one frame.
+
+        Raises as :meth:`finish_file`.
+        """
         file, part = self.tree.files[index], self._coming.get(index)
         if part is None or len(data) != file.size:
             raise LinkError("a file came that nobody asked for")
@@ -505,7 +508,7 @@ class Target(Store):
             os.close(number)
         with self.changed:
             self._count(index, 0, frame, len(data))
-        self._take(index, digest, origin, inode)
+        self._accept_file(index, digest, origin, inode)
 
     def give_up(self, index: int, reason: str) -> None:
         """Remove what has arrived of a file that will not be completed."""
@@ -522,7 +525,7 @@ class Target(Store):
     def adopt(self, index: int, number: int) -> None:
         """Accept a file that was fetched here as if the rest of it had been sent; close it.
 
-        No link may be receiving meanwhile. Raises as :meth:`end`.
+        No link may be receiving meanwhile. Raises as :meth:`finish_file`.
         """
         file = self.tree.files[index]
         try:
@@ -540,7 +543,7 @@ class Target(Store):
                 data = os.pread(number, FRAME_BYTES, offset)
                 self.write(index, offset, data, make_frame(DATA, index, offset, data))
                 offset += len(data)
-            self.end(index, digest, 0)
+            self.finish_file(index, digest, 0)
         finally:
             os.close(number)
 
@@ -557,7 +560,7 @@ class Target(Store):
         """
         if self._names:
             self._names.settle()
-        self._names.end()
+        self._names.stop_renaming()
         problems: list[str] = []
 
         def attempt(path: str, action: Any, *arguments: Any) -> None:
@@ -666,7 +669,7 @@ class Target(Store):
         if not self.finished:
             with contextlib.suppress(OSError):
                 self._names.settle()
-            self._names.end()
+            self._names.stop_renaming()
             self._drop_parts(keep)
 
     def _drop_parts(self, keep: bool) -> None:
@@ -681,7 +684,7 @@ class Target(Store):
         os.close(self._parts)
 
     def _count(self, index: int, offset: int, frame: bytes, size: int) -> None:
-        self._recent.add(index, offset, frame, size)
+        self._recent.add_frame(index, offset, frame, size)
         self.received += size
         self.left -= size
         self._names.count(size)
@@ -696,11 +699,11 @@ class Target(Store):
             )
         raise LinkError(f"{path} arrived damaged")
 
-    def _take(self, index: int, digest: bytes, origin: int, inode: int) -> None:
+    def _accept_file(self, index: int, digest: bytes, origin: int, inode: int) -> None:
         """Accept a verified file: feeders can read it, and it gets its name after the next sync."""
         with self.changed:
             self._inodes[index] = inode
-            self._names.add(index, self._part(index))
+            self._names.add_file(index, self._part(index))
             self.digests[index] = digest
             if origin:
                 self.unproved.append(index)

@@ -15,8 +15,7 @@ import numpy as np
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.model.goodput import goodput_curve
-from hvd_elastic.policy.evidence import Evidence
-from hvd_elastic.policy.replay import replay
+from hvd_elastic.policy.evidence import Evidence, replay
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import HostSlots
 from hvd_elastic.policy.schedule.policies import Policy
@@ -24,8 +23,7 @@ from hvd_elastic.records.cluster import ClusterSummary, JobRecord
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.run_events import Metrics, WorkerStandby
-from hvd_elastic.sim.jobs.job import JobInTime, as_jobs
-from hvd_elastic.sim.jobs.run import Outcome, run_jobs
+from hvd_elastic.sim.jobs.run import JobInTime, Outcome, as_jobs, run_jobs
 
 _DECISIONS = 20_000
 """Decisions that are simulated, if they are not more than 10 s apart."""
@@ -39,14 +37,11 @@ class PastJob:
     """A job that has succeeded, and how fast it is.
 
     Attributes:
-        name: its number and name.
         submitted_s: when it was submitted [s].
         took_s: time from then to its end [s].
-        examples: useful examples that it took.
         speed: what is measured of its run; None: too little, so more slots do not make it faster.
         batch: mean number of examples in a step.
         run_s: time that it held slots [s].
-        priority: weight relative to other jobs.
         min_slots, max_slots: fewest and most slots; ``max_slots`` None: no limit.
         rescale_s: pause of a rescale, as measured [s].
         start_s: time that it held slots before its first step and after its last [s].
@@ -73,8 +68,6 @@ class History:
     """The past of a cluster.
 
     Attributes:
-        jobs: jobs that have succeeded.
-        hosts: hosts of the cluster, as they are now.
         left_out: number of other jobs, whose length is not known.
     """
 
@@ -125,8 +118,6 @@ def simulate_history(
     """Return what would have happened to the past jobs on some hosts.
 
     Args:
-        history: the past of a cluster.
-        hosts: the hosts.
         interval_s: time between decisions [s]; None: 1 to 10 s, less for a shorter past. A real
             queue decides when a job comes or ends.
         rescale_s: pause of a rescale [s]; None: the median of those measured.
@@ -151,12 +142,7 @@ def simulate_history(
 
 
 class _RepeatedJob(JobInTime):
-    """A past job that runs again.
-
-    Args:
-        past: the job.
-        hosts: hosts of the cluster.
-    """
+    """A past job that runs again."""
 
     def __init__(self, past: PastJob, hosts: Sequence[HostSlots]) -> None:
         super().__init__(past.name, past.submitted_s)
@@ -233,7 +219,6 @@ def _past_job(job: JobRecord, cluster_began: float) -> PastJob:
     """Return a job with what its runs have measured.
 
     Args:
-        job: the job.
         cluster_began: time from which those of the job count [Unix s].
     """
     speed: Evidence | None = None
@@ -280,7 +265,6 @@ def _speeds(past: PastJob, sizes: Sequence[int]) -> tuple[np.ndarray, float]:
     """Return the goodput by number of slots, and the length of the job in the same unit.
 
     Args:
-        past: the job.
         sizes: slots of the hosts, the largest first.
     """
     capacity = sum(sizes)

@@ -75,7 +75,7 @@ def check_cluster(
         "code": settings.code,
     }
 
-    def look(host: Host, stopper: Stopper) -> dict[str, Any]:
+    def facts_of(host: Host, stopper: Stopper) -> dict[str, Any]:
         with connect(host, options) as connection:
             stopper.add(connection.close)
             facts = run_script(connection, "look_at_host", request, SCRIPT_S, python)
@@ -84,7 +84,9 @@ def check_cluster(
 
     tell(f"looking at {len(hosts)} hosts")
     limit_s = options.connect_timeout_s + 2 * SCRIPT_S + 10.0
-    looked = {result.host.name: result for result in fan_out(hosts, look, settings.fanout, limit_s)}
+    looked = {
+        result.host.name: result for result in fan_out(hosts, facts_of, settings.fanout, limit_s)
+    }
     facts = {name: result.answer for name, result in looked.items() if result.ok}
     reference = choose_reference(leader_facts(settings), facts, settings)
     checks = {}

@@ -100,7 +100,7 @@ class Chain:
     def __contains__(self, name: str) -> bool:
         return name in self._members
 
-    def add(self, name: str, now: float) -> None:
+    def add_node(self, name: str, now: float) -> None:
         """Add a node at the end of the chain, but before the slow nodes that were moved there."""
         place = len(self.order)
         while place and self._members[self.order[place - 1]].moved:

@@ -120,7 +120,7 @@ class PullSession(CopySession):
         elif node.name in self._there:
             super()._send_tree(node)
 
-    def _take(self, node: Node, event: dict[str, Any] | Exception) -> None:
+    def _handle_event(self, node: Node, event: dict[str, Any] | Exception) -> None:
         node.heard = self._now
         if isinstance(event, dict) and event["say"] == "listed":
             self._first_listed = self._first_listed or self._now
@@ -128,7 +128,7 @@ class PullSession(CopySession):
         elif isinstance(event, dict) and event["say"] == "fetched":
             self._take_fetched(node, event)
         else:
-            super()._take(node, event)
+            super()._handle_event(node, event)
 
     def _tick(self) -> None:
         if self._tree is not None:
@@ -159,7 +159,7 @@ class PullSession(CopySession):
 
     def _take_complete(self, node: Node, event: dict[str, Any]) -> None:
         if node.name not in self._chain:  # it needs nothing, but it has files that others need
-            self._chain.add(node.name, self._now)
+            self._chain.add_node(node.name, self._now)
         super()._take_complete(node, event)
 
     def _copied(self, node: Node, problems: Sequence[str] = ()) -> Copied:
@@ -215,7 +215,7 @@ class PullSession(CopySession):
         if not able or able != comparing or ("connecting" in states.values() and waits):
             return
         self._shared_out = True
-        orders = self._shares.begin(able if self._pulled.files is not None else able[:1])
+        orders = self._shares.assign_all(able if self._pulled.files is not None else able[:1])
         for name in able:
             if self._job.settings.dry_run:
                 self._end_planned(self._nodes[name], orders.get(name, []))

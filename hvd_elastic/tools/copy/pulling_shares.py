@@ -29,7 +29,7 @@ class Shares:
         self._tries: Counter[int] = Counter()
         self._asked: dict[str, set[int]] = {}
 
-    def begin(self, hosts: Sequence[str]) -> dict[str, list[int]]:
+    def assign_all(self, hosts: Sequence[str]) -> dict[str, list[int]]:
         """Assign the files without an owner: each of n hosts fetches every n-th file.
 
         The same numbers go to the same hosts in each copy.

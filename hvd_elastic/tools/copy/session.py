@@ -91,7 +91,7 @@ class Node:
             except (OSError, EOFError) as error:
                 log.debug("%s: %s", self.name, error)
 
-    def end(self) -> None:
+    def end_node(self) -> None:
         """Close the node's input so that it ends, or else stop it; close the connection."""
         try:
             # Do not wait for a node that does not answer: it ends by itself without a leader.
@@ -168,7 +168,7 @@ class CopySession(AbstractContextManager["CopySession"]):
             SshError: the host of the source cannot be used.
         """
         for node in self._everybody():
-            self._begin(node)
+            self._start_node(node)
         open_nodes = set(self._nodes)
         last_tick = pinged = looked = time.monotonic()
         while open_nodes:
@@ -179,7 +179,7 @@ class CopySession(AbstractContextManager["CopySession"]):
             if now - last_tick > 1.0:
                 self._excuse(now - last_tick)
             if said is not None:
-                self._take(*said)
+                self._handle_event(*said)
             may_begin = said is not None and not self._begun and self._may_begin()
             if may_begin or now - last_tick >= TICK_S:
                 last_tick = now
@@ -205,14 +205,16 @@ class CopySession(AbstractContextManager["CopySession"]):
     def close(self) -> None:
         """End all nodes; returns after a few seconds at most."""
         self._closed.set()
-        threads = [threading.Thread(target=node.end, daemon=True) for node in self._everybody()]
+        threads = [
+            threading.Thread(target=node.end_node, daemon=True) for node in self._everybody()
+        ]
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + END_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _begin(self, node: Node) -> None:
+    def _start_node(self, node: Node) -> None:
         threading.Thread(
             target=self._open, args=(node,), name=f"copy to {node.name}", daemon=True
         ).start()
@@ -224,7 +226,7 @@ class CopySession(AbstractContextManager["CopySession"]):
             node = Node(host, host.name, self._now)
             # Other threads may be iterating over the old dictionary, so it is not changed.
             self._nodes = {**self._nodes, host.name: node}
-            self._begin(node)
+            self._start_node(node)
         return [host.name for host in new]
 
     def _everybody(self) -> list[Node]:
@@ -285,7 +287,7 @@ class CopySession(AbstractContextManager["CopySession"]):
 
     # ---- events
 
-    def _take(self, node: Node, event: dict[str, Any] | Exception) -> None:
+    def _handle_event(self, node: Node, event: dict[str, Any] | Exception) -> None:
         if isinstance(event, Exception):
             self._lose(node, event)
         elif event["say"] == "failed":
@@ -384,7 +386,7 @@ class CopySession(AbstractContextManager["CopySession"]):
     def _take_complete(self, node: Node, event: dict[str, Any]) -> None:
         node.received, node.left = event["received"], 0
         if node.name not in self._chain and node.state != "ready":
-            self._chain.add(node.name, self._now)
+            self._chain.add_node(node.name, self._now)
         if node.name in self._chain:
             self._chain.hear(node.name, self._now, event["received"], 0)
         problems = [f"{path}: {why}" for path, why in event["gone"]] + event["problems"]
@@ -454,7 +456,7 @@ class CopySession(AbstractContextManager["CopySession"]):
 
     def _drop(self, node: Node, why: str) -> None:
         message = f"host {node.host.name}: {why}. When it is well, call again to repair it"
-        threading.Thread(target=node.end, daemon=True).start()
+        threading.Thread(target=node.end_node, daemon=True).start()
         self._lose(node, HostUnreachableError(message))
 
     # ---- the chain
@@ -480,7 +482,7 @@ class CopySession(AbstractContextManager["CopySession"]):
 
     def _join(self, node: Node) -> None:
         node.state = "copying"
-        self._chain.add(node.name, self._now)
+        self._chain.add_node(node.name, self._now)
 
     def _obey(self, verdict: Verdict) -> None:
         node = self._nodes[verdict.name]

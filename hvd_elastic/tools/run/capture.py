@@ -29,7 +29,7 @@ class Capture:
         self._hash = hashlib.blake2b(digest_size=16)
         self.size_bytes = 0
 
-    def take(self, data: bytes) -> None:
+    def take_piece(self, data: bytes) -> None:
         self.size_bytes += len(data)
         self._kept += data[: max(0, self._limit - len(self._kept))]
         self._hash.update(data)

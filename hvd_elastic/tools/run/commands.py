@@ -234,8 +234,8 @@ class _Task:
                     self._command,
                     self._settings.how,
                     self._spool is not None,
-                    out.take,
-                    err.take,
+                    out.take_piece,
+                    err.take_piece,
                 )
                 with watched(connection, lambda: out.size_bytes + err.size_bytes):
                     try:
@@ -243,7 +243,7 @@ class _Task:
                     except NotHeldError:
                         if not self._settings.how.is_plain:
                             raise
-                        process = connection.start(self._command, err.take, out.take)
+                        process = connection.start(self._command, err.take_piece, out.take_piece)
                         running = _PlainCommand(process)
                         status, stopped = self._wait(host, running, stopper, (out, err))
                 if status is not None and status < 0:

@@ -64,7 +64,7 @@ class Audit:
         while self._used and worker.link and self._used[0].step <= worker.link.recorded_step:
             self._used.popleft()
         self._used.append(record)
-        if worker.communicator.rank == 0:
+        if worker.rank == 0:
             worker.sink.send(record)
 
     def send_again(self) -> None:

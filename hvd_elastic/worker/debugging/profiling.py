@@ -36,7 +36,7 @@ class StepProfile:
             ScriptError: the framework has no profiler that is used here.
         """
         worker = self._worker
-        if self._steps < _AFTER_STEPS and worker.communicator.rank != worker.options.profile:
+        if self._steps < _AFTER_STEPS and worker.rank != worker.options.profile:
             return
         self._steps += 1
         if self._profiler is None:  # made at once: a framework that has none is told of now

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvd_elastic.communicator.interface import FIRST
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.shares import ShareBalance
 from hvd_elastic.policy.batch import steps_to_review
@@ -194,7 +195,7 @@ class ReviewedPlanner(Planner):
                 f"{self._option}, and no optimizer was given to "
                 f"{worker.frontend.module}.DistributedOptimizer; wrap yours in it"
             )
-        self._ranks = communicator.size
+        self._ranks = worker.size
         if moved:
             self.times.forget()
         own = self._report(moved=moved)
@@ -203,7 +204,7 @@ class ReviewedPlanner(Planner):
             gathered = communicator.gather(gathered, "hvd_elastic.review")
         before = self._planned
         why_plan = why_shares = ""
-        if communicator.rank == 0:
+        if worker.rank == 0:
             began = time.perf_counter()
             reports = Report.unpack(gathered, own.samples.shape[1])
             compute_s = [report.compute_s for report in reports]
@@ -214,14 +215,14 @@ class ReviewedPlanner(Planner):
             self._decision_s = time.perf_counter() - began
             self._next_review = step + self._steps_to_review(step)
         if self._ranks > 1:
-            decided = communicator.broadcast_bytes(json.dumps(self.state_dict()).encode(), 0)
-            if communicator.rank != 0:
+            decided = communicator.broadcast_bytes(json.dumps(self.state_dict()).encode(), FIRST)
+            if worker.rank != 0:
                 self.load_state_dict(json.loads(decided))
         self.times.clear_steps()
         if self._planned != before:
             self.times.forget()
         first, self._generation = self._generation < 0, worker.generation
-        if communicator.rank == 0:
+        if worker.rank == 0:
             self._announce(worker, before[0], why_plan, first=first)
             if self.parts != before[1]:
                 worker.sink.send(

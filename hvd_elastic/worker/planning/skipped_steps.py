@@ -46,16 +46,17 @@ class SkippedSteps:
         """Whether there are so many consecutive ones that the job ends."""
         return self.consecutive >= self._most
 
-    def add(self, progress: Progress) -> bool:
-        """Count the step that begins at ``progress`` as left out.
+    def add(self, progress: Progress, steps: int = 1) -> bool:
+        """Count the step that begins at ``progress`` as left out; it counts as so many steps.
 
         Returns:
             False: another optimizer of the loop body has done so.
         """
-        step, last = progress.step, progress.skipped_at
+        first, last = progress.step, progress.skipped_at
+        step = first + steps - 1
         if step == last:
             return False
-        progress.skipped_running = progress.skipped_running + 1 if step == last + 1 else 1
+        progress.skipped_running = progress.skipped_running + 1 if first == last + 1 else 1
         progress.skipped, progress.skipped_at = progress.skipped + 1, step
         self.consecutive = progress.skipped_running
         return True

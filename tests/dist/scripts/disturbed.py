@@ -45,11 +45,11 @@ def join():
     worker, joined = context.current().worker, folder / "joined"
     if worker.progress.step < plan["join"] or joined.exists():
         return
-    if worker.communicator.rank == 0:
+    if worker.rank == 0:
         Path(plan["hostfile"]).write_text(plan["hosts"])
     end = time.monotonic() + WAIT_S
     while time.monotonic() < end:
-        if worker.communicator.size >= plan["size"]:
+        if worker.size >= plan["size"]:
             joined.touch()
         link = worker.link
         if joined.exists() or worker.wants_change or (link and link.aborted(worker.generation)):
@@ -92,7 +92,7 @@ class Death:
 def die_between_epochs(rollback, *arguments, begin=Rollback.loop_begins, **options):
     """Die where the loop over the data of an epoch begins, once a newcomer waits to join."""
     worker, mark = context.current().worker, folder / "died"
-    here = (worker.communicator.rank, worker.progress.epoch)
+    here = (worker.rank, worker.progress.epoch)
     if here == (plan["die"]["rank"], plan["die"]["epoch"]) and not mark.exists():
         Path(plan["hostfile"]).write_text(plan["hosts"])
         end = time.monotonic() + WAIT_S
@@ -122,7 +122,7 @@ def tell_end():
     for tensor, trained in zip(content.tensors, state._known(content), strict=True):
         for piece in state._pieces(tensor) if trained else ():
             found.update(piece().tobytes())
-    rank = worker.communicator.rank
+    rank = worker.rank
     line = json.dumps({"rank": rank, "digest": found.hexdigest()}) + "\n"
     with (folder / "ends.jsonl").open("a") as file:
         file.write(line)

@@ -98,8 +98,8 @@ class Probe:
     def _tell(self, kind, values):
         worker = context.current().worker
         record = {"kind": kind, "life": LIFE, "worker": WORKER, "generation": worker.generation}
-        record |= {"step": worker.progress.step, "rank": worker.communicator.rank}
-        record |= {"size": worker.communicator.size, "digest": self._digest(values)}
+        record |= {"step": worker.progress.step, "rank": worker.rank}
+        record |= {"size": worker.size, "digest": self._digest(values)}
         path = self._args.folder / "digests.jsonl"
         out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         # One write to an appending file: ranks do not mix.

@@ -29,8 +29,8 @@ import pytest
 
 from hvd_elastic import __version__
 from hvd_elastic.agent import agent as agent_module
+from hvd_elastic.agent.leader_link import MOST_ON_THE_WAY
 from hvd_elastic.agent.template.process import TITLE
-from hvd_elastic.agent.unacknowledged import MOST_ON_THE_WAY
 from hvd_elastic.checkpoint.saved import find_spooled, spool_file
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.endings import crash_stack

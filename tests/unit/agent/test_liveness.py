@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from hvd_elastic.agent.liveness import Liveness
+from hvd_elastic.agent.worker import Liveness
 
 LOOKED_AT_S = 5.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_elastic.agent.unacknowledged import UnacknowledgedLog
+from hvd_elastic.agent.leader_link import UnacknowledgedLog
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.control.progress import Position

@@ -8,8 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hvd_elastic.bench.models.gpt2 import GPT2  # noqa: E402
-from hvd_elastic.bench.models.resnet import resnet50  # noqa: E402
+from hvd_elastic.bench.models import GPT2, resnet50  # noqa: E402
 
 
 def parameters(model: Any) -> int:

@@ -20,8 +20,7 @@ from hvd_elastic.errors import UsageError
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots
 from hvd_elastic.records.cluster import summarize_cluster
-from hvd_elastic.sim.jobs.job import JobInTime, as_jobs
-from hvd_elastic.sim.jobs.run import queue_events, run_jobs
+from hvd_elastic.sim.jobs.run import JobInTime, as_jobs, queue_events, run_jobs
 
 HOSTS = [HostSlots("a", 2), HostSlots("b", 2)]
 STEP_S, EPOCHS, STEPS = 0.5, 4, 1000

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvd_elastic.checkpoint.finite import has_not_finite
 from hvd_elastic.checkpoint.manifests import (
     CheckpointInfo,
     complete_checkpoint,
@@ -16,6 +15,7 @@ from hvd_elastic.checkpoint.manifests import (
 )
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.shards import describe_shard, find_shards
+from hvd_elastic.checkpoint.stream import has_not_finite
 from tests.unit.checkpoint.test_files import Skipped, write
 
 

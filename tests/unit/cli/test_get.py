@@ -83,7 +83,7 @@ def test_a_file_is_copied_here_to_a_file_or_into_a_folder(run: RunFolder, call: 
 
 
 def test_a_dash_prints_the_bytes(run: RunFolder, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    from hvd_elastic.cli.runs.get import get
+    from hvd_elastic.cli.runs.export import get
 
     get("digits-1", "best.pt", "-")
     assert capfdbinary.readouterr().out == BEST
@@ -108,7 +108,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
     monkeypatch: pytest.MonkeyPatch,
     capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
-    from hvd_elastic.cli.runs import get
+    from hvd_elastic.cli.runs import export
 
     def compare(folder: Path, name: str, sha256: str) -> str:
         if content:
@@ -116,8 +116,8 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
         return saved.differing(folder, name, sha256)
 
     content = [b"later", b"last"]
-    monkeypatch.setattr(get, "differing", compare)
-    get.get("digits-1", "best.pt", dest)
+    monkeypatch.setattr(export, "differing", compare)
+    export.get("digits-1", "best.pt", dest)
     out = capfdbinary.readouterr().out
     assert (out if dest == "-" else Path(dest).read_bytes()) == b"last"
 

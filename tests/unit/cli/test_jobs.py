@@ -11,8 +11,7 @@ import pytest
 from hvd_elastic.cli.app import main
 from hvd_elastic.cli.jobs.naming import find_numbers, run_id_of, source_of
 from hvd_elastic.cli.jobs.queue import parse_after
-from hvd_elastic.jobs.job import After, JobKind, JobRequest, JobStatus
-from hvd_elastic.jobs.messages import Answer, Submit
+from hvd_elastic.jobs.job import After, Answer, JobKind, JobRequest, JobStatus, Submit
 from hvd_elastic.jobs.place import ClusterFolder, list_clusters
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.records.run_folder import RunFolder

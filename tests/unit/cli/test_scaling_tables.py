@@ -37,7 +37,7 @@ def test_on_a_terminal_there_is_a_table(
 def test_without_a_browser_a_picture_is_refused_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvd_elastic.views.picture.BROWSERS", ("no-such-browser",))
+    monkeypatch.setattr("hvd_elastic.views.plan_page.BROWSERS", ("no-such-browser",))
     with pytest.raises(UsageError, match=r"Chromium or Chrome.* \.html file"):
         check_out([tmp_path / "r.png"])
 

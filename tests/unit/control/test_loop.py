@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvd_elastic.control.loop import Loop
+from hvd_elastic.leader.led_run import Loop
 
 
 def test_a_deadline_does_not_wait_until_no_call_is_left() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.engines.dialled.host_process import HostProcess
+from hvd_elastic.engines.dialled.hosts import HostProcess
 from hvd_elastic.errors import HostUnreachableError, RunError, SshError
 from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.hosts.connection import Connection

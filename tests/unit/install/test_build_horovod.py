@@ -19,7 +19,7 @@ import pytest
 from hvd_elastic import frameworks
 from hvd_elastic.cli import app
 from hvd_elastic.errors import BuildError
-from hvd_elastic.install import build_horovod, cuda, horovod_wheel, pinned, prerequisites
+from hvd_elastic.install import build_horovod, horovod_wheel, prerequisites
 from hvd_elastic.install.horovod_wheel import BuildInputs
 from hvd_elastic.install.prerequisites import PREREQUISITES
 
@@ -151,8 +151,8 @@ def test_a_tensorflow_that_horovod_cannot_serve_is_left_out_with_the_reason(
 def test_a_toolkit_that_pip_cannot_bring_must_be_there(tmp_path, monkeypatch):
     for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cuda, "find_program", lambda *_: None)
-    monkeypatch.setattr(cuda, "_USUAL_HOME", tmp_path / "none")
+    monkeypatch.setattr(horovod_wheel, "find_program", lambda *_: None)
+    monkeypatch.setattr(horovod_wheel, "_USUAL_HOME", tmp_path / "none")
     for_cuda_12 = dataclasses.replace(INPUTS, cuda="12.8", nccl="2.27.3")
     with pytest.raises(BuildError, match=r"no nvcc.*cuda-nvcc-12-8.*--without-nccl"):
         build_horovod.check_machine(for_cuda_12, tmp_path)
@@ -193,7 +193,7 @@ def test_packages_become_a_toolkit(tmp_path, monkeypatch):
     for name in ("bin/nvcc", "include/cuda_runtime.h", "lib/libcudart.so.13"):
         (tmp_path / "new/nvidia/cu13" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "new/nvidia/cu13" / name).touch()
-    home = cuda.assemble_toolkit(tmp_path / "new", "13.0")
+    home = horovod_wheel.assemble_toolkit(tmp_path / "new", "13.0")
     assert (home / "bin" / "nvcc").is_file()
     assert (home / "lib64" / "libcudart.so").is_file()
     assert (home / "include" / "cuda_runtime.h").is_file()
@@ -365,13 +365,13 @@ def test_the_release_is_unpacked(tmp_path):
 
 
 def test_all_that_pip_installs_for_a_build_is_pinned_with_digests(tmp_path):
-    names = [*pinned.BUILD_REQUIREMENTS, *pinned.RUN_REQUIREMENTS]
-    names += ["horovod", "pip", *cuda.toolkit_packages(cuda.PIP_CUDA)]
-    *_, file = pinned.pip_arguments(names, tmp_path)
+    names = [*prerequisites.BUILD_REQUIREMENTS, *prerequisites.RUN_REQUIREMENTS]
+    names += ["horovod", "pip", *horovod_wheel.toolkit_packages(horovod_wheel.PIP_CUDA)]
+    *_, file = prerequisites.pip_arguments(names, tmp_path)
     text = Path(file).read_text()
     for name in names:
         assert re.search(rf"^{name}==[\d.]+.*\\\n    --hash=sha256:", text, re.MULTILINE), name
-    assert pinned.pinned_version("horovod") == horovod_wheel.HOROVOD_VERSION
+    assert prerequisites.pinned_version("horovod") == horovod_wheel.HOROVOD_VERSION
 
 
 # --- what is checked before anything is compiled --------------------------------------------------

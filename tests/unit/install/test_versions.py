@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from hvd_elastic.install import cuda, pinned
+from hvd_elastic.install import horovod_wheel, prerequisites
 
 ROOT = Path(__file__).resolve().parents[3]
 SETTINGS = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -22,7 +22,8 @@ def requirements() -> list[Requirement]:
     texts = re.findall(r'"([A-Za-z][\w-]*(?:\[[\w,]+\])?[<>=!][^"]*)"', table)
     found = [Requirement(text) for text in texts]
     found += [
-        Requirement(f"{found['name']}=={found['version']}") for found in pinned._requirements()
+        Requirement(f"{found['name']}=={found['version']}")
+        for found in prerequisites._requirements()
     ]
     return found
 
@@ -115,4 +116,4 @@ def test_what_make_installs_is_in_the_table_as_tried():
     for setting, name in (("TORCH", "PyTorch"), ("TENSORFLOW", "TensorFlow")):
         version = re.findall(rf"^{setting} +\?= .*==(\d+\.\d+)", makefile, re.MULTILINE)
         assert version[0] in named(table()[name][0])
-    assert cuda.PIP_CUDA in table()["CUDA of PyTorch"][0]
+    assert horovod_wheel.PIP_CUDA in table()["CUDA of PyTorch"][0]

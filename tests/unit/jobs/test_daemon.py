@@ -19,8 +19,17 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.jobs.daemon import Daemon
-from hvd_elastic.jobs.job import Job, JobKind, JobRequest, JobStatus
-from hvd_elastic.jobs.messages import Cancel, Down, Hosts, Requeue, Submit
+from hvd_elastic.jobs.job import (
+    Cancel,
+    Down,
+    Hosts,
+    Job,
+    JobKind,
+    JobRequest,
+    JobStatus,
+    Requeue,
+    Submit,
+)
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.queue import JobQueue
 from hvd_elastic.jobs.server import ask_daemon

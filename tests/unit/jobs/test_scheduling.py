@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from hvd_elastic.jobs.job import Job, JobKind, JobRequest, JobStatus
-from hvd_elastic.jobs.measured import Measured
-from hvd_elastic.jobs.progress import RunProgress
+from hvd_elastic.jobs.progress import Measured, RunProgress
 from hvd_elastic.jobs.scheduling import Candidate, expected_starts, plan_slots
 from hvd_elastic.policy.schedule.jobs import HostSlots
 from hvd_elastic.records.json_lines import EventLog

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.jobs.messages import Answer, Cancel, Down, Hosts, Request
+from hvd_elastic.jobs.job import Answer, Cancel, Down, Hosts, Request
 from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile, open_cluster
 from hvd_elastic.jobs.server import RequestServer, ask_daemon
 from tests import other_user

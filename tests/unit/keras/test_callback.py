@@ -22,7 +22,7 @@ import tensorflow as tf
 
 import hvd_elastic.keras as hvd
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.keras.first_layer import first_layer
+from hvd_elastic.keras.checks import first_layer
 from hvd_elastic.keras.monitors import Monitors
 from hvd_elastic.model.lr_rules import Adjustment
 from hvd_elastic.worker.context import Context

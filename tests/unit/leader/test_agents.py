@@ -12,8 +12,7 @@ import pytest
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.ssh import LocalConnection
 from hvd_elastic.leader.agents.agents import Agents
-from hvd_elastic.leader.agents.connection import AgentConnection
-from hvd_elastic.leader.agents.sending import Sender
+from hvd_elastic.leader.agents.connection import AgentConnection, Sender
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.wire.framing import encode
 from tests.unit.wire.wire_samples import leader_hello

@@ -13,8 +13,7 @@ from hvd_elastic.checkpoint.lease import Lease
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.control.events import FoundWorker
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.leader.failover.failover import TAKEOVER_S
-from hvd_elastic.leader.failover.takeover import Takeover
+from hvd_elastic.leader.failover.failover import TAKEOVER_S, Takeover
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import COMMAND_TIMEOUT_S, RunFolder

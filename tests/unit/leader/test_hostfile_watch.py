@@ -36,7 +36,7 @@ def test_the_hosts_stay_and_it_is_told_once(
     hostfile.parent.mkdir()
     hostfile.write_text("a\nb\n")
     warned: list[str] = []
-    watch = HostfileWatch(RunSpec(("true",), "/", hostfile=str(hostfile)), warned.append)
+    watch = HostfileWatch(hostfile, warned.append)
     watch.read()
     change(hostfile)
     assert not any(watch.changed() for _ in range(3))
@@ -57,7 +57,7 @@ def test_a_host_without_a_price_changes_nothing_where_the_policy_minds_the_cost(
         policy="goodput",
         objective=Objective("cost", budget=4.0),
     )
-    watch = HostfileWatch(spec, told.append)
+    watch = HostfileWatch.of_run(spec, told.append)
     watch.read()
     hostfile.write_text("a price=1\nbig slots=8\n")
     assert not any(watch.changed() for _ in range(2))
@@ -79,7 +79,7 @@ def test_where_the_policy_minds_the_cost_the_cheapest_hosts_come_first(
         ("true",), "/", hostfile=str(hostfile), policy="goodput", np=np, pin_hosts=pinned,
         objective=Objective("cost", budget=20.0),
     )  # fmt: skip
-    watch = HostfileWatch(spec, lambda _: None)
+    watch = HostfileWatch.of_run(spec, lambda _: None)
     watch.read()
     found = list(watch.hosts)
     assert found[: len(first)] == first
@@ -90,8 +90,7 @@ def test_hosts_that_read_do_not_train(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2\ncpu1 slots=0 cpus=8 labels=input\nb\n")
     told: list[str] = []
-    spec = RunSpec(("true",), "/", hostfile=str(hostfile), input_hosts=("cpu2",))
-    watch = HostfileWatch(spec, told.append)
+    watch = HostfileWatch(hostfile, told.append, readers=("cpu2",))
     watch.read()
     assert [(host.name, host.slots) for host in watch.slots] == [("a", 2), ("b", 1)]
     assert [*watch.input_hosts] == ["cpu1", "cpu2"]
@@ -102,7 +101,7 @@ def test_a_host_that_trains_cannot_become_one_that_reads(tmp_path: Path) -> None
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2\n")
     told: list[str] = []
-    watch = HostfileWatch(RunSpec(("true",), "/", hostfile=str(hostfile)), told.append)
+    watch = HostfileWatch(hostfile, told.append)
     watch.read()
     hostfile.write_text("a slots=2\nb slots=4 labels=input\n")
     assert not watch.changed()

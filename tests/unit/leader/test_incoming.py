@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.leader.agents.incoming import Incoming
+from hvd_elastic.leader.agents.connection import Incoming
 from hvd_elastic.run_events import Metrics
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import encode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hvd_elastic.leader.journal import Journal
+from hvd_elastic.leader.led_run import Journal
 from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.records.run_folder import RunFolder
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hvd_elastic.leader.stopping import LastCheckpoint
+from hvd_elastic.leader.steering import LastCheckpoint
 
 
 def test_the_first_is_asked_at_once_and_everybody_alive_when_nothing_came_of_it() -> None:

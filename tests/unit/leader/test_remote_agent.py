@@ -16,8 +16,7 @@ import pytest
 from hvd_elastic.control.events import AgentFailed
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.leader.agents.connection import AgentConnection
-from hvd_elastic.leader.agents.sending import Sender
+from hvd_elastic.leader.agents.connection import AgentConnection, Sender
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder

@@ -11,7 +11,7 @@ import msgspec
 
 from hvd_elastic.control.events import AgentFailed, HostSlots
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.leader.failover.takeover import Takeover
+from hvd_elastic.leader.failover.failover import Takeover
 from hvd_elastic.leader.leader import Leader
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.run_folder import RunFolder

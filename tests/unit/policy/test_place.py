@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_elastic.policy.place import placements, sizes_to_try
+from hvd_elastic.policy.scoring import placements, sizes_to_try
 from hvd_elastic.policy.snapshot import Allocation, HostOffer
 
 

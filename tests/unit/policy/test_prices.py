@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_elastic.policy.prices import cheapest_hosts, hourly_price
+from hvd_elastic.policy.objective import cheapest_hosts, hourly_price
 from hvd_elastic.policy.snapshot import HostOffer
 
 

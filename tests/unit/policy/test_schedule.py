@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_elastic.policy.schedule.decide import decide
+from hvd_elastic.policy.schedule.decide import choose_options, decide
 from hvd_elastic.policy.schedule.jobs import Assignment, HostSlots, Job
-from hvd_elastic.policy.schedule.knapsack import choose_options
 from hvd_elastic.policy.schedule.placement import Wish, place_jobs
 from hvd_elastic.policy.schedule.policies import (
     Policy,

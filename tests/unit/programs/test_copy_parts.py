@@ -238,7 +238,7 @@ def test_what_arrives_damaged_gets_no_name_and_is_asked_for_again(tmp_path: Path
 
     def send(content: bytes) -> Any:
         target.write(0, 0, content, b"")
-        target.end(0, hashlib.sha256(data).digest(), 0)
+        target.finish_file(0, hashlib.sha256(data).digest(), 0)
 
     for _ in range(2):
         with pytest.raises(wire.LinkError, match="arrived damaged"):
@@ -308,7 +308,7 @@ def test_files_get_their_names_once_they_are_on_the_disk(
     digests = [hashlib.sha256(data).digest() for data in contents]
     target.whole(0, digests[0], 0, contents[0], b"")
     target.write(1, 0, contents[1], b"")
-    target.end(1, digests[1], 0)
+    target.finish_file(1, digests[1], 0)
     assert target.arrived
     assert not target.complete
     for index, data in enumerate(contents):  # others are fed from what has no name yet
@@ -327,10 +327,10 @@ def test_names_are_given_behind_the_stream(tmp_path: Path, monkeypatch: pytest.M
     given: queue.Queue[tuple[int, bytes]] = queue.Queue()
     folder = os.open(tmp_path, os.O_RDONLY)
     names = renaming.Names(folder, lambda index, part: given.put((index, part)))
-    names.add(3, b"part")
+    names.add_file(3, b"part")
     names.count(1000)
     assert given.get(timeout=30) == (3, b"part")
-    names.end()
+    names.stop_renaming()
     os.close(folder)
 
 
@@ -392,11 +392,11 @@ def test_a_read_only_file_that_a_killed_node_left_without_its_name(open_folder: 
     def copy_twice() -> None:
         killed = target_of(place / "there", tree)
         killed.write(0, 0, data, b"")
-        killed.end(0, hashlib.sha256(data).digest(), 0)
+        killed.finish_file(0, hashlib.sha256(data).digest(), 0)
         os.close(killed._parts)  # and with it the lock
         again = target_of(place / "there", tree)
         assert again.wants() == [(0, len(data))]
-        again.end(0, hashlib.sha256(data).digest(), 0)
+        again.finish_file(0, hashlib.sha256(data).digest(), 0)
         assert again.finish() == []
 
     if os.geteuid() == 0:

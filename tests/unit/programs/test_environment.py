@@ -14,9 +14,9 @@ import pytest
 from hvd_elastic.programs.environment import (
     OLD,
     STAMP,
+    describe_environment,
     identity,
     left,
-    look,
     new_name,
     remove,
     seed,
@@ -86,7 +86,7 @@ def test_an_environment_in_use_is_neither_replaced_nor_removed(tmp_path: Path) -
         assert users_of(str(tmp_path / "en")) == []
         why = f"{prefix} is in use there by run digits-1"
         assert switch(str(prefix), "1") == why
-        assert look(str(prefix), None, [])["in_use"] == why
+        assert describe_environment(str(prefix), None, [])["in_use"] == why
         kept, new = remove(str(prefix), ["environment"])
         assert (kept["stays"], kept["removed"], new["removed"]) == (why, False, True)
         process.communicate(b"\n")
@@ -112,14 +112,14 @@ def test_a_process_of_another_user_counts_too(open_folder: Path) -> None:
 def test_the_same_folder_is_told_from_a_copy(tmp_path: Path) -> None:
     prefix = make(tmp_path / "env", "")
     own = identity(str(prefix))
-    assert look(str(prefix), None, own)["shared"]
+    assert describe_environment(str(prefix), None, own)["shared"]
     shutil.copytree(prefix, tmp_path / "copy", symlinks=True)
-    found = look(str(tmp_path / "copy"), sys.executable, own)
+    found = describe_environment(str(tmp_path / "copy"), sys.executable, own)
     assert (found["shared"], found["exists"], found["kept"]) == (False, True, "")
     assert found["base"] == ".".join(map(str, sys.version_info[:3]))
-    assert look(str(tmp_path / "none"), "/no/python", own)["base"] == ""
+    assert describe_environment(str(tmp_path / "none"), "/no/python", own)["base"] == ""
     (tmp_path / "link").symlink_to(prefix)
-    assert "or a link" in look(str(tmp_path / "link"), None, [])["kept"]
+    assert "or a link" in describe_environment(str(tmp_path / "link"), None, [])["kept"]
 
 
 @other_user.needs_root
@@ -129,7 +129,7 @@ def test_another_users_environment_and_cache_stay(tmp_path: Path, folders: Path)
     (folders / "cache" / "hvd_elastic").mkdir(parents=True)
     for path in (prefix, folders / "cache" / "hvd_elastic"):
         os.chown(path, 65534, 65534)
-    assert "another user's" in look(str(prefix), None, [])["kept"]
+    assert "another user's" in describe_environment(str(prefix), None, [])["kept"]
     found = remove(str(prefix), ["environment", "cache"])
     assert [each["stays"] for each in found] == ["it is another user's, or a link"] * 2
     assert prefix.is_dir()

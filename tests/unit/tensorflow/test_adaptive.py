@@ -16,7 +16,7 @@ import tensorflow as tf
 import torch
 
 import hvd_elastic.tensorflow as hvd
-from hvd_elastic.communicator.interface import FLAGS_NAME
+from hvd_elastic.communicator.interface import FLAGS_NAME, RingRank
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchPlan
 from hvd_elastic.model.lr_rules import Adjustment
@@ -375,7 +375,8 @@ def test_the_samples_of_two_ranks_are_those_of_two_passes_of_one(
     communicator = unreviewed.worker.communicator
     communicator.size = 2
     rows = {}
-    for communicator.rank in (0, 1, 0):  # in the second turn it gets what the other one has sent
+    for rank in (0, 1, 0):  # in the second turn it gets what the other one has sent
+        communicator.rank = RingRank(rank)
         unreviewed.step_failed()
         unreviewed.worker.progress = Progress()
         unreviewed.data.last_reader = None
@@ -385,7 +386,7 @@ def test_the_samples_of_two_ranks_are_those_of_two_passes_of_one(
         batch = next(iter(training.dataset))
         training.step(*batch)
         training.averager.collect(collectives=False)
-        (rows[communicator.rank],) = statistics_of(training).drain()
+        (rows[rank],) = statistics_of(training).drain()
     both = rows[0][3:] + rows[1][3:]
     assert rows[0][:3].tolist() == rows[1][:3].tolist() == [0, 16, 1]
     assert both == pytest.approx(expected[3:], rel=1e-4)

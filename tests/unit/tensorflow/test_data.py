@@ -19,6 +19,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDataset
 
 import hvd_elastic.tensorflow as hvd
+from hvd_elastic.communicator.interface import RingRank
 from hvd_elastic.data import Mixture
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.sharding import Blocks
@@ -77,7 +78,7 @@ def test_a_change_of_the_world_drops_what_was_read_ahead(alone: Context) -> None
     seen = []
     for batch in dataset:
         seen.append(batch.numpy().tolist())
-        communicator.size, communicator.rank = 2, 1  # from now on the second of two
+        communicator.size, communicator.rank = 2, RingRank(1)  # from now on the second of two
         alone.worker.progress.advance(4)
         if len(seen) == 2:
             break

@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_elastic.tensorflow as hvd
+from hvd_elastic.communicator.interface import RingRank
 from hvd_elastic.input.link import Batch, Failed, Want
 from hvd_elastic.input.server import LocalReader
 from hvd_elastic.tensorflow.data import DatasetSource
@@ -109,7 +110,7 @@ def test_a_dataset_gives_seeded_examples_through_a_change_of_the_world(alone: Co
     batches: list[dict[str, Any]] = []
     for batch in dataset:
         batches.append({key: value.numpy() for key, value in batch.items()})
-        communicator.size, communicator.rank = 2, 1  # from now on the second of two
+        communicator.size, communicator.rank = 2, RingRank(1)  # from now on the second of two
     assert [each["index"].tolist() for each in batches] == [[0, 1, 2, 3], [6, 7], [10, 11]]
     # Only now: the thread of the pipeline has used the random numbers of this process until here.
     assert all(same(each, source.make_here(0, each["index"].tolist())) for each in batches)

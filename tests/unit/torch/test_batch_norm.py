@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.interface import RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
@@ -29,7 +30,7 @@ class Threads(LocalCommunicator):
     """One of several ranks that are threads of this process."""
 
     def __init__(self, rank: int, size: int, table: dict[Any, Any], barrier: Any) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size = RingRank(rank), size
         self._table, self._barrier = table, barrier
 
     def gather(self, array: Any, name: str) -> Any:

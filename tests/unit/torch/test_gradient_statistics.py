@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_elastic.communicator.interface import RingRank
 from hvd_elastic.model.goodput import BatchLimits
 from hvd_elastic.model.noise_scale import NoiseTracker
 from hvd_elastic.torch import gradient_buckets, gradient_statistics
@@ -119,7 +120,7 @@ def test_norms_taken_in_buckets_are_those_of_the_gradients(
     rows, model = [], built()
     for rank in range(2):
         alone.worker.communicator = ranks = Alike()
-        ranks.rank = rank
+        ranks.rank = RingRank(rank)
         DistributedOptimizer(torch.optim.SGD(groups(model), lr=1.0), model)
         planner = AdaptivePlanner(BatchLimits(8, 16), examples=64)
         alone.register_data(64, 0, planner)

@@ -16,8 +16,7 @@ from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.torch import gradient_buckets
-from hvd_elastic.torch.finite_check import GradientCheck
-from hvd_elastic.torch.forward_watch import ForwardWatch
+from hvd_elastic.torch.finite_check import ForwardWatch, GradientCheck
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.sink import FileSink
 from hvd_elastic.worker.step import Pass

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_elastic.communicator.interface import RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchLimits
@@ -20,6 +21,7 @@ from hvd_elastic.worker.launch import Mode
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 from hvd_elastic.worker.planning.planner import Planner
 from hvd_elastic.worker.step import Pass, Stage
+from hvd_elastic.worker.worker import RunRank
 
 
 class TwoRanks(LocalCommunicator):
@@ -211,6 +213,28 @@ def test_clipping_what_is_on_its_way_is_refused(
         optimizer.step()
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("step", [0, 8])
+def test_a_gradient_that_is_changed_through_data_is_refused(
+    alone: Context, request: pytest.FixtureRequest, kind: torch.dtype, ranks: int, step: int
+) -> None:
+    """``grad.data`` is a tensor with a version of its own; also at one rank, which may get more."""
+    if ranks == 2:
+        request.getfixturevalue("two")
+    weight = torch.nn.Parameter(torch.ones(3, dtype=kind))
+    optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    alone.worker.progress.step = step
+    hand_out(alone)
+    weight.abs().square().sum().backward()
+    assert weight.grad is not None
+    weight.grad.data.mul_(-1)
+    with pytest.raises(
+        ScriptError, match=r"'parameter.0' was changed .* optimizer.synchronize\(\)"
+    ):
+        optimizer.step()
+
+
 def test_clipping_before_the_average_is_refused_at_one_rank_too(alone: Context) -> None:
     model = linear()
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
@@ -271,7 +295,7 @@ def test_passes_without_averaging_come_before_the_one_that_is_averaged(
 class LeftOut(LocalCommunicator):
     """Of two ranks this is the second; the first leaves the step out, or takes it."""
 
-    rank, size = 1, 2
+    rank, size = RingRank(1), 2
 
     def __init__(self, first: bool) -> None:
         self.first = first
@@ -298,7 +322,7 @@ class Accumulates(LocalCommunicator):
     """One of two ranks; the other one adds up passes without end, or takes each step."""
 
     def __init__(self, rank: int, other: bool) -> None:
-        self.rank, self.size, self.other = rank, 2, other
+        self.rank, self.size, self.other = RingRank(rank), 2, other
         self.checks = 0
 
     def wait(self, handle: Any) -> Any:
@@ -478,7 +502,7 @@ def test_ranks_reduce_the_same_whatever_they_have_trained_before(
     State(model=backbone, head=head, optimizer=optimizer)
     monkeypatch.setattr(State, "sync", lambda *_: alone.worker.progress)
     for learns in (True, False, True, True):
-        alone.membership.synchronize_state(0)  # a generation begins
+        alone.membership.synchronize_state(RunRank(0))  # a generation begins
         backbone.requires_grad_(learns)
         optimizer.zero_grad(set_to_none=to_none)
         hand_out(alone)

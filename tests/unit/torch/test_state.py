@@ -16,6 +16,7 @@ from hvd_elastic.checkpoint.manifests import complete_checkpoint
 from hvd_elastic.checkpoint.shards import ShardInfo
 from hvd_elastic.checkpoint.stream import new_shard
 from hvd_elastic.checkpoint.writer import ShardWriter
+from hvd_elastic.communicator.interface import FIRST, RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import CheckpointError, ScriptError
 from hvd_elastic.torch.checkpoint import load_checkpoint
@@ -40,7 +41,7 @@ class Wire(LocalCommunicator):
     def __init__(
         self, rank: int, said: list[Any] | None = None, *, other_lacks: bool = False
     ) -> None:
-        self.rank = rank
+        self.rank = RingRank(rank)
         self.size = 2
         self.other_lacks = other_lacks
         self.said: list[Any] = [] if said is None else list(said)
@@ -84,8 +85,8 @@ def test_what_was_converted_in_training_is_converted_elsewhere(by: str, tmp_path
     root.optimizer.step()
     if by == "a rank":
         wire = Wire(0, other_lacks=True)
-        root.sync(wire, 0, Progress())
-        newcomer.sync(Wire(1, wire.said), 0, Progress())
+        root.sync(wire, FIRST, Progress())
+        newcomer.sync(Wire(1, wire.said), FIRST, Progress())
     else:
         newcomer.load(saved(root, tmp_path, Progress()), "x")
     for name in ("parameters", "buffers"):
@@ -149,10 +150,10 @@ def test_a_newcomer_takes_everything_bit_for_bit(newcomer_steps: int) -> None:
     root = trained(0, 3, best=0.5, history=[1, 2], table=torch.arange(3))
     wire = Wire(0, other_lacks=True)
     at = Progress(step=7, epoch=1, position=30, examples=130)
-    assert root.sync(wire, 0, at) == at
+    assert root.sync(wire, FIRST, at) == at
     newcomer = trained(1, newcomer_steps, best=0.0, history=[], table=None)
     parameters = list(newcomer.model.parameters())
-    assert newcomer.sync(Wire(1, wire.said), 0, Progress()) == at
+    assert newcomer.sync(Wire(1, wire.said), FIRST, Progress()) == at
     assert everything(newcomer) == everything(root)
     kept = list(newcomer.model.parameters())
     assert all(one is other for one, other in zip(kept, parameters, strict=True))
@@ -175,8 +176,8 @@ def test_optimizer_state_keeps_its_form_on_ranks_that_receive_it() -> None:
         return State(model=model, optimizer=optimizer)
 
     root, newcomer, wire = made(0, steps=True), made(1, steps=False), Wire(0, other_lacks=True)
-    root.sync(wire, 0, Progress())
-    newcomer.sync(Wire(1, wire.said), 0, Progress())
+    root.sync(wire, FIRST, Progress())
+    newcomer.sync(Wire(1, wire.said), FIRST, Progress())
     assert everything(newcomer) == everything(root)
     for parameter, state in newcomer.optimizer.state.items():
         assert state["exp_avg"].dtype is torch.float32
@@ -190,11 +191,11 @@ def test_what_all_ranks_have_does_not_travel() -> None:
     twin.model[1].running_mean.add_(1)
     wire = Wire(0)
     at = Progress(step=3, epoch=0, position=24, examples=24)
-    root.sync(wire, 0, at)
+    root.sync(wire, FIRST, at)
     _header, tensors = wire.said
     buffers = [buffer.shape for buffer in root.model.buffers()]
     assert [tensor.shape for tensor in tensors] == buffers
-    assert twin.sync(Wire(1, wire.said), 0, at, lambda theirs: theirs == at) == at
+    assert twin.sync(Wire(1, wire.said), FIRST, at, lambda theirs: theirs == at) == at
     assert everything(twin) == everything(root)
 
 
@@ -202,9 +203,9 @@ def test_one_rank_that_lacks_the_state_is_enough_to_send_it() -> None:
     root = trained(0, 3)
     wire = Wire(0, other_lacks=True)
     at = Progress(step=3, epoch=0, position=24, examples=24)
-    root.sync(wire, 0, at)
+    root.sync(wire, FIRST, at)
     twin = trained(0, 3)
-    assert twin.sync(Wire(1, wire.said), 0, at, lambda _: False) == at
+    assert twin.sync(Wire(1, wire.said), FIRST, at, lambda _: False) == at
     assert everything(twin) == everything(root)
 
 
@@ -396,8 +397,8 @@ def test_a_newcomer_gets_buffers_of_every_kind() -> None:
     model.bank = torch.cat([model.bank, torch.ones(5, 3)])
     model.late, model.early = torch.ones(3), None
     model.cache = torch.arange(6.0)
-    root.sync(wire, 0, Progress())
-    newcomer.sync(Wire(1, wire.said), 0, Progress())
+    root.sync(wire, FIRST, Progress())
+    newcomer.sync(Wire(1, wire.said), FIRST, Progress())
     assert all_buffers(newcomer) == all_buffers(root)
     assert newcomer.model.cache.tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -466,8 +467,8 @@ def test_what_the_state_takes_first_it_takes_later_and_hands_over(name: str) -> 
     State(value=value)
     root, newcomer, wire = State(value=None), State(value=None), Wire(0)
     root.value = value
-    root.sync(wire, 0, Progress())
-    newcomer.sync(Wire(1, wire.said), 0, Progress())
+    root.sync(wire, FIRST, Progress())
+    newcomer.sync(Wire(1, wire.said), FIRST, Progress())
     assert flat(newcomer.value) == flat(value)
 
 

@@ -64,6 +64,27 @@ for passes in (1, 3):
         reference.step()
     pairs = zip(model.parameters(), plain.parameters())
     said.append(max((mine - theirs).abs().max().item() for mine, theirs in pairs))
+
+# One batch in two passes that the script weights against each other, with one count for both.
+first = sum(shares[:ring.rank])
+own = [slice(at, at + shares[ring.rank]) for at in (first, first + sum(shares))]
+count = sum(int((targets[part] != -100).sum()) for part in own)
+summed = [
+    torch.nn.functional.cross_entropy(model(inputs[part]), targets[part], reduction="sum")
+    for part in own
+]
+optimizer.zero_grad()
+reference.zero_grad()
+ctx.hand_out(Pass(step_examples=2 * sum(shares), weight=weight))
+hvd.step_weight(count)
+with optimizer.no_sync():
+    (summed[0] / max(count, 1)).backward()
+(summed[1] / max(count, 1)).backward()
+optimizer.step()
+loss_of(plain, slice(0, 2 * sum(shares))).backward()
+reference.step()
+pairs = zip(model.parameters(), plain.parameters())
+said.append(max((mine - theirs).abs().max().item() for mine, theirs in pairs))
 """
 
 

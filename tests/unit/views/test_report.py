@@ -17,10 +17,10 @@ from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.run_state import run_row
 from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.run_events import Metrics
-from hvd_elastic.views import points
+from hvd_elastic.views import page
 from hvd_elastic.views.comparison import write_comparison
 from hvd_elastic.views.live_run import LiveRun
-from hvd_elastic.views.points import MAX_POINTS, downsample, summarize_for_plots
+from hvd_elastic.views.page import MAX_POINTS, downsample, summarize_for_plots
 from hvd_elastic.views.report import render_report, write_report
 from tests.unit.records.made_events import summarized, whole
 from tests.unit.records.sample_run import sample_events, sample_folder
@@ -251,7 +251,7 @@ def test_a_run_without_events_is_not_compared(tmp_path: Path) -> None:
 
 
 def test_of_a_long_run_few_points_are_held_with_its_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(points, "KEPT_POINTS", 1000)
+    monkeypatch.setattr(page, "KEPT_POINTS", 1000)
 
     def events() -> Iterator[Metrics]:
         for step in range(1, 100_001):
@@ -262,6 +262,6 @@ def test_of_a_long_run_few_points_are_held_with_its_peaks(monkeypatch: pytest.Mo
     held = summary.series["loss"]
     assert summary.steps == 100_000
     assert summary.duration_s == 99_999
-    assert len(held.values) == len(held.at_s) < 2000 + points._TOGETHER
+    assert len(held.values) == len(held.at_s) < 2000 + page._TOGETHER
     assert max(held.values) == 50.0
     assert held.at_s[-1] == 99_999

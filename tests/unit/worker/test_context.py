@@ -16,7 +16,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
-from hvd_elastic.communicator.interface import GenerationBrokenError
+from hvd_elastic.communicator.interface import GenerationBrokenError, RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.control.progress import Position
 from hvd_elastic.errors import RunError, ScriptError
@@ -157,7 +157,7 @@ def test_a_run_alone_writes_its_metrics_for_tensorboard(
 def test_only_rank_0_computes_the_metrics_of_a_step(rank: int) -> None:
     process = Context(Mode.ALONE, TorchFrontend())
     process.worker.communicator = LocalCommunicator()
-    process.worker.communicator.rank = rank
+    process.worker.communicator.rank = RingRank(rank)
     asked: list[int] = []
 
     def planned() -> dict[str, Any]:
@@ -424,16 +424,11 @@ def test_what_fails_in_the_middle_of_an_epoch_is_explained(
 ANY: Any = hvd  # mypy knows that these calls are wrong
 
 
-@pytest.mark.parametrize("name", ["broadcast_parameters", "Sum", "local_size", "barrier"])
+@pytest.mark.parametrize("name", ["broadcast_parameters", "Sum", "local_size", "elastic"])
 def test_a_name_of_horovod_that_is_missing_says_what_to_use(name: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}': .*docs/migration.md"):
         getattr(hvd, name)
     assert not hasattr(hvd, "no_such_name")
-
-
-def test_horovods_elastic_module_says_what_to_use() -> None:
-    with pytest.raises(AttributeError, match=r"'TorchState': hvd.run, hvd.State and "):
-        _ = ANY.elastic.TorchState
 
 
 NET = torch.nn.Linear(2, 1)

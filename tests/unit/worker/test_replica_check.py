@@ -13,7 +13,7 @@ import torch
 
 from hvd_elastic.communicator.interface import END_NAME
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.trained_sums import trained_sums
+from hvd_elastic.torch.state import trained_sums
 from hvd_elastic.worker.checks.replica_check import ReplicaCheck
 from hvd_elastic.worker.progress import Progress
 from hvd_elastic.worker.worker import Worker

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.communicator.interface import RingRank
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.goodput import BatchPlan
@@ -35,7 +36,7 @@ class OneOf(LocalCommunicator):
     """One rank of several; the parts of the others in an average of gradients are zero."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size = RingRank(rank), size
 
     def reduce_async(self, tensor: torch.Tensor, name: str, *, sent_as: str = "") -> Any:
         if name == "hvd_elastic.change":  # all say the same

@@ -19,8 +19,7 @@ import psutil
 import pytest
 
 from hvd_elastic.engines.dialled.fixed_ranks import MOST_RESTARTS
-from hvd_elastic.engines.dialled.host_process import HostProcess
-from hvd_elastic.engines.dialled.hosts import DialledHosts
+from hvd_elastic.engines.dialled.hosts import DialledHosts, HostProcess
 from hvd_elastic.engines.dialled.task import Task
 from hvd_elastic.engines.dialled.training import Sizes, on_this_machine, train
 from hvd_elastic.errors import RunError, UsageError

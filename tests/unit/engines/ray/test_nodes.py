@@ -76,14 +76,14 @@ def test_end_ends_the_processes_of_one_cluster_with_their_children(tmp_path: Pat
         child = descendants([ours.pid])[0]
         request: dict[str, Any] = {"cluster": "one", "folder": str(tmp_path / "one")}
         (tmp_path / "one").mkdir()
-        assert ray_node.look({**request, "is_head": True})["state"] == "broken"
-        ended = ray_node.end(request)
+        assert ray_node.describe_node({**request, "is_head": True})["state"] == "broken"
+        ended = ray_node.end_cluster(request)
         assert ended == {"ended": 2, "left": []}
         assert not read(child.pid, "environ")
         assert not (tmp_path / "one").exists()
         assert other.poll() is None
         assert unmarked.poll() is None
-        assert ray_node.look({**request, "is_head": True})["state"] == "down"
+        assert ray_node.describe_node({**request, "is_head": True})["state"] == "down"
     finally:
         for process in (ours, other, unmarked):
             for each in descendants([process.pid]):

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.engines.slurm.allocation import has_ended, own_allocation, slots_of_nodes
-from hvd_elastic.engines.slurm.commands import call
+from hvd_elastic.engines.slurm.allocation import call, has_ended, own_allocation, slots_of_nodes
 from hvd_elastic.engines.slurm.engine import srun_command
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.hosts.hostfile import Host

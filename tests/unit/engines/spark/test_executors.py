@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.engines.dialled.host_process import HostProcess
-from hvd_elastic.engines.dialled.hosts import DialledHosts
+from hvd_elastic.engines.dialled.hosts import DialledHosts, HostProcess
 from hvd_elastic.engines.spark import executors
 from hvd_elastic.engines.spark.executors import Executors, Request
 from hvd_elastic.errors import RunError

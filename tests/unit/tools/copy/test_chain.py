@@ -12,7 +12,7 @@ MB = 1_000_000
 def chain_of(*names: str) -> Chain:
     chain = Chain("leader")
     for name in names:
-        chain.add(name, 0.0)
+        chain.add_node(name, 0.0)
     return chain
 
 
@@ -35,8 +35,8 @@ def test_who_needs_nothing_is_not_fed_but_feeds():
 
 def test_shares_come_from_the_source():
     chain = Chain("leader", spread=True)
-    chain.add("a", 0.0)
-    chain.add("b", 0.0)
+    chain.add_node("a", 0.0)
+    chain.add_node("b", 0.0)
     assert chain.links() == {"a": "leader", "b": "leader"}
 
 
@@ -92,7 +92,7 @@ def test_a_slow_node_goes_to_the_end_once_if_it_holds_anybody_up(followers: tupl
     assert chain.order == ["a", "c", "b"]
     assert chain.verdicts(3.75) == []
     # It is no newcomer's feeder.
-    chain.add("late", 3.75)
+    chain.add_node("late", 3.75)
     assert chain.links()["late"] == "c"
 
 
@@ -147,10 +147,10 @@ def test_who_cannot_be_reached_by_one_is_fed_by_another():
     # By two: it is apart from all, and feeds nobody.
     stall_unsent(chain, "c")
     assert chain.links() == {"a": "leader", "b": "a", "c": "leader"}
-    chain.add("d", 0.0)
+    chain.add_node("d", 0.0)
     assert chain.links()["d"] == "b"
     chain.remove("c")
-    chain.add("c", 0.0)
+    chain.add_node("c", 0.0)
     assert chain.links()["c"] == "d"
 
 
@@ -175,7 +175,7 @@ def test_whom_the_leader_cannot_reach_is_fed_by_the_last():
 def test_without_a_source_the_last_feeds_the_first():
     chain = Chain(None)
     for name in "abc":
-        chain.add(name, 0.0)
+        chain.add_node(name, 0.0)
     assert chain.links() == {"a": "c", "b": "a", "c": "b"}
     chain.move("a", Why.STALLED)
     assert chain.links() == {"b": "c", "a": "b", "c": "a"}

@@ -16,20 +16,20 @@ HOSTS = ["a", "b", "c"]
 
 def shares(count: int = 9, hosts: list[str] = HOSTS) -> Shares:
     shares = Shares(count)
-    shares.begin(hosts)
+    shares.assign_all(hosts)
     return shares
 
 
 def test_what_a_host_fetches_does_not_depend_on_what_is_there_already() -> None:
-    assert Shares(6).begin(["a", "b"]) == {"a": [0, 2, 4], "b": [1, 3, 5]}
+    assert Shares(6).assign_all(["a", "b"]) == {"a": [0, 2, 4], "b": [1, 3, 5]}
     some = Shares(6)
     some.owners.update({0: "a", 1: "a", 5: "b"})
-    assert some.begin(["a", "b"]) == {"a": [2, 4], "b": [3]}
+    assert some.assign_all(["a", "b"]) == {"a": [2, 4], "b": [3]}
     some.disown("a")
     assert some.owners == {5: "b"}
     everything = Shares(2)
     everything.owners.update({0: "a", 1: "b"})
-    assert everything.begin(["a", "b"]) == {}
+    assert everything.assign_all(["a", "b"]) == {}
     assert everything.finished
 
 

@@ -55,7 +55,7 @@ def test_no_character_of_a_long_output_is_cut(character: str, before: int) -> No
     texts: list[str] = []
     capture = Capture(LONGEST_LINE_BYTES, texts.append)
     for at in range(0, len(text.encode()), 50_000):
-        capture.take(text.encode()[at : at + 50_000])
+        capture.take_piece(text.encode()[at : at + 50_000])
     capture.finish()
     assert "".join(texts) == text
     assert text.startswith(capture.kept.decode())

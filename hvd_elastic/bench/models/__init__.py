@@ -1,1 +1,0 @@
-"""Models of benchmarks and recipes, in plain PyTorch without torchvision or transformers."""

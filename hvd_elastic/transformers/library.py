@@ -1,0 +1,46 @@
+"""What has to hold before Hugging Face's libraries are imported: their releases, and one GPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from hvd_elastic.errors import ScriptError
+from hvd_elastic.frameworks import (
+    TRANSFORMERS_REQUIREMENTS,
+    install_command,
+    version_of,
+    why_no_transformers,
+)
+from hvd_elastic.worker import launch
+
+
+def check_versions() -> None:
+    """Raise ScriptError if a library is missing, or of a release whose Trainer is not known."""
+    why = why_no_transformers(version_of("transformers"), version_of("accelerate"))
+    if why is not None:
+        raise ScriptError(f"{why}; run: {install_command(*TRANSFORMERS_REQUIREMENTS)}")
+
+
+def see_own_gpu() -> None:
+    """Have this process see the GPU of its slot alone, since Trainer uses all that it sees.
+
+    Raises:
+        ScriptError: the GPUs are in use already.
+    """
+    if not torch.cuda.is_available() or torch.cuda.device_count() == 1:
+        return
+    if torch.cuda.is_initialized():
+        raise ScriptError(
+            "hvd_elastic.transformers is imported after the script has used a GPU. A worker has "
+            "one, and Trainer would spread its model over all "
+            f"{torch.cuda.device_count()} of this host: import it at the beginning of the script"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = (
+        visible.split(",") if visible else [str(each) for each in range(torch.cuda.device_count())]
+    )
+    slot = launch.local_rank()
+    if slot < len(devices):  # else hvd.init() says that the slot has none
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[slot].strip()

@@ -1,0 +1,45 @@
+"""What scripts of trainers write at their end, alone and on ranks that change."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.paths import ROOT, WORKER_PYTHONPATH
+
+SCRIPTS = ROOT / "tests" / "trainers" / "scripts"
+WAIT_S = 400.0
+
+
+def alone(folder: Path, script: Path, *words: str, **environment: str) -> Any:
+    """Train with one process, without a launcher; return what the script has written."""
+    folder.mkdir(exist_ok=True)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HVD_", "HOROVOD_"))}
+    kept |= {"PYTHONPATH": WORKER_PYTHONPATH, "OMP_NUM_THREADS": "1"} | environment
+    subprocess.run([sys.executable, str(script), str(folder), *words], env=kept, check=True)
+    return outcome(folder)
+
+
+def outcome(folder: Path) -> Any:
+    return json.loads((folder / "end.json").read_text())
+
+
+def differences(found: Any, expected: Any, place: str = "", within: float = 1e-8) -> list[str]:
+    """Where two outcomes differ by more than rounding."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), place
+        pairs = [(found[key], expected[key], f"{place}/{key}") for key in expected]
+    elif isinstance(expected, list):
+        if len(found) != len(expected):
+            return [f"{place}: {len(found)} entries, not {len(expected)}"]
+        pairs = [(*pair, place) for pair in zip(found, expected, strict=True)]
+    else:
+        same = found == pytest.approx(expected, abs=within, nan_ok=True)
+        return [] if same else [f"{place}: {found}, not {expected}"]
+    return [each for pair in pairs for each in differences(*pair, within)]
