@@ -88,7 +88,7 @@ class Sums:
                     if _adds(metric, state):
                         yield f"own.{name}", metric, state
 
-    def begin(self) -> None:
+    def begin_sum(self) -> None:
         """Begin to add up what this rank has added since the last time; once a step."""
         communicator, states = (
             context.current().worker.communicator,
@@ -109,8 +109,8 @@ class Sums:
             handle = communicator.sum_async(torch.cat(rows), _NAME)
         self._begun = states, handle
 
-    def end(self) -> None:
-        """Wait for :meth:`begin`, and take over the sums of all ranks."""
+    def finish_sum(self) -> None:
+        """Wait for :meth:`begin_sum`, and take over the sums of all ranks."""
         if self._begun is None:
             return
         (states, handle), self._begun = self._begun, None
@@ -137,8 +137,8 @@ class Sums:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Have metrics of the training batches hold what all ranks have, in this block."""
-        self.begin()
-        self.end()
+        self.begin_sum()
+        self.finish_sum()
         kinds = {
             name: [state for state in each._defaults if not _adds(each, state)]
             for name, each in self._own.items()

@@ -25,7 +25,7 @@ def replay(events: Iterable[ReadEvent]) -> Evidence:
     """
     replaying = Replay()
     for event in events:
-        replaying.add(event)
+        replaying.add_event(event)
     evidence = replaying.evidence
     evidence.formed([])
     evidence.news = False
@@ -39,7 +39,7 @@ class Replay:
         self.evidence = Evidence()
         self._begun: RescaleStarted | None = None
 
-    def add(self, event: ReadEvent) -> None:
+    def add_event(self, event: ReadEvent) -> None:
         """Take measurements from an event."""
         begun = self._begun
         match event:
@@ -55,4 +55,4 @@ class Replay:
                 self.evidence.formed([host for host, number in ranks for _ in range(number)])
             case Input():
                 return  # of the run's past: it waits for other things by now
-        self.evidence.note(event)
+        self.evidence.note_event(event)
