@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from hvd_elastic.install.prerequisites import (  # noqa: E402
     Prerequisite,
     Purpose,
     apt_command,
+    check_build_space,
     has_apt,
     missing,
     pip_arguments,
@@ -240,7 +242,10 @@ def main(argv: list[str] | None = None) -> int:
         with lock_held(venv / ".lock", lambda: _say_waiting(venv)):
             log.unlink(missing_ok=True)
             check_folders()
-            ensure_system_packages(log, wanted, arguments.horovod and may_build())
+            builds = arguments.horovod and may_build()
+            if builds:
+                check_build_space(Path(tempfile.gettempdir()))
+            ensure_system_packages(log, wanted, builds)
             python = ensure_venv(venv, log)
             frameworks = {"torch": arguments.torch, "tensorflow": arguments.tensorflow}
             install_packages(python, venv, frameworks, arguments.extras, log)

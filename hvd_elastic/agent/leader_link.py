@@ -13,8 +13,9 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import replace
 from typing import IO, Any
+
+from msgspec.structs import replace
 
 from hvd_elastic.control.commands import Announce, Member
 from hvd_elastic.control.events import FoundWorker
@@ -212,7 +213,7 @@ class UnacknowledgedLog:
 
     def _change(self, worker: str, **fields: object) -> None:
         if worker in self._workers:
-            self._workers[worker] = replace(self._workers[worker], **fields)  # type: ignore[arg-type]
+            self._workers[worker] = replace(self._workers[worker], **fields)
 
     def _apply(self, message: msg.AgentToLeader) -> None:
         match message:

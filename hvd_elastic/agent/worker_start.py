@@ -1,22 +1,15 @@
-"""Starts the processes of a run on a host, and makes the folder for their temporary files."""
+"""Starts the processes of a run on a host; the template imports it, so it needs Python alone."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import platformdirs
-
-from hvd_elastic.own_files import make_private, who_else_writes
 
 OWN_VARIABLES = ("HVD_ELASTIC_LOCAL_RANK", "HVD_ELASTIC_WORKER")
 """Variables in which the workers of a host differ; the last ones of their environment."""
@@ -149,42 +142,3 @@ def start_process(
     )
     process.returncode = 0  # so that subprocess does not reap it before the caller
     return process.pid
-
-
-def make_scratch(run_id: str, host: str, environment: Mapping[str, str]) -> Path:
-    """Create the folder inside ``TMPDIR`` of ``environment`` if that is writable, or else of ours.
-
-    Folders that killed agents of the same run and host left are removed.
-    """
-    base = _base(environment)
-    # A hash is short, since a socket's path may have at most 107 characters and names can be long.
-    prefix = f"hvd-{hashlib.sha256(f'{run_id}/{host}'.encode()).hexdigest()[:12]}-"
-    for old in base.glob(f"{prefix}*"):
-        shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-
-
-def compiler_cache(scratch: Path) -> tuple[Path, str]:
-    """Return the folder in which PyTorch keeps compiled code, and why it is not that of later runs.
-
-    It runs what it finds there, so it is a folder below the user's cache that nobody else can write
-    to; where that is not so (then the reason is not ""), or cannot be, it is inside ``scratch``.
-    """
-    # One for each host, since compiled code is for one kind of processor and hosts may share it.
-    name = f"torchinductor-{socket.gethostname()}"
-    cache = Path(platformdirs.user_cache_dir("hvd_elastic"))
-    try:
-        if not cache.is_absolute():  # a user without a home folder, as in some containers
-            return scratch / name, ""
-        folder = make_private(cache / name)
-        why = who_else_writes(folder)
-    except OSError:  # such as a home folder that is read-only
-        return scratch / name, ""
-    return (scratch / name, why) if why else (folder, "")
-
-
-def _base(environment: Mapping[str, str]) -> Path:
-    wanted = environment.get("TMPDIR")
-    if wanted and os.access(wanted, os.W_OK | os.X_OK):
-        return Path(wanted)
-    return Path(tempfile.gettempdir())

@@ -16,8 +16,14 @@ from typing import Any
 
 from hvd_elastic.agent.leader_link import read_line
 from hvd_elastic.agent.template.template import Template
-from hvd_elastic.agent.worker import Liveness, Worker, without_early_messages
-from hvd_elastic.agent.worker_start import WorkerStart, compiler_cache, make_scratch
+from hvd_elastic.agent.worker import (
+    Liveness,
+    Worker,
+    compiler_cache,
+    make_scratch,
+    without_early_messages,
+)
+from hvd_elastic.agent.worker_start import WorkerStart
 from hvd_elastic.control.commands import Member
 from hvd_elastic.programs.cores import usable_cores
 from hvd_elastic.programs.peers import peer_uid

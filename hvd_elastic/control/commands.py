@@ -1,31 +1,28 @@
-"""Commands that the machine returns, one frozen dataclass each.
+"""Commands that the machine returns, one frozen type each.
 
 A command is a request; its outcome is reported back to the machine as an event.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from hvd_elastic.run_events import Event, Status
 
 
-@dataclass(frozen=True)
-class StartAgent:
+class StartAgent(msgspec.Struct, frozen=True):
     """Open the connection to ``host`` and start its agent."""
 
     host: str
 
 
-@dataclass(frozen=True)
-class StopAgent:
+class StopAgent(msgspec.Struct, frozen=True):
     """End the agent of ``host``, which has no workers left."""
 
     host: str
 
 
-@dataclass(frozen=True)
-class StartWorker:
+class StartWorker(msgspec.Struct, frozen=True):
     """Start a worker named ``worker`` in a slot; it waits as a standby once it is warm."""
 
     worker: str
@@ -33,16 +30,14 @@ class StartWorker:
     slot: int
 
 
-@dataclass(frozen=True)
-class KillWorker:
+class KillWorker(msgspec.Struct, frozen=True):
     """Kill a worker's process; its exit is reported as an event."""
 
     worker: str
     reason: str
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """One worker's place in a generation; ranks and sizes are those of Horovod."""
 
     worker: str
@@ -55,8 +50,7 @@ class Member:
     cross_size: int
 
 
-@dataclass(frozen=True)
-class Announce:
+class Announce(msgspec.Struct, frozen=True):
     """Announce a new generation to its members.
 
     Args:
@@ -75,29 +69,25 @@ class Announce:
     reason: str
 
 
-@dataclass(frozen=True)
-class Leave:
+class Leave(msgspec.Struct, frozen=True):
     """Ask a worker to leave: a member at its next step boundary, a waiting one at once."""
 
     worker: str
 
 
-@dataclass(frozen=True)
-class Hold:
+class Hold(msgspec.Struct, frozen=True):
     """Ask a member to stop at its next step boundary, keep its state and wait."""
 
     worker: str
 
 
-@dataclass(frozen=True)
-class SaveState:
+class SaveState(msgspec.Struct, frozen=True):
     """Ask a worker to write a checkpoint as soon as it can, because its host will be lost."""
 
     worker: str
 
 
-@dataclass(frozen=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True):
     """Abort ``generation`` and every earlier one that has not ended on all workers.
 
     Workers that are blocked in its collectives give up; members of a later one are not affected.
@@ -107,15 +97,13 @@ class Abort:
     reason: str
 
 
-@dataclass(frozen=True)
-class Emit:
+class Emit(msgspec.Struct, frozen=True):
     """Record one event in events.jsonl."""
 
     event: Event
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """End the run with ``succeeded``, ``failed`` or ``stopped``; always the last command."""
 
     status: Status

@@ -1,4 +1,4 @@
-"""Events that the machine handles: facts about the past, one frozen dataclass each.
+"""Events that the machine handles: facts about the past, one frozen type each.
 
 A *worker* is a process with a unique name, ``host:slot.incarnation``; a *slot* is a place for one,
 ``(host, index)``. Events carry no time: the caller passes it to
@@ -7,29 +7,26 @@ A *worker* is a process with a unique name, ``host:slot.incarnation``; a *slot* 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from hvd_elastic.control.commands import Member
 from hvd_elastic.run_events import Status
 
 
-@dataclass(frozen=True)
-class HostSlots:
+class HostSlots(msgspec.Struct, frozen=True):
     """A host of the hostfile and the number of workers it may hold."""
 
     name: str
     slots: int
 
 
-@dataclass(frozen=True)
-class HostsChanged:
+class HostsChanged(msgspec.Struct, frozen=True):
     """The hostfile was read; it has these hosts, in this order."""
 
     hosts: tuple[HostSlots, ...]
 
 
-@dataclass(frozen=True)
-class HostDraining:
+class HostDraining(msgspec.Struct, frozen=True):
     """A host will be lost or has to be vacated, so no worker is started on it any more.
 
     Args:
@@ -46,22 +43,19 @@ class HostDraining:
     asked: bool = False
 
 
-@dataclass(frozen=True)
-class HostReturned:
+class HostReturned(msgspec.Struct, frozen=True):
     """A host that was drained may be used again."""
 
     host: str
 
 
-@dataclass(frozen=True)
-class StateSaved:
+class StateSaved(msgspec.Struct, frozen=True):
     """The leader has stored a complete checkpoint of the state after ``step`` steps."""
 
     step: int
 
 
-@dataclass(frozen=True)
-class TargetChanged:
+class TargetChanged(msgspec.Struct, frozen=True):
     """The user or the policy requested another number of workers.
 
     Args:
@@ -73,15 +67,13 @@ class TargetChanged:
     slots: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True)
-class AgentReady:
+class AgentReady(msgspec.Struct, frozen=True):
     """The agent of ``host`` answers and can start workers."""
 
     host: str
 
 
-@dataclass(frozen=True)
-class AgentFailed:
+class AgentFailed(msgspec.Struct, frozen=True):
     """The agent of ``host`` could not be started.
 
     Args:
@@ -98,8 +90,7 @@ class AgentFailed:
     brief: str = "cannot be used"
 
 
-@dataclass(frozen=True)
-class AgentLost:
+class AgentLost(msgspec.Struct, frozen=True):
     """A running agent ended or fell silent without being asked to stop.
 
     All workers of its host are lost to the run. ``silent_s``: silence [s]; None: its connection
@@ -111,8 +102,7 @@ class AgentLost:
     silent_s: float | None = None
 
 
-@dataclass(frozen=True)
-class FoundWorker:
+class FoundWorker(msgspec.Struct, frozen=True):
     """A worker found at a takeover, as the earlier leader knew it.
 
     Args:
@@ -140,8 +130,7 @@ class FoundWorker:
     killed: str = ""
 
 
-@dataclass(frozen=True)
-class RunTakenOver:
+class RunTakenOver(msgspec.Struct, frozen=True):
     """A leader took over a run; always its first event.
 
     Args:
@@ -162,16 +151,14 @@ class RunTakenOver:
     workers: tuple[FoundWorker, ...] = ()
 
 
-@dataclass(frozen=True)
-class WorkerReady:
+class WorkerReady(msgspec.Struct, frozen=True):
     """A worker is warm: its script is imported, its model built, and it waits to join."""
 
     worker: str
     warm_s: float
 
 
-@dataclass(frozen=True)
-class WorkerExited:
+class WorkerExited(msgspec.Struct, frozen=True):
     """A worker's process ended, with exit status ``code`` or by ``signal``.
 
     ``out_of_memory``: the signal was sent by the kernel for lack of memory.
@@ -183,16 +170,14 @@ class WorkerExited:
     out_of_memory: bool = False
 
 
-@dataclass(frozen=True)
-class WorkerJoined:
+class WorkerJoined(msgspec.Struct, frozen=True):
     """A member has its communicator and the synchronized state of ``generation``."""
 
     worker: str
     generation: int
 
 
-@dataclass(frozen=True)
-class WorkerBroken:
+class WorkerBroken(msgspec.Struct, frozen=True):
     """A collective or the rendezvous of a member failed; it waits for the next announcement.
 
     Every member of an aborted generation sends this or WorkerHeld, or ends; even a member that had
@@ -212,8 +197,7 @@ class WorkerBroken:
     state: int = 0
 
 
-@dataclass(frozen=True)
-class WorkerHeld:
+class WorkerHeld(msgspec.Struct, frozen=True):
     """A member stopped at a step boundary after a Hold and keeps its state."""
 
     worker: str
@@ -222,16 +206,14 @@ class WorkerHeld:
     state: int = 0
 
 
-@dataclass(frozen=True)
-class WorkerSilent:
+class WorkerSilent(msgspec.Struct, frozen=True):
     """A worker's process exists but is frozen or stuck; ``cause``: text for the log."""
 
     worker: str
     cause: str
 
 
-@dataclass(frozen=True)
-class GenerationStuck:
+class GenerationStuck(msgspec.Struct, frozen=True):
     """All members of ``generation`` wait for each other; ``cause``: text for the log.
 
     ``by_script``: they wait in different collectives, so another generation would not help.
@@ -242,31 +224,27 @@ class GenerationStuck:
     by_script: bool = False
 
 
-@dataclass(frozen=True)
-class WorkerFinished:
+class WorkerFinished(msgspec.Struct, frozen=True):
     """A member's training function returned."""
 
     worker: str
 
 
-@dataclass(frozen=True)
-class ScriptFailed:
+class ScriptFailed(msgspec.Struct, frozen=True):
     """The training script raised an exception; the worker's process is about to end."""
 
     worker: str
     traceback: str
 
 
-@dataclass(frozen=True)
-class StopRequested:
+class StopRequested(msgspec.Struct, frozen=True):
     """The end of the run was requested; ``status`` is the result it should end with."""
 
     reason: str
     status: Status = "stopped"
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """A deadline of the machine has passed."""
 
 

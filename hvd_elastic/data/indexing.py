@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -366,41 +366,28 @@ def _merged(
     before: _Earlier,
 ) -> Index:
     """Return the index of all shards."""
-    shards = [each.shard for each in found]
-    made_from: dict[str, Any] = {}
-    named, given = "are named", labels_from is not None
-    if before.written is not None:
-        if not classes:
-            classes = before.written.classes
-            named = f"are in the {INDEX} that is there; give --classes, or remove it"
-        if labels_from is None and before.written.labels_given:
-            labels_from, given = before.written.labels_from, True
-        elif before.entries and labels_from is None and before.written.labels_from == 0:
-            labels_from = 0  # which a label said that is in no shard any more
-        if _digests(before.written.shards) == _digests(shards):
-            made_from = before.written.made_from
-    if not any(shard.examples for shard in shards) and any(shard.left_out for shard in shards):
-        names = ", ".join(sorted({name for shard in shards for name in shard.left_out})[:3])
+    shards, earlier = [each.shard for each in found], before.written
+    left_out = sorted({name for shard in shards for name in shard.left_out})
+    if left_out and not any(shard.examples for shard in shards):
         raise DataError(
-            f"{source} holds no example: none of the members ({names}, …) is named KEY.FIELD, such "
-            "as 0001.jpg"
+            f"{source} holds no example: none of the members ({', '.join(left_out[:3])}, …) is "
+            "named KEY.FIELD, such as 0001.jpg"
         )
     kinds: dict[str, str] = {}
     for each in found:
         add_kinds(kinds, each.kinds, f"{source}/{each.shard.name}")
     fields = dict.fromkeys(name for shard in shards for name in shard.fields)
     ordered = in_order(layout, tuple(fields))
-    from_0 = layout == "tfrecord" and (
-        kinds.get("cls") == FROM_0 or any(each.labels and each.labels[0][0] < 0 for each in found)
-    )
-    first = labels_from if labels_from is not None and layout == "tfrecord" else 1 - from_0
-    for each in found if classes else ():
-        for label, key in each.labels or ((-1, ""),) * bool(each.shard.examples):
-            if not 0 <= label + 1 - first < len(classes):
-                raise DataError(
-                    f"{source}/{each.shard.name}: example {key!r} has label {label + 1 - first}, "
-                    f"and {len(classes)} classes {named}"
-                )
+    first, given = _first_class(layout, found, kinds, labels_from, before)
+    named = "are named"
+    if earlier is not None and not classes:
+        classes = earlier.classes
+        named = f"are in the {INDEX} that is there; give --classes, or remove it"
+    if classes:
+        _require_classes(source, found, first, len(classes), named)
+    made_from: dict[str, Any] = {}
+    if earlier is not None and _digests(earlier.shards) == _digests(shards):
+        made_from = earlier.made_from
     return Index(
         layout,
         ordered,
@@ -415,6 +402,40 @@ def _merged(
         given,
         before.head.source,
     )
+
+
+def _first_class(
+    layout: str,
+    found: Sequence[Found],
+    kinds: Mapping[str, str],
+    labels_from: int | None,
+    before: _Earlier,
+) -> tuple[int, bool]:
+    """Return the number of the first class, and whether an option has set it, now or before."""
+    earlier = before.written
+    if labels_from is None and earlier is not None and earlier.labels_given:
+        labels_from = earlier.labels_from
+    if layout != "tfrecord" or labels_from is not None:
+        return 1 if labels_from is None else labels_from, labels_from is not None
+    # An earlier index may know of a label 0 that is in no shard any more.
+    was_0 = earlier is not None and bool(before.entries) and earlier.labels_from == 0
+    is_0 = kinds.get("cls") == FROM_0 or any(
+        each.labels and each.labels[0][0] < 0 for each in found
+    )
+    return 0 if was_0 or is_0 else 1, False
+
+
+def _require_classes(
+    source: Path | RemoteFolder, found: Sequence[Found], first: int, classes: int, named: str
+) -> None:
+    """Raise DataError if an example has a label without a name; ``named``: where names are from."""
+    for each in found:
+        for label, key in each.labels or ((-1, ""),) * bool(each.shard.examples):
+            if not 0 <= label + 1 - first < classes:
+                raise DataError(
+                    f"{source}/{each.shard.name}: example {key!r} has label {label + 1 - first}, "
+                    f"and {classes} classes {named}"
+                )
 
 
 def _digests(shards: Sequence[Shard]) -> list[tuple[str, str]]:

@@ -27,7 +27,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvd_elastic.errors import BuildError
-from hvd_elastic.formatting import bytes_words
 from hvd_elastic.frameworks import (
     TENSORFLOW_REQUIREMENTS,
     TORCH_REQUIREMENT,
@@ -58,6 +57,7 @@ from hvd_elastic.install.prerequisites import (
     SYSTEM_FOLDERS,
     Purpose,
     apt_command,
+    check_build_space,
     has_apt,
     missing,
     pip_arguments,
@@ -69,8 +69,7 @@ from hvd_elastic.records.process_lock import lock_held
 
 PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")
 
-# Disk space for a build, and memory for each compiler, with a margin.
-BUILD_SPACE_BYTES = 1_500_000_000
+# Memory for each compiler, with a margin.
 MEMORY_PER_JOB_BYTES = 1_600_000_000
 
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
@@ -233,12 +232,7 @@ def check_machine(inputs: BuildInputs, folder: Path) -> None:
         names = ", ".join(item.name for item in lacking)
         mend = apt_command(lacking) if has_apt() else "install them with your package manager"
         raise BuildError(f"Horovod cannot be built without {names}; run: {mend}")
-    free = shutil.disk_usage(folder).free
-    if free < BUILD_SPACE_BYTES:
-        raise BuildError(
-            f"{folder} has {bytes_words(free)} free, the build needs "
-            f"{bytes_words(BUILD_SPACE_BYTES)}; free some, or name another folder in TMPDIR"
-        )
+    check_build_space(folder)
 
 
 def _check_cuda(cuda: str, nccl: str | None) -> None:

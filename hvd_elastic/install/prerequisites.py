@@ -17,6 +17,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from hvd_elastic.errors import BuildError
+from hvd_elastic.formatting import bytes_words
+
+BUILD_SPACE_BYTES = 1_500_000_000
+"""Disk space for a build of Horovod, with a margin."""
 SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/usr/bin", "/bin")
 """Where programs are looked for behind PATH, also by Horovod's build."""
 
@@ -182,3 +187,13 @@ def pip_arguments(names: Iterable[str], folder: Path) -> list[str]:
 
 def _requirements() -> list[re.Match[str]]:
     return list(_REQUIREMENT.finditer(_PINNED.read_text(encoding="utf-8")))
+
+
+def check_build_space(folder: Path) -> None:
+    """Raise BuildError if Horovod cannot be built in a folder for lack of disk space."""
+    free = shutil.disk_usage(folder).free
+    if free < BUILD_SPACE_BYTES:
+        raise BuildError(
+            f"{folder} has {bytes_words(free)} free, the build needs "
+            f"{bytes_words(BUILD_SPACE_BYTES)}; free some, or name another folder in TMPDIR"
+        )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from hvd_elastic.checkpoint.sender import Brought
 from hvd_elastic.control import commands as cmd

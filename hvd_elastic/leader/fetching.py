@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from hvd_elastic.checkpoint.checkpoint_collector import CheckpointCollector
 from hvd_elastic.checkpoint.collector import Callbacks, Collector

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ class _Total(NamedTuple):
 _NOTHING = _Total(0.0, 0.0)
 
 
-class Accumulator(Mapping[str, float], ABC):
+class Accumulator(Mapping[str, float]):
     """Sums numbers by name: on each rank with :meth:`add`, over all with :meth:`synchronize`.
 
     For the losses and hits of an epoch::
@@ -91,7 +90,7 @@ class Accumulator(Mapping[str, float], ABC):
             values: the numbers by name.
         """
         for name, value in values.items():
-            number = self._element(name, value)
+            number = context.current().worker.frontend.element(name, value)
             if number is None:
                 try:
                     number = float(value)
@@ -102,22 +101,6 @@ class Accumulator(Mapping[str, float], ABC):
                     ) from None
             count = self._examples_of_pass(name) if examples is None else examples
             self._own[name] = self._own.get(name, _NOTHING).plus(number, count)
-
-    @staticmethod
-    @abstractmethod
-    def _element(name: str, value: Any) -> Any:
-        """Return a tensor's one element as a float64 on its device; None: it is no tensor.
-
-        Raises:
-            ScriptError: it has more elements, or is no number; names it.
-        """
-
-    @staticmethod
-    def _refuse(name: str, value: Any) -> None:
-        raise ScriptError(
-            f"Accumulator.add({name}=...): a tensor of shape {tuple(value.shape)} and type "
-            f"{value.dtype} is no number; give its sum"
-        )
 
     def _examples_of_pass(self, name: str) -> int:
         ctx = context.current()

@@ -63,5 +63,4 @@ def step_weight(count: Any) -> None:
     if step.counts is None:
         step.counts = PassCounts(worker.communicator)
     step.counts.set_count(own, len(step.passes), is_last=not step.in_no_sync)
-    for averager in worker.averagers:
-        averager.weighed()
+    worker.averagers.prepare()

@@ -39,6 +39,7 @@ refuse_triton_after_tensorflow()
 
 import tensorflow as tf
 
+from hvd_elastic.script.accumulator import Accumulator
 from hvd_elastic.script.collectives import allgather, allreduce
 from hvd_elastic.script.evaluation import evaluate
 from hvd_elastic.script.export import export
@@ -48,7 +49,6 @@ from hvd_elastic.script.ranks import local_rank, rank, report, size
 from hvd_elastic.script.run import epochs, run, steps, stop
 from hvd_elastic.script.saving import save
 from hvd_elastic.script.step_weight import step_weight
-from hvd_elastic.tensorflow.accumulator import Accumulator
 from hvd_elastic.tensorflow.data import dataset
 from hvd_elastic.tensorflow.frontend import TensorFlowFrontend, let_two_operations_run
 from hvd_elastic.tensorflow.metrics import metric_results

@@ -23,9 +23,15 @@ from hvd_elastic.tensorflow.losses import losses_watched
 from hvd_elastic.tensorflow.optimizer import averager_of, tape_averager
 from hvd_elastic.tensorflow.saving import exported, load_model, write_object
 from hvd_elastic.tensorflow.state import State
-from hvd_elastic.tensorflow.variables import LiveVariable, keep_values, trainable_of, variables_of
+from hvd_elastic.tensorflow.variables import (
+    VARIABLES,
+    LiveVariable,
+    keep_values,
+    trainable_of,
+    variables_of,
+)
 from hvd_elastic.worker import context
-from hvd_elastic.worker.frontend import Frontend
+from hvd_elastic.worker.frontend import Frontend, require_number
 from hvd_elastic.worker.inference import Inference
 
 _WHERE = (
@@ -103,14 +109,27 @@ class TensorFlowFrontend(Frontend):
     def plain(self, value: Any) -> Any:
         return value.numpy().item() if hasattr(value, "numpy") else value
 
+    def element(self, name: str, value: Any) -> tf.Tensor | None:
+        if not isinstance(value, (tf.Tensor, *VARIABLES)):
+            return None
+        if not tf.executing_eagerly():
+            raise ScriptError(
+                f"Accumulator.add({name}=...) is called in a tf.function, where it is traced once: "
+                "return the tensor from the function, and add what it returns"
+            )
+        tensor = tf.convert_to_tensor(value)
+        is_number = tensor.shape.num_elements() == 1 and not tensor.dtype.is_complex
+        require_number(name, tensor, is_number=is_number)
+        return tf.cast(tf.reshape(tensor, ()), tf.float64)
+
     def failed_collective(self, error: BaseException) -> BaseException | None:
         if not isinstance(error, tf.errors.OpError):
             return None
         worker = context.current().worker
         averagers: Any = worker.averagers
         for averager in averagers:
-            if averager.raised is not None:
-                return averager.raised
+            if averager.step.raised is not None:
+                return averager.step.raised
             if averager.reduces(error):
                 worker.communicator.graph_ends(failed=True)
                 found = worker.communicator.translated(reason_of(error))

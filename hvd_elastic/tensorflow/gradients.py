@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from hvd_elastic.tensorflow.metrics import MetricSums
 from hvd_elastic.tensorflow.variables import keep_values, variable_of
 from hvd_elastic.worker import context
 from hvd_elastic.worker.debugging.uncaught import show_instead
-from hvd_elastic.worker.frontend import Averager
+from hvd_elastic.worker.frontend import GraphAverager
 from hvd_elastic.worker.launch import Mode
 from hvd_elastic.worker.planning.skipped_steps import whose_words
 
@@ -38,7 +39,26 @@ _REDUCED_AS = {tf.bfloat16: tf.float32}
 """Types that Horovod's TensorFlow binding lacks, with those that they are reduced as."""
 
 
-class GradientAverager(Averager):
+@dataclass
+class StepInGraph:
+    """What the graph of a step in flight has told.
+
+    Attributes:
+        begun: whether its gradients are computed.
+        waits: whether it waits for its reductions.
+        told: the average of the ranks' flags, and norms of the gradients; None: it has not ended.
+        left_out: whose gradients are not finite here, so that it is left out; None: it is not.
+        raised: error of this library in it.
+    """
+
+    begun: bool = False
+    waits: bool = False
+    told: list[np.ndarray] | None = None
+    left_out: str | None = None
+    raised: BaseException | None = None
+
+
+class GradientAverager(GraphAverager):
     """Averages the gradients of one optimizer of the script.
 
     With several, a loop body is one step of training, as with PyTorch: the ranks exchange their
@@ -51,7 +71,7 @@ class GradientAverager(Averager):
 
     Attributes:
         optimizer: the optimizer; None: not known.
-        raised: error of this library in the step's graph; None: there was none.
+        step: what the graph of the step in flight has told.
         controls: what the graph of the step depends on.
         metrics: metrics that the ranks tell each other in each step; None: there are none.
         find_layer: tells which layer was the first in the last step whose outputs were not finite.
@@ -66,9 +86,7 @@ class GradientAverager(Averager):
         self.optimizer = optimizer
         self._in_ring = self._context.worker.mode is not Mode.ALONE
         self.controls = Controls()
-        self._told: list[np.ndarray] | None = None
         self._names: list[str] = []
-        self._number = 0
         self.metrics: MetricSums | None = None
         self.find_layer: Callable[[], str] | None = None
         self._trained: dict[int, Any] = {}
@@ -77,11 +95,9 @@ class GradientAverager(Averager):
         """Sets its variables back to their values before its first step in the loop body."""
         self._unbuilt: Callable[[], None] | None = None
         """Sets variables that were made in a rehearsal back to their first values."""
-        self._begun = self._waits = self._rehearses = False
-        self._left_out: str | None = None
-        """Whose gradients of the step, which is left out, are not finite here; None: it is not."""
+        self._rehearses = False
         self._is_taken = tf.Variable(True, trainable=False, name="hvd_elastic_is_taken")
-        self.raised: BaseException | None = None
+        self.step = StepInGraph()
         self._context.register_averager(self)
 
     @property
@@ -183,7 +199,7 @@ class GradientAverager(Averager):
         if self._checks:
             packed.mark_not_finite()
         flats, last = packed.flats, packed.last
-        prefix, several = gradient_prefix(self._number), self._context.worker.averagers.several
+        prefix, several = gradient_prefix(self.number), self._context.worker.averagers.several
         self._names = [f"{prefix}{number}" for number in range(len(flats))]
         with tf.control_dependencies(flats):
             flags = tf.numpy_function(self._computed, [], tf.float32)
@@ -231,9 +247,9 @@ class GradientAverager(Averager):
 
     def _begin_graph(self) -> Control:
         """Return what the graph that is traced depends on."""
-        if self._retired:
+        if self.retired:
             kind = type(self.optimizer).__name__
-            raise ScriptError(f"this {kind} does not train, since {self._retired}")
+            raise ScriptError(f"this {kind} does not train, since {self.retired}")
         graph = tf.compat.v1.get_default_graph()
         if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(graph):
             raise ScriptError(
@@ -261,7 +277,7 @@ class GradientAverager(Averager):
             return np.zeros(1, np.float32)
         try:
             several = self._context.worker.averagers.several
-            again = not several and (self._begun or self._told is not None)
+            again = not several and (self.step.begun or self.step.told is not None)
             led = self._context.worker.mode is Mode.AGENT
             if (again or led) and not self._context.has_trained:
                 early = ScriptError(
@@ -278,7 +294,7 @@ class GradientAverager(Averager):
                     "losses up, or give DistributedOptimizer(..., several_steps=True). In a loop "
                     "that does not iterate over hvd.dataset, each step ends with state.commit()"
                 )
-            self._begun = True
+            self.step.begun = True
             self._context.rollback.step_begins()
             self._context.planner.work_ends()
             if several:
@@ -289,11 +305,11 @@ class GradientAverager(Averager):
                 flags = np.zeros(1, np.float32)
             else:
                 flags = self._context.own_flags()
-            self._waits = True
+            self.step.waits = True
             self._context.worker.communicator.graph_waits(self._names)
             return flags
         except BaseException as error:
-            self.raised = error
+            self.step.raised = error
             raise
 
     def _end_pass(self, own: np.ndarray) -> bool:
@@ -314,17 +330,17 @@ class GradientAverager(Averager):
         if self._rehearses:
             return True
         self._context.worker.communicator.graph_ends()
-        self._waits = False
-        self._told = [*map(np.array, (told, *measured))]
+        self.step.waits = False
+        self.step.told = [*map(np.array, (told, *measured))]
         if left_out is not None:
-            self._left_out = left_out
+            self.step.left_out = left_out
         return left_out is None and not self._context.step.is_empty
 
     def reduces(self, error: BaseException) -> bool:
         """Return whether a TensorFlow error is that of a reduction of this optimizer."""
         text = str(error)
         names = map(node_name, self._names)
-        return self._waits or FLAGS_NAME in text or any(name in text for name in names)
+        return self.step.waits or FLAGS_NAME in text or any(name in text for name in names)
 
     # -- between steps ---------------------------------------------------------------------
 
@@ -372,7 +388,7 @@ class GradientAverager(Averager):
             )
 
     def prepare(self) -> None:
-        self._begun = False
+        self.step.begun = False
         ranks = self._context.worker.communicator.size
         step = self._context.step
         examples = step.passes[-1].examples if step.passes else 0
@@ -380,21 +396,18 @@ class GradientAverager(Averager):
         self.controls.set(self._adaptation.control(now) if self._adaptation.active else now)
 
     def check_not_begun(self, call: str) -> None:
-        if self._begun or self._told is not None:
+        if self.step.begun or self.step.told is not None:
             raise ScriptError(
                 f"{call} after the gradients of the batch were applied; call it before, outside of "
                 "the tf.function that applies them"
             )
 
-    def weighed(self) -> None:
-        self.prepare()
-
     def collect(self, *, collectives: bool = True) -> None:
-        ended, self._told, self._begun = self._told, None, False
+        ended, self.step.told, self.step.begun = self.step.told, None, False
         if ended is None:
             return
         told, *measured = ended
-        words, self._left_out = self._left_out, None
+        words, self.step.left_out = self.step.left_out, None
         gain = self._adaptation.step_ended(*measured, taken=words is None) if measured else 1.0
         if words is not None:
             gain = 0.0
@@ -436,13 +449,6 @@ class GradientAverager(Averager):
             )
         self._adaptation.attach_planner()
 
-    def shared_with(self, other: Any) -> str:
-        return ""  # known when the step is traced: see `_note_trained`
-
-    def engage(self, number: int) -> None:
-        super().engage(number)
-        self._number = number
-
     def restore(self) -> None:
         if self._kept is not None:
             self._kept()
@@ -450,9 +456,6 @@ class GradientAverager(Averager):
 
     def drop_copy(self) -> None:
         self._kept = None
-
-    def retire(self, reason: str) -> None:
-        self._retired = reason
 
     def forget(self) -> None:
         self._adaptation.drop()
@@ -474,8 +477,7 @@ class GradientAverager(Averager):
                 communicator.wait(told)
 
     def reset(self) -> None:
-        self._told = self.raised = self._left_out = None
-        self._waits = False
+        self.step = StepInGraph()
         self.forget()
         self.prepare()
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hvd_elastic.frameworks import check_torch, refuse_triton_after_tensorflow
+from hvd_elastic.script.accumulator import Accumulator
 from hvd_elastic.script.collectives import allgather, allreduce
 from hvd_elastic.script.evaluation import evaluate
 from hvd_elastic.script.export import export
@@ -35,7 +36,6 @@ from hvd_elastic.script.ranks import local_rank, rank, report, size
 from hvd_elastic.script.run import epochs, run, steps, stop
 from hvd_elastic.script.saving import save
 from hvd_elastic.script.step_weight import step_weight
-from hvd_elastic.torch.accumulator import Accumulator
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.data import DataLoader
 from hvd_elastic.torch.frontend import TorchFrontend

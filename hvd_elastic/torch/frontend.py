@@ -29,7 +29,7 @@ from hvd_elastic.torch.state import State
 from hvd_elastic.torch.summed_losses import summed_losses_are_added
 from hvd_elastic.worker import context
 from hvd_elastic.worker.debugging.uncaught import script_line
-from hvd_elastic.worker.frontend import Averager, Frontend
+from hvd_elastic.worker.frontend import Averager, Frontend, require_number
 from hvd_elastic.worker.generators import Generator
 from hvd_elastic.worker.worker import Worker
 
@@ -61,6 +61,12 @@ class TorchFrontend(Frontend):
 
     def plain(self, value: Any) -> Any:
         return value.item() if isinstance(value, torch.Tensor) else value
+
+    def element(self, name: str, value: Any) -> torch.Tensor | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        require_number(name, value, is_number=value.numel() == 1 and not value.is_complex())
+        return value.detach().reshape(()).double()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether an error means out of memory; on the CPU PyTorch has no type for it."""

@@ -32,7 +32,7 @@ from hvd_elastic.torch.reductions import Reductions
 from hvd_elastic.torch.schedule import forgotten_schedulers
 from hvd_elastic.torch.trained_parameters import LeftGradients, TrainedParameters
 from hvd_elastic.worker import context
-from hvd_elastic.worker.frontend import Averager
+from hvd_elastic.worker.frontend import EagerAverager
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 from hvd_elastic.worker.planning.skipped_steps import whose_words
 from hvd_elastic.worker.rollback import StepVoidedError
@@ -50,7 +50,7 @@ _CHANGED_BEFORE_STEP = (
 )
 
 
-class GradientAverager(Averager):
+class GradientAverager(EagerAverager):
     """Averages the gradients of one optimizer; see :func:`DistributedOptimizer`."""
 
     call = "DistributedOptimizer"
@@ -81,14 +81,10 @@ class GradientAverager(Averager):
         self._left = LeftGradients()
         self._computed: set[torch.Tensor] = set()
         """Parameters whose gradients the last pass of a single rank has computed."""
-        self._retired = ""
-        """Why another optimizer trains; empty: this one does."""
         self.forgotten: list[LRScheduler] = []
         """Schedulers of this optimizer that the State lacks; set on rank 0 in the first step."""
         self.stepping = False
         """Whether ``step()`` is running; a composed optimizer calls others in it."""
-        self.steps = 0
-        """Number of steps that have ended on this rank, taken or left out."""
         self._had_gradient = False
         """Whether a parameter had a gradient in any step."""
         self._check = GradientCheck(self._names)
@@ -129,10 +125,13 @@ class GradientAverager(Averager):
         """The optimizer that the script holds."""
         return self._optimizer
 
-    @property
-    def own_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer whose state differs from rank to rank; None: there is none."""
-        return None
+    def own_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield tensors of the optimizer and its parameters that differ from rank to rank."""
+        return iter(())
+
+    def shared_weights(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return what is the same on all ranks in place of parameters that differ, by parameter."""
+        return {}
 
     def learning_rate(self) -> float:
         return float(self.held.param_groups[0]["lr"])
@@ -162,10 +161,11 @@ class GradientAverager(Averager):
     def engage(self, number: int) -> None:
         super().engage(number)
         self._reductions.number(number)
+        self._trained.unhook()
         self._add_hooks()
 
     def retire(self, reason: str) -> None:
-        self._retired = reason
+        super().retire(reason)
         self._trained.unhook()
 
     def restore(self) -> None:
@@ -623,11 +623,9 @@ class GradientAverager(Averager):
 
     def _refuse_what_is_not_averaged(self, closure: object = None, **_: Any) -> None:
         """Raise ScriptError if the step would use gradients that are not averaged."""
-        if self._retired:
+        if self.retired:
             kind = type(self._optimizer).__name__
-            raise ScriptError(
-                f"optimizer.step(): this {kind} does not train, since {self._retired}"
-            )
+            raise ScriptError(f"optimizer.step(): this {kind} does not train, since {self.retired}")
         if closure is not None:
             raise ScriptError(_NO_CLOSURE)
         self._trained.refuse_new()

@@ -88,8 +88,7 @@ class State(ScriptState):
 
     def schedules(self) -> dict[str, Schedule]:
         """See :class:`hvd_elastic.worker.frontend.State`; includes forgotten schedulers."""
-        averagers: Any = self._context.worker.averagers
-        forgotten = chain.from_iterable(averager.forgotten for averager in averagers)
+        forgotten = chain.from_iterable(averager.forgotten for averager in self._averagers())
         outside = {f"scheduler{number or ''}": item for number, item in enumerate(forgotten)}
         return counting_schedules({**self._objects, **outside})
 
@@ -133,7 +132,10 @@ class State(ScriptState):
         return {n: i for n, i in self._objects.items() if isinstance(i, torch.nn.Module)}
 
     def trained_sums(self, signs: np.ndarray, number: int | None) -> TrainedSums:
-        return trained_sums(self.named_modules(), signs, number)
+        shared: dict[torch.Tensor, torch.Tensor] = {}
+        for averager in self._averagers():
+            shared |= averager.shared_weights()
+        return trained_sums(self.named_modules(), signs, number, shared)
 
     def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Return the optimizers by name."""
@@ -191,12 +193,10 @@ class State(ScriptState):
 
     def _shared(self) -> set[int]:
         shared = self.lasting()
-        averagers: Any = self._context.worker.averagers
-        for own in filter(None, (averager.own_optimizer for averager in averagers)):
-            moments = chain.from_iterable(values.values() for values in own.state.values())
-            shared -= {each.data_ptr() for each in moments if torch.is_tensor(each)}
         for item in self.named_modules().values():
             shared |= {parameter.data_ptr() for parameter in item.parameters()}
+        for averager in self._averagers():
+            shared -= {each.data_ptr() for each in averager.own_tensors()}
         shared.discard(0)  # the address of tensors without elements
         return shared
 
@@ -211,7 +211,12 @@ class State(ScriptState):
                 found |= {parameter.data_ptr() for parameter in group["params"]}
             for values in item.state.values():
                 found |= {v.data_ptr() for v in values.values() if torch.is_tensor(v)}
+        for averager in self._averagers():
+            found |= {each.data_ptr() for each in averager.shared_weights().values()}
         return found
+
+    def _averagers(self) -> Any:
+        return self._context.worker.averagers
 
     def waits_before_step(self) -> bool:
         optimizers = self.named_optimizers().values()
@@ -313,10 +318,17 @@ _PIECES = 16
 
 
 def trained_sums(
-    modules: Mapping[str, torch.nn.Module], signs: np.ndarray, number: int | None
+    modules: Mapping[str, torch.nn.Module],
+    signs: np.ndarray,
+    number: int | None,
+    shared: Mapping[torch.Tensor, torch.Tensor] | None = None,
 ) -> TrainedSums:
-    """See :meth:`~hvd_elastic.worker.frontend.State.trained_sums`."""
-    parameters = _parameters(modules)
+    """See :meth:`~hvd_elastic.worker.frontend.State.trained_sums`.
+
+    Args:
+        shared: what is compared in place of parameters that differ from rank to rank.
+    """
+    parameters = _parameters(modules, shared or {})
     chosen = parameters_of_check(parameters, number)
     if number is None:
         sums = np.array([_sums_of_all(each, signs) for _, each in chosen]).reshape(-1, 2)
@@ -326,14 +338,17 @@ def trained_sums(
     return TrainedSums([name for name, _ in chosen], sums, epsilons, len(parameters))
 
 
-def _parameters(modules: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
+def _parameters(
+    modules: Mapping[str, torch.nn.Module], shared: Mapping[torch.Tensor, torch.Tensor]
+) -> list[tuple[str, torch.Tensor]]:
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for module_name, module in modules.items():
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point() and parameter.numel() and not parameter.is_sparse:
                 # Frozen ones may differ, such as running averages of Keras, but count as a number,
                 # so that a collective has the same shape on a rank that has unfrozen one.
-                values = parameter.detach() if parameter.requires_grad else parameter.new_zeros(1)
+                same = shared.get(parameter, parameter)
+                values = same.detach() if parameter.requires_grad else parameter.new_zeros(1)
                 found.setdefault(id(parameter), (f"{module_name}.{name}", values))
     return list(found.values())
 

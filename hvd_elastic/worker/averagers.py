@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.worker.frontend import Averager
+from hvd_elastic.worker.frontend import Averager, EagerAverager, GraphAverager
 
 
 class Averagers:
@@ -85,9 +85,19 @@ class Averagers:
         return 0 if self.several or not self._live else self._live[0].steps
 
     @property
+    def eager(self) -> list[EagerAverager]:
+        """Those of a framework that computes gradient after gradient."""
+        return [each for each in self._live if isinstance(each, EagerAverager)]
+
+    @property
+    def graphs(self) -> list[GraphAverager]:
+        """Those of a framework whose steps are graphs."""
+        return [each for each in self._live if isinstance(each, GraphAverager)]
+
+    @property
     def local(self) -> bool:
         """Whether a step of training is a period of steps that each rank takes alone."""
-        return any(averager.local for averager in self._live)
+        return any(averager.local for averager in self.eager)
 
     @property
     def idle(self) -> str:
@@ -97,8 +107,8 @@ class Averagers:
 
     @property
     def flags_meet(self) -> str:
-        """See :attr:`Averager.flags_meet`; with several, flags have a reduction of their own."""
-        return "" if self.several or not self._live else self._live[0].flags_meet
+        """See :attr:`EagerAverager.flags_meet`; with several, flags go alone."""
+        return self.eager[0].flags_meet if self.eager and not self.several else ""
 
     def learning_rate(self) -> float | None:
         """Return the learning rate of the first optimizer, or None."""
@@ -110,8 +120,8 @@ class Averagers:
             averager.forget()
 
     def pass_begins(self) -> None:
-        """See :meth:`Averager.pass_begins`."""
-        for averager in self._live:
+        """See :meth:`EagerAverager.pass_begins`."""
+        for averager in self.eager:
             averager.pass_begins()
 
     def leave_out(self, *, over: bool) -> None:
@@ -121,18 +131,18 @@ class Averagers:
                 averager.leave_out(over=over)
 
     def prepare(self) -> None:
-        """See :meth:`Averager.prepare`."""
-        for averager in self._live:
+        """See :meth:`GraphAverager.prepare`."""
+        for averager in self.graphs:
             averager.prepare()
 
     def collect(self, *, collectives: bool = True) -> None:
-        """See :meth:`Averager.collect`."""
-        for averager in self._live:
+        """See :meth:`GraphAverager.collect`."""
+        for averager in self.graphs:
             averager.collect(collectives=collectives)
 
     def absorb(self) -> None:
-        """See :meth:`Averager.absorb`."""
-        for averager in self._live:
+        """See :meth:`EagerAverager.absorb`."""
+        for averager in self.eager:
             averager.absorb()
 
     def reset(self) -> None:

@@ -577,7 +577,7 @@ class Context:
             return False
         step.is_too_large = True
         try:
-            for averager in averagers:
+            for averager in averagers.eager:
                 averager.give_up()
         finally:
             step.is_too_large = False

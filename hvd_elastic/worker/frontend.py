@@ -12,6 +12,7 @@ Beside those of this module a frontend implements:
 from __future__ import annotations
 
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -54,6 +55,13 @@ class Frontend(Protocol):
 
     def plain(self, value: Any) -> Any:
         """Return a number from the script, which may be a tensor, as a Python number."""
+
+    def element(self, name: str, value: Any) -> Any:
+        """Return a tensor's one element as a float64 on its device; None: it is no tensor.
+
+        Raises:
+            ScriptError: it has more elements, or is no number; ``name`` it is added under.
+        """
 
     def load_checkpoint(self, path: str) -> dict[str, Any]:
         """Return the content of a checkpoint, as :meth:`State.load` takes it."""
@@ -125,79 +133,68 @@ class Frontend(Protocol):
         """
 
 
-class Averager:
-    """Averages the gradients of one optimizer of the script.
+def require_number(name: str, tensor: Any, *, is_number: bool) -> None:
+    """Raise ScriptError if a tensor that the script adds to an Accumulator is no number."""
+    if not is_number:
+        raise ScriptError(
+            f"Accumulator.add({name}=...): a tensor of shape {tuple(tensor.shape)} and type "
+            f"{tensor.dtype} is no number; give its sum"
+        )
 
-    A frontend leaves out what does not concern it.
+
+class Averager(ABC):
+    """Averages the gradients of one optimizer of the script: what every framework has of it.
 
     Attributes:
         steps: number of steps that have ended on this rank, taken or left out.
         several_steps: whether it may take several steps in a loop body.
-        local: whether a step of training is a period of steps that each rank takes alone.
+        number: number of the optimizer among those that train, from 0, the same on all ranks.
+        retired: why another optimizer trains; empty: this one does.
     """
 
     steps: int = 0
-    local: bool = False
     several_steps: bool = False
+    number: int = 0
+    retired: str = ""
 
     @property
-    def flags_meet(self) -> str:
-        """Name of a gradient reduction of each step, if gradients carry the step's flags; or "".
-
-        Flags that are exchanged at the end of an epoch are sent under this name, so that they meet
-        the gradients of a rank that is still in a step.
-        """
-        return ""
-
-    @property
+    @abstractmethod
     def idle(self) -> str:
         """What the script leaves out, so that no step has trained anything; empty: nothing."""
-        return ""
 
+    @abstractmethod
     def learning_rate(self) -> float:
         """Return the learning rate of the first parameter group."""
-        raise NotImplementedError
 
+    @abstractmethod
     def adapt(self) -> None:
         """Begin to sample gradients for the planner and to scale the learning rate as it asks."""
 
     def shared_with(self, other: Any) -> str:
-        """Return the name of a parameter that ``other`` averages too, or ""."""
-        raise NotImplementedError
+        """Return the name of a parameter that ``other`` averages too, or "", if that is known."""
+        return ""
 
     def engage(self, number: int) -> None:
-        """Average the gradients of the optimizer's steps from now on.
-
-        Args:
-            number: its number among those that train, from 0, the same on all ranks.
-        """
-        self.retire("")
+        """Average the gradients of the optimizer's steps from now on; see :attr:`number`."""
+        self.number, self.retired = number, ""
 
     def retire(self, reason: str) -> None:
-        """Stop averaging; a later ``step()`` raises ScriptError with the reason, unless empty."""
+        """Stop averaging; a later ``step()`` raises ScriptError with the reason."""
+        self.retired = reason
 
+    @abstractmethod
     def restore(self) -> None:
         """Undo the steps since :meth:`drop_copy`, if the optimizer was copied before them."""
 
+    @abstractmethod
     def drop_copy(self) -> None:
         """Drop the copy of parameters and optimizer state, which its next step takes anew."""
 
+    @abstractmethod
     def forget(self) -> None:
         """Forget a step that ended without ``step()``; called when the next one begins."""
 
-    def pass_begins(self) -> None:
-        """Note that the script is given a batch, or the next pass of one."""
-
-    def prepare(self) -> None:
-        """Set what a graph depends on before the script runs it: weight and number of ranks."""
-
-    def collect(self, *, collectives: bool = True) -> None:
-        """Count the step that a graph has taken, if it has.
-
-        Args:
-            collectives: whether the other ranks do so too, at the same place.
-        """
-
+    @abstractmethod
     def check_not_begun(self, call: str) -> None:
         """Raise ScriptError if gradients of the present pass are weighted already.
 
@@ -205,12 +202,7 @@ class Averager:
             call: what the script calls too late.
         """
 
-    def weighed(self) -> None:
-        """Note that the weight of the pass that begins was set, for a graph that depends on it."""
-
-    def absorb(self) -> None:
-        """Add up the gradients of a pass that is followed by others in the same step."""
-
+    @abstractmethod
     def leave_out(self, *, over: bool) -> None:
         """Tell the other ranks that this one takes no optimizer step for the batch in flight.
 
@@ -221,11 +213,56 @@ class Averager:
             ScriptError: only some ranks leave the step out; names them.
         """
 
+    @abstractmethod
+    def reset(self) -> None:
+        """Drop a step that failed half way, with its gradients."""
+
+
+class EagerAverager(Averager):
+    """One of a framework that computes while the script runs, gradient after gradient.
+
+    Attributes:
+        local: whether a step of training is a period of steps that each rank takes alone.
+    """
+
+    local: bool = False
+
+    @property
+    @abstractmethod
+    def flags_meet(self) -> str:
+        """Name of a gradient reduction of each step, if gradients carry the step's flags; or "".
+
+        Flags that are exchanged at the end of an epoch are sent under this name, so that they meet
+        the gradients of a rank that is still in a step.
+        """
+
+    def pass_begins(self) -> None:
+        """Note that the script is given a batch, or the next pass of one."""
+        return
+
+    @abstractmethod
+    def absorb(self) -> None:
+        """Add up the gradients of a pass that is followed by others in the same step."""
+
+    @abstractmethod
     def give_up(self) -> None:
         """Call the step off: complete the collectives that other ranks wait for, and drop it."""
 
-    def reset(self) -> None:
-        """Drop a step that failed half way, with its gradients."""
+
+class GraphAverager(Averager):
+    """One of a framework that runs a graph for each step, which calls back once it has ended."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Set what a graph depends on before the script runs it: weight and number of ranks."""
+
+    @abstractmethod
+    def collect(self, *, collectives: bool = True) -> None:
+        """Count the step that a graph has taken, if it has.
+
+        Args:
+            collectives: whether the other ranks do so too, at the same place.
+        """
 
 
 class Schedule(NamedTuple):

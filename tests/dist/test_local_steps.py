@@ -62,28 +62,34 @@ def periods(job: RunningJob) -> list[tuple[int, int, list[str]]]:
     return [(begin, ranks[0][2], [name for _, name, _ in ranks]) for begin, ranks in newest]
 
 
-def by_the_paper(members: list[tuple[int, int, list[str]]]) -> Weights:
+def by_the_paper(members: list[tuple[int, int, list[str]]], *, streams: bool = False) -> Weights:
     """DiLoCo in plain PyTorch, by the ranks that took part in each period.
 
-    Who comes anew begins with the moments of who was there before.
+    Who comes anew begins with what was there before: moments, and if it streams, parameters.
     """
     torch.manual_seed(0)
     layers = torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
     model = torch.nn.Sequential(*layers).double()
     inputs, targets = torch.randn(EXAMPLES, 4).double(), torch.randn(EXAMPLES, 1).double()
-    outer = torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True)
-    moments: dict[str, Any] = {}
+    parameters = list(model.parameters())
+    outer = torch.optim.SGD(parameters, 0.7, momentum=0.9, nesterov=True)
+    shared = [each.detach().clone() for each in parameters]
+    states: dict[str, Any] = {}
+    turn = 0
     for begin, end, names in members:
-        start = [each.detach().clone() for each in model.parameters()]
-        known = next((moments[name] for name in names if name in moments), None)
-        before, moments = moments, {}
+        whole = not streams or end % BATCHES == 0
+        part = range(4) if whole else ([0], [1, 2, 3])[turn]
+        turn = 0 if whole else 1 - turn
+        known = next((states[name] for name in names if name in states), (shared, None))
+        before, states = states, {}
         moved = []
         for rank, name in enumerate(names):
-            with torch.no_grad():
-                torch._foreach_copy_(list(model.parameters()), start)
-            inner = torch.optim.AdamW(model.parameters(), 0.01)
-            if state := before.get(name, known):
-                inner.load_state_dict(copy.deepcopy(state))
+            own, moments = before.get(name, known)
+            inner = torch.optim.AdamW(parameters, 0.01)
+            if moments is not None:
+                inner.load_state_dict(copy.deepcopy(moments))
+            torch._foreach_copy_([each.data for each in parameters], own)
+            far: list[torch.Tensor] = []
             for step in range(begin, end):
                 first = step % BATCHES * BATCH
                 share = min(BATCH, EXAMPLES - first) // len(names)
@@ -91,19 +97,29 @@ def by_the_paper(members: list[tuple[int, int, list[str]]]) -> Weights:
                 inner.zero_grad()
                 torch.nn.functional.mse_loss(model(inputs[mine]), targets[mine]).backward()
                 inner.step()
-            moments[name] = copy.deepcopy(inner.state_dict())
-            moved.append([s - p.detach() for s, p in zip(start, model.parameters(), strict=True)])
-        with torch.no_grad():
-            torch._foreach_copy_(list(model.parameters()), start)
-        for parameter, each in zip(model.parameters(), zip(*moved, strict=True), strict=True):
-            parameter.grad = sum(each) / len(each)
+                if step == end - (1 if whole else 2):
+                    far = [shared[n] - parameters[n].detach() for n in part]
+            states[name] = (
+                [each.detach().clone() for each in parameters],
+                copy.deepcopy(inner.state_dict()),
+            )
+            moved.append(far)
+        torch._foreach_copy_([each.data for each in parameters], shared)
+        outer.zero_grad()
+        for number, each in zip(part, zip(*moved, strict=True), strict=True):
+            parameters[number].grad = sum(each) / len(each)
         outer.step()
+        shared = [each.detach().clone() for each in parameters]
+        for own, _ in states.values():
+            for number in part:
+                own[number] = shared[number].lerp(own[number], 0.0 if whole else 0.5)
     return model.state_dict()
 
 
-def check_by_the_paper(job: RunningJob, epochs: int = 4) -> Weights:
+def check_by_the_paper(job: RunningJob, epochs: int = 4, *, streams: bool = False) -> Weights:
     found = end_of(job, epochs)
-    torch.testing.assert_close(found, by_the_paper(periods(job)), rtol=0, atol=1e-14)
+    expected = by_the_paper(periods(job), streams=streams)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
     return found
 
 
@@ -115,6 +131,15 @@ def test_kills_within_periods_leave_what_the_algorithm_says(
     check_by_the_paper(job)
     assert len(list(job.folder.glob("died-*"))) == 2
     assert len({name for *_, names in periods(job) for name in names}) == 4
+
+
+@COSTLY
+def test_kills_between_fragments_leave_what_streaming_says(
+    stage: Stage, start_job: StartJob
+) -> None:
+    """Periods of 2 batches, of which the last in an epoch averages both fragments."""
+    kills: list[Kill] = [(1, 8, "before"), (0, 10, "after"), (1, 15, "after"), (0, 18, "before")]
+    check_by_the_paper(run(stage, start_job, *kills, WAY="streaming"), streams=True)
 
 
 @COSTLY

@@ -2,7 +2,7 @@
 
 ``KILLS`` holds, for each kill, the rank that kills itself, in which step, and whether before or
 after it takes it. ``PLANNED`` is a step, the last of a period, in which the ranks wait until the
-leader wants other ranks. ``WAY`` is diloco, sgd (the ranks meet in each step) or plain.
+leader wants other ranks. ``WAY`` is diloco, streaming, sgd (the ranks meet in each step) or plain.
 """
 
 import json
@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
@@ -30,12 +31,16 @@ worker = context.current().worker
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
 data = TensorDataset(torch.randn(44, 4).double(), torch.randn(44, 1).double())
-if WAY == "diloco":
+if WAY in ("diloco", "streaming"):
+    streaming: dict[str, Any] = (
+        {"fragments": 2, "delay": 1, "mix": 0.5} if WAY == "streaming" else {}
+    )
     optimizer = hvd.LocalOptimizer(
         torch.optim.AdamW(model.parameters(), 0.01),
         model,
         every=EVERY,
         outer=torch.optim.SGD(model.parameters(), 0.7, momentum=0.9, nesterov=True),
+        **streaming,
     )
 else:
     sgd = torch.optim.SGD(model.parameters(), 0.05)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.agent.worker_start import compiler_cache, make_scratch
+from hvd_elastic.agent.worker import compiler_cache, make_scratch
 from tests import other_user
 from tests.other_user import open_folder as open_folder
 

@@ -401,7 +401,7 @@ def test_a_missing_compiler_is_named_with_the_command_that_installs_it(tmp_path,
 
 def test_a_full_disk_is_named_with_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(build_horovod, "missing", lambda _: [])
-    monkeypatch.setattr(build_horovod, "BUILD_SPACE_BYTES", 10**18)
+    monkeypatch.setattr(prerequisites, "BUILD_SPACE_BYTES", 10**18)
     with pytest.raises(BuildError, match="TMPDIR"):
         build_horovod.check_machine(INPUTS, tmp_path)
 

@@ -71,6 +71,19 @@ def test_folders_that_cannot_be_written_are_named_before_anything_is_installed(
         setup_env.check_folders()
 
 
+def test_a_full_disk_is_named_before_anything_is_installed(
+    setup_env: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("hvd_elastic.install.prerequisites.BUILD_SPACE_BYTES", 10**18)
+    monkeypatch.setattr(setup_env, "ensure_system_packages", None)
+    assert setup_env.main(["--venv", str(tmp_path / "env"), "--horovod"]) == 1
+    assert "name another folder in TMPDIR" in capsys.readouterr().err
+
+
 def test_a_machine_without_a_compiler_is_told_before_anything_is_installed(
     setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -236,7 +236,7 @@ def test_a_count_weights_a_rank_in_place_of_its_examples(
     alone.worker.averagers.prepare()
     hvd.step_weight(tf.constant(3))
     assert training.averager.controls.now.factor == 2 * 3 / (3 + 9)
-    training.averager._begun = True
+    training.averager.step.begun = True
     with pytest.raises(ScriptError, match="after the gradients of the batch were applied"):
         hvd.step_weight(3)
 

@@ -14,6 +14,7 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.optimizer import averager_of
+from hvd_elastic.torch.streaming import _divide
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.step import Pass
 from tests.unit.worker.test_rollback import Training
@@ -144,17 +145,102 @@ def test_a_period_ends_with_the_epoch(alone: Context) -> None:
     assert ends == [0, 0, 0, 4, 5, 5, 5, 5, 9, 10]
 
 
+# ---- streaming
+
+
+def streamed(steps: int, every: int, parts: list[list[int]], delay: int, mix: float) -> Any:
+    """Streaming DiLoCo at one rank; also returns the shared weights."""
+    model, data = made()
+    own, meets = adam(model), nesterov(model)
+    parameters = list(model.parameters())
+    shared = [each.detach().clone() for each in parameters]
+    apart = every // len(parts)
+    sent: dict[int, torch.Tensor] = {}
+
+    def outer_step(numbers: list[int], keep: float) -> None:
+        mine = {number: parameters[number].detach().clone() for number in numbers}
+        for number, parameter in enumerate(parameters):
+            parameter.grad = sent.get(number)
+            parameter.data.copy_(shared[number] if number in mine else parameter)
+        meets.step()
+        for number, before in mine.items():
+            shared[number].copy_(parameters[number].detach())
+            parameters[number].data.lerp_(before, keep)
+        sent.clear()
+
+    for step in range(1, steps + 1):
+        first = (step - 1) * BATCH % EXAMPLES
+        own.zero_grad()
+        loss_of(model, data[first : first + BATCH]).backward()
+        own.step()
+        part = parts[(step - 1) // apart % len(parts)]
+        if step % apart == (apart - delay) % apart and step != steps:
+            sent.update({n: shared[n] - parameters[n].detach() for n in part})
+        if step == steps:
+            every_one = range(len(parameters))
+            sent.update({n: shared[n] - parameters[n].detach() for n in every_one})
+            outer_step(list(every_one), 0.0)
+        elif step % apart == 0:
+            outer_step(part, mix)
+    return model, shared
+
+
+@pytest.mark.parametrize(("delay", "mix"), [(0, 0.0), (0, 0.5), (2, 0.5), (2, 0.0)])
+def test_streaming_follows_the_paper(alone: Context, delay: int, mix: float) -> None:
+    """Fragments in turn, and at the end of training all of them at once."""
+    model, data = made()
+    outer = nesterov(model)
+    optimizer: Any = hvd.LocalOptimizer(
+        adam(model), model, every=6, outer=outer, fragments=2, delay=delay, mix=mix
+    )
+    loader: hvd.DataLoader[Any] = hvd.DataLoader(data, BATCH)
+
+    @hvd.run
+    def train(_: Any) -> None:
+        for batch in hvd.steps(20, loader):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+
+    train(hvd.State(model=model, optimizer=optimizer))
+    expected, _ = streamed(20, 6, [[0], [1, 2, 3]], delay, mix)
+    assert_same(model, expected)
+    assert alone.worker.progress.step == 20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts", "found"),
+    [
+        ([12, 4, 4, 1], 2, [1, 3]),
+        ([1, 1, 1], 3, [1, 1, 1]),
+        ([100, 1, 1], 3, [1, 1, 1]),
+        ([1, 1, 100], 3, [1, 1, 1]),
+        ([5] * 8, 4, [2, 2, 2, 2]),
+        ([1] * 9 + [100], 2, [9, 1]),
+    ],
+)
+def test_fragments_are_alike_and_none_is_empty(
+    sizes: list[int], parts: int, found: list[int]
+) -> None:
+    names = {torch.zeros(size): str(number) for number, size in enumerate(sizes)}
+    divided = _divide(names, parts)
+    assert [len(part) for part in divided] == found
+    assert [name for part in divided for name in part.values()] == list(names.values())
+
+
 # ---- failures
 
 
-def everything(training: Training) -> dict[str, Any]:
+def everything(training: Training, **streaming: Any) -> dict[str, Any]:
     """Train with all that a script does around its inner steps; returns the state at the end."""
     generators = training.context.worker.generators
     generators.settle(generators.all_bits)  # as all ranks draw alike
     linear = training.model
     norm = torch.nn.BatchNorm1d(3, affine=False).double()
     model = torch.nn.Sequential(norm, torch.nn.Dropout(0.2), linear)
-    optimizer = hvd.LocalOptimizer(adam(linear), linear, every=3, outer=nesterov(linear))
+    optimizer = hvd.LocalOptimizer(
+        adam(linear), linear, outer=nesterov(linear), **{"every": 3} | streaming
+    )
     ema = AveragedModel(linear)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
@@ -183,12 +269,17 @@ def everything(training: Training) -> dict[str, Any]:
     }
 
 
-def test_a_failure_anywhere_in_a_period_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "streaming", [{}, {"every": 4, "fragments": 2, "delay": 1, "mix": 0.5}], ids=["", "streaming"]
+)
+def test_a_failure_anywhere_in_a_period_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch, streaming: dict[str, Any]
+) -> None:
     undisturbed = Training(monkeypatch)
-    wanted = everything(undisturbed)
+    wanted = everything(undisturbed, **streaming)
     assert (wanted["seen"], wanted["progress"].step) == (8, 8)
     for call in range(1, len(undisturbed.calls) + 1):
-        found = everything(Training(monkeypatch, call, call + 2))
+        found = everything(Training(monkeypatch, call, call + 2), **streaming)
         assert found == wanted, undisturbed.calls[call - 1]
 
 
@@ -345,6 +436,10 @@ def test_a_loop_that_is_left_within_a_period_is_refused(alone: Context) -> None:
             "two optimizers of the same parameters",
         ),
         ({"every": 2, "compression": "bf16"}, "use none, fp16 or bf16"),
+        ({"every": 4, "fragments": 2}, "has 1 parameters, and a fragment has at least one"),
+        ({"every": 4, "delay": 4}, "so the delay is less than 4 batches"),
+        ({"every": 4, "delay": -1}, "for which training goes on meanwhile, a whole number of at"),
+        ({"every": 4, "mix": 1.0}, "a number from 0 to below 1"),
     ],
 )
 def test_bad_arguments_are_named(alone: Context, options: dict[str, Any], words: str) -> None:
