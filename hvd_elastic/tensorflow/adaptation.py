@@ -1,4 +1,4 @@
-"""What an adaptive batch adds to the steps of an optimizer.
+"""Steps of an optimizer with an adaptive batch: statistics of gradients, scaled learning rates.
 
 Gradients of a step's passes are added up, in variables that belong to no object of the script, and
 the learning rate follows the batch. The graph reads all that changes from :class:`Controls`.
@@ -46,7 +46,7 @@ class GradientStatistics:
 
     @property
     def ready(self) -> bool:
-        """Whether a step can be sampled: Adam's moments need some gradients first."""
+        """Return whether a step can be sampled: Adam's moments need some gradients first."""
         if not self._ready and self._optimizer.built:
             self._ready = int(self._optimizer.iterations) >= MOMENT_STEPS
         return self._ready

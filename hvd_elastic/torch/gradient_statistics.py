@@ -57,7 +57,7 @@ class GradientStatistics:
 
     @property
     def ready(self) -> bool:
-        """Whether a step can be sampled: Adam's moments need some gradients first."""
+        """Return whether a step can be sampled: Adam's moments need some gradients first."""
         if not self._ready:
             states = [self._optimizer.state.get(p, {}) for p in self.group_of]
             self._ready = any(
