@@ -106,7 +106,7 @@ class RunMachine:
         self._out = Outbox()
         self._fleet = Fleet(self._out, config)
         self._plan = Plan(config, self._fleet)
-        self._candidates = Candidates(self._out, config, self._plan, self._fleet)
+        self._candidates = Candidates(self._out, self._plan)
         # requested
         self._current = Generation()
         self._aborted = 0
@@ -122,7 +122,7 @@ class RunMachine:
         self._last_word_at = 0.0
         # all hosts that train and will go, with the time of that, when a checkpoint was requested
         self._prepared: dict[str, float | None] = {}
-        self._waiting = WaitingReport(self._out, config, self._plan, self._fleet)
+        self._waiting = WaitingReport(self._out, self._plan)
 
     # -- the interface ---------------------------------------------------------------------
 

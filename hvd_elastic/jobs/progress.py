@@ -11,7 +11,7 @@ import numpy as np
 from hvd_elastic import run_events as ev
 from hvd_elastic.model.goodput import goodput_curve
 from hvd_elastic.model.step_time import StepTimeModel
-from hvd_elastic.policy.replay import Replay
+from hvd_elastic.policy.evidence import Replay
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.wording import cut_off_words, silent_words
 from hvd_elastic.run_events import Metrics, ReadEvent, RescaleFinished, RunFinished, TakenOver

@@ -24,10 +24,10 @@ from hvd_elastic.leader.agents.agents import Agents
 from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.workers import Workers
-from hvd_elastic.policy.input import InputFinding, InputWatch, choose_readers
+from hvd_elastic.policy.input import InputWatch, choose_readers
 from hvd_elastic.policy.objective import hourly_price
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.run_events import Decision, Event, InputHostJoined, InputHostLeft, Warned
+from hvd_elastic.run_events import Decision, Event, Input, InputHostJoined, InputHostLeft, Warned
 from hvd_elastic.wire import messages as msg
 
 _MOST_SCRIPT_FAILURES = 3
@@ -150,11 +150,11 @@ class InputHosts:
         """
         found = self.watch.look(members)
         if found is not None:
-            self._emit(found.event())
+            self._emit(found)
             if found.bound == "cores":
                 self._add_readers(found, {host for _, host in members})
 
-    def _add_readers(self, found: InputFinding, trains: AbstractSet[str]) -> None:
+    def _add_readers(self, found: Input, trains: AbstractSet[str]) -> None:
         offered = [known.host for known in self._known.values() if not known.needed]
         if not offered or any(map(self._is_starting, self._known.values())):
             return

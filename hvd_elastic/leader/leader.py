@@ -3,6 +3,14 @@
 :class:`hvd_elastic.control.machine.RunMachine` decides, and the other modules of this package act.
 Everything runs in one loop; the threads of the agents' connections and of file transfers only post
 calls to it.
+
+The way of an event: the thread of a connection decodes what its agent sends, and posts it. In the
+loop :meth:`Leader._heard` gives it to ``Failover`` while a takeover is under way, else to
+``Reports``. They pass on what concerns files, logs and input hosts, and tell the ``Executor`` the
+rest as an event of the machine. The executor executes the commands that the machine returns: it
+records events in the journal, and sends messages to the agents. What no agent sends (a saved
+hostfile, requests, decisions of the policy, silence) is found by :meth:`Leader._tick`, and goes the
+same way from the executor on.
 """
 
 from __future__ import annotations
@@ -140,7 +148,7 @@ class Leader:
             led=lambda: fence.identity,
             post=loop.post,
             emit=journal.emit,
-            changed=self._readers_changed,
+            changed=lambda use: self._executor.say_to_all(use),  # noqa: PLW0108  (made below)
             engine=engine,
         )
         run = self._run = LedRun(
@@ -160,7 +168,7 @@ class Leader:
         executor = self._executor = Executor(run, fetching, has_checkpoint=resumed)
         liveness = self._liveness = Liveness(run, executor)
         failover = self._failover = Failover(run, executor, lead=self._lead_found)
-        stopping = self._stopping = Stopping(run, executor, leads=lambda: failover.leads)
+        stopping = self._stopping = Stopping(run, executor, failover)
         self._steering = Steering(run, executor, stopping, fetching)
         self._reports = Reports(run, executor, fetching, liveness, stopping)
 
@@ -318,9 +326,6 @@ class Leader:
         self._run.journal.emit(self._run.hostfile.event())
         self._run.readers.update(self._run.hostfile.input_hosts, self._run.hostfile.hosts)
         self._executor.tell(ev.HostsChanged(self._run.hostfile.slots))
-
-    def _readers_changed(self, use: msg.UseInput) -> None:
-        self._executor.say_to_all(use)
 
     def _checkpoints_idle(self) -> None:
         newest_step = self._fetching.checkpoints.newest_step

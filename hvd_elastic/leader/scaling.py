@@ -13,9 +13,9 @@ from hvd_elastic.control.machine import Phase, RunMachine
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.policy.replay import replay
+from hvd_elastic.policy.evidence import replay
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Snapshot
-from hvd_elastic.run_events import Event, PredictionMissed, ReadEvent, Warned
+from hvd_elastic.run_events import Event, ReadEvent, Warned
 
 
 class Scaler:
@@ -77,7 +77,7 @@ class Scaler:
             return None
         decision, snapshot = found
         if controller.miss is not None:
-            self._emit(PredictionMissed(*dataclasses.astuple(controller.miss)))
+            self._emit(controller.miss)
         if snapshot.current == self._asked:
             self._asked = None
         if decision.action == "stay":

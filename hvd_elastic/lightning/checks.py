@@ -14,6 +14,9 @@ _REFUSED = {
     "torch.optim.swa_utils in your module",
     "WeightAveraging": "a worker that joins would not have its average. Average by "
     "torch.optim.swa_utils in your module",
+    "BaseFinetuning": "it gives the optimizer parameters while it trains, and a worker that joins "
+    "could not take them over. Give it all in configure_optimizers(), and set their requires_grad "
+    "in on_train_epoch_start()",
     "BatchSizeFinder": "it trains before training. Find the batch size once, without the strategy",
     "LearningRateFinder": "it trains before training. Find the rate once, without the strategy",
 }

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from torchmetrics import Metric
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
@@ -12,14 +17,17 @@ from hvd_elastic.lightning.library import part
 from hvd_elastic.lightning.loop_state import LoopState
 from hvd_elastic.lightning.sums import Sums
 from hvd_elastic.script.parts import train_by_parts
+from hvd_elastic.script.state import Stateful
 from hvd_elastic.worker import context
 from hvd_elastic.worker.worker import Worker
 
 _FitLoop: Any = part("loops.fit_loop")._FitLoop
 _EpochLoop: Any = part("loops.training_epoch_loop")._TrainingEpochLoop
+_DataModule: Any = part("core.datamodule").LightningDataModule
 _ProgressBar: Any = part("callbacks").ProgressBar
 rank_zero_only: Any = part("utilities.rank_zero").rank_zero_only
 _CSVLogger: Any = part("loggers").CSVLogger
+_TensorBoardLogger: Any = part("loggers").TensorBoardLogger
 _log_hyperparams: Any = part("loggers.utilities")._log_hyperparams
 rank_zero_info: Any = part("utilities.rank_zero").rank_zero_info
 
@@ -68,6 +76,9 @@ class ElasticFitLoop(_FitLoop):
         check_loop(self)
         self.reset()
         trainer, strategy = self.trainer, self.trainer.strategy
+        if any(isinstance(each, _TensorBoardLogger) for each in trainer.loggers):
+            with suppress(ImportError):  # takes long, and a later rank 0 would wait for it
+                import_module("torch.utils.tensorboard")
         trainer._signal_connector.teardown()  # its SIGTERM handler would end this rank alone
         (self._loader,) = self._combined_loader.flattened
         self.sums = Sums(
@@ -80,7 +91,9 @@ class ElasticFitLoop(_FitLoop):
         self._started = False
         values = _numbered("optimizer", strategy.optimizers)
         values |= _numbered("scheduler", [each.scheduler for each in strategy.lr_scheduler_configs])
-        state = _State(model=trainer.lightning_module, lightning=self.place, **values)
+        values |= {"model": trainer.lightning_module, "lightning": self.place}
+        self._kept = values | _objects(trainer, values)
+        state = _State(**self._kept)
         hvd.run(self._fit)(state)
 
     def _fit(self, _: Any) -> None:
@@ -101,6 +114,11 @@ class ElasticFitLoop(_FitLoop):
             strategy.alone = True  # a worker that joins is alone here
             self.on_run_start()
             strategy.alone, self._started = False, True
+            for name, each in _objects(trainer, self._kept).items():
+                raise ScriptError(
+                    f"{name}, a {type(each).__name__}, is made when training begins: a worker that "
+                    "joins could not take over its state. Make it in on_fit_start()"
+                )
             if ctx.worker.progress.step == 0:
                 if ctx.worker.link is not None and trainer.enable_autolog_hparams:
                     _log_hyperparams(trainer)  # not done before, without a rank
@@ -207,6 +225,19 @@ def _go_on(logger: Any) -> None:
     if written:
         path.write_bytes(written)
         writer.metrics_keys = written.decode().partition("\n")[0].strip().split(",")
+
+
+def _objects(trainer: Any, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return by name what callbacks hold that has a state, such as an averaged model."""
+    known = {id(each) for each in (*kept.values(), *trainer.lightning_module.modules())}
+    return {
+        f"{type(callback).__name__}{number or ''}.{name}": each
+        for number, callback in enumerate(trainer.callbacks)
+        for name, each in vars(callback).items()
+        if isinstance(each, Stateful)
+        and id(each) not in known
+        and not isinstance(each, (Metric, _DataModule))
+    }
 
 
 def _numbered(name: str, items: list[Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from hvd_elastic.lightning.library import part
 from hvd_elastic.lightning.sums import Sums
 from hvd_elastic.script.parts import Place
-from hvd_elastic.torch.attributes import remembered, same, set_back
+from hvd_elastic.torch.attributes import Attributes
 
 _Loop: Any = part("loops.loop")._Loop
 _BaseProgress: Any = part("loops.progress")._BaseProgress
@@ -20,9 +20,9 @@ _OWN = (part("callbacks").ProgressBar, part("callbacks").Timer)
 """Callbacks whose attributes are of this process, such as times."""
 _CSVLogger: Any = part("loggers").CSVLogger
 _TensorBoardLogger: Any = part("loggers").TensorBoardLogger
-_CONNECTED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _OF_PROCESS = ("training", "_last_time_checked")
 """Attributes that are of this process."""
+_CONNECTED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 class LoopState(Place):
@@ -43,12 +43,12 @@ class LoopState(Place):
         self._sums = sums
         self._counters = list(_counters(fit_loop, ""))
         names = [_key(each, number) for number, each in enumerate(trainer.callbacks)]
-        self._things = {
+        things = {
             name: each
             for name, each in zip(names, trainer.callbacks, strict=True)
             if not isinstance(each, _OWN)
         } | {"module": trainer.lightning_module}
-        self._before = {name: _remembered(each) for name, each in self._things.items()}
+        self._attributes = Attributes(lambda: things, _is_of_process, always={"dirpath"})
 
     # -- on this rank ----------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ class LoopState(Place):
         return (
             self._place(),
             [getattr(item, name) for _, item, name in self._counters],
-            {name: _remembered(each) for name, each in self._things.items()},
+            self._attributes.snapshot(),
             [dict(getattr(connector, name)) for name in _CONNECTED],
             (connector._first_loop_iter, connector._current_fx),
             dict(self._trainer.strategy.slots),
@@ -72,8 +72,7 @@ class LoopState(Place):
         self._go_to(place)
         for (_, item, name), value in zip(self._counters, counts, strict=True):
             setattr(item, name, value)
-        for name, attributes in remembered.items():
-            set_back(self._things[name], attributes)
+        self._attributes.roll_back(remembered)
         for name, found in zip(_CONNECTED, metrics, strict=True):
             setattr(connector, name, dict(found))
         connector._first_loop_iter, connector._current_fx = first
@@ -92,14 +91,7 @@ class LoopState(Place):
         return {
             "place": list(self._place()),
             "counters": {key: getattr(item, name) for key, item, name in self._counters},
-            "remembered": {
-                name: {
-                    key: value
-                    for key, value in _remembered(each).items()
-                    if key == "dirpath" or not same(value, self._before[name].get(key, self))
-                }
-                for name, each in self._things.items()
-            },
+            "remembered": self._attributes.state_dict(),
             "metrics": {name: dict(getattr(connector, name)) for name in _CONNECTED},
             "first": [connector._first_loop_iter, connector._current_fx],
             "slots": dict(self._trainer.strategy.slots),
@@ -113,8 +105,7 @@ class LoopState(Place):
         self._go_to(state["place"])
         for key, item, name in self._counters:
             setattr(item, name, state["counters"].get(key, getattr(item, name)))
-        for name, each in self._things.items():
-            set_back(each, self._before[name] | state["remembered"].get(name, {}))
+        self._attributes.load_state_dict(state["remembered"])
         for name in _CONNECTED:
             setattr(connector, name, dict(state["metrics"][name]))
         connector._first_loop_iter, connector._current_fx = state["first"]
@@ -153,7 +144,5 @@ def _key(callback: Any, number: int) -> str:
     return f"{number}.{type(callback).__name__}"
 
 
-def _remembered(item: Any) -> dict[str, Any]:
-    """Return the plain attributes of a callback, or of a module, with containers of their own."""
-    is_module = isinstance(item, torch.nn.Module)
-    return remembered(item, lambda key: key in _OF_PROCESS or (is_module and key[0] == "_"))
+def _is_of_process(item: Any, name: str) -> bool:
+    return name in _OF_PROCESS or (name[0] == "_" and isinstance(item, torch.nn.Module))

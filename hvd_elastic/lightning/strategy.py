@@ -180,10 +180,13 @@ class ElasticStrategy(ParallelStrategy):
 
     # -- setup -----------------------------------------------------------------------------
 
-    def connect(self, model: Any) -> None:
-        """Take the module; its loaders may be asked for from now on, such as for their length."""
-        super().connect(model)
-        model.trainer._accelerator_connector.use_distributed_sampler = False
+    def setup_environment(self) -> None:
+        """Refuse what cannot be used; loaders may be asked for from now on, for their length."""
+        super().setup_environment()
+        trainer = self.lightning_module.trainer
+        trainer._accelerator_connector.use_distributed_sampler = False
+        if trainer.state.fn == _FITTING:
+            check_script(trainer)
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)
@@ -193,7 +196,6 @@ class ElasticStrategy(ParallelStrategy):
         super().setup(trainer)
         if trainer.state.fn != _FITTING:
             return
-        check_script(trainer)
         several = not self.lightning_module.automatic_optimization
         for optimizer in self.optimizers:
             hvd.DistributedOptimizer(

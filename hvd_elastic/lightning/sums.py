@@ -88,13 +88,22 @@ class Sums:
                     if _adds(metric, state):
                         yield f"own.{name}", metric, state
 
+    def _known_states(self) -> list[tuple[str, Any, str]]:
+        """Return the states in the order of all ranks; forget the sums of metrics without values.
+
+        Those were reset, as at the end of an epoch.
+        """
+        states = sorted(self._states(), key=lambda each: (each[0], each[2]))
+        places = {f"{key}.{name}" for key, _, name in states}
+        self._told = {place: total for place, total in self._told.items() if place in places}
+        return states
+
     def begin(self) -> None:
         """Begin to add up what this rank has added since the last time; once a step."""
-        communicator, states = (
-            context.current().worker.communicator,
-            sorted(self._states(), key=lambda each: (each[0], each[2])),
-        )
-        if not states or self._begun is not None:
+        if self._begun is not None:
+            return
+        communicator, states = context.current().worker.communicator, self._known_states()
+        if not states:
             return
         rows = []
         for key, metric, name in states:
@@ -198,12 +207,15 @@ class Sums:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of all ranks."""
-        return {"told": dict(self._told), "results": self._results.state_dict()}
+        self._known_states()
+        counts = {key: max(count, 1) for key, count in self._counts.items()}
+        told, results = dict(self._told), self._results.state_dict()
+        return {"told": told, "counts": counts, "results": results}
 
     def load_state_dict(self, state: Mapping[str, Any], reduce: Any) -> None:
         """Take over the sums of all ranks; what is no sum begins anew on this one."""
         self._results.load_state_dict(state["results"], reduce, self._own)
-        self._told, self._counts = dict(state["told"]), {}
+        self._told, self._counts = dict(state["told"]), dict(state["counts"])
         self._begun = self._whole = None
         for metric in self._own.values():
             metric.reset()
@@ -215,7 +227,7 @@ class Sums:
             if found is not None and hasattr(found, name):
                 value = getattr(found, name)
                 setattr(found, name, total.reshape(value.shape).to(value))
-                found._update_count, self._counts[key] = 1, 1
+                found._update_count = self._counts.setdefault(key, 1)
 
 
 def _was_reset(metric: Any, counted: int, value: torch.Tensor, before: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from hvd_elastic.model.timings import LEADER_RULES, Configuration, StepTimings
 from hvd_elastic.policy.input import InputSupply
 from hvd_elastic.policy.snapshot import Allocation
 from hvd_elastic.policy.speeds import RankSpeeds
-from hvd_elastic.run_events import Metrics, ReadEvent
+from hvd_elastic.run_events import Input, Metrics, ReadEvent, RescaleFinished, RescaleStarted
 
 _WINDOW_S = 1.0
 """Shortest window; shorter ones are joined, since times of metrics are exact to a step only."""
@@ -362,3 +362,49 @@ class CoreSharing:
 
 def _density(sharing: Sharing | None) -> float:
     return 0.0 if sharing is None else sharing.ranks_per_core
+
+
+def replay(events: Iterable[ReadEvent]) -> Evidence:
+    """Return the measurements in a run's events, which come oldest first.
+
+    The result has no present generation: nothing counts as measured until one is formed.
+
+    >>> events = [RescaleStarted(1, 0, 2, ["a"], [2], "start"), RescaleFinished(1, 2, None)]
+    >>> for n in range(6):
+    ...     events.append(Metrics(20 * n, 0, 0, 640 * n, 2, mono=2.0 * n))
+    >>> round(float(replay(events).model().step_s(1, 2, 16, 0)), 2)
+    0.1
+    """
+    replaying = Replay()
+    for event in events:
+        replaying.add(event)
+    evidence = replaying.evidence
+    evidence.formed([])
+    evidence.news = False
+    return evidence
+
+
+class Replay:
+    """Takes the events of a run as they come, oldest first."""
+
+    def __init__(self) -> None:
+        self.evidence = Evidence()
+        self._begun: RescaleStarted | None = None
+
+    def add(self, event: ReadEvent) -> None:
+        """Take measurements from an event."""
+        begun = self._begun
+        match event:
+            case Metrics():
+                pass  # nearly all are
+            case RescaleStarted():
+                self._begun = event
+                return
+            case RescaleFinished(generation=generation):
+                if begun is None or begun.generation != generation:
+                    return
+                ranks = zip(begun.hosts, begun.slots, strict=False)  # those of a host in a row
+                self.evidence.formed([host for host, number in ranks for _ in range(number)])
+            case Input():
+                return  # of the run's past: it waits for other things by now
+        self.evidence.note(event)

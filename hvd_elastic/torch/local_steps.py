@@ -91,7 +91,7 @@ class LocalAverager(GradientAverager):
         ):
             self._is_told = True
             ctx.worker.warn_once(
-                f"LocalOptimizer(every={self._every}): an epoch has {done} batches, and with "
+                f"hvd.LocalOptimizer: an epoch has {done} batches, fewer than a period, and with "
                 "hvd.epochs() a period ends with the epoch at the latest, so the ranks meet after "
                 f"{done} batches. With hvd.steps(count, loader) periods go on over the epochs"
             )

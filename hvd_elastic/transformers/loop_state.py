@@ -8,7 +8,7 @@ from typing import Any
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hvd_elastic.script.parts import Place
-from hvd_elastic.torch.attributes import copied, remembered, same, set_back
+from hvd_elastic.torch.attributes import Attributes
 
 _SHOWING = (ProgressCallback, PrinterCallback)
 """Callbacks whose attributes are of this process."""
@@ -51,29 +51,24 @@ class LoopState(Place):
         self.slots: dict[str, int] = {}
         self._trainer = trainer
         callbacks = enumerate(trainer.callback_handler.callbacks)
-        self._things: dict[str, Any] = {
+        self._things = {
             f"{number}.{type(each).__name__}": each
             for number, each in callbacks
             if not isinstance(each, _SHOWING)
         } | {"trainer": trainer}
-        self._before = {name: _of(each) for name, each in self._named()}
+        self._attributes = Attributes(self._named, lambda _, name: name in _OF_PROCESS)
 
     # -- on this rank ----------------------------------------------------------------------
 
     def snapshot(self) -> Any:
         """Return what :meth:`roll_back` needs; called after each step."""
-        return (
-            self._place(),
-            {name: _of(each) for name, each in self._named()},
-            len(self._trainer.state.log_history),
-        )
+        return self._place(), self._attributes.snapshot(), len(self._trainer.state.log_history)
 
     def roll_back(self, values: Any) -> None:
         """Go back to an earlier :meth:`snapshot`."""
         place, attributes, logged = values
         self._go_to(place)
-        for name, each in self._named():
-            set_back(each, attributes[name])
+        self._attributes.roll_back(attributes)
         del self._trainer.state.log_history[logged:]
 
     # -- for other ranks, and for checkpoints ----------------------------------------------
@@ -83,33 +78,21 @@ class LoopState(Place):
         place = self._place()
         if place["norm"] is not None:
             place["norm"] = float(place["norm"])
-        changed = {
-            name: {
-                key: value
-                for key, value in _of(each).items()
-                if not same(value, self._before[name].get(key, self))
-            }
-            for name, each in self._named()
-        }
+        changed = self._attributes.state_dict()
         return {"place": place, "changed": changed, "logged": list(self._trainer.state.log_history)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` has returned on another rank."""
         self._go_to(state["place"])
-        for name, each in self._named():
-            set_back(each, self._before[name] | state["changed"].get(name, {}))
+        self._attributes.load_state_dict(state["changed"])
         self._trainer.state.log_history[:] = state["logged"]
 
-    def _named(self) -> list[tuple[str, Any]]:
-        state, control = self._trainer.state, self._trainer.control
-        return [*self._things.items(), ("state", state), ("control", control)]
+    def _named(self) -> dict[str, Any]:
+        return self._things | {"state": self._trainer.state, "control": self._trainer.control}
 
     def _place(self) -> dict[str, Any]:
-        return {name: copied(value) for name, value in vars(self).items() if name[0] != "_"}
+        place = {name: value for name, value in vars(self).items() if name[0] != "_"}
+        return {**place, "slots": dict(self.slots)}
 
     def _go_to(self, place: Mapping[str, Any]) -> None:
-        vars(self).update(copied(dict(place)))
-
-
-def _of(item: Any) -> dict[str, Any]:
-    return remembered(item, _OF_PROCESS.__contains__)
+        vars(self).update({**place, "slots": dict(place["slots"])})

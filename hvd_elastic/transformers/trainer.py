@@ -68,7 +68,7 @@ class ElasticMixin:
         self._loader_options = {} if max_batch_size is None else {"max_batch_size": max_batch_size}
         self._optimizer_options = {"lr_rule": lr_rule, "compression": compression}
         self._elastic: ElasticLoop | None = None
-        check_script(type(self), args, options)
+        check_script(type(self), args, options, adapts=max_batch_size is not None)
         super().__init__(*args, **options)
 
     def create_accelerator_and_postprocess(self: Any) -> None:
@@ -100,7 +100,7 @@ class ElasticMixin:
 
     def set_initial_training_values(self: Any, args: Any, dataloader: Any) -> Any:
         """Count a batch of our loader as a whole update step."""
-        check_training(self, dataloader)
+        check_training(dataloader)
         passes, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
         try:
             return super().set_initial_training_values(args, dataloader)  # type: ignore[misc]

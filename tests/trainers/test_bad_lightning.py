@@ -45,6 +45,17 @@ class Stream(utils.data.IterableDataset[Any]):
         return iter(torch.zeros(40, 1, 4))
 
 
+class Averaging(callbacks.Callback):
+    def on_train_start(self, trainer, module):
+        self.average = torch.optim.swa_utils.AveragedModel(module.net)
+
+
+class Backbone(Model):
+    @property
+    def backbone(self):
+        return self.net
+
+
 class Skipping(Model):
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch_idx == 1 else None
@@ -113,6 +124,14 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"callbacks": callbacks.LearningRateFinder()},
         "callback LearningRateFinder: it trains before training",
     ),
+    "finetuning": (
+        lambda: {"model": Backbone(), "callbacks": callbacks.BackboneFinetuning(2)},
+        "callback BaseFinetuning: it gives the optimizer parameters while it trains",
+    ),
+    "late": (
+        lambda: {"callbacks": Averaging()},
+        r"Averaging\.average, a AveragedModel, is made when training begins",
+    ),
     "rest of the epoch": (lambda: {"model": Skipping()}, "has returned -1, to leave out the rest"),
     "adaptive": (
         lambda: {"strategy": {"max_batch_size": 16}, "accumulate_grad_batches": 2},
@@ -158,6 +177,16 @@ def test_another_release_is_refused_with_those_that_fit(monkeypatch: pytest.Monk
             ScriptError, match=f"Lightning {version} is installed, .*lightning>=2.5,<2.7"
         ):
             check_version()
+
+
+def test_a_release_with_other_loops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hvd_elastic.lightning.library import check_version
+
+    monkeypatch.setattr("lightning.pytorch.loops.fit_loop._FitLoop.reset", lambda self, mode: None)
+    with pytest.raises(
+        ScriptError, match=r"another loops\.fit_loop\._FitLoop\.reset than .*, reset\(\); run: "
+    ):
+        check_version()
 
 
 def test_an_order_of_the_scripts_own_trains() -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import lightning as L
@@ -32,7 +33,8 @@ class LitAutoEncoder(L.LightningModule):
         self.encoder = encoder
         self.decoder = decoder
         self.steps_seen = 0
-        self.outputs: list[torch.Tensor] = []
+        self.outputs: list[tuple[torch.Tensor, int]] = []
+        self.validated: dict[int, list[int]] = defaultdict(list)
 
     def training_step(self, batch, batch_idx):
         (x,) = batch
@@ -55,10 +57,12 @@ class LitAutoEncoder(L.LightningModule):
         if batch_idx == 1:
             may_die(self.trainer, "validation")
         loss = nn.functional.mse_loss(self.decoder(self.encoder(x)), x)
-        self.outputs.append(loss)
+        self.outputs.append((loss, len(x)))
         self.log("val_loss", loss, on_epoch=True)
 
     def on_validation_epoch_end(self):
+        seen = self.all_gather(torch.tensor(sum(number for _, number in self.outputs)))
+        self.validated[self.trainer.current_epoch].append(int(seen.sum()))
         self.outputs.clear()
 
     def on_train_epoch_end(self):
@@ -71,6 +75,16 @@ class LitAutoEncoder(L.LightningModule):
         optimizer = optim.Adam(self.parameters(), lr=1e-3)
         by_step = optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
         return [optimizer], [{"scheduler": by_step, "interval": "step"}]
+
+
+class Averaging(Callback):
+    """Keeps an average of the weights, as users write it."""
+
+    def on_fit_start(self, trainer, module) -> None:
+        self.average = optim.swa_utils.AveragedModel(module.encoder)
+
+    def on_train_batch_end(self, trainer, module, *_) -> None:
+        self.average.update_parameters(module.encoder)
 
 
 class Remembering(Callback):
@@ -102,7 +116,7 @@ decoder = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 64))
 autoencoder = LitAutoEncoder(encoder, decoder)
 train_loader = utils.data.DataLoader(pictures(300, 1), batch_size=16, shuffle=True)
 val_loader = utils.data.DataLoader(pictures(131, 2), batch_size=32)
-remembering = Remembering()
+remembering, averaging = Remembering(), Averaging()
 trainer = L.Trainer(
     max_epochs=8,
     strategy=ElasticStrategy(),
@@ -115,6 +129,7 @@ trainer = L.Trainer(
         EarlyStopping("val_loss", patience=50),
         ModelCheckpoint(FOLDER / "best", monitor="val_loss", save_top_k=2),
         remembering,
+        averaging,
     ],
     logger=False,
     enable_progress_bar=False,
@@ -125,6 +140,8 @@ if trainer.global_rank == 0:
     stopping, best = trainer.early_stopping_callback, trainer.checkpoint_callback
     found = {
         "weights": {name: value.tolist() for name, value in autoencoder.state_dict().items()},
+        "average": {key: each.tolist() for key, each in averaging.average.state_dict().items()},
+        "validated": list(autoencoder.validated.values()),
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "rate": trainer.lr_scheduler_configs[0].scheduler.get_last_lr(),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
-from hvd_elastic.policy.autoscale import Miss
 from hvd_elastic.policy.snapshot import HostOffer
+from hvd_elastic.run_events import PredictionMissed
 from tests.unit.records.made_events import noted
 
 LIMITS = {"initial_batch_size": 64, "max_batch_size": 512}
@@ -51,7 +51,7 @@ class Run:
     def __init__(self) -> None:
         self.now, self.step = 0.0, 0
         self.size = 1
-        self.misses: list[Miss] = []
+        self.misses: list[PredictionMissed] = []
         self.controller = ScalingController(ScalingConfig(max_np=3))
         self.controller.hosts_are([HostOffer(name, 1) for name in "abc"], 0.0)
         self.controller.formed(["a"], 0.0)

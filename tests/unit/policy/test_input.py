@@ -11,7 +11,6 @@ from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.policy.autoscale import decide
 from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.input import (
-    InputFinding,
     InputSupply,
     InputWatch,
     Reading,
@@ -21,6 +20,7 @@ from hvd_elastic.policy.input import (
 from hvd_elastic.policy.objective import Parameters
 from hvd_elastic.policy.scoring import score_allocations
 from hvd_elastic.policy.snapshot import Allocation, HostOffer
+from hvd_elastic.run_events import Input
 from tests.unit.policy.snapshots import snapshot, well_known
 from tests.unit.records.made_events import noted
 
@@ -145,7 +145,7 @@ def test_the_rank_that_waits_most_decides_and_all_are_counted() -> None:
     slow, fast = reading(5.0, 5.0, 0), reading(0.0, 1.0, 0)
     found = find_input_bound([fast, slow], ["a", "b"], FOUR_CORES)
     assert found.share == 0.5
-    assert found.shares == (0.0, 0.5)
+    assert found.shares == [0.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_evidence_takes_the_bound_from_the_events_of_a_run() -> None:
     assert evidence.supply is None  # input hosts have cores of their own
 
 
-WAITS_HALF = InputFinding(0.5, (0.5,), "cores", 6.0, 0.01, 0, "")
+WAITS_HALF = Input(0.5, [0.5], "cores", 6.0, 0.01, 0, "")
 
 
 def reader(name: str, price: float, cpus: int | None = 4) -> Host:

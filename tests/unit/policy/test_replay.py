@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
-from hvd_elastic.policy.evidence import Evidence
+from hvd_elastic.policy.evidence import Evidence, replay
 from hvd_elastic.policy.objective import Objective
-from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import Decision, HostOffer
 from hvd_elastic.records.events import event_of
 from hvd_elastic.run_events import Metrics

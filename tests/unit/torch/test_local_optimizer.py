@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.optimizer import averager_of
+from hvd_elastic.script.horovod_names import missing_name
 from hvd_elastic.torch.streaming import _divide
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.step import Pass
@@ -357,14 +357,55 @@ def test_a_period_that_is_not_finite_is_left_out_with_its_moments(alone: Context
         diverge()
 
 
-def test_compression_sends_half(alone: Context) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-    parameters = model.parameters()
-    optimizer = hvd.LocalOptimizer(
-        torch.optim.SGD(parameters, 0.1), model, every=1, compression=hvd.Compression.bf16
-    )
-    averager: Any = averager_of(optimizer)
-    assert averager._reductions._compression is hvd.Compression.bf16
+class Counting(Other):
+    """Counts the bytes that a rank of two sends; the other one is like it."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.bytes = 0
+
+    def sum_async(self, array: Any, name: str) -> Any:
+        if name.startswith("gradient"):
+            self.bytes += array.nbytes  # one half to add up, the other one to tell
+        return array
+
+    def sum_with_flags_async(self, array: Any, flags: Any, name: str) -> Any:
+        return self.sum_async(array, name), lambda: flags
+
+    def exchange_async(self, array: Any, name: str) -> Any:
+        self.bytes += array.nbytes // 2
+        return array
+
+    def gather_async(self, array: Any, name: str) -> Any:
+        if not isinstance(array, torch.Tensor):
+            return array
+        self.bytes += array.nbytes
+        return torch.cat([array, array])
+
+
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        ({}, [0, 0, 0, 2]),
+        ({"compression": hvd.Compression.bf16}, [0, 0, 0, 1]),
+        ({"fragments": 2}, [0, 1, 0, 1]),
+        ({"fragments": 2, "delay": 1, "mix": 0.5}, [1, 0, 1, 0]),
+        ({"fragments": 2, "compression": hvd.Compression.fp16}, [0, 0.5, 0, 0.5]),
+    ],
+)
+def test_what_is_sent_and_when(alone: Context, options: dict[str, Any], sent: list[float]) -> None:
+    """In layers of 256 KiB, besides at most 5 KiB in a period for flags and comparisons."""
+    alone.worker.communicator = ring = Counting()
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False) for _ in range(2)])
+    optimizer = hvd.LocalOptimizer(sgd(model), model, every=4, **options)
+    for layers in sent:
+        before = ring.bytes
+        alone.hand_out(Pass(step_examples=8, weight=1.0))
+        if alone.step.continues:
+            alone.step.next_batch(alone.worker.progress)
+        model(torch.ones(1, 256)).sum().backward()
+        optimizer.step()
+        assert 0 <= ring.bytes - before - layers * 2**18 <= 5 * 2**10
 
 
 # ---- what is refused
@@ -465,6 +506,11 @@ def test_the_state_has_to_hold_it(alone: Context) -> None:
     model, _ = one_weight()
     with pytest.raises(ScriptError, match=r"given to hvd.LocalOptimizer is not in the State"):
         hvd.run(lambda _: None)(hvd.State(model=model))
+
+
+def test_tensorflow_has_none() -> None:
+    with pytest.raises(AttributeError, match="it is for PyTorch; with TensorFlow and Keras"):
+        missing_name("hvd_elastic.keras")("LocalOptimizer")
 
 
 def test_an_epoch_shorter_than_a_period_is_told(
