@@ -45,7 +45,7 @@ test: $(HOROVOD)  ## run all tests but those of the engines: unit, ssh, real ran
 test-engines: $(ENGINES)  ## install Slurm, Spark and Ray, and run their tests
 	@$(RUN) $(VPYTHON) -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder tests/engines $(ARGS)
 
-test-trainers: $(TRAINERS)  ## install Lightning, and run its tests
+test-trainers: $(TRAINERS)  ## install Lightning and Hugging Face's Trainer, and run their tests
 	@$(RUN) $(VPYTHON) -m pytest --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder tests/trainers $(ARGS)
 
 test-debian:  ## run make demo and make test on another Debian, made by debootstrap: RELEASE=trixie
@@ -105,5 +105,5 @@ $(ENGINES): $(HOROVOD)
 
 $(TRAINERS): $(HOROVOD)
 	@"$(PYTHON)" scripts/setup_env.py --venv $(VENV) --torch "$(TORCH)" --tensorflow "$(TENSORFLOW)" \
-		--extras "$(ALL_EXTRAS),lightning"
+		--extras "$(ALL_EXTRAS),trainers"
 	@touch $@

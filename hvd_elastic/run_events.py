@@ -321,7 +321,14 @@ class ExampleSkipped(RunEvent, tag="example_skipped"):
 
 
 class Input(RunEvent, tag="input"):
-    """How long ranks wait for their data, and what would end it; recorded when that changes."""
+    """How long ranks wait for their data, and what would end it; recorded when that changes.
+
+    Attributes:
+        share: part of the time that the rank waits which waits most, in [0, 1].
+        more_cores: further cores that would end the wait; null: not known, or no remedy.
+        core_s: processor time to read an example [s]; null: not known.
+        helpers: number of processes of input hosts that read for the ranks.
+    """
 
     share: float
     shares: list[float]

@@ -35,8 +35,8 @@ from benchmarks.controller.workloads import (
 from benchmarks.elasticity.stage import Stage
 from benchmarks.testbed.command import Say
 from benchmarks.testbed.launchers import FailedPlayError
+from hvd_elastic.policy.evidence import replay
 from hvd_elastic.policy.forecast import forecast
-from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import HostOffer
 from hvd_elastic.records.events import event_of
 

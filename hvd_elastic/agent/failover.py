@@ -126,11 +126,8 @@ def _only_one(spool: Path) -> Iterator[None]:
     lock = None
     with contextlib.suppress(OSError):
         lock = take_lock(spool / f"{_SOCKET}.lock")
-    try:
+    with lock or contextlib.nullcontext():
         yield
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def answer_caller(listener: socket.socket) -> Caller | None:

@@ -16,7 +16,7 @@ from hvd_elastic.bench.step_timer import PREFIX
 from hvd_elastic.errors import UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host
-from hvd_elastic.policy.replay import replay
+from hvd_elastic.policy.evidence import replay
 from hvd_elastic.run_events import Metrics, ReadEvent, RescaleStarted
 
 

@@ -81,17 +81,21 @@ class CheckpointSender:
             wanted: returns whether the checkpoint is still needed; called from any thread.
             done: called with the result, in the leader's loop.
         """
-        threading.Thread(
-            target=self._bring, args=(hosts, name, wanted, done), name="restore", daemon=True
-        ).start()
 
-    def _bring(
-        self,
-        hosts: Sequence[str],
-        name: str,
-        wanted: Callable[[], bool],
-        done: Callable[[Brought], None],
-    ) -> None:
+        def run() -> None:
+            brought = self._keep_trying(hosts, name, wanted)
+            self._post(lambda: tell(brought))
+
+        def tell(brought: Brought) -> None:
+            if not brought.error and wanted():  # else a newer generation may be training already
+                newest = brought.checkpoint
+                self.restored_from = "" if newest is None else str(newest.path)
+                self._collector.goes_on_from(newest)
+            done(brought)
+
+        threading.Thread(target=run, name="restore", daemon=True).start()
+
+    def _keep_trying(self, hosts: Sequence[str], name: str, wanted: Callable[[], bool]) -> Brought:
         said: set[str] = set()
 
         def say(message: str) -> None:
@@ -110,15 +114,7 @@ class CheckpointSender:
             if not wanted():
                 break
             brought = self._try_to_bring(hosts, name, say)
-
-        def tell() -> None:
-            if not brought.error and wanted():  # else a newer generation may be training already
-                newest = brought.checkpoint
-                self.restored_from = "" if newest is None else str(newest.path)
-                self._collector.goes_on_from(newest)
-            done(brought)
-
-        self._post(tell)
+        return brought
 
     def _try_to_bring(self, hosts: Sequence[str], name: str, say: Callable[[str], None]) -> Brought:
         try:

@@ -197,8 +197,7 @@ class Communicator(Protocol):
 class Collectives(Protocol):
     """Interface that a frontend supplies: Horovod for its framework, collectives on its tensors.
 
-    Collectives are asynchronous: they return a handle, and :meth:`synchronize` returns the result.
-    Both raise Horovod's ``HorovodInternalError`` with Horovod's text.
+    :meth:`begin` and :meth:`synchronize` raise Horovod's ``HorovodInternalError`` with its text.
     """
 
     framework: str
@@ -206,8 +205,8 @@ class Collectives(Protocol):
     horovod: Any
     """Horovod's module for the framework, from :func:`~hvd_elastic.communicator.ring.load_horovod`.
 
-    The communicator uses its ``init``, ``shutdown``, ``rank``, ``size``, ``nccl_built`` and the
-    extension behind ``mpi_ops``.
+    The communicator uses its ``init``, ``shutdown``, ``rank``, ``size``, ``nccl_built``,
+    ``Average``, ``Sum`` and the extension behind ``mpi_ops``.
     """
 
     def warm(self) -> None:
@@ -232,22 +231,16 @@ class Collectives(Protocol):
     def join(self, pieces: Sequence[Any]) -> Any:
         """Return a copy of flat arrays of :meth:`as_bytes`, joined to one."""
 
-    def average_async(self, tensor: Any, name: str) -> Any:
-        """Begin averaging ``tensor`` over all ranks, in place where tensors can be changed."""
+    def begin(self, kind: str, tensor: Any, name: str, *more: Any, **options: Any) -> Any:
+        """Begin a collective of Horovod, in place where tensors can be changed; return its handle.
 
-    def sum_async(self, tensor: Any, name: str) -> Any:
-        """Begin adding ``tensor`` up over all ranks, in place where tensors can be changed."""
-
-    def allgather_async(self, tensor: Any, name: str) -> Any:
-        """Begin joining the tensors of all ranks along the first dimension."""
-
-    def broadcast_async(self, tensor: Any, name: str, root_rank: int) -> Any:
-        """Begin sending the root's tensor to all, in place where tensors can be changed."""
-
-    def alltoall_async(self, tensor: Any, name: str, splits: Sequence[int]) -> Any:
-        """Begin sending ``splits[rank]`` rows of ``tensor`` to each rank.
-
-        The result is what this rank received, joined in rank order.
+        Args:
+            kind: ``allreduce``, ``allgather``, ``broadcast`` or ``alltoall``.
+            tensor: of this rank.
+            name: name of the collective, the same on all ranks.
+            more: of ``alltoall``: a tensor with the number of rows that go to each rank. Its result
+                is what this rank received, joined in rank order.
+            options: Horovod's, ``op`` or ``root_rank``.
         """
 
     def synchronize(self, handle: Any) -> Any:

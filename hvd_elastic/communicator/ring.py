@@ -161,14 +161,17 @@ class HorovodCommunicator:
             del self._others[next(iter(self._others))]
         return name
 
-    def _begin(self, name: str, collective: Callable[..., Any], array: Array, *args: Any) -> _Begun:
-        """Begin a collective; ``name`` describes it in messages about waits."""
+    def _begin(
+        self, shown: str, kind: str, array: Array, name: str, *more: Any, **options: Any
+    ) -> _Begun:
+        """Begin a collective; ``shown`` describes it in messages about waits."""
         is_numpy = isinstance(array, np.ndarray)
         tensor = self._collectives.from_numpy(array) if is_numpy else array
         try:
-            return _Begun(collective(tensor, *args), name, is_numpy)
+            handle = self._collectives.begin(kind, tensor, name, *more, **options)
         except self._failure as error:
             raise self._translated(error) from error
+        return _Begun(handle, shown, is_numpy)
 
     def wait(self, handle: _Begun, *, is_usual: bool = True) -> Array:
         """Wait for a collective; an unusual wait does not count in the statistics of waits."""
@@ -224,11 +227,12 @@ class HorovodCommunicator:
     # -- collectives -----------------------------------------------------------------------
 
     def reduce_async(self, array: Array, name: str, *, sent_as: str = "") -> _Begun:
-        average = self._collectives.average_async
-        return self._begin_named("allreduce", average, array, name, sent_as=sent_as)
+        return self._begin_named(
+            "allreduce", array, name, sent_as=sent_as, op=self._horovod.Average
+        )
 
     def sum_async(self, array: Array, name: str) -> _Begun:
-        return self._begin_named("allreduce", self._collectives.sum_async, array, name)
+        return self._begin_named("allreduce", array, name, op=self._horovod.Sum)
 
     def sum_with_flags_async(
         self, array: Array, flags: np.ndarray, name: str
@@ -239,33 +243,27 @@ class HorovodCommunicator:
         return begun, lambda: self._collectives.to_numpy(sums) / self.size
 
     def exchange_async(self, array: Array, name: str) -> _Begun:
-        one_each = [1] * self.size
-        return self._begin_named(
-            "alltoall", self._collectives.alltoall_async, array, name, one_each
-        )
+        return self._begin_named("alltoall", array, name, self._splits([1] * self.size))
 
     def gather_async(self, array: Array, name: str) -> _Begun:
-        return self._begin_named("allgather", self._collectives.allgather_async, array, name)
+        return self._begin_named("allgather", array, name)
+
+    def _splits(self, rows: Sequence[int]) -> Any:
+        """Return a tensor with the number of rows that go to each rank."""
+        return self._collectives.from_numpy(np.array(rows, np.int32))
 
     def gather(self, array: Array, name: str) -> Array:
         return self.wait(self.gather_async(array, name))
 
     def _begin_named(
-        self,
-        kind: str,
-        collective: Callable[..., Any],
-        array: Array,
-        name: str,
-        *args: Any,
-        sent_as: str = "",
+        self, kind: str, array: Array, name: str, *more: Any, sent_as: str = "", **options: Any
     ) -> _Begun:
         if name.startswith(GRADIENT_PREFIX):
-            begun = self._begin(gradients_of(name), collective, array, name, *args)
+            begun = self._begin(gradients_of(name), kind, array, name, *more, **options)
             self._gradients[name] = self._gradients.get(name, 0) + 1
             return begun
         words = {FLAGS_NAME: FLAGS, END_NAME: BARRIER}.get(name, f"{kind} {_user_name(name)}")
-        shown = self._count(words)
-        return self._begin(shown, collective, array, sent_as or name, *args)
+        return self._begin(self._count(words), kind, array, sent_as or name, *more, **options)
 
     def broadcast(self, arrays: Sequence[Array], root_rank: RingRank) -> None:
 
@@ -273,7 +271,7 @@ class HorovodCommunicator:
             message = self._joined(bucket)
             name = f"hvd_elastic.state.{number}"
             shown = self._count("the state")
-            return self._begin(shown, self._collectives.broadcast_async, message, name, root_rank)
+            return self._begin(shown, "broadcast", message, name, root_rank=root_rank)
 
         def end(bucket: list[Any], message: Any) -> None:
             # A message of one slice may have been overwritten in place.
@@ -291,10 +289,10 @@ class HorovodCommunicator:
                 share = share_of(bucket, holders.index(self.rank), len(holders))
             size = sum(map(len, share))
             copies = self._joined(share * sum(lacking)) if size else bucket[0][:0]
-            splits = [size if lacks else 0 for lacks in lacking]
+            splits = self._splits([size if lacks else 0 for lacks in lacking])
             name = f"hvd_elastic.share.{number}"
             shown = self._count("the state")
-            return self._begin(shown, self._collectives.alltoall_async, copies, name, splits)
+            return self._begin(shown, "alltoall", copies, name, splits)
 
         def end(bucket: list[Any], message: Any) -> None:
             if lacking[self.rank]:
@@ -341,8 +339,8 @@ class HorovodCommunicator:
         shown = self._count("a broadcast")
 
         def broadcast(message: np.ndarray) -> bytes:
-            collective = self._collectives.broadcast_async
-            begun = self._begin(shown, collective, message, "hvd_elastic.bytes", root_rank)
+            name = "hvd_elastic.bytes"
+            begun = self._begin(shown, "broadcast", message, name, root_rank=root_rank)
             # The root may load a checkpoint first, so the wait can be unusually long.
             result: np.ndarray = self.wait(begun, is_usual=False)
             return result.tobytes()

@@ -106,7 +106,7 @@ class RunMachine:
         self._out = Outbox()
         self._fleet = Fleet(self._out, config)
         self._plan = Plan(config, self._fleet)
-        self._candidates = Candidates(self._out, config, self._plan, self._fleet)
+        self._candidates = Candidates(self._out, self._plan)
         # requested
         self._current = Generation()
         self._aborted = 0
@@ -122,7 +122,7 @@ class RunMachine:
         self._last_word_at = 0.0
         # all hosts that train and will go, with the time of that, when a checkpoint was requested
         self._prepared: dict[str, float | None] = {}
-        self._waiting = WaitingReport(self._out, config, self._plan, self._fleet)
+        self._waiting = WaitingReport(self._out, self._plan)
 
     # -- the interface ---------------------------------------------------------------------
 
@@ -134,11 +134,11 @@ class RunMachine:
         if self._out.closed:
             return []
         phase, ordered = self._phase, self._out.ordered
-        self._take(event, now)
+        self._take_event(event, now)
         changed = (phase, ordered) != (self._phase, self._out.ordered)
         if changed or not self._awaits_more_like(event):
             self._advance(now)
-        return self._out.take()
+        return self._out.take_commands()
 
     def deadline(self) -> float | None:
         """Return when the next Tick is needed if no event comes before [s]; None: not at all."""
@@ -201,7 +201,7 @@ class RunMachine:
 
     # -- observed: one event ---------------------------------------------------------------
 
-    def _take(self, event: ev.Event, now: float) -> None:
+    def _take_event(self, event: ev.Event, now: float) -> None:
         match event:
             case ev.HostsChanged():
                 self._plan.hosts = event.hosts

@@ -30,8 +30,8 @@ class Plan:
     """
 
     def __init__(self, config: MachineConfig, fleet: Fleet) -> None:
-        self._config = config
-        self._fleet = fleet
+        self.config = config
+        self.fleet = fleet
         self.hosts: tuple[HostSlots, ...] = ()
         self.requested_np: int | None = None
         self.preferred: frozenset[SlotId] = frozenset()
@@ -53,7 +53,7 @@ class Plan:
 
     def emptied(self) -> list[str]:
         """Return the drained hosts without workers that were not returned before."""
-        held = {worker.host for worker in self._fleet.workers.values()}
+        held = {worker.host for worker in self.fleet.workers.values()}
         found = [host for host in self.draining if host not in held | self._empty]
         self._empty.update(found)
         return found
@@ -69,8 +69,8 @@ class Plan:
 
     def update(self, now: float) -> None:
         """Choose the slots, start the missing workers, and stop agents without workers."""
-        slots, fleet, spares = self.offered(), self._fleet, self._config.spares
-        config = self._config
+        slots, fleet, spares = self.offered(), self.fleet, self.config.spares
+        config = self.config
         if config.plain and fleet.workers:
             # It cannot go on elsewhere, and must not run twice.
             self.desired = dict.fromkeys(worker.slot for worker in fleet.workers.values())
@@ -89,27 +89,21 @@ class Plan:
 
     def _cost(self, slot: SlotId) -> int:
         """Return the cost of a slot, such that requested and pinned slots come before others."""
-        asked = slot in self.preferred or slot[0] in self._config.pinned
-        if not asked and (self.preferred or self._config.pinned):
-            return self._fleet.cost(slot) + _NOT_ASKED_FOR
-        return self._fleet.cost(slot)
+        asked = slot in self.preferred or slot[0] in self.config.pinned
+        if not asked and (self.preferred or self.config.pinned):
+            return self.fleet.cost(slot) + _NOT_ASKED_FOR
+        return self.fleet.cost(slot)
 
 
 _START_SPREAD = 0.15  # workers started together become warm within this share of the first's time
 
 
 class Candidates:
-    """The workers that could be announced next.
+    """The workers that could be announced next."""
 
-    Args:
-        plan: slots that should hold a worker.
-    """
-
-    def __init__(self, out: Outbox, config: MachineConfig, plan: Plan, fleet: Fleet) -> None:
-        self._out = out
-        self._config = config
-        self._plan = plan
-        self._fleet = fleet
+    def __init__(self, out: Outbox, plan: Plan) -> None:
+        self._out, self._plan = out, plan
+        self._config, self._fleet = plan.config, plan.fleet
         # start times of waits; None: nothing is waited for
         self._enough_since: float | None = None
         self._short_since: float | None = None
@@ -205,19 +199,14 @@ class Candidates:
 class WaitingReport:
     """Emits ``waiting`` events.
 
-    Args:
-        plan: slots that should hold a worker.
-
     Attributes:
         saved_step: step of the checkpoint that has the state of workers that had to go; None: none
             has it.
     """
 
-    def __init__(self, out: Outbox, config: MachineConfig, plan: Plan, fleet: Fleet) -> None:
-        self._out = out
-        self._config = config
-        self._plan = plan
-        self._fleet = fleet
+    def __init__(self, out: Outbox, plan: Plan) -> None:
+        self._out, self._plan = out, plan
+        self._config, self._fleet = plan.config, plan.fleet
         self._starting_since: float | None = None
         self._last = ""
         self.saved_step: int | None = None

@@ -15,7 +15,6 @@ from typing import Any
 from hvd_elastic.model.goodput import BatchLimits, BatchPlan
 from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.autoscale import (
-    Miss,
     compare_prediction,
     decide,
     out_of_reach,
@@ -25,7 +24,7 @@ from hvd_elastic.policy.autoscale import (
 from hvd_elastic.policy.evidence import Evidence
 from hvd_elastic.policy.objective import Objective, Parameters
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Memory, Snapshot
-from hvd_elastic.run_events import ReadEvent
+from hvd_elastic.run_events import PredictionMissed, ReadEvent
 
 _LOOK_S = 1.0
 """Shortest time between two decisions [s]; more often, few new measurements would have come."""
@@ -80,8 +79,8 @@ class ScalingController:
         self._noise_then = self._noise_seen = math.nan
         self._change: tuple[Decision, Snapshot] | None = None
         """Last change with the snapshot it was based on, until its effect has been measured."""
-        self.miss: Miss | None = None
-        """Prediction that the last :meth:`look` found to have been much too high; None: none."""
+        self.miss: PredictionMissed | None = None
+        """Prediction that the last decision found to have been much too high; None: none."""
 
     # -- what happened ---------------------------------------------------------------------
 
@@ -104,9 +103,9 @@ class ScalingController:
         self._look_at = now
         self.evidence.formed(hosts_of_ranks)
 
-    def note(self, event: ReadEvent) -> None:
-        """Take measurements from an event of the run; see :meth:`Evidence.note`."""
-        self.evidence.note(event)
+    def note_event(self, event: ReadEvent) -> None:
+        """Take measurements from an event of the run; see :meth:`Evidence.note_event`."""
+        self.evidence.note_event(event)
         now = event.mono
         if self.evidence.news:
             self.evidence.news = False
@@ -132,10 +131,10 @@ class ScalingController:
         return out_of_reach(self.snapshot(now), now, self._config.objective)
 
     def due(self, now: float) -> bool:
-        """Return whether :meth:`look` would decide now."""
+        """Return whether :meth:`decide_if_due` would decide now."""
         return now >= self._look_at and not self._rescaling and not self._paused
 
-    def look(self, now: float) -> tuple[Decision, Snapshot] | None:
+    def decide_if_due(self, now: float) -> tuple[Decision, Snapshot] | None:
         """Return a decision and the snapshot it is based on; None if none is due.
 
         The caller has to carry out a decision to change: the controller assumes that it does.
@@ -159,7 +158,7 @@ class ScalingController:
         self._look_at = now + wait_s
         return decision, snapshot
 
-    def _compare(self, snapshot: Snapshot, windows: int) -> Miss | None:
+    def _compare(self, snapshot: Snapshot, windows: int) -> PredictionMissed | None:
         """Return a miss if the last change gained much less than predicted.
 
         Args:

@@ -75,18 +75,16 @@ class ClusterFolder:
         Raises:
             RunError: another process is the daemon of this cluster.
         """
-        fd = take_lock(self._lock)
-        if fd is None:
+        lock = take_lock(self._lock)
+        if lock is None:
             told = self.daemon()
             raise RunError(
                 f"cluster {self.name} has a daemon already (pid {told.get('pid')}, hosts "
                 f"of {told.get('hostfile')}). Look at it with: hvd-elastic hosts --cluster "
                 f"{self.name}   End it with: hvd-elastic down --cluster {self.name}"
             )
-        try:
+        with lock:
             yield
-        finally:
-            os.close(fd)
 
     def describe_daemon(self, hostfile: Path) -> None:
         """Write which process is the daemon; called by the daemon, which holds the lock."""

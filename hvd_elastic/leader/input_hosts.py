@@ -24,10 +24,10 @@ from hvd_elastic.leader.agents.agents import Agents
 from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.workers import Workers
-from hvd_elastic.policy.input import InputFinding, InputWatch, choose_readers
+from hvd_elastic.policy.input import InputWatch, choose_readers
 from hvd_elastic.policy.objective import hourly_price
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.run_events import Decision, Event, InputHostJoined, InputHostLeft, Warned
+from hvd_elastic.run_events import Decision, Event, Input, InputHostJoined, InputHostLeft, Warned
 from hvd_elastic.wire import messages as msg
 
 _MOST_SCRIPT_FAILURES = 3
@@ -36,7 +36,7 @@ _MOST_SCRIPT_FAILURES = 3
 
 @dataclass
 class _InputHost:
-    """What is known of one input host."""
+    """Present state of one input host."""
 
     host: Host
     starts: int = 0
@@ -95,7 +95,7 @@ class InputHosts:
 
     @property
     def use(self) -> msg.UseInput | None:
-        """What a new rank has to be told; None: nothing."""
+        """Return what a new rank has to be told; None: nothing."""
         return self._servers_in_use() if self._servers else None
 
     def update(
@@ -123,7 +123,7 @@ class InputHosts:
             if known.needed and name not in self._agents.by_host:
                 known.start_at = min(known.start_at, time.monotonic())
 
-    def look(self, now: float) -> None:
+    def tend_hosts(self, now: float) -> None:
         """Start hosts that are due, send heartbeats, and give up silent hosts."""
         if not self._known:
             return
@@ -148,13 +148,13 @@ class InputHosts:
 
         If that is for cores, hosts with a price are asked to read, where it makes examples cheaper.
         """
-        found = self.watch.look(members)
+        found = self.watch.next_finding(members)
         if found is not None:
-            self._emit(found.event())
+            self._emit(found)
             if found.bound == "cores":
                 self._add_readers(found, {host for _, host in members})
 
-    def _add_readers(self, found: InputFinding, trains: AbstractSet[str]) -> None:
+    def _add_readers(self, found: Input, trains: AbstractSet[str]) -> None:
         offered = [known.host for known in self._known.values() if not known.needed]
         if not offered or any(map(self._is_starting, self._known.values())):
             return
@@ -176,10 +176,10 @@ class InputHosts:
         self._known.clear()
         self._agents.drop()
 
-    def end(self) -> None:
+    def end_agents(self) -> None:
         """End all agents and their workers."""
         self._known.clear()
-        self._agents.end()
+        self._agents.end_agents()
         self._workers.close()
 
     # -- messages ----------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from hvd_elastic.control.machine import Phase, RunMachine
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.policy.replay import replay
+from hvd_elastic.policy.evidence import replay
 from hvd_elastic.policy.snapshot import Allocation, Decision, HostOffer, Snapshot
-from hvd_elastic.run_events import Event, PredictionMissed, ReadEvent, Warned
+from hvd_elastic.run_events import Event, ReadEvent, Warned
 
 
 class Scaler:
@@ -50,11 +50,13 @@ class Scaler:
         self._said: tuple[object, ...] = ()
         self._looked = False
 
-    def note(self, event: Event) -> None:
+    def note_event(self, event: Event) -> None:
         """Pass an event of the run to the controller, which takes measurements from it."""
-        self._controller.note(event)
+        self._controller.note_event(event)
 
-    def look(self, machine: RunMachine, hosts: Iterable[Host], now: float) -> TargetChanged | None:
+    def decide_if_due(
+        self, machine: RunMachine, hosts: Iterable[Host], now: float
+    ) -> TargetChanged | None:
         """Decide if a decision is due; return the event for the machine, None for no change."""
         controller, members = self._controller, machine.members
         controller.hosts_are(_offers(machine, hosts, self._pinned), now)
@@ -72,12 +74,12 @@ class Scaler:
         if machine.generation != self._generation:
             self._generation = machine.generation
             controller.formed([member.host for member in members], now)
-        found = controller.look(now)
+        found = controller.decide_if_due(now)
         if found is None:
             return None
         decision, snapshot = found
         if controller.miss is not None:
-            self._emit(PredictionMissed(*dataclasses.astuple(controller.miss)))
+            self._emit(controller.miss)
         if snapshot.current == self._asked:
             self._asked = None
         if decision.action == "stay":

@@ -8,7 +8,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from hvd_elastic.control.machine import Phase
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.executor import Executor
+from hvd_elastic.leader.failover.failover import Failover
 from hvd_elastic.leader.fetching import Fetching
 from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.leader.spec import RunSpec
@@ -51,16 +52,16 @@ class Stopping:
     """Stops a run when it is asked to.
 
     Args:
-        leads: returns whether this leader already leads the run; a takeover is awaited first.
+        failover: a takeover is awaited before the run is stopped.
 
     Attributes:
         cause: why the run is to stop; None: it is not.
     """
 
-    def __init__(self, run: LedRun, executor: Executor, leads: Callable[[], bool]) -> None:
+    def __init__(self, run: LedRun, executor: Executor, failover: Failover) -> None:
         self._run = run
         self._executor = executor
-        self._leads = leads
+        self._failover = failover
         self._last: LastCheckpoint | None = None
         """The last checkpoint, while it is waited for."""
         self.cause: StopCause | None = None
@@ -103,18 +104,18 @@ class Stopping:
 
         During a takeover workers may exist, and it is not yet known where and at which step.
         """
-        if self.cause is None or self._executor.finish is not None or not self._leads():
+        if self.cause is None or self._executor.finish is not None or not self._failover.leads:
             return  # a run that has ended waits only for what is to be fetched
         progress, now = self._run.progress, time.monotonic()
         if self._run.spec.checkpoint_every_s and (progress.reached.step or not progress.is_known):
             # The others cannot reach a step boundary until a frozen worker counts as lost.
             patience_s = _CHECKPOINT_S + self._run.spec.failure_timeout_s
             self._last = LastCheckpoint(now, patience_s, step=progress.reached.step)
-            self.look(now)
+            self.ask_for_last_checkpoint(now)
         else:
             self._stop_now()
 
-    def look(self, now: float) -> None:
+    def ask_for_last_checkpoint(self, now: float) -> None:
         """Ask for the last checkpoint, or give it up; called often while this leader leads."""
         if self._last is None:
             return
@@ -246,14 +247,14 @@ class Steering:
         past = [*events]
         age_s = max(0.0, time.time() - past[0].t) if past else 0.0
         scaler = Scaler(self._run.spec, self._run.journal.emit, time.monotonic() - age_s, past)
-        self._run.journal.listeners.append(scaler.note)
+        self._run.journal.listeners.append(scaler.note_event)
         self._scaler = scaler
 
     def let_policy_decide(self, now: float) -> None:
         """Carry out what the policy decides, if anything."""
         if self._scaler is not None and self._stopping.cause is None:
             hosts = self._run.hostfile.hosts.values()
-            change = self._scaler.look(self._executor.machine, hosts, now)
+            change = self._scaler.decide_if_due(self._executor.machine, hosts, now)
             if change is not None:
                 self._executor.tell(change)
 

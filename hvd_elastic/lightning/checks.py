@@ -1,4 +1,4 @@
-"""What a script cannot use with the strategy, said before training."""
+"""Checks, before training, for what a script cannot use with the strategy."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from hvd_elastic.policy.scoring import (
     sizes_to_try,
 )
 from hvd_elastic.policy.snapshot import Allocation, Decision, Memory, Snapshot
-from hvd_elastic.run_events import Action
+from hvd_elastic.run_events import Action, PredictionMissed
 
 _NOTABLE = 0.005
 """A relative gain below this is reported as no gain."""
@@ -122,24 +122,9 @@ def out_of_reach(snapshot: Snapshot, now: float, objective: Objective) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Miss:
-    """A change that brought much less goodput than was predicted.
-
-    Attributes:
-        predicted: predicted goodput [useful examples/s].
-        measured: goodput measured since the change [useful examples/s].
-        reason: sentence with both and what differs from the prediction.
-    """
-
-    predicted: float
-    measured: float
-    reason: str
-
-
 def compare_prediction(
     decision: Decision, then: Snapshot, now: Snapshot, timed: Observation
-) -> Miss | None:
+) -> PredictionMissed | None:
     """Compare the predicted goodput of a change with the measured one.
 
     Args:
@@ -147,7 +132,7 @@ def compare_prediction(
         now: present snapshot, on the slots that were decided on.
 
     Returns:
-        The difference; None if at least four fifths of the prediction were measured.
+        The event, with what differs; None if at least four fifths of the prediction were measured.
     """
     assert then.model is not None
     size = timed.ranks * timed.atomic_batch_size * (timed.accumulation_steps + 1)
@@ -178,7 +163,7 @@ def compare_prediction(
             "batches bring less"
         )
     why = ": " + "; ".join(causes) if causes else ""
-    return Miss(
+    return PredictionMissed(
         decision.goodput,
         measured,
         f"{decision.goodput:.0f} useful examples/s were predicted on "

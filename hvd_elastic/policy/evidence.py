@@ -22,7 +22,7 @@ from hvd_elastic.model.timings import LEADER_RULES, Configuration, StepTimings
 from hvd_elastic.policy.input import InputSupply
 from hvd_elastic.policy.snapshot import Allocation
 from hvd_elastic.policy.speeds import RankSpeeds
-from hvd_elastic.run_events import Metrics, ReadEvent
+from hvd_elastic.run_events import Input, Metrics, ReadEvent, RescaleFinished, RescaleStarted
 
 _WINDOW_S = 1.0
 """Shortest window; shorter ones are joined, since times of metrics are exact to a step only."""
@@ -81,7 +81,7 @@ class Evidence:
         self.measured = 0
         self._present = None
 
-    def note(self, event: ReadEvent) -> None:
+    def note_event(self, event: ReadEvent) -> None:
         """Take measurements from an event of the run; others are ignored."""
         match event:
             case Metrics():
@@ -111,7 +111,7 @@ class Evidence:
             self._take_shares(event.shares)
         if event.rank_s:
             self._take_compute_times(event.rank_s, event.mono)
-        window = self._windows.add(event, self._planned_passes)
+        window = self._windows.add_report(event, self._planned_passes)
         if window is not None:
             self._take_window(window, event)
         # Steps outside of windows count too, such as the first ones after a rescale.
@@ -139,7 +139,7 @@ class Evidence:
         self._present = where
         self.measured += 1
         self.cores.note_timed(self.allocation.counts)
-        if self.timings.add(where, window.seconds / window.steps, now=event.mono):
+        if self.timings.add_window(where, window.seconds / window.steps, now=event.mono):
             self.news = True
 
     def _take_shares(self, shares: Sequence[int]) -> None:
@@ -157,7 +157,7 @@ class Evidence:
             examples, extra = round(fastest.examples), self.plan.accumulation_steps
             where = Configuration(1, 1, examples / (extra + 1), extra, fastest.slowness)
             self.timings.add_alone(where, fastest.compute_s * examples / fastest.examples)
-        if self.speeds.note(times, self.plan, round(self._windows.passes), now):
+        if self.speeds.add_report(times, self.plan, round(self._windows.passes), now):
             # The steps on these hosts and ranks were timed with a wrong slowness.
             self.timings.forget_world(self.allocation.hosts, self.allocation.slots)
             self.measured = 0
@@ -255,7 +255,7 @@ class _ProgressWindows:
         self.passes = passes
         self._settling = _SETTLING
 
-    def add(self, report: Metrics, planned_passes: float) -> _Window | None:
+    def add_report(self, report: Metrics, planned_passes: float) -> _Window | None:
         """Add a report; return the window that it ends, or None."""
         last = self._last
         if (
@@ -362,3 +362,49 @@ class CoreSharing:
 
 def _density(sharing: Sharing | None) -> float:
     return 0.0 if sharing is None else sharing.ranks_per_core
+
+
+def replay(events: Iterable[ReadEvent]) -> Evidence:
+    """Return the measurements in a run's events, which come oldest first.
+
+    The result has no present generation: nothing counts as measured until one is formed.
+
+    >>> events = [RescaleStarted(1, 0, 2, ["a"], [2], "start"), RescaleFinished(1, 2, None)]
+    >>> for n in range(6):
+    ...     events.append(Metrics(20 * n, 0, 0, 640 * n, 2, mono=2.0 * n))
+    >>> round(float(replay(events).model().step_s(1, 2, 16, 0)), 2)
+    0.1
+    """
+    replaying = Replay()
+    for event in events:
+        replaying.add_event(event)
+    evidence = replaying.evidence
+    evidence.formed([])
+    evidence.news = False
+    return evidence
+
+
+class Replay:
+    """Takes the events of a run as they come, oldest first."""
+
+    def __init__(self) -> None:
+        self.evidence = Evidence()
+        self._begun: RescaleStarted | None = None
+
+    def add_event(self, event: ReadEvent) -> None:
+        """Take measurements from an event."""
+        begun = self._begun
+        match event:
+            case Metrics():
+                pass  # nearly all are
+            case RescaleStarted():
+                self._begun = event
+                return
+            case RescaleFinished(generation=generation):
+                if begun is None or begun.generation != generation:
+                    return
+                ranks = zip(begun.hosts, begun.slots, strict=False)  # those of a host in a row
+                self.evidence.formed([host for host, number in ranks for _ in range(number)])
+            case Input():
+                return  # of the run's past: it waits for other things by now
+        self.evidence.note_event(event)

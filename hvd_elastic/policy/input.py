@@ -32,7 +32,7 @@ _NOTABLE_DELAY = 0.2
 
 @dataclass(frozen=True)
 class Reading:
-    """What a worker has read of its training data since its process began.
+    """A worker's reading of its training data since its process began.
 
     Attributes:
         loop_s: time in the loop over the loader [s].
@@ -92,7 +92,7 @@ class Reading:
 
     @property
     def computes(self) -> bool:
-        """Whether what is waited for uses the processor, and not storage or the network."""
+        """Return whether what is waited for uses the processor, and not storage or the network."""
         if self.cpu_s is None:
             return False
         busy_s = (self.processes or 0) * self.starved_s + self.helped_s
@@ -102,13 +102,13 @@ class Reading:
 
     @property
     def waits_for_link(self) -> bool:
-        """Whether input hosts make no batches for a notable time, since the link is the limit."""
+        """Return whether input hosts make no batches for long, since the link is the limit."""
         return self.link_s > _NOTABLE_LINK * (self.link_s + self.helped_s)
 
 
 @dataclass(frozen=True)
 class InputSupply:
-    """How many examples the cores of machines can read in a second.
+    """Number of examples that the cores of machines can read in a second.
 
     Attributes:
         core_s: processor time to read one example [s], > 0.
@@ -133,43 +133,9 @@ class InputSupply:
         return min(each, default=math.inf) * sum(n for _, n in counts) / self.core_s
 
 
-@dataclass(frozen=True)
-class InputFinding:
-    """What a window of training shows of its input.
-
-    Attributes:
-        share: part of the time that the rank waits which waits most, in [0, 1].
-        bound: what is waited for: ``cores``, ``storage`` (or the network that it is reached by),
-            ``link`` to the input hosts, ``unknown``, or ``nothing``.
-        more_cores: further cores that would end the wait; None: not known, or no remedy.
-        core_s: processor time to read an example [s]; None: not known.
-        helpers: number of processes of input hosts that read for the ranks.
-    """
-
-    share: float
-    shares: tuple[float, ...]
-    bound: Bound
-    more_cores: float | None
-    core_s: float | None
-    helpers: int
-    reason: str
-
-    def event(self) -> Input:
-        """Return the event of the run."""
-        return Input(
-            share=round(self.share, 4),
-            shares=[round(share, 4) for share in self.shares],
-            bound=self.bound,
-            more_cores=None if self.more_cores is None else round(self.more_cores, 2),
-            core_s=None if self.core_s is None else float(f"{self.core_s:.4g}"),
-            helpers=self.helpers,
-            reason=self.reason,
-        )
-
-
 def find_input_bound(
     readings: Sequence[Reading], hosts: Sequence[str], machines: Mapping[str, tuple[str, int]]
-) -> InputFinding:
+) -> Input:
     """Return whether ranks wait for data, and what would end it.
 
     Args:
@@ -181,7 +147,7 @@ def find_input_bound(
     'ranks wait 50 % of the time for data: reading takes 50 ms of a core for each example, and 1.0 \
 more core of decoding would end it: num_workers=1'
     """
-    shares = tuple(reading.share for reading in readings)
+    shares = [reading.share for reading in readings]
     worst = max(range(len(readings)), key=lambda rank: shares[rank])
     share = shares[worst]
     cpu = [each.cpu_s for each in readings if each.cpu_s is not None]
@@ -208,7 +174,15 @@ more core of decoding would end it: num_workers=1'
         if delay_s > _NOTABLE_DELAY * (cpu_s + delay_s):
             takes += f" (and waits {_milliseconds(delay_s / examples)} for it)"
         reason = f"{waits}: {takes}, and {remedy}"
-    return InputFinding(share, shares, bound, more, core_s, helpers, reason)
+    return Input(
+        share=round(share, 4),
+        shares=[round(each, 4) for each in shares],
+        bound=bound,
+        more_cores=more,
+        core_s=core_s,
+        helpers=helpers,
+        reason=reason,
+    )
 
 
 def _remedy(
@@ -316,7 +290,7 @@ class ReaderChoice:
 
 
 def choose_readers(
-    finding: InputFinding, offered: Sequence[PricedReader], price: float | None
+    finding: Input, offered: Sequence[PricedReader], price: float | None
 ) -> ReaderChoice:
     """Return which input hosts with a price to add, the cheapest for each core first.
 
@@ -352,9 +326,7 @@ def choose_readers(
     return ReaderChoice(tuple(host.name for host in best), reason)
 
 
-def _relative_cost(
-    finding: InputFinding, added: Sequence[PricedReader], price: float | None
-) -> float:
+def _relative_cost(finding: Input, added: Sequence[PricedReader], price: float | None) -> float:
     """Return the cost of an example with these hosts added, relative to that without them."""
     ended = min(1.0, _cores(added) / finding.more_cores) if finding.more_cores else 0.0
     gain = 1 / max(1 - finding.share, 0.01) - 1
@@ -384,20 +356,20 @@ class InputWatch:
         self.machines: dict[str, tuple[str, int]] = {}
         self._now: dict[str, Reading] = {}
         self._then: dict[str, Reading] = {}
-        self._said: InputFinding | None = None
+        self._said: Input | None = None
 
     def begin_anew(self) -> None:
         """Forget what was read so far, since others read from now on."""
         self._then.clear()
         self._said = None
 
-    def note(self, worker: str, reading: Reading | None) -> None:
+    def store_reading(self, worker: str, reading: Reading | None) -> None:
         """Store the reading of a worker's last heartbeat."""
         if reading is not None:
             self._now[worker] = reading
             self._then.setdefault(worker, reading)
 
-    def look(self, members: Sequence[tuple[str, str]]) -> InputFinding | None:
+    def next_finding(self, members: Sequence[tuple[str, str]]) -> Input | None:
         """Return a finding of a whole window if it is worth recording, else None.
 
         Args:

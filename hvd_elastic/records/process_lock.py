@@ -7,13 +7,14 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 
 _TRIES = 20  # those that look whether it is locked hold the lock for a moment
 _WAIT_S = 0.05  # between two attempts; together with their number, 1 s
 
 
-def take_lock(path: Path) -> int | None:
+def take_lock(path: Path) -> FileIO | None:
     """Lock a file, which is made if there is none.
 
     Returns:
@@ -33,7 +34,7 @@ def take_lock(path: Path) -> int | None:
             os.close(fd)
             raise
         else:
-            return fd
+            return open(fd, "r+b", buffering=0)  # noqa: PTH123
     os.close(fd)
     return None
 

@@ -29,8 +29,8 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +83,6 @@ def check_run_id(run_id: str) -> str:
         f"run id {run_id!r} is not valid. A run id has 1 to 64 of the characters A-Z a-z 0-9 . _ - "
         "and starts with a letter or a digit, for example 'digits-3'."
     )
-
-
-class LeaderLock(AbstractContextManager["LeaderLock"]):
-    """The lock that makes this process the leader; the kernel frees it when the process ends."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def release(self) -> None:
-        """Free the lock, so that another process can lead the run; further calls do nothing."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
 
 
 class RunFolder:
@@ -270,28 +254,28 @@ class RunFolder:
 
     # -- the leader ------------------------------------------------------------------------
 
-    def take_lead(self) -> LeaderLock:
-        """Take the lock that makes this process the run's leader.
+    def take_lead(self) -> FileIO:
+        """Return the lock that makes this process the run's leader, until it is closed.
 
         Raises:
             RunError: another process leads the run, or the folder cannot be written.
         """
         try:
-            fd = take_lock(self.lock)
+            lock = take_lock(self.lock)
         except OSError as error:
             raise RunError(
                 f"cannot make {self.lock}: {error.strerror}. Free space or mend the permissions "
                 "there; only the user who started a run may lead it."
             ) from error
-        if fd is None:
+        if lock is None:
             raise RunError(
                 f"run {self.run_id} has a live leader{self._leader_words()}. Look at it with: "
                 f"hvd-elastic attach {self.run_id}   End it with: hvd-elastic stop {self.run_id}"
             )
         with contextlib.suppress(OSError):  # on a full disk, the lock is valid without the text
-            os.ftruncate(fd, 0)
-            os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
-        return LeaderLock(fd)
+            lock.truncate(0)
+            lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        return lock
 
     def leader_alive(self) -> bool:
         """Return whether a process leads this run now."""

@@ -200,21 +200,12 @@ def read_trace(path: Path) -> Trace:
 
 
 def _trace(file: _File) -> Trace:
-    trace = Trace(
-        hosts=_hosts(file.hosts),
-        workload=_workload(file.workload),
-        duration_s=file.duration_s,
-        np=file.np,
-        min_np=file.min_np,
-        max_np=file.max_np,
-        pause_s=file.pause_s,
-        jitter=file.jitter,
-        changes=tuple(
-            Change(each.at_s, each.link, each.slow, _hosts(each.add), each.remove)
-            for each in sorted(file.changes, key=lambda change: change.at_s)
-        ),
-        unequal_shares=file.unequal_shares,
+    changes = (
+        Change(each.at_s, each.link, each.slow, _hosts(each.add), each.remove)
+        for each in sorted(file.changes, key=lambda change: change.at_s)
     )
+    made = {"hosts": _hosts(file.hosts), "workload": _workload(file.workload)}
+    trace = Trace(**{**msgspec.structs.asdict(file), **made, "changes": tuple(changes)})
     if not trace.hosts:
         raise _TraceError("hosts is empty: at least one is needed")
     slots = sum(host.slots for host in trace.hosts)

@@ -76,14 +76,14 @@ class TensorFlowCollectives(Collectives):
         """Have the collectives of a join traced and built; without ranks Horovod refuses them."""
         number, size = np.zeros(1, np.uint8), np.zeros(1, np.int32)
         begun = [
-            self._begin("broadcast", "hvd_elastic.bytes", number, root_rank=0),
-            self._begin("allgather", "hvd_elastic.lacking", number.astype(np.int64)),
-            self._begin("_allreduce", FLAGS_NAME, tf.zeros(1), op=self.horovod.Average),
+            self.begin("broadcast", number, "hvd_elastic.bytes", root_rank=0),
+            self.begin("allgather", number.astype(np.int64), "hvd_elastic.lacking"),
+            self.begin("allreduce", tf.zeros(1), FLAGS_NAME, op=self.horovod.Average),
         ]
         for each in range(IN_FLIGHT):
             begun += [
-                self._begin("broadcast", f"hvd_elastic.state.{each}", number, root_rank=0),
-                self._begin("alltoall", f"hvd_elastic.share.{each}", number, size),
+                self.begin("broadcast", number, f"hvd_elastic.state.{each}", root_rank=0),
+                self.begin("alltoall", number, f"hvd_elastic.share.{each}", size),
             ]
         for refused in begun:
             refused.exception()
@@ -115,20 +115,10 @@ class TensorFlowCollectives(Collectives):
     def join(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(list(pieces))
 
-    def average_async(self, tensor: tf.Tensor, name: str) -> Future[Any]:
-        return self._begin("_allreduce", name, tensor, op=self.horovod.Average)
-
-    def sum_async(self, tensor: tf.Tensor, name: str) -> Future[Any]:
-        return self._begin("_allreduce", name, tensor, op=self.horovod.Sum)
-
-    def allgather_async(self, tensor: tf.Tensor, name: str) -> Future[Any]:
-        return self._begin("allgather", name, tensor)
-
-    def broadcast_async(self, tensor: tf.Tensor, name: str, root_rank: int) -> Future[Any]:
-        return self._begin("broadcast", name, tensor, root_rank=root_rank)
-
-    def alltoall_async(self, tensor: Any, name: str, splits: Sequence[int]) -> Future[Any]:
-        return self._begin("alltoall", name, tensor, tf.constant(splits, tf.int32))
+    def begin(self, kind: str, tensor: Any, name: str, *more: Any, **options: Any) -> Future[Any]:
+        given = [*map(tf.convert_to_tensor, (tensor, *more))]
+        graph = self._graph(kind, name, *(each.dtype for each in given), **options)
+        return self._pool.submit(graph, *given)
 
     def synchronize(self, handle: Future[Any]) -> Any:
         try:
@@ -137,18 +127,14 @@ class TensorFlowCollectives(Collectives):
             raise self._failure(reason_of(error)) from error
 
     def barrier(self) -> None:
-        self.synchronize(self.sum_async(tf.zeros(1), "hvd_elastic.barrier"))
-
-    def _begin(self, kind: str, name: str, *tensors: Any, **options: int) -> Future[Any]:
-        """Begin a collective of Horovod with these tensors and options."""
-        given = [*map(tf.convert_to_tensor, tensors)]
-        graph = self._graph(kind, name, *(each.dtype for each in given), **options)
-        return self._pool.submit(graph, *given)
+        begun = self.begin("allreduce", tf.zeros(1), "hvd_elastic.barrier", op=self.horovod.Sum)
+        self.synchronize(begun)
 
     def _graph(self, kind: str, name: str, *types: tf.DType, **options: int) -> Callable[..., Any]:
         key = (kind, name, types, *options.values())
         if key not in self._graphs:
-            operation, node = getattr(self.horovod.mpi_ops, kind), node_name(name)
+            calls, node = self.horovod.mpi_ops, node_name(name)
+            operation = calls._allreduce if kind == "allreduce" else getattr(calls, kind)
 
             def run(*tensors: tf.Tensor) -> tf.Tensor:
                 found = operation(*tensors, name=node, ignore_name_scope=True, **options)

@@ -87,25 +87,10 @@ class TorchCollectives(Collectives):
     def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(pieces))
 
-    def average_async(self, tensor: torch.Tensor, name: str) -> int:
-        handle: int = self.horovod.allreduce_async_(tensor, name=name, op=self.horovod.Average)
-        return handle
-
-    def sum_async(self, tensor: torch.Tensor, name: str) -> int:
-        handle: int = self.horovod.allreduce_async_(tensor, name=name, op=self.horovod.Sum)
-        return handle
-
-    def allgather_async(self, tensor: torch.Tensor, name: str) -> int:
-        handle: int = self.horovod.allgather_async(tensor, name=name)
-        return handle
-
-    def broadcast_async(self, tensor: torch.Tensor, name: str, root_rank: int) -> int:
-        handle: int = self.horovod.broadcast_async_(tensor, root_rank, name=name)
-        return handle
-
-    def alltoall_async(self, tensor: torch.Tensor, name: str, splits: Sequence[int]) -> int:
-        counts = torch.tensor(splits, dtype=torch.int32)
-        handle: int = self.horovod.alltoall_async(tensor, counts, name=name)
+    def begin(self, kind: str, tensor: torch.Tensor, name: str, *more: Any, **options: Any) -> int:
+        in_place = "_" if kind in ("allreduce", "broadcast") else ""
+        begin = getattr(self.horovod, f"{kind}_async{in_place}")
+        handle: int = begin(tensor, *more, name=name, **options)
         return handle
 
     def synchronize(self, handle: int) -> Any:

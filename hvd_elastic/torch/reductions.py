@@ -24,6 +24,9 @@ from hvd_elastic.torch.gradient_buckets import (
 )
 from hvd_elastic.worker.worker import Worker
 
+_LOOKED_AT = frozenset((0, *(8**each for each in range(16))))
+"""Numbers of steps that are looked at for changes that only the content of gradients shows."""
+
 
 class _Noted(NamedTuple):
     """A parameter, the gradient that a backward pass has left, and what shows its changes."""
@@ -72,8 +75,8 @@ class Reductions:
         self._begun: dict[Bucket, tuple[list[Any], torch.Tensor]] = {}
         self._later: dict[Bucket, np.ndarray | None] = {}
         """Buckets whose reduction waits for :meth:`wait`, with their flags."""
-        self._alone: list[_Noted] = []
-        self._unfilled: dict[Bucket, list[_Noted]] = {}
+        self._noted: dict[Bucket | None, list[_Noted]] = {}
+        """Gradients that a backward pass has left where they are, by bucket; None: of one rank."""
         self.carrier: Bucket | None = None
         self._flags: Callable[[], np.ndarray] | None = None
         self.is_open = self.is_filling = self.are_done = False
@@ -140,7 +143,7 @@ class Reductions:
 
     def pass_ends(self) -> None:
         """Note the gradients in buckets that the backward pass has not filled."""
-        self._unfilled = {bucket: self._noted(bucket.parameters) for bucket in self.waiting}
+        self._noted = {bucket: self._note(bucket.parameters) for bucket in self.waiting}
 
     @property
     def waiting(self) -> list[Bucket]:
@@ -149,7 +152,7 @@ class Reductions:
 
     @property
     def are_begun(self) -> bool:
-        """Whether buckets are being reduced, or gradients of the last pass have arrived."""
+        """Return whether buckets are being reduced, or gradients of the last pass have arrived."""
         return bool(self._begun) or len(self._missing) < len(self._bucket_of)
 
     def scale(self, factor: float) -> None:
@@ -160,13 +163,15 @@ class Reductions:
 
     @property
     def looks(self) -> bool:
-        """Whether it is looked at whether the script changes gradients by ``grad.data``.
+        """Return whether it is looked at whether the script changes gradients by ``grad.data``.
 
-        That is in steps whose number is a power of two. Their buckets are sent when all are full.
+        The buckets of such a step are sent when all are full.
         """
-        return self._worker.progress.step.bit_count() < 2
+        return self._worker.progress.step in _LOOKED_AT
 
-    def begin(self, bucket: Bucket, flags: np.ndarray | None = None, *, later: bool) -> None:
+    def reduce_bucket(
+        self, bucket: Bucket, flags: np.ndarray | None = None, *, later: bool
+    ) -> None:
         """Begin to sum a bucket over the ranks, and set the gradients to its views.
 
         Args:
@@ -210,9 +215,9 @@ class Reductions:
 
     def note_alone(self) -> None:
         """Note the gradients that the backward pass of a single rank has left."""
-        self._alone = self._noted(self._names)
+        self._noted = {None: self._note(self._names)}
 
-    def _noted(self, parameters: Iterable[torch.Tensor]) -> list[_Noted]:
+    def _note(self, parameters: Iterable[torch.Tensor]) -> list[_Noted]:
         held = [(each, each.grad) for each in parameters if each.grad is not None]
         return [_Noted(each, grad, memory_of(grad, content=self.looks)) for each, grad in held]
 
@@ -221,19 +226,13 @@ class Reductions:
 
         At a single rank too, in the steps that are looked at: the script will not stay alone.
         """
-        noted, self._alone = self._alone, []
-        changed: list[torch.Tensor | None] = []
-        for bucket in self._buckets:
-            if bucket in self._begun:
-                changed.append(bucket.changed())
-            else:
-                noted += self._unfilled.get(bucket, [])
-        now = ((each, memory_of(each.gradient, content=self.looks)) for each in noted)
-        changed += [
-            each.parameter
-            for each, memory in now
-            if each.parameter.grad is not each.gradient or memory != each.memory
-        ]
+        noted, self._noted = self._noted, {}
+        changed = [bucket.changed() for bucket in self._buckets if bucket in self._begun]
+        for bucket, held in noted.items():
+            for each in held if bucket not in self._begun else ():
+                same = each.parameter.grad is each.gradient
+                now = memory_of(each.gradient, content=self.looks)
+                changed.append(None if same and now == each.memory else each.parameter)
         parameter = next((each for each in changed if each is not None), None)
         if parameter is not None:
             raise ScriptError(
@@ -289,7 +288,7 @@ class Reductions:
         """Forget the step: it has ended, or the ring is broken."""
         self._begun.clear()
         self._later.clear()
-        self._unfilled.clear()
+        self._noted.clear()
         if self.is_open:
             for bucket in self._buckets:
                 bucket.open()

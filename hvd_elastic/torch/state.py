@@ -8,7 +8,7 @@ never between; the one furthest ahead sends its live tensors to the others.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -35,7 +35,7 @@ from hvd_elastic.torch.forms import ModuleForms, lay_out
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.input_source import TensorPickler
 from hvd_elastic.torch.schedule import counting_schedules
-from hvd_elastic.worker.checks.replica_check import parameters_of_check
+from hvd_elastic.worker.checks.replica_check import parameters_of_check, sums_of
 from hvd_elastic.worker.frontend import Schedule, TrainedSums
 
 
@@ -100,7 +100,7 @@ class State(ScriptState):
         super().save_values(snapshot)
         self._tensors.drop()
         if tensors and snapshot is None:
-            self._tensors.take(untrained_tensors(self._objects, parts=True))
+            self._tensors.copy_tensors(untrained_tensors(self._objects, parts=True))
 
     def roll_back(self) -> None:
         super().roll_back()
@@ -243,9 +243,9 @@ class State(ScriptState):
         if isinstance(item, Optimizer):
             _restore_forms(item, values)
 
-    def _take(self, values: dict[str, Any], source: str) -> None:
+    def _set_values(self, values: dict[str, Any], source: str) -> None:
         self._forms.follow(self.named_modules(), values["converted"])
-        super()._take(values, source)
+        super()._set_values(values, source)
         for name, buffers in values.get("left_out", {}).items():
             set_left_out(self.named_modules()[name], buffers)
         for name, names in values["frozen"].items():
@@ -313,8 +313,8 @@ def load_plain(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
-_PIECES = 16
-"""Number of pieces of a tensor summed at once: bounds memory."""
+_SUMMED = 1 << 22
+"""Elements of a tensor that are summed at once on the CPU: bounds memory."""
 
 
 def trained_sums(
@@ -330,10 +330,7 @@ def trained_sums(
     """
     parameters = _parameters(modules, shared or {})
     chosen = parameters_of_check(parameters, number)
-    if number is None:
-        sums = np.array([_sums_of_all(each, signs) for _, each in chosen]).reshape(-1, 2)
-    else:
-        sums = _sums([_some(each, number, len(signs)) for _, each in chosen], signs)
+    sums = np.array([_sums(each, signs, number) for _, each in chosen]).reshape(-1, 2)
     epsilons = np.array([torch.finfo(each.dtype).eps for _, each in chosen])
     return TrainedSums([name for name, _ in chosen], sums, epsilons, len(parameters))
 
@@ -353,25 +350,10 @@ def _parameters(
     return list(found.values())
 
 
-def _some(tensor: torch.Tensor, number: int, length: int) -> torch.Tensor:
+def _sums(tensor: torch.Tensor, signs: np.ndarray, number: int | None) -> np.ndarray:
     flat = tensor.reshape(-1)
-    start = number * length % flat.numel()
-    return flat[start : start + length]
-
-
-def _sums(pieces: Sequence[torch.Tensor], signs: np.ndarray) -> np.ndarray:
-    """Return the sum with random signs and the sum of squares of each piece, on the CPU."""
-    if not pieces:
-        return np.zeros((0, 2))
-    device = pieces[0].device
-    rows = torch.zeros(len(pieces), len(signs), dtype=torch.float64, device=device)
-    for row, piece in zip(rows, pieces, strict=True):
-        row[: len(piece)].copy_(piece)
-    signed = rows @ torch.from_numpy(signs).to(device)
-    return torch.stack([signed, rows.square().sum(dim=1)], dim=1).cpu().numpy()
-
-
-def _sums_of_all(tensor: torch.Tensor, signs: np.ndarray) -> np.ndarray:
-    pieces = tensor.reshape(-1).split(len(signs))
-    parts = (pieces[at : at + _PIECES] for at in range(0, len(pieces), _PIECES))
-    return np.sum([_sums(part, signs).sum(axis=0) for part in parts], axis=0)
+    if number is not None:
+        start = number * len(signs) % flat.numel()
+        flat = flat[start : start + len(signs)]
+    pieces = (each.to("cpu", torch.float64).numpy() for each in flat.split(_SUMMED))
+    return np.sum([sums_of(each, signs, None) for each in pieces], axis=0)

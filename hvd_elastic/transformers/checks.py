@@ -1,4 +1,4 @@
-"""What a script cannot use, said before training."""
+"""Checks, before training, for what a script cannot use."""
 
 from __future__ import annotations
 
@@ -53,12 +53,15 @@ def check_class(trainer: Any) -> None:
             )
 
 
-def check_script(kind: type[Any], given: tuple[Any, ...], options: dict[str, Any]) -> None:
+def check_script(
+    kind: type[Any], given: tuple[Any, ...], options: dict[str, Any], *, adapts: bool
+) -> None:
     """Raise ScriptError for a model or arguments that cannot be used; says what to do.
 
     Args:
         kind: class of the Trainer.
         given, options: its arguments.
+        adapts: whether the batch adapts.
     """
     check_class(kind)
     every = [*given, *options.values()]
@@ -76,12 +79,17 @@ def check_script(kind: type[Any], given: tuple[Any, ...], options: dict[str, Any
         value = getattr(args, name, None)
         if value:
             raise ScriptError(f"TrainingArguments({name}={value!r}): {why}")
+    if adapts and args.gradient_accumulation_steps > 1:
+        raise ScriptError(
+            f"TrainingArguments(gradient_accumulation_steps={args.gradient_accumulation_steps}) "
+            "with max_batch_size: the batch adapts, and the number of passes of a step with it. "
+            "Leave one of them out"
+        )
 
 
-def check_training(trainer: Any, loader: Any) -> None:
+def check_training(loader: Any) -> None:
     """Raise ScriptError for what is known when training begins; says what to do."""
-    ctx, args = context.current(), trainer.args
-    if ctx.has_trained:
+    if context.current().has_trained:
         raise ScriptError(
             "trainer.train() is called a second time, and a script has one: it is where hosts "
             "join, a failure is undone, and a resumed run goes on. Give the first more epochs, or "
@@ -92,12 +100,6 @@ def check_training(trainer: Any, loader: Any) -> None:
             f"get_train_dataloader() returns a {type(loader).__name__}, which says nothing of "
             "which rank reads which example. Override _get_train_sampler() for another order; or "
             "leave it out"
-        )
-    if ctx.planner.adapts and args.gradient_accumulation_steps > 1:
-        raise ScriptError(
-            f"TrainingArguments(gradient_accumulation_steps={args.gradient_accumulation_steps}) "
-            "with max_batch_size: the batch adapts, and the number of passes of a step with it. "
-            "Leave one of them out"
         )
 
 

@@ -16,6 +16,7 @@ from hvd_elastic.records.summary import MetricSeries, RunSummary
 from hvd_elastic.records.wording import run_state
 from hvd_elastic.views.page import (
     cell,
+    chart,
     chart_boxes,
     escape,
     render_page,
@@ -107,21 +108,18 @@ def _chart(
         for color, line, summary in zip(COLORS[1:], lines[1:], summaries[1:], strict=False)
     ]
     finite = [value for line in lines for value in line if value is not None]
-    return {
-        "name": name,
-        "title": title,
-        "unit": unit,
-        "color": COLORS[0],
-        "x": x,
-        "y": lines[0],
-        "line": summaries[0].run_id,
-        "more": more,
-        "from_zero": name in ("size", "throughput", "goodput"),
-        "whole": name == "size",
-        "log": name != "size" and bool(finite) and min(finite) > 0,
-        "height": 190,
-        "summary": "",
-    }
+    return chart(
+        (name, title, unit, COLORS[0]),
+        x,
+        lines[0],
+        190,
+        "",
+        line=summaries[0].run_id,
+        more=more,
+        from_zero=name in ("size", "throughput", "goodput"),
+        whole=name == "size",
+        log=name != "size" and bool(finite) and min(finite) > 0,
+    )
 
 
 def sampled_lines(

@@ -64,6 +64,27 @@ _SAVE = "".join(
 )
 
 
+def chart(
+    words: tuple[str, str, str, str],
+    x: Sequence[float],
+    y: Sequence[float | None],
+    height: int,
+    summary: str,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return a chart as report.js draws it.
+
+    Args:
+        words: name, title, unit and colour.
+        x, y: points of its first line.
+        summary: what is written behind its title.
+        more: further fields, such as lines, bounds and the kind of scale.
+    """
+    name, title, unit, color = words
+    told = {"name": name, "title": title, "unit": unit, "color": color, "x": x, "y": y}
+    return {**told, "height": height, "summary": summary, **more}
+
+
 def chart_boxes(charts: Sequence[Mapping[str, Any]]) -> str:
     """Return the HTML elements in which report.js draws the charts, in the same order."""
     boxes = []

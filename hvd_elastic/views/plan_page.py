@@ -13,7 +13,7 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count, duration_words, number_words
 from hvd_elastic.install.prerequisites import BROWSERS, find_program
 from hvd_elastic.policy.forecast import Forecast
-from hvd_elastic.views.page import cell, chart_boxes, escape, render_page, table, written
+from hvd_elastic.views.page import cell, chart, chart_boxes, escape, render_page, table, written
 
 
 def render_plan(run_id: str, forecasts: Sequence[Forecast], notes: Sequence[str]) -> str:
@@ -72,65 +72,33 @@ def _range(found: Forecast) -> str:
 
 
 def _charts(forecasts: Sequence[Forecast]) -> list[dict[str, Any]]:
-    charts = [
-        _chart(
-            forecasts,
-            ("goodput", "Goodput", "useful examples/s", "throughput"),
-            [f.goodput for f in forecasts],
-            [f.low for f in forecasts],
-            [f.high for f in forecasts],
-        )
+    goodput = ("goodput", "Goodput", "useful examples/s", "throughput")
+    charts = [_chart(goodput, [(f, f.goodput, f.low, f.high) for f in forecasts])]
+    timed = [(f, f.time_s) for f in forecasts if f.time_s is not None]
+    totals = [
+        (("time", "Time to the target", "hours", "size"), [(f, s / 3600) for f, s in timed]),
+        (
+            ("cost", "Cost to the target", "", "loss"),
+            [(f, f.cost) for f, _ in timed if f.cost is not None],
+        ),
     ]
-    timed = [f for f in forecasts if f.time_s is not None]
-    if timed:
-        hours = [(f.time_s or 0.0) / 3600 for f in timed]
-        charts.append(
-            _chart(
-                timed,
-                ("time", "Time to the target", "hours", "size"),
-                hours,
-                [value * f.goodput / f.high for value, f in zip(hours, timed, strict=True)],
-                [value * f.goodput / f.low for value, f in zip(hours, timed, strict=True)],
-            )
-        )
-    paid = [f for f in timed if f.cost is not None]
-    if paid:
-        costs = [f.cost or 0.0 for f in paid]
-        charts.append(
-            _chart(
-                paid,
-                ("cost", "Cost to the target", "", "loss"),
-                costs,
-                [value * f.goodput / f.high for value, f in zip(costs, paid, strict=True)],
-                [value * f.goodput / f.low for value, f in zip(costs, paid, strict=True)],
-            )
-        )
+    for words, found in totals:
+        if found:
+            bounds = [(f, x, x * f.goodput / f.high, x * f.goodput / f.low) for f, x in found]
+            charts.append(_chart(words, bounds))
     return charts
 
 
 def _chart(
-    forecasts: Sequence[Forecast],
-    words: tuple[str, str, str, str],
-    values: Sequence[float],
-    low: Sequence[float],
-    high: Sequence[float],
+    words: tuple[str, str, str, str], points: Sequence[tuple[Forecast, float, float, float]]
 ) -> dict[str, Any]:
-    name, title, unit, color = words
+    """Return a chart of values with their bounds, by number of hosts or slots."""
+    forecasts, values, low, high = zip(*points, strict=True)
     noun = _size_name(forecasts)
     sizes = [f.hosts if noun == "hosts" else f.slots for f in forecasts]
-    return {
-        "name": name,
-        "title": title,
-        "unit": unit,
-        "color": color,
-        "x": sizes,
-        "y": _short(values),
-        "low": _short(low),
-        "high": _short(high),
-        "from_zero": True,
-        "height": 220,
-        "summary": f"{number_words(values[-1])} with {count(sizes[-1], noun[:-1])}",
-    }
+    told = f"{number_words(values[-1])} with {count(sizes[-1], noun[:-1])}"
+    bounds = {"low": _short(low), "high": _short(high)}
+    return chart(words, sizes, _short(values), 220, told, from_zero=True, **bounds)
 
 
 def _size_name(forecasts: Sequence[Forecast]) -> str:
@@ -211,24 +179,22 @@ def render_scaling(
     slots = [int(size["slots"]) for size in every]
     first = result["sizes"][0]
     each = first["throughput"] / first["slots"]
-    chart = {
-        "name": "throughput",
-        "title": "Throughput",
-        "unit": "examples/s",
-        "color": "throughput",
-        "x": slots,
-        "y": [measured.get(number) for number in slots],
-        "low": [size["low"] for size in every],
-        "high": [size["high"] for size in every],
-        "more": [
-            {"color": "muted", "y": [number * each for number in slots]},
-            {"color": "loss", "y": [size["throughput"] for size in every]},
-        ],
-        "from_zero": True,
-        "height": 320,
-        "summary": f"{number_words(result['sizes'][-1]['throughput'])} with "
-        f"{result['sizes'][-1]['slots']} slots",
-    }
+    lines = [
+        {"color": "muted", "y": [number * each for number in slots]},
+        {"color": "loss", "y": [size["throughput"] for size in every]},
+    ]
+    last = result["sizes"][-1]
+    drawn = chart(
+        ("throughput", "Throughput", "examples/s", "throughput"),
+        slots,
+        [measured.get(number) for number in slots],
+        320,
+        f"{number_words(last['throughput'])} with {last['slots']} slots",
+        low=[size["low"] for size in every],
+        high=[size["high"] for size in every],
+        more=lines,
+        from_zero=True,
+    )
     shown = [
         f"<section><h2>{escape(heading)}</h2>"
         + table([(text, "n") for text in rows[0]], [[cell(t, "n") for t in r] for r in rows[1:]])
@@ -241,9 +207,9 @@ def render_scaling(
     )
     body = [
         f"<header><h1>{escape(title)}</h1><p>{escape(result['words'])}</p></header>",
-        f'<section>{chart_boxes([chart])}<p class="hint">{hint}</p></section>',
+        f'<section>{chart_boxes([drawn])}<p class="hint">{hint}</p></section>',
         *shown,
         f"<footer>Measured {escape(result['conditions']['when'])} by hvd_elastic.</footer>",
     ]
-    data = {"charts": [chart], "marks": [], "x_name": "slots"}
+    data = {"charts": [drawn], "marks": [], "x_name": "slots"}
     return render_page(f"{title}: scaling", "\n".join(body), data)

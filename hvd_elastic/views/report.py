@@ -27,6 +27,7 @@ from hvd_elastic.views.costs import time_section
 from hvd_elastic.views.page import (
     MAX_ROWS,
     cell,
+    chart,
     chart_boxes,
     downsample,
     escape,
@@ -163,8 +164,8 @@ def make_charts(summary: RunSummary) -> Charts:
     if summary.sizes:
         charts.append(_size_chart(summary))
     for name in chart_names(summary):
-        chart = _metric_chart(name, summary.series[name])
-        (of_the_batch if name in _OF_THE_BATCH else charts).append(chart)
+        made = _metric_chart(name, summary.series[name])
+        (of_the_batch if name in _OF_THE_BATCH else charts).append(made)
     return charts, of_the_batch
 
 
@@ -215,39 +216,25 @@ def _size_chart(summary: RunSummary) -> dict[str, Any]:
     x = [0.0, *(at_s for at_s, _ in summary.sizes), summary.duration_s]
     y = [0.0, *(float(size) for _, size in summary.sizes), float(summary.sizes[-1][1])]
     x, y = downsample(x, y)
-    return {
-        "name": "size",
-        "title": "Workers",
-        "unit": "",
-        "color": "size",
-        "x": _rounded(x),
-        "y": y,
-        "stepped": True,
-        "whole": True,
-        "from_zero": True,
-        "height": 170,
-        "summary": f"at most {summary.largest_size}",
-    }
+    told = f"at most {summary.largest_size}"
+    size = ("size", "Workers", "", "size")
+    return chart(size, _rounded(x), y, 170, told, stepped=True, whole=True, from_zero=True)
 
 
 def _metric_chart(name: str, series: MetricSeries) -> dict[str, Any]:
     title, unit, color = _TITLES.get(name, (_title(name), "", "other"))
     x, y = _points(series)
     finite = [value for value in y if value is not None]
-    last = finite[-1]
-    return {
-        "name": name,
-        "title": title,
-        "unit": unit,
-        "color": color,
-        "x": x,
-        "y": y,
-        "stepped": name == "global_batch_size",
-        "from_zero": name in _FROM_ZERO,
-        "height": 170,
-        "log": name not in _FROM_ZERO and min(finite) > 0,
-        "summary": f"last {number_words(last)}",
-    }
+    return chart(
+        (name, title, unit, color),
+        x,
+        y,
+        170,
+        f"last {number_words(finite[-1])}",
+        stepped=name == "global_batch_size",
+        from_zero=name in _FROM_ZERO,
+        log=name not in _FROM_ZERO and min(finite) > 0,
+    )
 
 
 def _title(name: str) -> str:

@@ -14,7 +14,6 @@ from hvd_elastic.cli.options import command, number_option, option
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult
-from hvd_elastic.tools.kill import Ended
 
 if TYPE_CHECKING:
     from hvd_elastic.tools.kill import Ended

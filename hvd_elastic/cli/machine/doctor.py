@@ -25,13 +25,14 @@ from packaging.specifiers import SpecifierSet
 
 from hvd_elastic import __version__
 from hvd_elastic.cli.options import AsJson
-from hvd_elastic.config import home
+from hvd_elastic.config import home, nearest_existing
 from hvd_elastic.formatting import bytes_words, count, unfiltered
 from hvd_elastic.frameworks import (
     LIGHTNING_REQUIREMENT,
     TENSORFLOW_REQUIREMENTS,
     TITLES,
     TORCH_REQUIREMENT,
+    TRANSFORMERS_REQUIREMENTS,
     TRITON_FIRST,
     has_triton,
     install_command,
@@ -40,6 +41,7 @@ from hvd_elastic.frameworks import (
     why_no_lightning,
     why_no_tensorflow,
     why_no_torch,
+    why_no_transformers,
 )
 from hvd_elastic.hosts.account import how_to_mend_shell, why_no_commands
 from hvd_elastic.install.horovod_wheel import has_gpu, installed_build, torch_cuda, wheel_cache
@@ -104,6 +106,7 @@ def diagnose(*, imports: bool = True) -> list[Finding]:
         *_packages(),
         *_frameworks(),
         *_lightning(),
+        *_transformers(),
         _horovod(imports=imports),
         *(_prerequisite(item) for item in PREREQUISITES),
         _gpu(),
@@ -249,6 +252,18 @@ def _lightning() -> list[Finding]:
     return [Finding("lightning", Health.OPTIONAL, why, install_command(LIGHTNING_REQUIREMENT))]
 
 
+def _transformers() -> list[Finding]:
+    """Return a line for Hugging Face's transformers if they are installed."""
+    version = version_of("transformers")
+    if version is None:
+        return []
+    why = why_no_transformers(version, version_of("accelerate"))
+    if why is None:
+        return [Finding("transformers", Health.GOOD, version)]
+    mend = install_command(*TRANSFORMERS_REQUIREMENTS)
+    return [Finding("transformers", Health.OPTIONAL, why, mend)]
+
+
 def _horovod(*, imports: bool = True) -> Finding:
     build = installed_build()
     if build is None:
@@ -342,9 +357,7 @@ def _wheels() -> Finding:
 
 
 def _home(folder: Path) -> Finding:
-    there = folder
-    while not there.exists():
-        there = there.parent
+    there = nearest_existing(folder)
     free = shutil.disk_usage(there).free
     found = f"{folder}, {bytes_words(free)} free"
     if not os.access(there, os.W_OK):

@@ -316,22 +316,6 @@ def run(host: str = _HOST, command: list[str] = _COMMAND, name: str | None = _NA
     os.execv(ssh, arguments)
 
 
-def _end(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of ``virtclust``."""
-    # SIGTERM and SIGHUP raise SystemExit, so that a terminated "up" cleans up too.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
-    enter("virtclust", typer.main.get_command(app), argv)
-
-
-if __name__ == "__main__":
-    main()
-
-
 def demo(
     loopback: Annotated[
         bool, option("hosts without network namespaces (no root needed)", "--loopback")
@@ -364,3 +348,19 @@ def demo(
     status = play(console, loopback, epochs, as_json)
     if status:
         raise typer.Exit(status)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of ``virtclust``."""
+    # SIGTERM and SIGHUP raise SystemExit, so that a terminated "up" cleans up too.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    enter("virtclust", typer.main.get_command(app), argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -79,8 +79,8 @@ def plan(
       hvd-elastic plan --probe --hostfile hosts -- python train.py
     """
     from hvd_elastic.cli.jobs.naming import open_run
+    from hvd_elastic.policy.evidence import replay
     from hvd_elastic.policy.forecast import forecast
-    from hvd_elastic.policy.replay import replay
 
     if probe:
         folder = _probed(hostfile, arguments or [], probe_for, ssh_config)

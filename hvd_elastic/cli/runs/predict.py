@@ -172,7 +172,7 @@ class _Outputs:
             lock = take_lock(folder / ".lock")
             if lock is None:
                 raise RunError(f"another process is writing outputs into {folder}")
-            with os.fdopen(lock):
+            with lock:
                 made = cls(folder, weights, asked)
                 made._write()
                 yield made

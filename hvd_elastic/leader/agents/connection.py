@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -264,7 +263,9 @@ class AgentConnection:
         """Number of the last message that was acted upon; the agent may forget up to it."""
         self._post = post
         self._sender = sender
-        self._process = AgentProcess(host, connect, python, logins)
+        self._process = process = AgentProcess(host, connect, python, logins)
+        # Of files on the host; see HostFiles of the collector. They block.
+        self.receive, self.put, self.discard = process.receive, process.put, process.discard
         self._incoming = Incoming(self._process, hello)
         self._unusable: HvdElasticError | None = None
         """Why nothing more is read from the agent; None: it is read on."""
@@ -297,30 +298,6 @@ class AgentConnection:
     def send_line(self, line: bytes) -> None:
         """Queue an encoded message, as :meth:`send` does."""
         self._sender.put(self._outgoing.pass_on, line)
-
-    def receive(self, remote: str, write: Callable[[bytes | memoryview], object]) -> None:
-        """Read a file of the host and pass its content to ``write`` in pieces; blocks.
-
-        Raises:
-            SshError: the file cannot be read.
-        """
-        self._process.receive(remote, write)
-
-    def put(self, local: Path, remote: str) -> None:
-        """Copy a file to the host; blocks.
-
-        Raises:
-            SshError: the file could not be copied.
-        """
-        self._process.put(local, remote)
-
-    def discard(self, remote: str) -> None:
-        """Remove a folder of the host; blocks.
-
-        Raises:
-            SshError: the command could not be run on the host.
-        """
-        self._process.discard(remote)
 
     def beat(self, recorded_step: int | None) -> None:
         """Send a heartbeat that also says which data the agent may delete.
@@ -357,7 +334,7 @@ class AgentConnection:
         cause, fatal = "the agent ended", False
         unknown, brief = False, "cannot start an agent"
         try:
-            stdin = self._process.start(self._take)
+            stdin = self._process.start(self._take_output)
             self._outgoing.open(stdin, encode(hello), self.host.name)
             self._process.wait_for_end()
             if self._unusable is not None:
@@ -377,7 +354,7 @@ class AgentConnection:
             self._gone.set()
             self._post(self, AgentFailed(self.host.name, cause, fatal, unknown, brief))
 
-    def _take(self, data: bytes) -> None:
+    def _take_output(self, data: bytes) -> None:
         """Take a piece of the agent's output, in the thread that has read it.
 
         Raises:

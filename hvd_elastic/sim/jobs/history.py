@@ -15,8 +15,7 @@ import numpy as np
 
 from hvd_elastic.errors import RunError
 from hvd_elastic.model.goodput import goodput_curve
-from hvd_elastic.policy.evidence import Evidence
-from hvd_elastic.policy.replay import replay
+from hvd_elastic.policy.evidence import Evidence, replay
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import HostSlots
 from hvd_elastic.policy.schedule.policies import Policy

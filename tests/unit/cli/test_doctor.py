@@ -96,7 +96,7 @@ def test_a_horovod_that_hangs_is_reported():
     assert "no answer" in why
 
 
-def has(monkeypatch, **versions: str) -> None:
+def has(monkeypatch, **versions: str | None) -> None:
     """Set the versions of installed frameworks."""
     monkeypatch.setattr(doctor, "version_of", versions.get)
     monkeypatch.setattr(doctor, "tensorflow_version", lambda: versions.get("tensorflow"))
@@ -142,6 +142,17 @@ def test_lightning_is_told_of_where_it_is_installed(monkeypatch):
     for version, health in ((None, None), ("2.6.6", Health.GOOD), ("2.4.0", Health.OPTIONAL)):
         monkeypatch.setattr(doctor, "version_of", lambda *_, version=version: version)
         assert [each.health for each in doctor._lightning()] == [health] * (version is not None)
+
+
+def test_transformers_are_told_of_where_they_are_installed(monkeypatch):
+    for version, accelerate, health in (
+        (None, None, []),
+        ("5.24.0", "1.15.0", [Health.GOOD]),
+        ("5.24.0", None, [Health.OPTIONAL]),
+        ("4.57.0", "1.15.0", [Health.OPTIONAL]),
+    ):
+        has(monkeypatch, transformers=version, accelerate=accelerate)
+        assert [each.health for each in doctor._transformers()] == health
 
 
 def test_a_torch_that_does_not_fit_is_told_with_the_reason(monkeypatch):

@@ -76,7 +76,7 @@ def leader(
             for request in folder.take_requests():
                 write(log, "command_done", {"id": request.id, "ok": True, "message": "will do"})
                 if handle is not None and handle(request, log):
-                    lock.release()
+                    lock.close()
                     return
 
     thread = threading.Thread(target=serve)
@@ -87,7 +87,7 @@ def leader(
         gone.set()
         thread.join()
         log.close()
-        lock.release()
+        lock.close()
 
 
 def test_status(call: Call, run: RunFolder) -> None:

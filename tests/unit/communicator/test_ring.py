@@ -81,6 +81,8 @@ class InMemory:
             rank=lambda: rank,
             size=lambda: ranks.size,
             nccl_built=lambda: 0,
+            Average=np.mean,
+            Sum=np.sum,
             mpi_ops=SimpleNamespace(_basics=SimpleNamespace(MPI_LIB_CTYPES=library)),
         )
 
@@ -105,48 +107,29 @@ class InMemory:
     def join(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(pieces)
 
-    def _begin(
-        self,
-        tensor: Tensor,
-        name: str,
-        combine: Callable[[list[Any]], np.ndarray],
-        more: Any = None,
-    ) -> Future[Tensor]:
+    def begin(self, kind: str, tensor: Tensor, name: str, *more: Any, **options: Any) -> Any:
         assert isinstance(tensor, Tensor)
         self.sent.append(tensor.array.nbytes)
+        rows = more[0].array.tolist() if more else None
+
+        def combine(values: list[Any]) -> np.ndarray:
+            arrays = [array for _, array, _ in values]
+            if kind == "broadcast":
+                return arrays[options["root_rank"]]
+            if kind == "allreduce":
+                return options["op"](arrays, axis=0)
+            for place, (_, array, theirs) in enumerate(values if kind == "alltoall" else ()):
+                end = np.cumsum(theirs)[self._rank]
+                arrays[place] = array[end - theirs[self._rank] : end]
+            return np.concatenate(arrays)
 
         def collective() -> Tensor:
-            values = self._ranks.exchange(self._rank, (name, tensor.array, more))
+            values = self._ranks.exchange(self._rank, (name, tensor.array, rows))
             if len({theirs for theirs, _, _ in values}) > 1:
                 raise exceptions.HorovodInternalError("Mismatched names.\nAnd more.")
             return Tensor(combine(values))
 
         return self._pool.submit(collective)
-
-    def average_async(self, tensor: Tensor, name: str) -> Any:
-        return self._begin(tensor, name, lambda values: np.mean([v[1] for v in values], axis=0))
-
-    def sum_async(self, tensor: Tensor, name: str) -> Any:
-        return self._begin(tensor, name, lambda values: np.sum([v[1] for v in values], axis=0))
-
-    def allgather_async(self, tensor: Tensor, name: str) -> Any:
-        return self._begin(tensor, name, lambda values: np.concatenate([v[1] for v in values]))
-
-    def broadcast_async(self, tensor: Tensor, name: str, root_rank: int) -> Any:
-        return self._begin(tensor, name, lambda values: values[root_rank][1])
-
-    def alltoall_async(self, tensor: Tensor, name: str, splits: Sequence[int]) -> Any:
-        def combine(values: list[Any]) -> np.ndarray:
-            ends = [np.cumsum(theirs) for _, _, theirs in values]
-            mine = self._rank
-            return np.concatenate(
-                [
-                    array[end[mine] - theirs[mine] : end[mine]]
-                    for (_, array, theirs), end in zip(values, ends, strict=True)
-                ]
-            )
-
-        return self._begin(tensor, name, combine, splits)
 
     def synchronize(self, handle: Future[Tensor]) -> Tensor:
         return handle.result(TIMEOUT_S)
@@ -295,10 +278,10 @@ def test_a_mismatch_is_the_scripts_error_and_breaks_nothing() -> None:
 def test_a_failure_breaks_the_generation_until_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     communicator, collectives = alone()
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise exceptions.HorovodInternalError("Connection closed by peer\nmore")
 
-    for begins, name in ((True, "average_async"), (False, "synchronize")):
+    for begins, name in ((True, "begin"), (False, "synchronize")):
         communicator.start({})
         assert not communicator.broken
         with monkeypatch.context() as patch:

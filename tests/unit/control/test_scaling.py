@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
-from hvd_elastic.policy.autoscale import Miss
 from hvd_elastic.policy.snapshot import HostOffer
+from hvd_elastic.run_events import PredictionMissed
 from tests.unit.records.made_events import noted
 
 LIMITS = {"initial_batch_size": 64, "max_batch_size": 512}
@@ -26,7 +26,7 @@ def reasons(windows: Sequence[tuple[int, float | None]]) -> list[str]:
         now, step = now + 1.5, step + steps
         fields = {"step": step, "examples": 64 * step, "size": 1, "noise_scale": noise}
         noted(controller, "metrics", fields, now)
-        look = controller.look(now)
+        look = controller.decide_if_due(now)
         if look is not None:
             found.append(look[0].reason)
     return found
@@ -51,7 +51,7 @@ class Run:
     def __init__(self) -> None:
         self.now, self.step = 0.0, 0
         self.size = 1
-        self.misses: list[Miss] = []
+        self.misses: list[PredictionMissed] = []
         self.controller = ScalingController(ScalingConfig(max_np=3))
         self.controller.hosts_are([HostOffer(name, 1) for name in "abc"], 0.0)
         self.controller.formed(["a"], 0.0)
@@ -62,7 +62,7 @@ class Run:
             self.now, self.step = self.now + 2.0, self.step + round(2.0 / step_s)
             fields = {"step": self.step, "examples": 64 * self.step, "size": self.size, **told}
             noted(self.controller, "metrics", fields, self.now)
-            look = self.controller.look(self.now)
+            look = self.controller.decide_if_due(self.now)
             if self.controller.miss is not None:
                 self.misses.append(self.controller.miss)
             if look is not None and look[0].action != "stay":

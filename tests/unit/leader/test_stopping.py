@@ -25,6 +25,6 @@ def _handlers() -> Iterator[None]:
 def test_a_hang_up_stops_a_run_unless_it_was_started_by_nohup(nohup: bool) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     unused: Any = None
-    with Stopping(unused, unused, lambda: True).signals():
+    with Stopping(unused, unused, unused).signals():
         caught = {number for number in NUMBERS if callable(signal.getsignal(number))}
     assert caught == {signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,))}

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from hvd_elastic.policy.evidence import replay
 from hvd_elastic.policy.forecast import forecast
-from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import HostOffer
 from tests.unit.policy.known_runs import run_events, true_model
 from tests.unit.records.made_events import noted

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
-from hvd_elastic.policy.evidence import Evidence
+from hvd_elastic.policy.evidence import Evidence, replay
 from hvd_elastic.policy.objective import Objective
-from hvd_elastic.policy.replay import replay
 from hvd_elastic.policy.snapshot import Decision, HostOffer
 from hvd_elastic.records.events import event_of
 from hvd_elastic.run_events import Metrics
@@ -28,8 +27,8 @@ def first_decision(evidence: Evidence | None) -> Decision:
     controller.formed(["n0", "n0"], 0.0)
     for event in run_events(SLOW_LINK, [[2]], windows=7):
         if isinstance(event, Metrics):
-            controller.note(event)
-    found = controller.look(event.mono)
+            controller.note_event(event)
+    found = controller.decide_if_due(event.mono)
     assert found is not None
     assert found[0].known
     return found[0]

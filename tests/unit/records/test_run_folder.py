@@ -38,7 +38,7 @@ def leader(folder: RunFolder, answer: Callable[[Request], dict[str, object]]) ->
         done.set()
         thread.join()
         log.close()
-        lock.release()
+        lock.close()
 
 
 def test_a_new_run_id_is_valid_and_tells_the_time() -> None:
@@ -129,7 +129,7 @@ def test_the_lead_is_held_by_one(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=f"has a live leader .pid {os.getpid()}"):
             folder.take_lead()
     assert not folder.leader_alive()
-    folder.take_lead().release()
+    folder.take_lead().close()
 
 
 LEADER = """
@@ -168,7 +168,7 @@ def test_asking_does_not_keep_a_leader_from_starting(tmp_path: Path) -> None:
     thread.start()
     try:
         for _ in range(20):
-            folder.take_lead().release()
+            folder.take_lead().close()
     finally:
         done.set()
         thread.join()

@@ -355,7 +355,7 @@ def test_a_full_bucket_is_reduced_while_others_wait(
     alone: Context, ranks: Alike, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 100)
-    alone.worker.progress.step = 3  # in 0, 1, 2, 4, … all are sent at the end
+    alone.worker.progress.step = 3  # in 0, 1, 8, 64, … all are sent at the end
     first, last = nn.Parameter(torch.zeros(20)), nn.Parameter(torch.zeros(20))
     optimizer: Any = DistributedOptimizer(torch.optim.SGD([first, last], lr=1.0))
     alone.hand_out(Pass(step_examples=8, weight=1.0))

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.script.horovod_names import missing_name
 from hvd_elastic.torch.optimizer import averager_of
 from hvd_elastic.torch.streaming import _divide
 from hvd_elastic.worker.context import Context
@@ -357,14 +358,73 @@ def test_a_period_that_is_not_finite_is_left_out_with_its_moments(alone: Context
         diverge()
 
 
-def test_compression_sends_half(alone: Context) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-    parameters = model.parameters()
-    optimizer = hvd.LocalOptimizer(
-        torch.optim.SGD(parameters, 0.1), model, every=1, compression=hvd.Compression.bf16
-    )
-    averager: Any = averager_of(optimizer)
-    assert averager._reductions._compression is hvd.Compression.bf16
+class Counting(Other):
+    """Counts the bytes that a rank of two sends; the other one is like it."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.bytes = 0
+
+    def sum_async(self, array: Any, name: str) -> Any:
+        if name.startswith("gradient"):
+            self.bytes += array.nbytes  # one half to add up, the other one to tell
+        return array
+
+    def sum_with_flags_async(self, array: Any, flags: Any, name: str) -> Any:
+        return self.sum_async(array, name), lambda: flags
+
+    def exchange_async(self, array: Any, name: str) -> Any:
+        self.bytes += array.nbytes // 2
+        return array
+
+    def gather_async(self, array: Any, name: str) -> Any:
+        if not isinstance(array, torch.Tensor):
+            return array
+        self.bytes += array.nbytes
+        return torch.cat([array, array])
+
+
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        ({}, [0, 0, 0, 2]),
+        ({"compression": hvd.Compression.bf16}, [0, 0, 0, 1]),
+        ({"fragments": 2}, [0, 1, 0, 1]),
+        ({"fragments": 2, "delay": 1, "mix": 0.5}, [1, 0, 1, 0]),
+        ({"fragments": 2, "compression": hvd.Compression.fp16}, [0, 0.5, 0, 0.5]),
+    ],
+)
+def test_what_is_sent_and_when(alone: Context, options: dict[str, Any], sent: list[float]) -> None:
+    """In layers of 256 KiB, besides at most 5 KiB in a period for flags and comparisons."""
+    alone.worker.communicator = ring = Counting()
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False) for _ in range(2)])
+    optimizer = hvd.LocalOptimizer(sgd(model), model, every=4, **options)
+    for layers in sent:
+        before = ring.bytes
+        alone.hand_out(Pass(step_examples=8, weight=1.0))
+        if alone.step.continues:
+            alone.step.next_batch(alone.worker.progress)
+        model(torch.ones(1, 256)).sum().backward()
+        optimizer.step()
+        assert 0 <= ring.bytes - before - layers * 2**18 <= 5 * 2**10
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_checkpoint_has_of_rank_0_what_differs_and_no_rank_loses_its_own(
+    alone: Context, streams: bool
+) -> None:
+    """What is the same on all ranks is written by all; survivors of a change keep all they have."""
+    options = {"fragments": 2, "mix": 0.5} if streams else {}
+    model, state = trained(7, lambda *_: None, adam, every=4, **options)
+    averager: Any = averager_of(state.optimizer)
+    moments = {each.data_ptr() for v in state.optimizer.state.values() for each in v.values()}
+    weights = {each.data_ptr() for each in model.parameters()}
+    shared = {each.data_ptr() for each in averager.shared_weights().values()}
+    assert bool(shared) is streams
+    assert state._shared() == (shared if streams else weights)
+    assert state.lasting() == moments | weights | shared
+    content = state.content()
+    assert len(content.own) == len(moments) + streams * len(weights)
 
 
 # ---- what is refused
@@ -436,7 +496,7 @@ def test_a_loop_that_is_left_within_a_period_is_refused(alone: Context) -> None:
             "two optimizers of the same parameters",
         ),
         ({"every": 2, "compression": "bf16"}, "use none, fp16 or bf16"),
-        ({"every": 4, "fragments": 2}, "has 1 parameters, and a fragment has at least one"),
+        ({"every": 4, "fragments": 2}, "trains 1 parameters, and a fragment has at least one"),
         ({"every": 4, "delay": 4}, "so the delay is less than 4 batches"),
         ({"every": 4, "delay": -1}, "for which training goes on meanwhile, a whole number of at"),
         ({"every": 4, "mix": 1.0}, "a number from 0 to below 1"),
@@ -465,6 +525,11 @@ def test_the_state_has_to_hold_it(alone: Context) -> None:
     model, _ = one_weight()
     with pytest.raises(ScriptError, match=r"given to hvd.LocalOptimizer is not in the State"):
         hvd.run(lambda _: None)(hvd.State(model=model))
+
+
+def test_tensorflow_has_none() -> None:
+    with pytest.raises(AttributeError, match="it is for PyTorch; with TensorFlow and Keras"):
+        missing_name("hvd_elastic.keras")("LocalOptimizer")
 
 
 def test_an_epoch_shorter_than_a_period_is_told(

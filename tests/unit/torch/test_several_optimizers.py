@@ -241,7 +241,7 @@ def test_an_optimizer_that_is_made_anew_takes_the_place_of_the_earlier_one(
     model = linear()
     earlier = sgd(model)
     later = sgd(model)
-    alone.worker.progress.step = 5  # in 0, 1, 2, 4, … all are sent at the end
+    alone.worker.progress.step = 5  # in 0, 1, 8, 64, … all are sent at the end
     hand_out(alone)
     model(torch.ones(1, 1)).sum().backward()
     assert two.gradients == ["gradient.0"], "averaged in the backward pass, as with one"
@@ -261,7 +261,7 @@ def test_an_optimizer_that_the_state_lacks_does_not_train(alone: Context, two: R
     optimizer, other = sgd(model), sgd(forgotten)
 
     def train(state: hvd.State) -> None:
-        alone.worker.progress.step = 5  # in 0, 1, 2, 4, … all are sent at the end
+        alone.worker.progress.step = 5  # in 0, 1, 8, 64, … all are sent at the end
         hand_out(alone)
         model(torch.ones(1, 1)).sum().backward()
         assert two.gradients == ["gradient.0"]
@@ -616,7 +616,7 @@ def test_numbers_in_the_state_of_an_optimizer_are_undone(alone: Context) -> None
     copied = OptimizerCopy(optimizer)
     model.weight.grad = torch.ones(1, 1)
     optimizer.step()
-    copied.take()
+    copied.copy_once()
     optimizer.step()
     optimizer.step()
     copied.restore()

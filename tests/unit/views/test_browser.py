@@ -81,7 +81,7 @@ class Site:
         self.server.shutdown()
         self.server.server_close()
         self.thread.join()
-        self.lead.release()
+        self.lead.close()
         self.run.close()
 
 

@@ -404,7 +404,7 @@ def test_figures_for_prometheus(viewer: Viewer, folder: Path) -> None:
     try:
         status, text, headers = viewer.get("/metrics")
     finally:
-        lock.release()
+        lock.close()
     assert status == 200
     assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
     assert 'hvd_elastic_run_info{run="digits-3",state="succeeded"} 1' in text
