@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Outcome(Enum):
-    """How a task ended on a host."""
+    """Result or error of a task on a host."""
 
     OK = "ok"
     FAILED = "failed"
@@ -82,7 +82,7 @@ class Stopper:
         self._actions: list[Callable[[], object]] = []
         self.stopped = False
 
-    def add(self, action: Callable[[], object]) -> None:
+    def add_action(self, action: Callable[[], object]) -> None:
         """Add an action; if the task has been stopped already, run it at once."""
         with self._lock:
             if not self.stopped:

@@ -51,7 +51,7 @@ class Request:
 
     @property
     def is_with_a_late_process(self) -> bool:
-        """Whether who was asked for it has been late and has not answered since."""
+        """Return whether who was asked for it has been late and has not answered since."""
         return self.by is not None and self.by.is_late
 
 
@@ -76,7 +76,7 @@ class Requests:
         self._ready: dict[int, tuple[Any, list[int]]] = {}
         self._failed: dict[int, tuple[Request, str]] = {}
 
-    def begin(self, epoch: int, passes: Iterator[list[int]]) -> None:
+    def begin_passes(self, epoch: int, passes: Iterator[list[int]]) -> None:
         """Begin with other passes; what was asked for is dropped, also if it comes later."""
         self.epoch, self._passes = epoch, passes
         self.next = self._asked
@@ -88,7 +88,7 @@ class Requests:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next batch was read."""
+        """Return whether the next batch was read."""
         return self.next in self._ready
 
     def pop(self) -> tuple[Any, list[int]]:
@@ -169,7 +169,7 @@ class Requests:
 
     # -- who reads ---------------------------------------------------------------------------
 
-    def take(self, by: Asked, now: float, window: int) -> Request | None:
+    def take_request(self, by: Asked, now: float, window: int) -> Request | None:
         """Return what a process is to read next; None: nothing now.
 
         Args:

@@ -1,4 +1,4 @@
-"""Which hosts of a cluster can be used: runs tell which are lost, and those are tried again.
+"""Finds the hosts of a cluster that can be used: runs report lost ones, which are tried again.
 
 A run that can start no agent on a host may be at fault itself, if its interpreter was named
 wrongly. So hosts are tried with interpreters that should have this package: the daemon's, and those
@@ -103,7 +103,7 @@ class HostHealth:
         self._returns.pop(host, None)
         self._working_python = python
 
-    def look(self, now: float, changed: Callable[[str], None]) -> None:
+    def retry_lost_hosts(self, now: float, changed: Callable[[str], None]) -> None:
         """Try lost hosts when it is time; call ``changed`` with each that returns or is lost."""
         if self._trial is not None:
             process, output, tried = self._trial

@@ -78,7 +78,7 @@ class ElasticStrategy(ParallelStrategy):
 
     @property
     def together(self) -> bool:
-        """Whether the ranks train, so that each calls the same collectives."""
+        """Return whether the ranks train, so that each calls the same collectives."""
         worker = self._worker
         return worker.in_train and worker.has_ranks and self.world_size > 1 and not self.alone
 
@@ -107,7 +107,7 @@ class ElasticStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether ``sync_dist`` has an effect: always, since ranks may come."""
+        """Return whether ``sync_dist`` has an effect: always, since ranks may come."""
         return True
 
     @property
@@ -158,7 +158,7 @@ class ElasticStrategy(ParallelStrategy):
 
     @property
     def _has_stepped(self) -> bool:
-        """Whether the step of the present batch is taken, so that it cannot be repeated."""
+        """Return whether the step of the present batch is taken, so that it cannot be repeated."""
         ctx = context.current()
         return self._worker.progress.phase is Phase.LOOP and ctx.step.stage is Stage.DONE
 
@@ -196,6 +196,8 @@ class ElasticStrategy(ParallelStrategy):
         super().setup(trainer)
         if trainer.state.fn != _FITTING:
             return
+        if not any(each.param_groups for each in self.optimizers):
+            raise ScriptError("configure_optimizers() returns no optimizer, so nothing is trained")
         several = not self.lightning_module.automatic_optimization
         for optimizer in self.optimizers:
             hvd.DistributedOptimizer(
@@ -275,7 +277,7 @@ class ElasticStrategy(ParallelStrategy):
         ctx, module, precision = context.current(), self.lightning_module, self.precision_plugin
         last = not (ctx.step.in_no_sync or (ctx.step.passes and ctx.step.passes[-1].accumulating))
         if last and module.automatic_optimization and self._worker.in_train:
-            module.trainer.fit_loop.sums.begin()
+            module.trainer.fit_loop.sums.begin_sum()
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
         precision.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -294,7 +296,7 @@ class ElasticStrategy(ParallelStrategy):
         def backward() -> Any:
             result = closure()
             if module.automatic_optimization:
-                module.trainer.fit_loop.sums.end()
+                module.trainer.fit_loop.sums.finish_sum()
             return result
 
         if getattr(precision, "scaler", None) is not None:

@@ -36,7 +36,7 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class EpochAudit:
-    """How one epoch used the dataset.
+    """Use of the dataset in one epoch.
 
     Attributes:
         epoch: index of the epoch, from 0.
@@ -76,7 +76,7 @@ class EpochAudit:
 
     @property
     def faulty(self) -> bool:
-        """Whether the records show that an example was not used exactly once."""
+        """Return whether the records show that an example was not used exactly once."""
         return bool(self.lost or self.duplicated or self.foreign)
 
     @property
@@ -250,7 +250,7 @@ class _Steps:
         self._times_restored = 0  # without a leader
         self._restored: list[tuple[int, int]] = []  # first generation after it, and its step
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add_record(self, record: Mapping[str, Any]) -> None:
         """Process the next record."""
         match record.get("kind"):
             case "dataset":
@@ -361,7 +361,7 @@ def check_audit(
     """
     steps = _Steps()
     for record in records:
-        steps.add(record)
+        steps.add_record(record)
     steps.drop_undone()
     counted = steps.by_number
     by_epoch: dict[int, list[_Step]] = {}

@@ -1,4 +1,4 @@
-"""Which parameters of an optimizer are trained, and what earlier batches have left in them."""
+"""Trained parameters of an optimizer, and gradients that earlier batches have left in them."""
 
 from __future__ import annotations
 
@@ -139,10 +139,10 @@ class LeftGradients:
         self._steps = -1
 
     def __bool__(self) -> bool:
-        """Whether a body has left gradients that are neither used nor cleared yet."""
+        """Return whether a body has left gradients that are neither used nor cleared yet."""
         return bool(self._left)
 
-    def begin(self, steps: int) -> bool:
+    def begin_body(self, steps: int) -> bool:
         """Begin a loop body; return whether the one before ended without a step.
 
         Args:
@@ -152,7 +152,7 @@ class LeftGradients:
         before, self._steps = self._steps, steps
         return steps == before
 
-    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+    def note_left(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note the gradients of these parameters, which the earlier body has left."""
         self._left = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
 

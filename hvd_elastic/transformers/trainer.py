@@ -1,4 +1,4 @@
-"""What makes Hugging Face's Trainer, and any subclass of it, elastic."""
+"""Makes Hugging Face's Trainer, and any subclass of it, elastic."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Averagers:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, averager: Averager, *, in_train: bool) -> None:
+    def add_averager(self, averager: Averager, *, in_train: bool) -> None:
         """Add an averager in place of those that have a parameter in common with it.
 
         So a script may make its optimizer anew.
@@ -96,7 +96,7 @@ class Averagers:
 
     @property
     def local(self) -> bool:
-        """Whether a step of training is a period of steps that each rank takes alone."""
+        """Return whether a step of training is a period of steps that each rank takes alone."""
         return any(averager.local for averager in self.eager)
 
     @property

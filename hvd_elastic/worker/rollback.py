@@ -93,11 +93,11 @@ class Rollback:
             self._stop_reason = self._worker.stop_reason
             if self._worker.elastic:
                 self._random = self._worker.generators.copy()
-                self._leftovers.note()
+                self._leftovers.note_lengths()
 
     @property
     def keeps_aside(self) -> bool:
-        """Whether a loop body can fail after a step of one of its optimizers and is undone then."""
+        """Return whether a loop body that fails after one optimizer's step is undone."""
         worker = self._worker
         return worker.averagers.several and worker.elastic and worker.communicator.size > 1
 

@@ -36,7 +36,7 @@ class Shares:
 
         >>> shares = Shares(5)
         >>> shares.owners[2] = "b"
-        >>> shares.begin(["a", "b"])
+        >>> shares.assign_all(["a", "b"])
         {'a': [0, 4], 'b': [1, 3]}
         """
         orders: dict[str, list[int]] = {}
@@ -95,7 +95,7 @@ class Shares:
 
     @property
     def finished(self) -> bool:
-        """Whether no host is fetching anything."""
+        """Return whether no host is fetching anything."""
         return not any(self._asked.values())
 
     def _give(self, files: Sequence[int], hosts: Sequence[str]) -> dict[str, list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,29 +23,13 @@ from hvd_elastic.worker.planning.compute_times import (
     no_event,
 )
 from hvd_elastic.worker.planning.planner import Report, ReviewedPlanner
+from hvd_elastic.worker.planning.samples import Samples
 from hvd_elastic.worker.planning.schedule_checks import ScheduleChecks
 from hvd_elastic.worker.worker import Worker
 
 _YOUNG_STEPS = 10
 """Most steps until the next review early in a run, or when step times may have shifted: estimates
 still change quickly then."""
-
-
-class Statistics(Protocol):
-    """Collects the norms of an optimizer's gradients in sampled steps.
-
-    Attributes:
-        groups: number of parameter groups.
-        ready: whether a step can be sampled.
-    """
-
-    @property
-    def groups(self) -> int: ...
-    @property
-    def ready(self) -> bool: ...
-
-    def drain(self) -> np.ndarray:
-        """Return the samples collected since the last call, for :meth:`GradientNoise.add`."""
 
 
 class AdaptivePlanner(ReviewedPlanner):
@@ -89,13 +73,13 @@ class AdaptivePlanner(ReviewedPlanner):
         self._passes_begun: dict[int, float] = {}
         """Progress in epochs at the beginning of the latest two passes over the data, by number. A
         rank that enters one in its middle must judge as those did that were there."""
-        self._statistics: Statistics | None = None
+        self._statistics: Samples | None = None
         self._own_memory_bound = math.inf
         self._may_have_shifted = False
         self._at_odds = ""
         self._schedule_checks = ScheduleChecks()
 
-    def attach(self, statistics: Statistics, rule: Rule) -> None:
+    def attach(self, statistics: Samples, rule: Rule) -> None:
         """Set the source of gradient statistics, and the learning-rate rule."""
         self._statistics, self.rule = statistics, rule
         initial = self.limits.initial_batch_size
@@ -200,7 +184,7 @@ class AdaptivePlanner(ReviewedPlanner):
     # -- between steps ---------------------------------------------------------------------
 
     def review_if_due(self, worker: Worker) -> None:
-        self._schedule_checks.look(worker, self.limits, self.epochs)
+        self._schedule_checks.compare_schedules(worker, self.limits, self.epochs)
         moved = worker.generation != self._generation
         super().review_if_due(worker)
         if moved:
@@ -236,8 +220,8 @@ class AdaptivePlanner(ReviewedPlanner):
         bound = min(report.memory_bound for report in reports)
         if math.isfinite(bound):
             choice.memory_bound = min(choice.memory_bound or int(bound), int(bound))
-        for finite in self.noise.add([report.samples for report in reports]):
-            self.skipped.note(finite=finite)
+        for finite in self.noise.add_samples([report.samples for report in reports]):
+            self.skipped.note_step(finite=finite)
         compute_s = [report.compute_s for report in reports]
         slowness = choice.slowness(compute_s)
         slowest = float(np.max(compute_s))  # NaN if any rank's time is unknown
@@ -247,7 +231,7 @@ class AdaptivePlanner(ReviewedPlanner):
             extra = self.plan.accumulation_steps if self.parts else passes - 1
             atomic = self.batch_size / ranks / (extra + 1)
             where = Configuration(_hosts(reports), ranks, atomic, extra, slowness)
-            if self.timings.add(where, float(np.median(times)), slowest):
+            if self.timings.add_window(where, float(np.median(times)), slowest):
                 self._may_have_shifted = False
             else:
                 self._may_have_shifted |= self.timings.may_have_shifted(where)
