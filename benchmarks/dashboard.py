@@ -207,7 +207,7 @@ def measure_tensorboard(home: Path, repetitions: int, say: Say) -> dict[str, Any
     last = 0
     with TensorBoardWriter(logs / RUN, say) as writer:
         for record in iter_records(home / "runs" / RUN / "events.jsonl"):
-            writer.take(event_of(record))
+            writer.write_metrics(event_of(record))
             last = record.get("step", last) if record["kind"] == "metrics" else last
     whole, memory = [], []
     for number in range(repetitions):

@@ -65,9 +65,9 @@ class AdaptDLRule:
         self._rescaling = False
         self.evidence.formed(hosts_of_ranks)
 
-    def note(self, event: ReadEvent) -> None:
+    def note_event(self, event: ReadEvent) -> None:
         """Take an event of the run."""
-        self.evidence.note(event)
+        self.evidence.note_event(event)
         if self.evidence.measured:
             self._profiled = max(self._profiled, self.evidence.allocation.slots)
 
@@ -75,7 +75,7 @@ class AdaptDLRule:
         """Return whether it is time for a decision."""
         return now >= self._look_at and not self._rescaling
 
-    def look(self, now: float) -> tuple[Decision, None] | None:
+    def decide_if_due(self, now: float) -> tuple[Decision, None] | None:
         """Return the decision of the allocator; None if it is not time for one."""
         if not self.due(now):
             return None

@@ -152,7 +152,7 @@ def install_steps(write: Write) -> None:
         (torch.Tensor, "backward", "backward"),
         (torch.optim.SGD, "step", "optimizer"),
         (GradientAverager, "_ready", "hooks"),
-        (Bucket, "add", "copies"),
+        (Bucket, "add_gradients", "copies"),
         (Packed, "sum", "sums"),
         (Packed, "unpack", "sums"),
         (Context, "begin_exchange", "agreement"),

@@ -130,8 +130,8 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_notice, number)
         await self._link.open(sys.stdin, self._output)
-        self._reading = self._begin(self._read_commands())
-        self._begin(self._beat())
+        self._reading = self._start_task(self._read_commands())
+        self._start_task(self._beat())
         await self._over.wait()
         for task in self._tasks:
             task.cancel()
@@ -278,9 +278,9 @@ class Agent:
                 if self._workers is not None and (worker := self._workers.with_pid(pid)):
                     killed = code in _KILLED and self._sampler.memory_kills.any_new()
                     ending = self._workers.report_end(worker, code, out_of_memory=killed)
-                    self._begin(ending)
+                    self._start_task(ending)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine as a task and keep a reference, since the event loop keeps none."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -351,7 +351,7 @@ class Agent:
         if self._notices:
             self._hurry.set()  # another leader would come too late
         grace_s = max(0.0, self._leader_grace_s - silent_s)
-        self._vigil = self._begin(self._hold_out(grace_s, self._workers))
+        self._vigil = self._start_task(self._hold_out(grace_s, self._workers))
 
     def _hang_up(self) -> None:
         self._link.close()
@@ -383,7 +383,7 @@ class Agent:
         assert self._door is not None
         caller = answer_caller(self._door)
         if caller is not None:
-            self._begin(self._meet(caller))
+            self._start_task(self._meet(caller))
 
     async def _meet(self, caller: Caller) -> None:
         other = caller.hello.leader != self._hello.leader
@@ -422,7 +422,7 @@ class Agent:
             self._link.send(message)
         if self._notices:
             self._tell_of_notice()
-        self._reading = self._begin(self._read_commands())
+        self._reading = self._start_task(self._read_commands())
 
     # -- hello -----------------------------------------------------------------------------
 
@@ -480,7 +480,7 @@ class Agent:
                 f"no other leader can take this host over: no socket can be made in {no_door}"
             )
         self._sampler = HostSampler(self._interface, hello.host)
-        self._begin(
+        self._start_task(
             self._sampler.watch(
                 lambda: self._activities(time.monotonic()),
                 lambda sample: self._link.send(msg.HostSampled(sample=sample)),
@@ -491,11 +491,11 @@ class Agent:
         if hello.preemption_command:
             said = functools.partial(self._give_notice, "the preemption command says so")
             self._preemption = CommandWatch(hello.preemption_command, said, self._warn)
-            self._begin(self._preemption.watch())
+            self._start_task(self._preemption.watch())
         if hello.preemption:
             variables = {**os.environ, **hello.env}
             cloud = CloudWatch(hello.preemption, variables, self._give_notice, self._warn)
-            self._begin(cloud.watch())
+            self._start_task(cloud.watch())
 
     def _end_unused(self, why: str, status: int = 1) -> None:
         """End before anything was begun; ``status`` EX_NOPERM: trying again is of no use."""

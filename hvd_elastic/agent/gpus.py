@@ -48,7 +48,7 @@ class Gpus:
     def __len__(self) -> int:
         return len(self._handles)
 
-    def look(self) -> list[GpuSample]:
+    def sample_use(self) -> list[GpuSample]:
         """Return the use of each GPU that answers."""
         found = []
         for handle in self._handles:

@@ -73,7 +73,7 @@ class HostSampler:
             for count, then in zip(self._counted, before, strict=True)
         ]
         memory = usable_memory()
-        self.memory_kills.look()
+        self.memory_kills.count_kills()
         step_s, rank_wait = self._workers(activities, elapsed_s)
         return HostSample(
             host=self._host,
@@ -84,7 +84,7 @@ class HostSampler:
             received=rates[1],
             read=rates[2],
             written=rates[3],
-            gpus=self._gpus.look(),
+            gpus=self._gpus.sample_use(),
             step_s=step_s,
             rank_wait=rank_wait,
         )
@@ -140,7 +140,7 @@ class MemoryKills:
         self._seen = deque([count()] * 2, maxlen=2)
         """Number at the last two looks: a large process takes seconds to end."""
 
-    def look(self) -> None:
+    def count_kills(self) -> None:
         """Count anew; called every few seconds."""
         self._seen.append(self._count())
 

@@ -65,12 +65,12 @@ class Liveness:
     def silent_s(self, now: float) -> float:
         """Return the time without a heartbeat and, once one is due, without real work [s]."""
         if now - self._looked >= _LOOK_EVERY_S:
-            self._look(now)
+            self._check_silence(now)
         if now - self._beat < _BEAT_DUE_S:
             return 0.0
         return now - max(self._beat, self._busy)
 
-    def _look(self, now: float) -> None:
+    def _check_silence(self, now: float) -> None:
         process = read_process(self._pid)
         if process is not None:
             share = (process.cpu_s - self._used_s) / (now - self._looked)

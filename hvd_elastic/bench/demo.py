@@ -81,7 +81,7 @@ class Story:
         """Whether training has adapted to every change."""
         return not self._acts and self._current is None
 
-    def look(self) -> None:
+    def read_events(self) -> None:
         """Read new events; begin the next act when training has gone on for a while."""
         for event in self._events.poll():
             match event:
@@ -177,7 +177,7 @@ def play(console: Console, loopback: bool, epochs: int, as_json: bool) -> int:
                     with contextlib.suppress(RunError):
                         story = Story(RunFolder.open(run_id), acts, say)
                 else:
-                    story.look()
+                    story.read_events()
                 if time.monotonic() - begin > _DEADLINE_S:
                     raise RunError(f"the demo did not end within {_DEADLINE_S:.0f} s; see {run_id}")
         result = write_report(RunFolder.open(run_id))

@@ -55,7 +55,7 @@ class StepTimer:
         self._last = 0.0
         self._figures: dict[str, float] = {}
 
-    def begin(self, size: int) -> None:
+    def begin_step(self, size: int) -> None:
         """Begin a step of so many ranks."""
         if size != self._size:
             self._begin_world(size)
@@ -71,7 +71,7 @@ class StepTimer:
         self._parts[part] = self._parts.get(part, 0.0) + now - self._last
         self._last = now
 
-    def end(self) -> dict[str, float]:
+    def end_step(self) -> dict[str, float]:
         """End a step; return the figures of this number of ranks, empty while they are measured.
 
         Names begin with :data:`PREFIX`: ``size``, ``step_s`` (mean), ``half_s`` (half of its 95 %

@@ -84,9 +84,9 @@ def main() -> None:
 
     def train(state: Any) -> None:
         while True:
-            timer.begin(hvd.size())
+            timer.begin_step(hvd.size())
             train_step().numpy()
-            figures = timer.end()
+            figures = timer.end_step()
             state.commit(**figures, **({"bench_parameters": parameters} if figures else {}))
 
     hvd.run(train, warmup=train_step)(hvd.State(model=model, optimizer=optimizer))

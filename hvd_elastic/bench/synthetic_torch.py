@@ -169,7 +169,7 @@ def main() -> None:
     @hvd.run
     def train(state: hvd.State) -> None:
         while True:
-            timer.begin(hvd.size())
+            timer.begin_step(hvd.size())
             optimizer.zero_grad()
             with lower, device:
                 value = loss()
@@ -180,7 +180,7 @@ def main() -> None:
             scaler.step(optimizer)
             scaler.update()
             timer.mark("compute")
-            figures = timer.end()
+            figures = timer.end_step()
             state.commit(**figures, **({"bench_parameters": parameters} if figures else {}))
 
     train(hvd.State(model=model, optimizer=optimizer, scaler=scaler))

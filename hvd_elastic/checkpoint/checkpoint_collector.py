@@ -131,7 +131,7 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         began = time.monotonic()
         shards = self._receive_all(parcel.sources)
         written_s = max(source.seconds for source in parcel.sources)
-        info = self._store.add(shards, time.monotonic() - began + written_s)
+        info = self._store.add_checkpoint(shards, time.monotonic() - began + written_s)
         problems = [warning_of_not_finite(info)] if info.not_finite else []
         problems += self._copy(info)
         place = str(info.path)
@@ -234,7 +234,7 @@ class CheckpointCollector(Collector[ShardInfo, _Collected]):
         """Let an agent delete its spool, because its host leaves the run."""
         agent.send(Release("shards"))
 
-    def end(self, *, succeeded: bool, searched_in_vain: bool) -> None:
+    def empty_spools(self, *, succeeded: bool, searched_in_vain: bool) -> None:
         """Let all hosts delete their spools at the end of the run, unless they may be needed.
 
         Args:

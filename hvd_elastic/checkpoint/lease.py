@@ -143,7 +143,7 @@ class LeaseHolder:
         self._thread = threading.Thread(target=self._live, name="lease", daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
+    def release_lease(self) -> None:
         """Stop renewing and remove the lease, if the storage responds soon."""
         self._over.set()
         self._thread.join(_END_S)

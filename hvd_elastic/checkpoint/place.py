@@ -107,7 +107,7 @@ class CheckpointStore:
             return max((info.step for info in finite or found), default=-1)
         return -1
 
-    def add(self, shards: Sequence[ShardInfo], seconds: float) -> CheckpointInfo:
+    def add_checkpoint(self, shards: Sequence[ShardInfo], seconds: float) -> CheckpointInfo:
         """Turn shards in the folder into a checkpoint; see :func:`complete_checkpoint`."""
         return complete_checkpoint(self.folder, shards, self._keep, seconds)
 

@@ -150,12 +150,12 @@ class CheckpointReader:
 
     def read_header(self) -> Header:
         """Read and return the header, which is at the beginning of the first shard."""
-        size = int.from_bytes(self.take(LENGTH_BYTES), "little")
+        size = int.from_bytes(self.read_bytes(LENGTH_BYTES), "little")
         here = self._shard.header - LENGTH_BYTES
         if size > here:
             raise ValueError(f"its header of {size} bytes does not end in {here}")
         data_bytes = sum(shard.bytes for shard in self.shards) - LENGTH_BYTES - size
-        return Header.decode(self.take(size), data_bytes)
+        return Header.decode(self.read_bytes(size), data_bytes)
 
     def read_tensors(self, header: Header, place: Callable[[TensorInfo], Any]) -> None:
         """Read the tensors' data, which follows the header.
@@ -173,7 +173,7 @@ class CheckpointReader:
                 self.fill(target)
                 unwanted = 0
         self.skip(unwanted)
-        self.end()
+        self.verify_end()
 
     def load(
         self,
@@ -222,7 +222,7 @@ class CheckpointReader:
         values = decode_values(encoded, tensors, decode_opaque(bytes(opaque)) if opaque else ())
         return values if name is not None else {**values, "progress": header.progress}
 
-    def take(self, size: int) -> bytes:
+    def read_bytes(self, size: int) -> bytes:
         """Read and return the next ``size`` bytes."""
         data = bytearray(size)
         self.fill(data)
@@ -249,10 +249,10 @@ class CheckpointReader:
                 self._next()
             else:
                 some = min(size, self._left, _READ_BYTES)
-                self.take(some)
+                self.read_bytes(some)
                 size -= some
 
-    def end(self) -> None:
+    def verify_end(self) -> None:
         """Verify the last shard that was read, and that no data is left."""
         while self._file is not None:
             self._check()

@@ -191,7 +191,7 @@ class SavedFileCollector(Collector[SavedFile, SavedFile]):
             error = f"host {parcel.sources[0].host} was lost before it had been fetched"
         return f"{parcel.words} {self._not_here}: {error}"
 
-    def end(self) -> None:
+    def empty_spools(self) -> None:
         """Let the hosts empty their spools at the end of the run, except for missing files."""
         for agent in self._agents():
             if agent in self._introduced and not self.holds(agent):

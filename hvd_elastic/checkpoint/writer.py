@@ -76,7 +76,7 @@ class ShardWriter:
         if not self.busy and not self._fits(content, size):
             self._start(lambda: self._make_buffer(content, size))
 
-    def begin(
+    def start_shard(
         self,
         content: Content,
         progress: Position,

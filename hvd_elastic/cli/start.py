@@ -20,16 +20,16 @@ INTERRUPTED = 130
 def end_at_interrupt() -> None:
     """Let Ctrl-C end the process at once, unless SIGINT is ignored or handled."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)
+        signal.signal(signal.SIGINT, _end_process)
 
 
 def raise_at_interrupt() -> None:
     """Undo :func:`end_at_interrupt`: Ctrl-C raises KeyboardInterrupt again."""
-    if signal.getsignal(signal.SIGINT) is _end:
+    if signal.getsignal(signal.SIGINT) is _end_process:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _end(_number: int, _frame: FrameType | None) -> None:
+def _end_process(_number: int, _frame: FrameType | None) -> None:
     os.write(2, b"interrupted\n")
     os._exit(INTERRUPTED)
 

@@ -160,7 +160,7 @@ class Outbox:
         """Discard the requested times, because everything is about to be compared again."""
         self.wake_at = None
 
-    def take(self) -> list[Command]:
+    def take_commands(self) -> list[Command]:
         """Remove and return the commands added since the last call."""
         commands, self._commands = self._commands, []
         return commands

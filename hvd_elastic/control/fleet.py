@@ -217,7 +217,7 @@ class Fleet:
             agent = self.agents[host] = Agent(Retry(self._config.agent_retry_s))
         return agent
 
-    def _add(self, name: str, slot: SlotId, **known: Any) -> None:
+    def _add_worker(self, name: str, slot: SlotId, **known: Any) -> None:
         retry = Retry(self._config.restart_backoff_s)
         self.workers[name] = self._by_slot[slot] = Worker(name, slot, retry, **known)
 
@@ -264,7 +264,7 @@ class Fleet:
             stage = Stage.READY if worker.ready else Stage.STARTING
             if worker.generation:
                 stage = Stage.WAITING if worker.waiting else Stage.MEMBER
-            self._add(
+            self._add_worker(
                 worker.worker,
                 slot,
                 stage=stage,
@@ -390,7 +390,7 @@ class Fleet:
                 continue
             history.incarnations += 1
             name = f"{slot[0]}:{slot[1]}.{history.incarnations}"
-            self._add(name, slot, started_at=now)
+            self._add_worker(name, slot, started_at=now)
             self._out.emit(WorkerStarted(*slot))
             self._out.send(StartWorker(name, *slot))
 

@@ -134,11 +134,11 @@ class RunMachine:
         if self._out.closed:
             return []
         phase, ordered = self._phase, self._out.ordered
-        self._take(event, now)
+        self._take_event(event, now)
         changed = (phase, ordered) != (self._phase, self._out.ordered)
         if changed or not self._awaits_more_like(event):
             self._advance(now)
-        return self._out.take()
+        return self._out.take_commands()
 
     def deadline(self) -> float | None:
         """Return when the next Tick is needed if no event comes before [s]; None: not at all."""
@@ -201,7 +201,7 @@ class RunMachine:
 
     # -- observed: one event ---------------------------------------------------------------
 
-    def _take(self, event: ev.Event, now: float) -> None:
+    def _take_event(self, event: ev.Event, now: float) -> None:
         match event:
             case ev.HostsChanged():
                 self._plan.hosts = event.hosts

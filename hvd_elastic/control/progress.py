@@ -109,7 +109,7 @@ class ProgressWatch:
         self._began = (0, 0)
         """Generation that trains, and the step at which all its members were first heard of."""
 
-    def note(self, worker: str, activity: Activity) -> None:
+    def store_heartbeat(self, worker: str, activity: Activity) -> None:
         """Store a heartbeat."""
         self._activities[worker] = activity
 

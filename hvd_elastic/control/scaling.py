@@ -80,7 +80,7 @@ class ScalingController:
         self._change: tuple[Decision, Snapshot] | None = None
         """Last change with the snapshot it was based on, until its effect has been measured."""
         self.miss: PredictionMissed | None = None
-        """Prediction that the last :meth:`look` found to have been much too high; None: none."""
+        """Prediction that the last decision found to have been much too high; None: none."""
 
     # -- what happened ---------------------------------------------------------------------
 
@@ -103,9 +103,9 @@ class ScalingController:
         self._look_at = now
         self.evidence.formed(hosts_of_ranks)
 
-    def note(self, event: ReadEvent) -> None:
-        """Take measurements from an event of the run; see :meth:`Evidence.note`."""
-        self.evidence.note(event)
+    def note_event(self, event: ReadEvent) -> None:
+        """Take measurements from an event of the run; see :meth:`Evidence.note_event`."""
+        self.evidence.note_event(event)
         now = event.mono
         if self.evidence.news:
             self.evidence.news = False
@@ -131,10 +131,10 @@ class ScalingController:
         return out_of_reach(self.snapshot(now), now, self._config.objective)
 
     def due(self, now: float) -> bool:
-        """Return whether :meth:`look` would decide now."""
+        """Return whether :meth:`decide_if_due` would decide now."""
         return now >= self._look_at and not self._rescaling and not self._paused
 
-    def look(self, now: float) -> tuple[Decision, Snapshot] | None:
+    def decide_if_due(self, now: float) -> tuple[Decision, Snapshot] | None:
         """Return a decision and the snapshot it is based on; None if none is due.
 
         The caller has to carry out a decision to change: the controller assumes that it does.

@@ -341,11 +341,11 @@ class _StreamEnds:
                 elif data:
                     self._output[kind].put(data)
                 else:
-                    self._output[kind].end()
+                    self._output[kind].mark_end()
         except OSError:
             pass  # it has ended, or the connection is lost
         finally:
             for output in self._output.values():
-                output.end()
+                output.mark_end()
             self._ended.set()
             self._stream.close()

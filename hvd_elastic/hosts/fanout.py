@@ -82,7 +82,7 @@ class Stopper:
         self._actions: list[Callable[[], object]] = []
         self.stopped = False
 
-    def add(self, action: Callable[[], object]) -> None:
+    def add_action(self, action: Callable[[], object]) -> None:
         """Add an action; if the task has been stopped already, run it at once."""
         with self._lock:
             if not self.stopped:

@@ -42,14 +42,14 @@ class ProgramConnection(Connection):
             raise self.error(f"host {self.host.name}: the connection is closed")
         command = as_command(command)
         try:
-            ends = self.begin(command)
+            ends = self.start_shell(command)
         except SshError as error:
             raise self.error(f"host {self.host.name}: {error}") from error
         self._processes = [known for known in self._processes if not known.ended] + [ends]
         return RemoteProcess(ends, command, self.host.name, on_stderr, on_stdout)
 
     @abstractmethod
-    def begin(self, command: str) -> PopenEnds:
+    def start_shell(self, command: str) -> PopenEnds:
         """Start the program for a shell command.
 
         Raises:
@@ -69,7 +69,7 @@ class LocalConnection(ProgramConnection):
         super().__init__(host)
         self.peer_address = "::1" if host.name == "::1" else "127.0.0.1"
 
-    def begin(self, command: str) -> PopenEnds:
+    def start_shell(self, command: str) -> PopenEnds:
         account = pwd.getpwuid(os.getuid())
         folder = account.pw_dir if Path(account.pw_dir).is_dir() else "/"
         # As sshd does: the user's shell, in the home folder, in a new session.

@@ -116,7 +116,7 @@ class ByteStream:
                 self._data += data
                 self._changed.notify_all()
 
-    def end(self) -> None:
+    def mark_end(self) -> None:
         """Mark the end of the stream."""
         with self._changed:
             self._ended = True
@@ -133,7 +133,7 @@ class ByteStream:
                 lambda: self._ended or (size >= 0 and bool(self._data)), timeout
             ):
                 raise TimeoutError
-            return self._take(len(self._data) if size < 0 else min(size, len(self._data)))
+            return self._take_bytes(len(self._data) if size < 0 else min(size, len(self._data)))
 
     def readline(self, timeout: float | None = None) -> bytes:
         """Return the next line with its line break; b"" at the end.
@@ -145,7 +145,7 @@ class ByteStream:
             if not self._changed.wait_for(self._has_line, timeout):
                 raise TimeoutError
             end = self._data.find(b"\n", self._searched)
-            return self._take(len(self._data) if end < 0 else end + 1)
+            return self._take_bytes(len(self._data) if end < 0 else end + 1)
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self.readline, b"")
@@ -157,7 +157,7 @@ class ByteStream:
         # A line longer than the buffer is returned in pieces, because it would block forever.
         return self._ended or len(self._data) >= self._limit
 
-    def _take(self, count: int) -> bytes:
+    def _take_bytes(self, count: int) -> bytes:
         data = bytes(self._data[:count])
         del self._data[:count]
         self._searched = 0
@@ -273,7 +273,7 @@ class RemoteProcess:
         This does not kill it; use :meth:`signal` for that, or :meth:`stop` for both.
         """
         self._ends.close()
-        self.stdout.end()
+        self.stdout.mark_end()
 
     def stop(self, grace_s: float = TERMINATE_GRACE_S) -> bool:
         """Send TERM, after ``grace_s`` KILL, then :meth:`close`; takes at most 3 x ``grace_s``.
@@ -301,7 +301,7 @@ class RemoteProcess:
         with contextlib.suppress(OSError, EOFError, ValueError):
             while data := self._ends.read_stdout(CHUNK_BYTES):
                 self._on_stdout(data)
-        self.stdout.end()
+        self.stdout.mark_end()
 
     def _pump_stderr(self) -> None:
         with contextlib.suppress(OSError, EOFError, ValueError):

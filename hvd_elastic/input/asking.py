@@ -97,7 +97,7 @@ class Asks(Protocol):
 
     source: Source
 
-    def take(self, thread: AskingThread, *, wait: bool) -> Request | None:
+    def take_request(self, thread: AskingThread, *, wait: bool) -> Request | None:
         """Return what a process is to read next; None: nothing now, or it is not needed further."""
 
     def answered(self, request: Request, answer: Batch, buffers: Sequence[memoryview]) -> None:
@@ -196,7 +196,7 @@ class AskingThread:
             while len(open_requests) < DEPTH:
                 if open_requests and len(open_requests[0].want.indices) > _LONG_REQUEST:
                     break
-                request = reader.take(self, wait=not open_requests)
+                request = reader.take_request(self, wait=not open_requests)
                 if request is None:
                     break
                 open_requests.append(request)

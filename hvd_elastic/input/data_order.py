@@ -193,9 +193,11 @@ class DataOrder:
 
     def steps_from(self, position: int, ranks: int) -> int:
         """Return the number of steps from a position to the end of an epoch."""
-        return steps_left(position, self._end(position), self.planner.batch_size, ranks, MIN_SHARE)
+        return steps_left(
+            position, self._epoch_end(position), self.planner.batch_size, ranks, MIN_SHARE
+        )
 
-    def _end(self, position: int) -> int:
+    def _epoch_end(self, position: int) -> int:
         """Return the position at which the epoch ends when steps continue from ``position``."""
         if not self.drop_last:
             return self.examples
@@ -257,7 +259,7 @@ class DataOrder:
                 self._warn_of_idle_ranks(worker)
                 before = (worker.progress.epoch, worker.progress.position)
                 position = context.reading.position
-                share = self._share(position, self._end(position), worker)
+                share = self._share(position, self._epoch_end(position), worker)
                 spans = self._spans(share, worker.progress.step, worker.size)
                 planner.step_begins(len(spans), worker.communicator.waited_s)
                 place = self._place(context, position)
@@ -284,7 +286,7 @@ class DataOrder:
                             skipped=self._within_epoch([each.dataset_index for each in skipped])
                             or (),
                             ends_epoch=enough is None
-                            and following.start >= self._end(following.start),
+                            and following.start >= self._epoch_end(following.start),
                         )
                     )
                     yield batch
@@ -313,7 +315,7 @@ class DataOrder:
         while not bench.is_over():
             if self._at_end(context):
                 progress.next_epoch()
-            share = self._share(progress.position, self._end(progress.position), worker)
+            share = self._share(progress.position, self._epoch_end(progress.position), worker)
             spans = self._spans(share, progress.step, worker.size)
             place = self._place(context, progress.position)
             following = place._replace(start=share.step_stop)
@@ -323,11 +325,11 @@ class DataOrder:
                 times.read_ends(stop - start)
                 times.body_ends()
             progress.advance(share.step_examples)
-        bench.end(self.batch_size)
+        bench.write_result(self.batch_size)
 
     def _at_end(self, context: Context) -> bool:
         position = context.reading.position
-        return position >= self._end(position)
+        return position >= self._epoch_end(position)
 
     def _is_over(self, context: Context, enough: Callable[[], bool] | None) -> bool:
         """Return whether the loop ends; with ``enough``, begin the next epoch where one is over."""
@@ -358,7 +360,7 @@ class DataOrder:
             self.planner.parts,
             self._epoch_order(place.world[0]),
         )
-        position, end, step = place.start, self._end(place.start), progress.step
+        position, end, step = place.start, self._epoch_end(place.start), progress.step
         while position < end:
             spans: list[tuple[int, int]] = []
             ahead = 0
@@ -399,7 +401,7 @@ class DataOrder:
     def largest_share(self, context: Context) -> int:
         """Return the most examples that a rank has in the step that is read."""
         position, size = context.reading.position, context.worker.communicator.size
-        end, batch, parts = self._end(position), self.planner.batch_size, self.planner.parts
+        end, batch, parts = self._epoch_end(position), self.planner.batch_size, self.planner.parts
         now = (min(batch, end - position), size, batch, parts)
         if self._largest[0] != now:
             shares = [
@@ -526,7 +528,7 @@ class DataOrder:
         if self._warned_endless or ahead is None or context.step.is_period:
             return
         read = ahead.examples - worker.progress.examples
-        if read >= self._end(0):
+        if read >= self._epoch_end(0):
             self._warned_endless = True
             worker.warn_once(
                 f"step {worker.progress.step + 1} goes on after {len(context.step.passes)} "

@@ -129,7 +129,7 @@ class InputBench:
             return False
         return now - self._began >= self._seconds and reading.examples > self._base[1].examples
 
-    def end(self, batch_size: int) -> NoReturn:
+    def write_result(self, batch_size: int) -> NoReturn:
         """Write the result and end the script."""
         reading = self._times.reading()
         assert reading is not None

@@ -69,7 +69,7 @@ class InputReader:
             for server in wanted - self._threads.keys():
                 self._start(server, server)
 
-    def begin(self, epoch: int, passes: Iterator[list[int]]) -> None:
+    def begin_epoch(self, epoch: int, passes: Iterator[list[int]]) -> None:
         """Begin to read an epoch from another place; batches that were asked for are dropped.
 
         Args:
@@ -77,7 +77,7 @@ class InputReader:
             passes: dataset indices of the passes of this rank, in order.
         """
         with self._change:
-            self._requests.begin(epoch, passes)
+            self._requests.begin_passes(epoch, passes)
             self._change.notify_all()
         if not self._locals:
             # Forked by the main thread, like the processes of a loader.
@@ -117,7 +117,7 @@ class InputReader:
     def close(self) -> None:
         """End the rank's own processes and all connections."""
         with self._change:
-            self._requests.begin(self._requests.epoch, iter(()))
+            self._requests.begin_passes(self._requests.epoch, iter(()))
             self._stop(self._threads)
         for local in self._locals:
             local.close()
@@ -220,14 +220,14 @@ class InputReader:
         fit = _AHEAD_BYTES // max(self._batch_bytes, 1)
         return min(DEPTH * (len(self._threads) + 1), max(2 * DEPTH, fit))
 
-    def take(self, thread: AskingThread, *, wait: bool) -> Request | None:
+    def take_request(self, thread: AskingThread, *, wait: bool) -> Request | None:
         """Return what a process is to read next; None: nothing now, or it is not needed further."""
         requests = self._requests
         held_back = False
         with self._change:
             while not thread.is_stopped:
                 was_over = requests.is_over
-                request = requests.take(thread, time.monotonic(), self._window)
+                request = requests.take_request(thread, time.monotonic(), self._window)
                 if requests.is_over and not was_over:
                     self._change.notify_all()  # the rank may wait for a batch that is not there
                 if request is not None:

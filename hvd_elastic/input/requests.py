@@ -76,7 +76,7 @@ class Requests:
         self._ready: dict[int, tuple[Any, list[int]]] = {}
         self._failed: dict[int, tuple[Request, str]] = {}
 
-    def begin(self, epoch: int, passes: Iterator[list[int]]) -> None:
+    def begin_passes(self, epoch: int, passes: Iterator[list[int]]) -> None:
         """Begin with other passes; what was asked for is dropped, also if it comes later."""
         self.epoch, self._passes = epoch, passes
         self.next = self._asked
@@ -169,7 +169,7 @@ class Requests:
 
     # -- who reads ---------------------------------------------------------------------------
 
-    def take(self, by: Asked, now: float, window: int) -> Request | None:
+    def take_request(self, by: Asked, now: float, window: int) -> Request | None:
         """Return what a process is to read next; None: nothing now.
 
         Args:

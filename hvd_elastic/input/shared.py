@@ -74,14 +74,14 @@ class SharedReading:
             order: returns the dataset indices of each pass from ``place`` on.
         """
         if is_first and self._next_place != place:
-            self.begin(worker, place, order())
+            self.begin_passes(worker, place, order())
         self.follow_hosts(worker)
         self._next_place = None  # unknown if reading fails
         batch, indices = self.next()
         self._next_place = following
         return batch, indices if worker.audit else None
 
-    def begin(self, worker: Worker, place: Place, passes: Iterator[list[int]]) -> None:
+    def begin_passes(self, worker: Worker, place: Place, passes: Iterator[list[int]]) -> None:
         """Have :meth:`next` return the passes from a place on.
 
         Args:
@@ -94,13 +94,13 @@ class SharedReading:
             # Its threads would keep it alive when the script drops the loader.
             self._end = weakref.finalize(self, self._reader.close)
             self._end.atexit = False
-        self._reader.begin(place.world[0], passes)
+        self._reader.begin_epoch(place.world[0], passes)
         times = worker.input_times
         times.processes, times.pids = self._processes, self._reader.pids
         times.helpers, times.new_event = self._reader.helpers, self._new_event
 
     def follow_hosts(self, worker: Worker) -> None:
-        """Read from the input hosts that the leader has told of last, after :meth:`begin`."""
+        """Read from the input hosts that the leader has told of last."""
         # After the processes have been forked, since it starts threads.
         link = worker.link
         told = link.input if link is not None and self._may_be_helped else None

@@ -128,7 +128,7 @@ class Daemon:
             while not self._is_over():
                 timeout_s = _IDLE_LOOK_S
                 try:
-                    timeout_s = self._look()
+                    timeout_s = self._do_what_is_due()
                     self._warned = ""
                 except RunError as error:  # a full disk, most likely: the jobs go on meanwhile
                     self._warn(str(error))
@@ -170,13 +170,13 @@ class Daemon:
 
     # -- one look --------------------------------------------------------------------------
 
-    def _look(self) -> float:
+    def _do_what_is_due(self) -> float:
         """Do what is due; return how long to wait until the next look [s]."""
         if self._hosts.changed():
             self._tell_hosts()
             self._health.forget_others(self._hosts.listed)
             self._queue.changed = True
-        self._health.look(time.monotonic(), self._host_changed)
+        self._health.retry_lost_hosts(time.monotonic(), self._host_changed)
         now = time.time()
         for job in self._queue.with_status(JobStatus.RUNNING):
             self._look_at_run(job)
@@ -459,7 +459,7 @@ class Daemon:
         match request:
             case Submit(jobs, environment):
                 self._refuse_impossible(request)
-                added = queue.add(jobs, environment)
+                added = queue.add_jobs(jobs, environment)
                 return Answer(
                     f"submitted {jobs_words(added)}",
                     jobs=[j.number for j in added],

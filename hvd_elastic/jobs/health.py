@@ -103,7 +103,7 @@ class HostHealth:
         self._returns.pop(host, None)
         self._working_python = python
 
-    def look(self, now: float, changed: Callable[[str], None]) -> None:
+    def retry_lost_hosts(self, now: float, changed: Callable[[str], None]) -> None:
         """Try lost hosts when it is time; call ``changed`` with each that returns or is lost."""
         if self._trial is not None:
             process, output, tried = self._trial

@@ -22,7 +22,7 @@ warm up in their slots meanwhile."""
 
 
 class Measured:
-    """Measurements of a run, for the scheduler; :meth:`note` takes its events.
+    """Measurements of a run, for the scheduler; :meth:`note_event` takes its events.
 
     Attributes:
         rescales: number of changes of its slots while it trained.
@@ -40,9 +40,9 @@ class Measured:
         """Number of whole epochs, and useful examples at the end of the last."""
         self._curve: tuple[StepTimeModel, float, tuple[int, ...], np.ndarray] | None = None
 
-    def note(self, event: ReadEvent) -> None:
+    def note_event(self, event: ReadEvent) -> None:
         """Take an event of the run."""
-        self._replay.add(event)
+        self._replay.add_event(event)
         match event:
             case RescaleFinished(size=size) | TakenOver(size=size):
                 self._resized(size, event.t)
@@ -175,12 +175,12 @@ class RunProgress:
         """Read new events; return whether they may change a decision of the scheduler."""
         before = self.measured.slots, self.hosts.unheard
         for event in self._follower.poll():
-            self.measured.note(event)
-            self.hosts.note(event)
-            self._note(event)
+            self.measured.note_event(event)
+            self.hosts.note_event(event)
+            self._note_event(event)
         return before != (self.measured.slots, self.hosts.unheard)
 
-    def _note(self, event: ReadEvent) -> None:
+    def _note_event(self, event: ReadEvent) -> None:
         match event:
             case ev.RunStarted():
                 self.ending, self.began_at = None, event.t
@@ -193,7 +193,7 @@ class RunProgress:
 
 
 class RunHosts:
-    """The hosts of a run; :meth:`note` takes its events.
+    """The hosts of a run; :meth:`note_event` takes its events.
 
     Attributes:
         unfit: hosts on which its present leader can start no agent as they are, with the cause: the
@@ -237,7 +237,7 @@ class RunHosts:
         found, self._lost = self._lost, {}
         return found
 
-    def note(self, event: ReadEvent) -> None:
+    def note_event(self, event: ReadEvent) -> None:
         """Take an event of the run."""
         match event:
             case ev.RunStarted():

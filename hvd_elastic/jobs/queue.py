@@ -41,7 +41,7 @@ class JobQueue:
 
     # -- requests --------------------------------------------------------------------------
 
-    def add(self, requests: Sequence[JobRequest], environment: Mapping[str, str]) -> list[Job]:
+    def add_jobs(self, requests: Sequence[JobRequest], environment: Mapping[str, str]) -> list[Job]:
         """Add jobs at the end of the queue.
 
         Raises:
@@ -54,7 +54,7 @@ class JobQueue:
             raise UsageError(
                 f"--after names job {number}, and there is none; see: hvd-elastic queue --all"
             )
-        jobs = self.store.add(requests, environment, time.time())
+        jobs = self.store.add_jobs(requests, environment, time.time())
         self.active |= {job.number: job for job in jobs}
         for job in jobs:
             request = job.request

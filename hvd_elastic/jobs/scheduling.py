@@ -96,7 +96,7 @@ def plan_slots(
     ends = {
         each.job.number: None
         if each.unheard  # nobody knows whether it trains
-        else _end(jobs[str(each.job.number)], plan.slots[each.job.number], now)
+        else _expected_end(jobs[str(each.job.number)], plan.slots[each.job.number], now)
         for each in considered
         if plan.slots[each.job.number]
     }
@@ -206,7 +206,7 @@ def _aged_priority(job: Job, now: float) -> float:
     return job.request.priority * (1 + waited_s / _AGING_S)
 
 
-def _end(job: policy.Job, slots: Mapping[str, int], now: float) -> float | None:
+def _expected_end(job: policy.Job, slots: Mapping[str, int], now: float) -> float | None:
     if job.remaining is None or job.goodput is None:
         return None
     rate = float(job.goodput[min(sum(slots.values()), len(job.goodput) - 1)])

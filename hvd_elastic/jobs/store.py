@@ -132,7 +132,7 @@ class JobStore:
 
     # -- changes ---------------------------------------------------------------------------
 
-    def add(
+    def add_jobs(
         self, requests: Sequence[JobRequest], environment: Mapping[str, str], now: float
     ) -> list[Job]:
         """Add jobs with one environment; return them.

@@ -161,7 +161,7 @@ class ElasticCallback(keras.callbacks.Callback):
             averager.find_layer = self._first_layer
         rehearse(self.state, self._trace)
         self._ctx.aim(self._epochs or self.params["epochs"], "epoch")
-        self._session.begin()
+        self._session.join_ranks()
         progress = self._ctx.worker.progress
         done = progress.phase is Phase.DONE or self._is_enough()
         self.model._initial_epoch = _FOREVER if done else progress.epoch
@@ -177,7 +177,7 @@ class ElasticCallback(keras.callbacks.Callback):
                 "where training stands by itself; leave initial_epoch out"
             )
         if not self._began:
-            self._monitors.begin()
+            self._monitors.set_again()
         self._began = True
         ElasticDataset.as_input = self._input
 
@@ -229,7 +229,7 @@ class ElasticCallback(keras.callbacks.Callback):
         self._warn_of_little_progress()
         self.model.train_function, self.model._initial_epoch = self._train, None
         self._head = self.state.take_snapshot()
-        self._session.end()
+        self._session.leave_ranks()
 
     def _is_enough(self) -> bool:
         done, enough = self._ctx.worker.progress.epoch, self._epochs

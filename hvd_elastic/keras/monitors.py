@@ -87,7 +87,7 @@ class Monitors:
     snapshot = state_dict
     roll_back = load_state_dict
 
-    def begin(self) -> None:
+    def set_again(self) -> None:
         """Set them again, since Keras has reset them in their on_train_begin."""
         self.load_state_dict(self._received)
 

@@ -86,7 +86,7 @@ class Fetching:
         self.checkpoints.offered(agent.host.name, agent, hello.spooled)
         self.saved.offered(agent.host.name, agent, hello.saved)
 
-    def look(self) -> None:
+    def release_fetched_hosts(self) -> None:
         """Let hosts go from which all is fetched, and the run end if all is; called often."""
         self.checkpoints.fetch_due()
         self.saved.tell_lost()
@@ -118,7 +118,9 @@ class Fetching:
             return Finish("failed", f"training has ended, and {missing}")
         return replace(finish, message=f"{finish.message}; {missing}")
 
-    def end(self, *, succeeded: bool) -> None:
+    def empty_spools(self, *, succeeded: bool) -> None:
         """Let all hosts delete their spools, except for what may be needed."""
-        self.checkpoints.end(succeeded=succeeded, searched_in_vain=self.sender.searched_in_vain)
-        self.saved.end()
+        self.checkpoints.empty_spools(
+            succeeded=succeeded, searched_in_vain=self.sender.searched_in_vain
+        )
+        self.saved.empty_spools()

@@ -123,7 +123,7 @@ class InputHosts:
             if known.needed and name not in self._agents.by_host:
                 known.start_at = min(known.start_at, time.monotonic())
 
-    def look(self, now: float) -> None:
+    def tend_hosts(self, now: float) -> None:
         """Start hosts that are due, send heartbeats, and give up silent hosts."""
         if not self._known:
             return
@@ -148,7 +148,7 @@ class InputHosts:
 
         If that is for cores, hosts with a price are asked to read, where it makes examples cheaper.
         """
-        found = self.watch.look(members)
+        found = self.watch.next_finding(members)
         if found is not None:
             self._emit(found)
             if found.bound == "cores":
@@ -176,10 +176,10 @@ class InputHosts:
         self._known.clear()
         self._agents.drop()
 
-    def end(self) -> None:
+    def end_agents(self) -> None:
         """End all agents and their workers."""
         self._known.clear()
-        self._agents.end()
+        self._agents.end_agents()
         self._workers.close()
 
     # -- messages ----------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def lead(
         def show_and_draw(event: Event) -> None:
             show(event)
             if spec.tensorboard:
-                board.take(event)
+                board.write_metrics(event)
 
         leader = Leader(
             spec, folder, environment, show_and_draw, show_output, resumed=resumed, engine=hosts
@@ -267,10 +267,10 @@ class Leader:
             self._run.readers.drop()
             return
         finish = self._executor.finish
-        self._fetching.end(succeeded=finish is not None and finish.status == "succeeded")
-        for host in self._run.agents.end():
+        self._fetching.empty_spools(succeeded=finish is not None and finish.status == "succeeded")
+        for host in self._run.agents.end_agents():
             self._run.journal.warn(f"host {host}: the agent did not answer the end of the run")
-        self._run.readers.end()
+        self._run.readers.end_agents()
 
     def _let_go(self, error: BaseException) -> None:
         """Leave the workers running after an internal error of this process."""
@@ -295,32 +295,32 @@ class Leader:
         if now >= self._next_tick:
             self._next_tick = now + LOOK_S
             if self._failover.leads:
-                self._look(now)
+                self._look_for_changes(now)
             else:
                 # Other requests depend on the state of the run, which is not known yet.
                 self._steering.look_for_requests(only="stop")
                 if self._stopping.cause is not None:
                     self._failover.hasten()
-                self._failover.look(now)
+                self._failover.retry_unreachable_hosts(now)
             self._run.agents.beat(now, self._run.journal.recorded_step)
             if self._failover.leads:
-                self._stopping.look(now)
-            self._fetching.look()
+                self._stopping.ask_for_last_checkpoint(now)
+            self._fetching.release_fetched_hosts()
         due = self._executor.machine.deadline()
         if self._failover.leads and due is not None and now >= due:
             self._executor.tell(ev.Tick())
 
-    def _look(self, now: float) -> None:
+    def _look_for_changes(self, now: float) -> None:
         """Look whether anything has changed, while this leader leads."""
         if self._run.hostfile.changed():
             self._hosts_changed()
         self._steering.look_for_requests()
-        cut_off_s = self._liveness.look(now)
+        cut_off_s = self._liveness.give_up_silent(now)
         if cut_off_s is not None:
             self._lead_again(cut_off_s)
-        self._reports.look(now)
+        self._reports.drain_noticed_hosts(now)
         self._steering.let_policy_decide(now)
-        self._run.readers.look(now)
+        self._run.readers.tend_hosts(now)
 
     def _hosts_changed(self) -> None:
         self._run.journal.emit(self._run.hostfile.event())
@@ -352,7 +352,7 @@ class Leader:
             case msg.TakenOver(led=led):
                 self._failover.taken_over(agent, led)
             case _:
-                self._reports.take(agent, message)
+                self._reports.take_message(agent, message)
 
     # -- taking over from an earlier leader --------------------------------------------------
 

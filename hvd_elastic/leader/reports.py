@@ -48,7 +48,7 @@ class Liveness:
         """Note that a worker's training function returned."""
         self._watch.finished(worker)
 
-    def look(self, now: float) -> float | None:
+    def give_up_silent(self, now: float) -> float | None:
         """Give up silent hosts and workers; called often.
 
         Returns:
@@ -91,8 +91,8 @@ class Liveness:
         for agent in self._run.agents.by_host.values():
             for worker, activity in agent.take_activities().items():
                 if worker in places:
-                    self._watch.note(worker, activity)
-                    self._run.readers.watch.note(worker, activity.reading)
+                    self._watch.store_heartbeat(worker, activity)
+                    self._run.readers.watch.store_reading(worker, activity.reading)
         for silent in self._watch.silent():
             self._watch.forget(silent.worker)
             executor.tell(silent)
@@ -150,7 +150,7 @@ class Reports:
         self._stopping = stopping
         self._notices: list[tuple[float, str, msg.Notice]] = []
 
-    def look(self, now: float) -> None:
+    def drain_noticed_hosts(self, now: float) -> None:
         """Drain the hosts that have given notice, unless the run stops; called often."""
         due = [each for each in self._notices if now >= each[0] + _SIGNALLED_S]
         del self._notices[: len(due)]
@@ -162,7 +162,7 @@ class Reports:
                 event = host_draining(host, notice.cause, notice.leave_in_s, reserve_s)
                 self._executor.tell(event)
 
-    def take(self, agent: AgentConnection, message: FromAgent) -> None:
+    def take_message(self, agent: AgentConnection, message: FromAgent) -> None:
         """Handle a message of an agent of this leader."""
         host = agent.host.name
         if not isinstance(message, ev.AgentFailed) and message.seq:

@@ -211,7 +211,7 @@ def find_run(run_id: str, hosts: Sequence[Host], options: SshOptions) -> RunSpec
 
     def read(host: Host, stopper: Stopper) -> list[bytes]:
         with connect(host, options) as connection:
-            stopper.add(connection.close)
+            stopper.add_action(connection.close)
             return connection.run(command, _LIMIT_S).stdout.splitlines()
 
     failed: list[str] = []

@@ -50,11 +50,13 @@ class Scaler:
         self._said: tuple[object, ...] = ()
         self._looked = False
 
-    def note(self, event: Event) -> None:
+    def note_event(self, event: Event) -> None:
         """Pass an event of the run to the controller, which takes measurements from it."""
-        self._controller.note(event)
+        self._controller.note_event(event)
 
-    def look(self, machine: RunMachine, hosts: Iterable[Host], now: float) -> TargetChanged | None:
+    def decide_if_due(
+        self, machine: RunMachine, hosts: Iterable[Host], now: float
+    ) -> TargetChanged | None:
         """Decide if a decision is due; return the event for the machine, None for no change."""
         controller, members = self._controller, machine.members
         controller.hosts_are(_offers(machine, hosts, self._pinned), now)
@@ -72,7 +74,7 @@ class Scaler:
         if machine.generation != self._generation:
             self._generation = machine.generation
             controller.formed([member.host for member in members], now)
-        found = controller.look(now)
+        found = controller.decide_if_due(now)
         if found is None:
             return None
         decision, snapshot = found

@@ -111,11 +111,11 @@ class Stopping:
             # The others cannot reach a step boundary until a frozen worker counts as lost.
             patience_s = _CHECKPOINT_S + self._run.spec.failure_timeout_s
             self._last = LastCheckpoint(now, patience_s, step=progress.reached.step)
-            self.look(now)
+            self.ask_for_last_checkpoint(now)
         else:
             self._stop_now()
 
-    def look(self, now: float) -> None:
+    def ask_for_last_checkpoint(self, now: float) -> None:
         """Ask for the last checkpoint, or give it up; called often while this leader leads."""
         if self._last is None:
             return
@@ -247,14 +247,14 @@ class Steering:
         past = [*events]
         age_s = max(0.0, time.time() - past[0].t) if past else 0.0
         scaler = Scaler(self._run.spec, self._run.journal.emit, time.monotonic() - age_s, past)
-        self._run.journal.listeners.append(scaler.note)
+        self._run.journal.listeners.append(scaler.note_event)
         self._scaler = scaler
 
     def let_policy_decide(self, now: float) -> None:
         """Carry out what the policy decides, if anything."""
         if self._scaler is not None and self._stopping.cause is None:
             hosts = self._run.hostfile.hosts.values()
-            change = self._scaler.look(self._executor.machine, hosts, now)
+            change = self._scaler.decide_if_due(self._executor.machine, hosts, now)
             if change is not None:
                 self._executor.tell(change)
 

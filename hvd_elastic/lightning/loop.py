@@ -172,8 +172,8 @@ class ElasticFitLoop(_FitLoop):
                 "trainer.should_stop, or give the train_dataloader a Subset of the data"
             ) from None
         if ctx.worker.averagers.several:
-            self.sums.begin()
-            self.sums.end()
+            self.sums.begin_sum()
+            self.sums.finish_sum()
         self._agree_on_stop(ctx.worker)
         ctx.metrics.update(self.trainer._logger_connector._logged_metrics)
         check = loop._should_check_val_fx(fetcher)

@@ -275,7 +275,7 @@ class ElasticStrategy(ParallelStrategy):
         ctx, module, precision = context.current(), self.lightning_module, self.precision_plugin
         last = not (ctx.step.in_no_sync or (ctx.step.passes and ctx.step.passes[-1].accumulating))
         if last and module.automatic_optimization and self._worker.in_train:
-            module.trainer.fit_loop.sums.begin()
+            module.trainer.fit_loop.sums.begin_sum()
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
         precision.backward(closure_loss, module, optimizer, *args, **kwargs)
@@ -294,7 +294,7 @@ class ElasticStrategy(ParallelStrategy):
         def backward() -> Any:
             result = closure()
             if module.automatic_optimization:
-                module.trainer.fit_loop.sums.end()
+                module.trainer.fit_loop.sums.finish_sum()
             return result
 
         if getattr(precision, "scaler", None) is not None:

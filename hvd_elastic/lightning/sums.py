@@ -98,7 +98,7 @@ class Sums:
         self._told = {place: total for place, total in self._told.items() if place in places}
         return states
 
-    def begin(self) -> None:
+    def begin_sum(self) -> None:
         """Begin to add up what this rank has added since the last time; once a step."""
         if self._begun is not None:
             return
@@ -118,8 +118,8 @@ class Sums:
             handle = communicator.sum_async(torch.cat(rows), _NAME)
         self._begun = states, handle
 
-    def end(self) -> None:
-        """Wait for :meth:`begin`, and take over the sums of all ranks."""
+    def finish_sum(self) -> None:
+        """Wait for :meth:`begin_sum`, and take over the sums of all ranks."""
         if self._begun is None:
             return
         (states, handle), self._begun = self._begun, None
@@ -146,8 +146,8 @@ class Sums:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Have metrics of the training batches hold what all ranks have, in this block."""
-        self.begin()
-        self.end()
+        self.begin_sum()
+        self.finish_sum()
         kinds = {
             name: [state for state in each._defaults if not _adds(each, state)]
             for name, each in self._own.items()

@@ -147,7 +147,7 @@ class _Filters:
         self.noise, self.variance = np.zeros(quantities), np.zeros(quantities)
         self.steps = 0
 
-    def add(self, norm: np.ndarray, variance: np.ndarray, weight: float, age: float) -> None:
+    def add_step(self, norm: np.ndarray, variance: np.ndarray, weight: float, age: float) -> None:
         """Add a step's squared norm and variance, ``age`` after the step before."""
         self.steps += 1
         if self.steps <= _FEWEST:
@@ -282,7 +282,7 @@ class NoiseTracker:
 
     >>> tracker = NoiseTracker(quantities=1, initial_batch_size=8, population=None)
     >>> for _ in range(50):
-    ...     tracker.add(local=[5.0], total=[3.0], global_batch_size=8, passes=2)
+    ...     tracker.add_norms(local=[5.0], total=[3.0], global_batch_size=8, passes=2)
     >>> round(tracker.noise_scale(), 6), tracker.steps
     (16.0, 50)
     """
@@ -299,7 +299,7 @@ class NoiseTracker:
     def __post_init__(self) -> None:
         self._filters = _Filters(self.quantities + 1)
 
-    def add(
+    def add_norms(
         self,
         local: ArrayLike,
         total: ArrayLike,
@@ -329,7 +329,7 @@ class NoiseTracker:
         norm, variance = (each / np.exp(max(before, size - np.log(_OUTLIER))) for each in found)
         batch = global_batch_size / self.initial_batch_size
         passed = 1 if step is None or self._step is None else step - self._step
-        self._filters.add(norm, variance, batch, batch * max(1, passed))
+        self._filters.add_step(norm, variance, batch, batch * max(1, passed))
         self._step = step
         self.steps += 1
 

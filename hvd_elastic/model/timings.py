@@ -105,7 +105,7 @@ class StepTimings:
 
     >>> timings = StepTimings(RANK_RULES)
     >>> for step_s in [0.1, 0.1, 0.1, 0.2, 0.2, 0.2]:
-    ...     shifted = timings.add(Configuration(1, 2, 16.0, 0), step_s)
+    ...     shifted = timings.add_window(Configuration(1, 2, 16.0, 0), step_s)
     >>> shifted, round(float(timings.model().step_s(1, 2, 16, 0)), 3)
     (True, 0.2)
     """
@@ -118,7 +118,7 @@ class StepTimings:
         self.fitted: StepTimeModel | None = None
         self._fitted_to: dict[tuple[bool, Configuration], tuple[int, float]] = {}
 
-    def add(
+    def add_window(
         self, where: Configuration, step_s: float, compute_s: float = math.nan, now: float = 0.0
     ) -> bool:
         """Add a window; if its configuration has shifted, drop times that are out of date.

@@ -81,7 +81,7 @@ class Evidence:
         self.measured = 0
         self._present = None
 
-    def note(self, event: ReadEvent) -> None:
+    def note_event(self, event: ReadEvent) -> None:
         """Take measurements from an event of the run; others are ignored."""
         match event:
             case Metrics():
@@ -111,7 +111,7 @@ class Evidence:
             self._take_shares(event.shares)
         if event.rank_s:
             self._take_compute_times(event.rank_s, event.mono)
-        window = self._windows.add(event, self._planned_passes)
+        window = self._windows.add_report(event, self._planned_passes)
         if window is not None:
             self._take_window(window, event)
         # Steps outside of windows count too, such as the first ones after a rescale.
@@ -139,7 +139,7 @@ class Evidence:
         self._present = where
         self.measured += 1
         self.cores.note_timed(self.allocation.counts)
-        if self.timings.add(where, window.seconds / window.steps, now=event.mono):
+        if self.timings.add_window(where, window.seconds / window.steps, now=event.mono):
             self.news = True
 
     def _take_shares(self, shares: Sequence[int]) -> None:
@@ -157,7 +157,7 @@ class Evidence:
             examples, extra = round(fastest.examples), self.plan.accumulation_steps
             where = Configuration(1, 1, examples / (extra + 1), extra, fastest.slowness)
             self.timings.add_alone(where, fastest.compute_s * examples / fastest.examples)
-        if self.speeds.note(times, self.plan, round(self._windows.passes), now):
+        if self.speeds.add_report(times, self.plan, round(self._windows.passes), now):
             # The steps on these hosts and ranks were timed with a wrong slowness.
             self.timings.forget_world(self.allocation.hosts, self.allocation.slots)
             self.measured = 0
@@ -255,7 +255,7 @@ class _ProgressWindows:
         self.passes = passes
         self._settling = _SETTLING
 
-    def add(self, report: Metrics, planned_passes: float) -> _Window | None:
+    def add_report(self, report: Metrics, planned_passes: float) -> _Window | None:
         """Add a report; return the window that it ends, or None."""
         last = self._last
         if (
@@ -377,7 +377,7 @@ def replay(events: Iterable[ReadEvent]) -> Evidence:
     """
     replaying = Replay()
     for event in events:
-        replaying.add(event)
+        replaying.add_event(event)
     evidence = replaying.evidence
     evidence.formed([])
     evidence.news = False
@@ -391,7 +391,7 @@ class Replay:
         self.evidence = Evidence()
         self._begun: RescaleStarted | None = None
 
-    def add(self, event: ReadEvent) -> None:
+    def add_event(self, event: ReadEvent) -> None:
         """Take measurements from an event."""
         begun = self._begun
         match event:
@@ -407,4 +407,4 @@ class Replay:
                 self.evidence.formed([host for host, number in ranks for _ in range(number)])
             case Input():
                 return  # of the run's past: it waits for other things by now
-        self.evidence.note(event)
+        self.evidence.note_event(event)

@@ -363,13 +363,13 @@ class InputWatch:
         self._then.clear()
         self._said = None
 
-    def note(self, worker: str, reading: Reading | None) -> None:
+    def store_reading(self, worker: str, reading: Reading | None) -> None:
         """Store the reading of a worker's last heartbeat."""
         if reading is not None:
             self._now[worker] = reading
             self._then.setdefault(worker, reading)
 
-    def look(self, members: Sequence[tuple[str, str]]) -> Input | None:
+    def next_finding(self, members: Sequence[tuple[str, str]]) -> Input | None:
         """Return a finding of a whole window if it is worth recording, else None.
 
         Args:

@@ -133,7 +133,7 @@ class GradientNoise:
         self.norms = ([0.0] * (groups + 1), [0.0] * (groups + 1))
         self.scale = math.nan
 
-    def add(self, reports: Sequence[np.ndarray]) -> list[bool]:
+    def add_samples(self, reports: Sequence[np.ndarray]) -> list[bool]:
         """Add the samples of all ranks.
 
         Args:
@@ -157,7 +157,7 @@ class GradientNoise:
                 continue
             local, total = np.sum([row[3:] for row in rows], axis=0).reshape(2, -1)
             skipped = tracker.skipped
-            tracker.add(local, total, rows[0][1], passes, int(number))
+            tracker.add_norms(local, total, rows[0][1], passes, int(number))
             finite.append(tracker.skipped == skipped)
         if tracker.steps:
             self.norms = (tracker.squared_norm().tolist(), tracker.variance().tolist())

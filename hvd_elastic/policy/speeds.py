@@ -41,7 +41,7 @@ class HostSpeeds:
         self._own: dict[str, deque[float]] = {}
         self._seen_at: dict[str, float] = {}
 
-    def note(self, times: Mapping[str, float], now: float) -> None:
+    def add_report(self, times: Mapping[str, float], now: float) -> None:
         """Add a report.
 
         Args:
@@ -82,10 +82,10 @@ class FixedCost:
             known.
 
     >>> cost = FixedCost()
-    >>> cost.note(["a", "b"], 1, [16, 16], [0.26, 0.78])
+    >>> cost.add_report(["a", "b"], 1, [16, 16], [0.26, 0.78])
     >>> cost.examples
     0.0
-    >>> cost.note(["a", "b"], 1, [24, 8], [0.34, 0.54])
+    >>> cost.add_report(["a", "b"], 1, [24, 8], [0.34, 0.54])
     >>> round(cost.examples)
     10
     """
@@ -95,7 +95,7 @@ class FixedCost:
         self._pairs: deque[TimedTwice] = deque(maxlen=_PAIRS)
         self.examples = 0.0
 
-    def note(
+    def add_report(
         self,
         hosts: Sequence[str],
         passes: int,
@@ -165,7 +165,7 @@ class RankSpeeds:
         before, self._last_report = self._last_report, report
         return report != before
 
-    def note(
+    def add_report(
         self, compute_s: Sequence[float], plan: BatchPlan | None, passes: int, now: float
     ) -> bool:
         """Add a report.
@@ -180,13 +180,13 @@ class RankSpeeds:
         """
         self._uneven = self._uneven + 1 if max(compute_s) > _UNEVEN * median(compute_s) else 0
         if plan is not None and all(compute_s):
-            self.fixed.note(self.hosts, passes, self._examples(plan), compute_s)
+            self.fixed.add_report(self.hosts, passes, self._examples(plan), compute_s)
         by_host: dict[str, list[float]] = {}
         for host, value, load in zip(self.hosts, compute_s, self._loads(plan), strict=True):
             if value:
                 by_host.setdefault(host, []).append(value / load)
         # A host is as slow as its slowest slot, for which all wait.
-        self._speeds.note({host: max(values) for host, values in by_host.items()}, now)
+        self._speeds.add_report({host: max(values) for host, values in by_host.items()}, now)
         before, self._slowness = self._slowness, self._speeds.slowness()
         return any(
             abs(math.log(slowness / before.get(host, 1.0))) > _MOVED

@@ -250,7 +250,7 @@ class _Steps:
         self._times_restored = 0  # without a leader
         self._restored: list[tuple[int, int]] = []  # first generation after it, and its step
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add_record(self, record: Mapping[str, Any]) -> None:
         """Process the next record."""
         match record.get("kind"):
             case "dataset":
@@ -361,7 +361,7 @@ def check_audit(
     """
     steps = _Steps()
     for record in records:
-        steps.add(record)
+        steps.add_record(record)
     steps.drop_undone()
     counted = steps.by_number
     by_epoch: dict[int, list[_Step]] = {}

@@ -162,7 +162,7 @@ class ClusterSummary:
 
     # -- events ----------------------------------------------------------------------------
 
-    def take(self, record: Mapping[str, Any]) -> None:
+    def take_event(self, record: Mapping[str, Any]) -> None:
         """Take one event, in the order of the file; unknown kinds and fields are skipped."""
         at = _number(record.get("t"))
         if at is None:
@@ -269,7 +269,7 @@ def summarize_cluster(records: Iterable[Mapping[str, Any]], name: str = "") -> C
     """
     summary = ClusterSummary(name)
     for record in records:
-        summary.take(record)
+        summary.take_event(record)
     return summary
 
 

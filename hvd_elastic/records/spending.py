@@ -50,7 +50,7 @@ class Spending:
     heard_s: float = 0.0
     _told_s: float | None = None
 
-    def add(self, cause: str, seconds: float, unused_s: float = 0.0) -> None:
+    def add_time(self, cause: str, seconds: float, unused_s: float = 0.0) -> None:
         """Add time [s] of all processes to a cause; for a part of it no hosts were in use."""
         spent = self.by_cause[cause]
         spent.seconds += seconds
@@ -79,10 +79,10 @@ class Spending:
         """
         since_s = at_s[0] if self._told_s is None else self._told_s
         spans = [*map(sub, at_s, [since_s, *at_s])]
-        self.add("input", sum(map(mul, spans, data_wait)))
-        self.add("communication", sum(map(mul, spans, rank_wait)))
+        self.add_time("input", sum(map(mul, spans, data_wait)))
+        self.add_time("communication", sum(map(mul, spans, rank_wait)))
         self._told_s = at_s[-1]
 
     def went_back(self, checkpoint_at_s: float) -> None:
         """Add the work since a checkpoint that has to be done again."""
-        self.add("failures", max(0.0, self.stopped() - checkpoint_at_s))
+        self.add_time("failures", max(0.0, self.stopped() - checkpoint_at_s))

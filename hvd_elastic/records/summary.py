@@ -159,7 +159,7 @@ class MetricSeries:
     at_s: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
-    def add(self, at_s: float, value: float) -> None:
+    def add_value(self, at_s: float, value: float) -> None:
         """Add a value at a time [s]."""
         self.at_s.append(at_s)
         self.values.append(value)
@@ -356,7 +356,7 @@ def take_events(run: RunSummary, events: Iterable[ev.ReadEvent]) -> None:
                 _take_frequent(run, some)
             else:
                 for event in some:
-                    _take(run, event)
+                    _take_event(run, event)
 
 
 def _take_frequent(run: RunSummary, events: Sequence[ev.ReadEvent]) -> None:
@@ -371,7 +371,7 @@ def _take_frequent(run: RunSummary, events: Sequence[ev.ReadEvent]) -> None:
         run.use[host] = HostUse(at_s, figures, [(gpu.busy, gpu.memory) for gpu in sample.gpus])
 
 
-def _take(run: RunSummary, event: ev.ReadEvent) -> None:
+def _take_event(run: RunSummary, event: ev.ReadEvent) -> None:
     """Update the summary with the next event, which is none of the frequent ones."""
     (at_s,) = _times(run, [event])
     match event:
@@ -531,18 +531,18 @@ def _spend_on_rescale(run: RunSummary, rescale: Rescale, at_s: float) -> None:
         if run.sizes:
             _set_size(run, since_s, 0, since_s=since_s)
             for name in run.series.keys() & _RATES:
-                run.series[name].add(since_s, math.nan)
+                run.series[name].add_value(since_s, math.nan)
         unused_s = max(0.0, run.began_s - since_s)
         if unused_s and len(run.placements) > 1 and run.placements[-2][1]:
             run.placements.insert(-1, (since_s, []))  # it died, and did not say so
         run.spending.size = rescale.to_size
         cause = "failures" if rescale.failure else "start-up"
-        run.spending.add("interruption", unused_s, unused_s)
-        run.spending.add(cause, at_s - since_s - unused_s)
+        run.spending.add_time("interruption", unused_s, unused_s)
+        run.spending.add_time(cause, at_s - since_s - unused_s)
         return
     run.spending.size = min(rescale.from_size, rescale.to_size)
     pause_s = at_s - rescale.at_s if rescale.pause_s is None else rescale.pause_s
-    run.spending.add("failures" if rescale.failure else "rescales", pause_s)
+    run.spending.add_time("failures" if rescale.failure else "rescales", pause_s)
 
 
 def _decide(
@@ -633,7 +633,7 @@ def _take_known(
         if value is not None:
             _take_metric(run, name, value, at)
         elif is_of_step and run.last.pop(name, None) is not None:
-            run.series.setdefault(name, MetricSeries()).add(at, math.nan)
+            run.series.setdefault(name, MetricSeries()).add_value(at, math.nan)
 
 
 def _take_column(
@@ -664,7 +664,7 @@ def _take_metric(run: RunSummary, name: str, value: Any, at_s: float) -> None:
         value = math.nan  # the event log writes NaN as null
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = value if abs(value) <= sys.float_info.max else math.nan
-        run.series.setdefault(name, MetricSeries()).add(at_s, float(value))
+        run.series.setdefault(name, MetricSeries()).add_value(at_s, float(value))
     elif not isinstance(value, (str, bool)):
         return
     run.last[name] = value

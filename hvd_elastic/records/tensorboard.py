@@ -90,7 +90,7 @@ class TensorBoardWriter(AbstractContextManager["TensorBoardWriter"]):
         self._retry_at = 0.0
         self._numbers = itertools.count()
 
-    def take(self, event: RunEvent) -> None:
+    def write_metrics(self, event: RunEvent) -> None:
         """Write the metrics of an event; events of other kinds are ignored."""
         if not isinstance(event, Metrics) or event.t < self._retry_at:
             return

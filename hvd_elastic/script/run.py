@@ -348,7 +348,7 @@ def end_training(ctx: Context) -> None:
     elif progress.phase is Phase.PAUSE:
         progress.phase = Phase.LOOP
     progress.stopped = False
-    ctx.checkpoints.take(wait=True)
+    ctx.checkpoints.take_checkpoint(wait=True)
     ctx.checkpoints.close()
 
 

@@ -1,8 +1,8 @@
 """Training whose loop belongs to another library, which is told what happens in it.
 
 :func:`hvd_elastic.script.run.run_training` calls the script's function again after a failure.
-A loop that cannot be entered again, such as ``model.fit`` of Keras, instead calls :meth:`begin`,
-:meth:`recover` where something has failed, and :meth:`end`.
+A loop that cannot be entered again, such as ``model.fit`` of Keras, instead calls
+:meth:`join_ranks`, :meth:`recover` where something has failed, and :meth:`leave_ranks`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Session:
         self._name = name
         self._repeat_tail = repeat_tail
 
-    def begin(self) -> None:
+    def join_ranks(self) -> None:
         """Join the other ranks, and receive the state.
 
         Raises:
@@ -106,7 +106,7 @@ class Session:
         if worker.progress.phase in AFTER_LOOP and not in_tail:
             self._repeat_tail()
 
-    def end(self) -> None:
+    def leave_ranks(self) -> None:
         """Leave together with the other ranks."""
         ctx, worker = self._ctx, self._ctx.worker
         ctx.end_uncommitted()

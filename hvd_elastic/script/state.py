@@ -213,7 +213,7 @@ class ScriptState(State):
             spread(ordered, header["known"], has, communicator, root_rank, self._pieces, agreed)
         )
         opaque = self._decode_opaque(base64.b64decode(header["opaque"]))
-        self._take(decode_values(header["values"], tensors, opaque), f"rank {root_rank}")
+        self._set_values(decode_values(header["values"], tensors, opaque), f"rank {root_rank}")
         return theirs
 
     def load(self, payload: dict[str, Any], path: str) -> Progress:
@@ -236,7 +236,7 @@ class ScriptState(State):
                         f"checkpoint and {here} in this script. Resume with the script and options "
                         "that wrote it, or start a new run"
                     )
-        self._take(payload, f"checkpoint {path}")
+        self._set_values(payload, f"checkpoint {path}")
         return Progress.from_dict(payload["progress"])
 
     # -- for each framework ----------------------------------------------------------------
@@ -337,7 +337,7 @@ class ScriptState(State):
         shape = getattr(tensors[name], "shape", None)
         return "no tensor" if shape is None else str(tuple(shape))
 
-    def _take(self, values: dict[str, Any], source: str) -> None:
+    def _set_values(self, values: dict[str, Any], source: str) -> None:
         """Set the state to received values; ``source`` is for messages."""
         for name, item in self._objects.items():
             try:

@@ -62,5 +62,5 @@ def step_weight(count: Any) -> None:
     own = float(number) if step.passes[-1].weight else 0.0
     if step.counts is None:
         step.counts = PassCounts(worker.communicator)
-    step.counts.add(own, len(step.passes), is_last=not step.in_no_sync)
+    step.counts.set_count(own, len(step.passes), is_last=not step.in_no_sync)
     worker.averagers.prepare()

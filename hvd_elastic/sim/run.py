@@ -53,13 +53,13 @@ class ScalingRule(Protocol):
     def formed(self, hosts_of_ranks: Sequence[str], now: float, /) -> None:
         """Note the host of each rank after a rescale."""
 
-    def note(self, event: ReadEvent, /) -> None:
+    def note_event(self, event: ReadEvent, /) -> None:
         """Take an event of the run."""
 
     def due(self, now: float) -> bool:
         """Return whether it is time to look."""
 
-    def look(self, now: float) -> tuple[Decision, object] | None:
+    def decide_if_due(self, now: float) -> tuple[Decision, object] | None:
         """Return a decision and what it rests on; None: it is not time for one."""
 
 
@@ -273,7 +273,7 @@ class _Simulation:
             self._review()
             return
         if controller.due(self._now):
-            self._look()
+            self._decide_if_due()
         self._review()
 
     def _follow_cluster(self) -> None:
@@ -282,8 +282,8 @@ class _Simulation:
         if there != self._job.allocation:
             self._rescale(there)
 
-    def _look(self) -> None:
-        found = self._controller.look(self._now)
+    def _decide_if_due(self) -> None:
+        found = self._controller.decide_if_due(self._now)
         if found is None or found[0].action == "stay":
             return
         decision, _ = found
@@ -302,7 +302,7 @@ class _Simulation:
         self._pay(pause_s)
         self._now += pause_s
         size = allocation.slots
-        self._controller.note(ev.RescaleFinished(0, size, pause_s, mono=self._now))
+        self._controller.note_event(ev.RescaleFinished(0, size, pause_s, mono=self._now))
         self._form()
 
     def _form(self) -> None:
@@ -321,7 +321,7 @@ class _Simulation:
         plan, limits = job.plan, ev.BatchLimits(**dataclasses.asdict(job.choice.limits_now))
         size, extra = plan.global_batch_size, plan.accumulation_steps
         event = ev.BatchPlan(0, size, 0, extra, None, limits, "", mono=self._now)
-        self._controller.note(event)
+        self._controller.note_event(event)
 
     def _review(self) -> None:
         """Choose the batch plan, as the ranks do."""
@@ -353,7 +353,7 @@ class _Simulation:
             told.rank_s = [*compute_s]  # otherwise measured with the shares before
         if job.choice.unequal_shares and ranks > 1:
             told.shares = list(job.choice.balance.parts_of(size, ranks))
-        self._controller.note(told)
+        self._controller.note_event(told)
 
     def _sample(self, goodput: float) -> None:
         job = self._job

@@ -158,7 +158,7 @@ class Adaptation:
         self._sampling = self._added = False
         self._gain = 1.0
 
-    def begin(self) -> None:
+    def attach_planner(self) -> None:
         """Have the planner learn from this optimizer's gradients.
 
         Raises:
@@ -216,7 +216,7 @@ class Adaptation:
         if self._sampling:
             if len(self._context.step.passes) == 1:
                 self._planner.sampling_cost.step_begins()
-            self._planner.sampling_cost.add(float(own[1]))
+            self._planner.sampling_cost.add_piece(float(own[1]))
             share = self._context.step.weight / self._context.worker.communicator.size
             self.statistics.add_pass(share, own[:1])
 
@@ -232,7 +232,7 @@ class Adaptation:
         self._free()
         self.pass_ended(own)
         if self._sampling and taken:
-            planner.sampling_cost.add(float(mean[1]))
+            planner.sampling_cost.add_piece(float(mean[1]))
             planner.sampling_cost.step_ends()
             part = mean[:1] / self._context.worker.communicator.size
             self.statistics.add_step(step, self._context.step.examples, part)

@@ -273,7 +273,7 @@ class _Shares(OrderedLoader):
         self._is_shared = is_shared
         order = self._order.indices(step, worker.progress)
         if is_shared:
-            self._shared.begin(worker, step, order)
+            self._shared.begin_passes(worker, step, order)
             self._reading = iter(self._shared.next, None)  # it raises StopIteration at the end
         else:
             self._reading = ((self._source.read(indices), indices) for indices in order)

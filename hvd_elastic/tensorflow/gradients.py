@@ -197,7 +197,7 @@ class GradientAverager(GraphAverager):
         behind it.
         """
         if self._checks:
-            packed.look()
+            packed.mark_not_finite()
         flats, last = packed.flats, packed.last
         prefix, several = gradient_prefix(self.number), self._context.worker.averagers.several
         self._names = [f"{prefix}{number}" for number in range(len(flats))]
@@ -242,7 +242,7 @@ class GradientAverager(GraphAverager):
             metrics = self.metrics
             with tf.control_dependencies([taken]):
                 finite = tf.reduce_all(tf.math.is_finite(mean))
-            _if(finite, lambda: metrics.take(own, mean, control.ranks))
+            _if(finite, lambda: metrics.add_received(own, mean, control.ranks))
         return taken
 
     def _begin_graph(self) -> Control:
@@ -413,7 +413,7 @@ class GradientAverager(GraphAverager):
             gain = 0.0
             self._context.step_skipped(words, self.find_layer)
         elif self._checks and not self._context.worker.averagers.several:
-            self._context.planner.skipped.note(finite=True)
+            self._context.planner.skipped.note_step(finite=True)
         self.steps += 1
         self._context.planner.advance(gain, self._context.step.examples)
         if self._context.worker.averagers.several:
@@ -447,7 +447,7 @@ class GradientAverager(GraphAverager):
                 "hvd.dataset(max_batch_size=...) is called after the training step was traced for "
                 "a batch that does not adapt; make the dataset before the first step"
             )
-        self._adaptation.begin()
+        self._adaptation.attach_planner()
 
     def restore(self) -> None:
         if self._kept is not None:
@@ -548,7 +548,7 @@ class _Packed:
         dense: the gradients that are there, dense, by the number of their variable.
         flats: a flat tensor for each bucket.
         names: names of their variables, bucket after bucket.
-        bad: which of them :meth:`look` has seen not to be finite; shape (names,).
+        bad: which of them :meth:`mark_not_finite` has seen not to be finite; shape (names,).
         last: number of that with the gradient that is computed last in most models.
     """
 
@@ -576,7 +576,7 @@ class _Packed:
         self.names = np.array([paths[number] for bucket in self._buckets for number in bucket])
         self.bad = tf.zeros(len(self.names), tf.bool)
 
-    def look(self) -> None:
+    def mark_not_finite(self) -> None:
         """Make flat gradients NaN that are not finite, so that their averages tell of all ranks."""
         sizes = [[_elements(self.dense[number]) for number in each] for each in self._buckets]
         looked = [*map(_looked_at, self.flats, sizes)]
@@ -611,10 +611,12 @@ def _flat(tensors: Sequence[tf.Tensor], factor: tf.Tensor, is_one: tf.Tensor) ->
 def _looked_at(flat: tf.Tensor, sizes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
     """Return a flat tensor, NaN if a number of it is not finite, and which pieces have one."""
 
-    def look() -> tuple[tf.Tensor, tf.Tensor]:  # the sum of squares may only have been too large
+    def find_not_finite() -> tuple[
+        tf.Tensor, tf.Tensor
+    ]:  # the sum of squares may only have been too large
         pieces = tf.split(flat, sizes)
         bad = tf.stack([~tf.reduce_all(tf.math.is_finite(piece)) for piece in pieces])
         return flat + tf.cast(tf.where(tf.reduce_any(bad), np.nan, 0.0), flat.dtype), bad
 
     finite = tf.math.is_finite(tf.nn.l2_loss(flat))  # one pass over memory
-    return tf.cond(finite, lambda: (flat, tf.zeros(len(sizes), tf.bool)), look)
+    return tf.cond(finite, lambda: (flat, tf.zeros(len(sizes), tf.bool)), find_not_finite)

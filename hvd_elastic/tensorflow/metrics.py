@@ -147,7 +147,7 @@ class MetricSums:
         own = tf.concat(pieces, 0) if pieces else tf.zeros(0, tf.float64)
         return own, tf.cast(own - self._told.read_value(), tf.float32)
 
-    def take(self, own: tf.Tensor, mean: tf.Tensor, ranks: tf.Tensor) -> None:
+    def add_received(self, own: tf.Tensor, mean: tf.Tensor, ranks: tf.Tensor) -> None:
         """Add what all ranks have told; ``mean``: the average over so many ranks."""
         self._told.assign(own, read_value=False)
         more = tf.cast(mean, tf.float64) * ranks

@@ -112,7 +112,7 @@ def bring_key(
 
     def bring(host: Host, stopper: Stopper, how: SshOptions) -> str:
         with connect(host, how) as connection:
-            stopper.add(connection.close)
+            stopper.add_action(connection.close)
             line = key.line.encode() + b"\n"
             result = connection.run(["sh", "-c", _INSTALL], INSTALL_S, line)
         if result.text not in ("there", "added"):

@@ -122,7 +122,7 @@ class HostGroup(fabric.Group):
         self.fanout = fanout
         self.timeout_s = timeout_s
         if hosts:
-            self._add(parse_hosts("\n".join(hosts), "HostGroup"))
+            self._add_hosts(parse_hosts("\n".join(hosts), "HostGroup"))
 
     @classmethod
     def from_hostfile(
@@ -151,7 +151,7 @@ class HostGroup(fabric.Group):
         group._add(select_hosts(parse_hostfile(path), only, exclude))
         return group
 
-    def _add(self, hosts: Iterable[Host] | Hostfile) -> None:
+    def _add_hosts(self, hosts: Iterable[Host] | Hostfile) -> None:
         self.extend(HostConnection(host, self.options) for host in hosts)
 
     def __repr__(self) -> str:
@@ -296,7 +296,7 @@ class HostGroup(fabric.Group):
             member = members[host.name]
             if is_local(host, self.options):
                 return _copy_here(member, remote, local)
-            stopper.add(member.close)
+            stopper.add_action(member.close)
             member.open()
             with watched(member.ours, lambda: 0):
                 return member.get(remote, local=local)

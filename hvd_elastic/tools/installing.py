@@ -228,7 +228,7 @@ class Installation:
 
         def on_host(host: Host, stopper: Stopper) -> Any:
             with connect(host, self.options) as connection:
-                stopper.add(connection.close)
+                stopper.add_action(connection.close)
                 return task(connection)
 
         if hosts:
@@ -391,7 +391,7 @@ def uninstall(
 
     def on_host(host: Host, stopper: Stopper) -> list[dict[str, Any]]:
         with connect(host, options) as connection:
-            stopper.add(connection.close)
+            stopper.add_action(connection.close)
             own = {"prefix": prefix, "home": os.environ.get("HVD_ELASTIC_HOME", "")}
             return list(_act(connection, "remove", **own, names=list(names)))
 

@@ -112,7 +112,7 @@ def kill_run(
 
     def kill(host: Host, stopper: Stopper) -> Ended:
         with connect(host, options) as connection:
-            stopper.add(connection.close)
+            stopper.add_action(connection.close)
             processes = end_processes_of(connection, target, grace_s, kill_s, dry_run)
             # Files cannot be selected by pattern, so those of all dead runs are included then.
             request = {"run": target.run, "host": host.name, "dry_run": dry_run}

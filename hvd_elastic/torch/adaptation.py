@@ -63,20 +63,20 @@ class StepSampling:
         Args:
             bucket: their bucket.
             factor: factor on them.
-            checks: see :meth:`Bucket.add`.
+            checks: see :meth:`Bucket.add_gradients`.
         """
         if bucket.holds or not factor or not self._takes(bucket):
             self.see(bucket.parameters)
-            bucket.add(factor, checks=checks)
+            bucket.add_gradients(factor, checks=checks)
             return
         group = self.statistics.group_of[bucket.parameters[0]]
         cost = self._context.planner.sampling_cost
 
-        def look(flat: torch.Tensor) -> None:
+        def sample_flat(flat: torch.Tensor) -> None:
             with cost:
                 self.statistics.see_flat(group, flat, factor)
 
-        bucket.add(factor, look, checks=checks)
+        bucket.add_gradients(factor, sample_flat, checks=checks)
 
     def see_mean(self, bucket: Bucket) -> None:
         """Sample this rank's part of a bucket that holds averages."""

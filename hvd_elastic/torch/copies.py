@@ -19,7 +19,7 @@ class TensorCopies:
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
         self._valid = False
 
-    def take(self, tensors: Iterable[torch.Tensor]) -> None:
+    def copy_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy the tensors; forget earlier copies."""
         memory, self._copies = self._copies, {}
         for tensor in tensors:
@@ -61,7 +61,7 @@ class OptimizerCopy:
         self._tensors = TensorCopies()
         self._state: dict[Any, dict[Any, Any]] | None = None
 
-    def take(self) -> None:
+    def copy_once(self) -> None:
         """Copy parameters and state, unless they are copied already."""
         if self._state is not None:
             return
@@ -80,7 +80,7 @@ class OptimizerCopy:
                     kept[name] = value
                 else:
                     kept[name] = copy.deepcopy(value)
-        self._tensors.take(tensors)
+        self._tensors.copy_tensors(tensors)
 
     @property
     def is_taken(self) -> bool:

@@ -87,7 +87,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 class ForwardWatch:
-    """Looks at what goes into the layers of modules and comes out, until :meth:`end`.
+    """Looks at what goes into the layers of modules and comes out, until :meth:`stop_watching`.
 
     A layer that ``torch.compile`` has compiled is not seen.
 
@@ -104,7 +104,7 @@ class ForwardWatch:
                 hook = _Hook(self, f"{prefix}.{name}" if name else prefix)
                 self._hooks.append(layer.register_forward_hook(hook, with_kwargs=True))
 
-    def look(self, name: str, layer: torch.nn.Module, given: Any, output: Any) -> None:
+    def check_outputs(self, name: str, layer: torch.nn.Module, given: Any, output: Any) -> None:
         """Note a layer if it is the first with outputs that are not finite."""
         self._passes += 1
         if self._found or _are_finite(output):
@@ -113,7 +113,7 @@ class ForwardWatch:
         called = f"{name!r} ({type(layer).__name__})"
         self._found = layer_words(called, _are_finite(given), _are_finite(own))
 
-    def end(self) -> str:
+    def stop_watching(self) -> str:
         """Look no more; return in words what was found, or ""."""
         for hook in self._hooks:
             hook.remove()
@@ -125,7 +125,7 @@ class _Hook:
         self._watch, self._name = watch, name
 
     def __call__(self, layer: torch.nn.Module, given: Any, named: Any, output: Any) -> None:
-        self._watch.look(self._name, layer, [given, named], output)
+        self._watch.check_outputs(self._name, layer, [given, named], output)
 
 
 def _are_finite(value: Any) -> bool:

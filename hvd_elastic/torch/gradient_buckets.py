@@ -101,7 +101,7 @@ class Bucket:
         return any(self._held)
 
     @torch.no_grad()
-    def add(
+    def add_gradients(
         self,
         factor: float,
         look: Callable[[torch.Tensor], None] | None = None,
@@ -132,7 +132,7 @@ class Bucket:
             for number, parameter in enumerate(self.parameters):
                 gradient = parameter.grad
                 if gradient is not None:
-                    self._add(number, gradient, factor, look)
+                    self._add_gradient(number, gradient, factor, look)
                     end += parameter.numel()
                 if not self._in_place and (gradient is None or end - begin >= _IN_CACHE):
                     self._check(self._flat[begin:end])
@@ -146,7 +146,7 @@ class Bucket:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _add(
+    def _add_gradient(
         self,
         number: int,
         gradient: torch.Tensor,
@@ -229,7 +229,7 @@ class Bucket:
             if not self._held[number]:
                 if not absent:
                     continue
-                self._add(number, torch.zeros_like(parameter), 0.0)
+                self._add_gradient(number, torch.zeros_like(parameter), 0.0)
             parameter.grad = self._views[number]
         self._versions = [view._version for view in self._views]
 

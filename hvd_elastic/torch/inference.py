@@ -84,7 +84,7 @@ class TorchInference(Inference):
 
     def untrained(self) -> tuple[list[Any], Callable[[], None]]:
         buffers, kept = [*self.model.buffers()], TensorCopies()
-        kept.take(buffers)
+        kept.copy_tensors(buffers)
         return [buffer.detach() for buffer in buffers], kept.restore
 
 

@@ -142,7 +142,7 @@ class LocalAverager(GradientAverager):
         if self._start.is_taken:
             return
         self._context.checkpoints.settle()
-        self._start.take()
+        self._start.copy_once()
 
     def _end_period(self) -> None:
         """Average what the ranks have learnt, and take the outer step; all ranks call this."""

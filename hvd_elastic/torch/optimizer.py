@@ -191,7 +191,7 @@ class GradientAverager(EagerAverager):
             ScriptError: it is one too many; see :meth:`Context.step_skipped`.
         """
         self._sampling.statistics.forget_step(self._context.worker.progress.step)
-        layer = None if self._watch is None else self._watch.end
+        layer = None if self._watch is None else self._watch.stop_watching
         self._context.step_skipped(self._origin(), layer)
         self._after_step(gain=0.0)
 
@@ -284,7 +284,7 @@ class GradientAverager(EagerAverager):
         finite = self._check.are_finite() if alone else self._reductions.are_finite
         unknown = alone and self._check.unknown
         if finite and not (unknown or self._context.worker.averagers.several):
-            self._context.planner.skipped.note(finite=True)
+            self._context.planner.skipped.note_step(finite=True)
         return finite
 
     @contextmanager
@@ -334,7 +334,7 @@ class GradientAverager(EagerAverager):
             step.in_no_sync = False
         step.continues = True
         self._open()
-        self._add()
+        self._add_gradients()
         if step.is_long and self._communicator.size > 1 and self._names:
             self._context.check_left_out(self._reductions.begin_left_out(unaveraged=True))
 
@@ -380,7 +380,7 @@ class GradientAverager(EagerAverager):
         if used:
             self._reductions.refuse_changed()
         for bucket in self._reductions.waiting:
-            self._begin(bucket)
+            self._reduce_bucket(bucket)
         self._trained.drop_late()
         self._sampling.end_pass(self._factor)
         self._context.begin_exchange()
@@ -432,7 +432,7 @@ class GradientAverager(EagerAverager):
         self._open()
         self._sampling.see(self._names)
         self._sampling.end_pass(self._factor)
-        self._add()
+        self._add_gradients()
 
     def give_up(self) -> None:
         self._synchronize(used=False)
@@ -472,16 +472,16 @@ class GradientAverager(EagerAverager):
             self._reductions.divide_again()
             self._check = GradientCheck(self._names)
 
-    def _add(self) -> None:
+    def _add_gradients(self) -> None:
         for bucket in self._reductions.waiting:
-            bucket.add(self._factor)
+            bucket.add_gradients(self._factor)
 
-    def _begin(self, bucket: Bucket, *, later: bool = False) -> None:
+    def _reduce_bucket(self, bucket: Bucket, *, later: bool = False) -> None:
         """Sample, add and reduce the gradients of a bucket in the last pass."""
         self._sampling.move(bucket, self._factor, checks=self._reductions.checks)
         carries = bucket is self._reductions.carrier and self._may_carry
         flags = self._context.begin_exchange(carried=True) if carries else None
-        self._reductions.begin(bucket, flags, later=later)
+        self._reductions.reduce_bucket(bucket, flags, later=later)
 
     def _add_hooks(self) -> None:
         several = self._context.worker.averagers.several
@@ -495,7 +495,7 @@ class GradientAverager(EagerAverager):
         self._sampling.see(self._names)
         if self._reductions.is_open or step.weight != 1:
             self._open_last()
-            self._add()
+            self._add_gradients()
             for bucket in self._reductions.waiting:
                 bucket.give(absent=False)
             self._trained.drop_late()
@@ -521,8 +521,8 @@ class GradientAverager(EagerAverager):
         # A gradient scaler may have skipped the step.
         self._forget_step()
         # Where the batch adapts, a step that is left out leaves averages.
-        if self._left.begin(self.steps) and not self._context.planner.adapts:
-            self._left.note(self._names)
+        if self._left.begin_body(self.steps) and not self._context.planner.adapts:
+            self._left.note_left(self._names)
         if self._context.worker.elastic and not self.steps & (self.steps - 1):
             self._trained.watch()
 
@@ -537,7 +537,7 @@ class GradientAverager(EagerAverager):
             return
         bucket = self._reductions.arrived(parameter)
         if bucket is not None:
-            self._begin(bucket, later=self._reductions.looks)
+            self._reduce_bucket(bucket, later=self._reductions.looks)
 
     def _is_to_be_averaged(self, parameter: torch.Tensor) -> bool:
         """Return whether a gradient that has arrived is one of the last pass; begin that pass.
@@ -618,7 +618,7 @@ class GradientAverager(EagerAverager):
         self._context.rollback.step_begins()
         self._context.checkpoints.settle()
         if self._context.rollback.keeps_aside:
-            self._copy.take()
+            self._copy.copy_once()
         self.stepping = True
 
     def _refuse_what_is_not_averaged(self, closure: object = None, **_: Any) -> None:
@@ -634,7 +634,7 @@ class GradientAverager(EagerAverager):
         self.stepping = False
         self.steps += 1
         if self._watch is not None:
-            self._watch.end()
+            self._watch.stop_watching()
             self._watch = None
         if self.steps == 1:
             self.forgotten = forgotten_schedulers(self._context.worker, self.held)

@@ -169,7 +169,9 @@ class Reductions:
         """
         return self._worker.progress.step in _LOOKED_AT
 
-    def begin(self, bucket: Bucket, flags: np.ndarray | None = None, *, later: bool) -> None:
+    def reduce_bucket(
+        self, bucket: Bucket, flags: np.ndarray | None = None, *, later: bool
+    ) -> None:
         """Begin to sum a bucket over the ranks, and set the gradients to its views.
 
         Args:

@@ -100,7 +100,7 @@ class State(ScriptState):
         super().save_values(snapshot)
         self._tensors.drop()
         if tensors and snapshot is None:
-            self._tensors.take(untrained_tensors(self._objects, parts=True))
+            self._tensors.copy_tensors(untrained_tensors(self._objects, parts=True))
 
     def roll_back(self) -> None:
         super().roll_back()
@@ -243,9 +243,9 @@ class State(ScriptState):
         if isinstance(item, Optimizer):
             _restore_forms(item, values)
 
-    def _take(self, values: dict[str, Any], source: str) -> None:
+    def _set_values(self, values: dict[str, Any], source: str) -> None:
         self._forms.follow(self.named_modules(), values["converted"])
-        super()._take(values, source)
+        super()._set_values(values, source)
         for name, buffers in values.get("left_out", {}).items():
             set_left_out(self.named_modules()[name], buffers)
         for name, names in values["frozen"].items():

@@ -134,7 +134,7 @@ class StreamingAverager(LocalAverager):
             self._open_last()
             for bucket in self._reductions.waiting:
                 self._sampling.move(bucket, self._factor, checks=self._reductions.checks)
-                self._reductions.begin(bucket, later=False)
+                self._reductions.reduce_bucket(bucket, later=False)
         self._sent = [(parameter, parameter.grad) for parameter in parameters]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

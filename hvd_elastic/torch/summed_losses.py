@@ -80,7 +80,7 @@ def summed_losses_are_added(ctx: Context) -> Iterator[None]:
     def look_first(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
         if isinstance(tensors, torch.Tensor) and ctx.step.passes and _trains(**options):
             rarely = next(losses).bit_count() == 1
-            problem = _note(ctx, tensors, is_vector=grad_tensors is not None, may_wait=rarely)
+            problem = _note_loss(ctx, tensors, is_vector=grad_tensors is not None, may_wait=rarely)
             if problem and problem not in told:
                 told.add(problem)
                 ctx.worker.warn_once(problem)
@@ -99,7 +99,7 @@ def _trains(inputs: Any = None, **_: Any) -> bool:
     return not chosen or any(isinstance(each, torch.nn.Parameter) for each in chosen)
 
 
-def _note(ctx: Context, loss: torch.Tensor, *, is_vector: bool, may_wait: bool) -> str:
+def _note_loss(ctx: Context, loss: torch.Tensor, *, is_vector: bool, may_wait: bool) -> str:
     """Have the step add the gradients of a loss up if it is a sum; return why that is not right."""
     step, ranks = ctx.step, ctx.worker.communicator.size
     step.ranks_added = None

@@ -142,7 +142,7 @@ class LeftGradients:
         """Whether a body has left gradients that are neither used nor cleared yet."""
         return bool(self._left)
 
-    def begin(self, steps: int) -> bool:
+    def begin_body(self, steps: int) -> bool:
         """Begin a loop body; return whether the one before ended without a step.
 
         Args:
@@ -152,7 +152,7 @@ class LeftGradients:
         before, self._steps = self._steps, steps
         return steps == before
 
-    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+    def note_left(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note the gradients of these parameters, which the earlier body has left."""
         self._left = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
 

@@ -131,7 +131,7 @@ class _Lanes:
     slots: int
     free: list[float] = field(default_factory=list)
 
-    def take(self, hold: Hold) -> list[tuple[int, int]]:
+    def place_bar(self, hold: Hold) -> list[tuple[int, int]]:
         """Return the places of a bar: (lowest slot, number of slots), together if possible."""
         self.free += [0.0] * (self.slots - len(self.free))
         places = [at for at, since in enumerate(self.free) if since <= hold.begin_s + 1e-6]
@@ -174,7 +174,7 @@ def _picture(summary: ClusterSummary, now_s: float, most_bars: int, since_s: flo
         job = summary.jobs[hold.job]
         told = f"{job.name}: {count(hold.slots, 'slot')} on {hold.host}"
         told += f" for {duration_words(hold.end_s - hold.begin_s)}"
-        for lowest, number in lanes[hold.host].take(hold):
+        for lowest, number in lanes[hold.host].place_bar(hold):
             bars.append(
                 f'<rect fill="{job_color(job)}" x="{x(hold.begin_s):.1f}" '
                 f'y="{height * (bottom[hold.host] + lowest) / total:.1f}" '
@@ -374,7 +374,7 @@ class _LiveCluster:
         summary = self._summary
         while records := self._follower.poll():
             for record in records:
-                summary.take(record)
+                summary.take_event(record)
         if not summary.jobs or summary.started is None:
             return ""
         now_s = summary.duration_s

@@ -99,7 +99,7 @@ class LiveRuns:
     def _render(self) -> dict[str, Any]:
         folders = list_runs()
         older = [folder for folder in folders[_ROWS:] if folder.leader_alive()]
-        rows = self._rows.look([*folders[:_ROWS], *older])
+        rows = self._rows.read_rows([*folders[:_ROWS], *older])
         running = sum(row["status"] in GOES_ON for row in rows)
         html = {"clusters": self._clusters.render(), "runs": _run_table(rows, len(folders))}
         return {"html": html, "live": f"{count(running, 'run')} going on"}
@@ -111,7 +111,7 @@ class _Rows:
     def __init__(self) -> None:
         self._known: dict[str, tuple[tuple[int, int] | None, dict[str, Any]]] = {}
 
-    def look(self, folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    def read_rows(self, folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
         """Return the row of each run."""
         before, self._known = self._known, {}
         for folder in folders:

@@ -96,7 +96,7 @@ class RunView(AbstractContextManager["RunView"]):
                 # Print the progress before the event that ends or changes it. At the end of the run
                 # it gets the time of the end, since output of the script may come before.
                 self._print_progress(event.t if ended else self._metrics.get("t"))
-            self._take(event)
+            self._show_event(event)
             for line in lines:
                 self._print(line, event.t)
             if not ended and (isinstance(event, ev.Metrics) or self._state != before):
@@ -146,7 +146,7 @@ class RunView(AbstractContextManager["RunView"]):
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._live.start()
 
-    def _take(self, event: ev.ReadEvent) -> None:
+    def _show_event(self, event: ev.ReadEvent) -> None:
         match event:
             case ev.RunStarted():
                 self._started, self._plain = event.t, event.plain

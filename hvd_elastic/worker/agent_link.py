@@ -269,12 +269,12 @@ class AgentLink:
                 os._exit(1)  # the agent is gone; it would have ended this process
             try:
                 for line in lines.feed(data):
-                    self._take(messages.decode(line))
+                    self._take_message(messages.decode(line))
             except ProtocolError as error:
                 log.error("%s. This worker ends", error)
                 os._exit(1)
 
-    def _take(self, message: msg.AgentToWorker) -> None:
+    def _take_message(self, message: msg.AgentToWorker) -> None:
         match message:
             case msg.Abort(generation=generation):
                 with self._change:

@@ -33,7 +33,7 @@ class Averagers:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, averager: Averager, *, in_train: bool) -> None:
+    def add_averager(self, averager: Averager, *, in_train: bool) -> None:
         """Add an averager in place of those that have a parameter in common with it.
 
         So a script may make its optimizer anew.

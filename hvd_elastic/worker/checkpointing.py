@@ -85,11 +85,11 @@ class Checkpointing:
         due, asked, busy = self._agreed
         self._agreed = (False, False, False)
         if asked:
-            self.take(wait=True)
+            self.take_checkpoint(wait=True)
             self.answer()
         elif due and not busy:
             if self._room_agreed:
-                self.take()
+                self.take_checkpoint()
             else:
                 self._make_room()
 
@@ -147,7 +147,7 @@ class Checkpointing:
         """Report that this rank has written its part of the requested checkpoint."""
         self._worker.sink.send(msg.CheckpointAnswered())
 
-    def take(self, *, wait: bool = False, alone: bool = False) -> None:
+    def take_checkpoint(self, *, wait: bool = False, alone: bool = False) -> None:
         """Copy this rank's share of the present state and write it.
 
         Args:
@@ -164,7 +164,7 @@ class Checkpointing:
         content, shard = self._share(alone=alone)
         if shard is not None:
             lasting = state.lasting() if state.waits_before_step() else set()
-            self._writer.begin(content, self._worker.progress, shard, lasting, began)
+            self._writer.start_shard(content, self._worker.progress, shard, lasting, began)
             if wait:
                 self._writer.flush()
 

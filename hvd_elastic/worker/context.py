@@ -108,11 +108,11 @@ class Context:
             item: object with ``state_dict()`` and ``load_state_dict()`` of plain values.
             before_change: called on all ranks before a planned change of the world.
         """
-        self.state_parts.add(name, item, before_change)
+        self.state_parts.add_object(name, item, before_change)
 
     def register_averager(self, averager: Averager) -> None:
-        """Add the averager of an optimizer; see :meth:`Averagers.add`."""
-        self.worker.averagers.add(averager, in_train=self.worker.in_train)
+        """Add the averager of an optimizer; see :meth:`Averagers.add_averager`."""
+        self.worker.averagers.add_averager(averager, in_train=self.worker.in_train)
         if self.planner.adapts:
             averager.adapt()
 
@@ -188,7 +188,7 @@ class Context:
             self.worker.averagers.pass_begins()
             return
         self.end_uncommitted()
-        self.step.begin(batch)
+        self.step.begin_step(batch)
         self.worker.averagers.forget()
         self.worker.averagers.pass_begins()
         if self.worker.state is not None and self.worker.on_not_finite == "skip":
@@ -215,7 +215,7 @@ class Context:
         shared = worker.communicator.size > 1
         own = step.begin_exchange(worker, self._wishes, place=place, shared=shared, carried=carried)
         if own is not None and worker.audit and step.passes:
-            self._audit.begin(step.passes)
+            self._audit.gather_indices(step.passes)
         return own
 
     @property
@@ -272,7 +272,7 @@ class Context:
         if worker.communicator.size == 1:
             worker.refuse_aborted()  # a single rank has no collective that would fail
         if worker.audit and step.passes:
-            self._audit.begin(step.passes)
+            self._audit.gather_indices(step.passes)
             self._audit.finish()
         return step.flags(self._wishes, place=self.reading.place_hash() if step.passes else 0)
 
@@ -339,7 +339,7 @@ class Context:
         worker, skipped = self.worker, self.planner.skipped
         progress, step = worker.progress, worker.progress.step + 1
         where = f"step {step}, of epoch {self.reading.epoch} at example {self.reading.position}"
-        if not skipped.add(progress, self.step.steps):
+        if not skipped.count_step(progress, self.step.steps):
             return  # a body is one step, even if some of its optimizers take theirs
         self._undo_moving()
         # Not of each: a gradient scaler causes them, and examples may come again in each epoch.

@@ -29,9 +29,9 @@ class Leftovers:
             for key, value in attributes.items()
             if isinstance(value, _CONTAINERS) and not key.startswith("_")
         ]
-        self.note()
+        self.note_lengths()
 
-    def note(self) -> None:
+    def note_lengths(self) -> None:
         """Note the lengths; called at the end of each loop body."""
         if self._found:
             self._lengths = self._now()
@@ -43,7 +43,7 @@ class Leftovers:
         ]
 
     def left(self) -> str:
-        """Return a warning of what has another length now than at the last :meth:`note`, or ""."""
+        """Return a warning of what has another length now than was noted last, or ""."""
         changed = [
             f"{name} has {count(now, 'entry')} and had {before}"
             for (name, *_), before, now in zip(self._found, self._lengths, self._now(), strict=True)

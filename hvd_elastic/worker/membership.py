@@ -86,7 +86,7 @@ class Membership:
             if instruction is None:
                 worker.link.take_checkpoint_request()
                 if self._is_whole:
-                    self._checkpoints.take(wait=True, alone=True)
+                    self._checkpoints.take_checkpoint(wait=True, alone=True)
                 self._checkpoints.answer()
                 continue
             match instruction:

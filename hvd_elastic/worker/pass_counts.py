@@ -29,7 +29,7 @@ class PassCounts:
         self._earlier = False
         """Whether gradients were added up that are relative, and have yet to be scaled."""
 
-    def add(self, count: float, passes: int, *, is_last: bool) -> None:
+    def set_count(self, count: float, passes: int, *, is_last: bool) -> None:
         """Set the count of the pass that is number ``passes``, from 1.
 
         Args:

@@ -93,7 +93,7 @@ class Rollback:
             self._stop_reason = self._worker.stop_reason
             if self._worker.elastic:
                 self._random = self._worker.generators.copy()
-                self._leftovers.note()
+                self._leftovers.note_lengths()
 
     @property
     def keeps_aside(self) -> bool:

@@ -94,7 +94,7 @@ class FileSink(Sink):
         except RunError as error:
             log.warning("%s", error)
         if self._board is not None:
-            self._board.take(event)
+            self._board.write_metrics(event)
 
     def _audit(self, kind: str, fields: dict[str, Any]) -> None:
         try:

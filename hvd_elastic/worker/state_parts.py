@@ -25,7 +25,9 @@ class StateParts:
         for name, item in self._objects.items():
             state.keep(name, item)
 
-    def add(self, name: str, item: Any, before_change: Callable[[], None] | None = None) -> None:
+    def add_object(
+        self, name: str, item: Any, before_change: Callable[[], None] | None = None
+    ) -> None:
         """Add an object; see :meth:`Context.keep`."""
         self._objects[name] = item
         if before_change is not None:

@@ -192,7 +192,7 @@ class Step:
         """Whether nothing counts on any rank: then the step has no gradient and is left out."""
         return self.counts is not None and not self.counts.total()
 
-    def begin(self, first: Pass) -> None:
+    def begin_step(self, first: Pass) -> None:
         """Begin a new step with its first pass."""
         self.stage, self.passes, self.ahead = Stage.BEGUN, [first], None
         self.continues, self.counts, self.ranks_added = False, None, None

@@ -276,7 +276,7 @@ def test_numpy_reads_a_checkpoint_as_the_manual_shows(tmp_path: Path) -> None:
         on_done=lambda written, _: done.append(written),
         on_error=lambda error: pytest.fail(str(error)),
     )
-    writer.begin(content, Progress(step=7), shard, set(), 0.0)
+    writer.start_shard(content, Progress(step=7), shard, set(), 0.0)
     assert writer.flush(30)
     manifest = complete_checkpoint(tmp_path, done, 1).path
     text = read(ROOT / "docs" / "run-folder.md")

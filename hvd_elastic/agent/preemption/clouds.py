@@ -124,7 +124,7 @@ class Cloud(Protocol):
     variable: ClassVar[str]
     patience_s: ClassVar[float]
 
-    async def look(self, service: Service) -> Notice | None:
+    async def read_notice(self, service: Service) -> Notice | None:
         """Return the notice for this machine, None: there is none.
 
         Raises:
@@ -149,7 +149,7 @@ class Aws:
         self._token = ""
         self._recommended = ""
 
-    async def look(self, service: Service) -> Notice | None:
+    async def read_notice(self, service: Service) -> Notice | None:
         """See :class:`Cloud`."""
         text = await self._get(service, "spot/instance-action")
         if text:
@@ -200,7 +200,7 @@ class Gcp:
     _MAINTENANCE_S = 60.0
     """Shortest time between the maintenance event and the end of the machine."""
 
-    async def look(self, service: Service) -> Notice | None:
+    async def read_notice(self, service: Service) -> Notice | None:
         """See :class:`Cloud`."""
         if await self._get(service, "preempted") == "TRUE":
             return Notice("Google preempts it", NOTICE_S)
@@ -240,7 +240,7 @@ class Azure:
     def __init__(self) -> None:
         self._name = ""
 
-    async def look(self, service: Service) -> Notice | None:
+    async def read_notice(self, service: Service) -> Notice | None:
         """See :class:`Cloud`."""
         if not self._name:
             path = "instance/compute/name?api-version=2021-02-01&format=text"
@@ -310,7 +310,7 @@ class CloudWatch:
         answered = time.monotonic()
         while True:
             try:
-                notice = await self._cloud.look(service)
+                notice = await self._cloud.read_notice(service)
             except ServiceError as error:
                 silent_s = time.monotonic() - answered
                 if silent_s > self._cloud.patience_s and not is_told:

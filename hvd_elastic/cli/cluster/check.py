@@ -157,7 +157,7 @@ def show_links(links: Sequence[Link], printer: Printer, as_json: bool) -> None:
     if good:
         rates = sorted(link.bytes_per_s * 8 / 1e6 for link in good)
         latencies = sorted(link.latency_s for link in good)
-        printer.note(
+        printer.print_note(
             f"network: {len(good)} directions, {rates[0]:.0f} to {rates[-1]:.0f} Mbit/s (median "
             f"{statistics.median(rates):.0f}), there and back in "
             f"{duration_words(latencies[0])} to {duration_words(latencies[-1])}"

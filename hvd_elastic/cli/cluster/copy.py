@@ -125,7 +125,7 @@ def copy(
         start = _find_host(chosen.hosts, source_host) if source_host else None
         source, target = _read_places(places, listed, start)
     printer = Printer(chosen.hosts)
-    newcomers = Newcomers(chosen, printer.note)
+    newcomers = Newcomers(chosen, printer.print_note)
     chosen = chosen.over(newcomers.hosts)
     with copy_bar(quiet=chosen.as_json) as show:
         finish(
@@ -138,7 +138,7 @@ def copy(
                 settings,
                 start,
                 show,
-                lambda path: printer.note(f"{path}: neither file, folder nor link; left out"),
+                lambda path: printer.print_note(f"{path}: neither file, folder nor link; left out"),
                 newcomers,
             ),
             printer,
@@ -216,10 +216,10 @@ class Newcomers:
         self.hosts = list(chosen.hosts)
         self._chosen = chosen
         self._note = note
-        self._seen = self._look()
+        self._seen = self._hostfile_stamp()
 
     def __call__(self) -> list[Host]:
-        seen = self._look()
+        seen = self._hostfile_stamp()
         if seen is None or seen == self._seen:
             return []
         self._seen = seen
@@ -235,7 +235,7 @@ class Newcomers:
             self._note(f"host {host.name} joins: it is in {self._chosen.hostfile} now")
         return new
 
-    def _look(self) -> tuple[int, int, int] | None:
+    def _hostfile_stamp(self) -> tuple[int, int, int] | None:
         """Return the hostfile's stamp; None if it cannot be read again (a pipe)."""
         try:
             return hostfile_stamp(self._chosen.hostfile)
@@ -284,7 +284,7 @@ def copied_in_words(
         done = "to copy" if chosen.dry_run else f"copied ({rate}/s)"
         parts.append(f"{count(value.files, 'file')}, {bytes_words(value.size_bytes)} {done}")
     if value.failure:
-        printer.note(
+        printer.print_note(
             f"host {name}: the command failed there, others fetched its share: {value.failure}"
         )
     if value.skipped or not (parts or value.touched):
@@ -293,7 +293,7 @@ def copied_in_words(
         done = "to get" if chosen.dry_run else "got"
         parts.append(f"{count(value.touched, 'file')} {done} another time or mode only")
     if value.unreached:
-        printer.note(
+        printer.print_note(
             f"host {name}: {', '.join(value.unreached)} could not connect to it, so others fed it. "
             "Hosts should reach one another: checkclust shows who does not"
         )

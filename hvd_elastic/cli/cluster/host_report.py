@@ -62,7 +62,7 @@ class Printer:
         prefix = self._prefix.get(host.name, f"{host.name}: ")
         self._print(prefix + text.replace("\n", f"\n{prefix}"), stream)
 
-    def note(self, text: str) -> None:
+    def print_note(self, text: str) -> None:
         """Print a line of the tool itself."""
         self._print(printable(text), "stderr")
 
@@ -159,7 +159,7 @@ def show_result(
         )
     elif not result.ok:
         if tell_failures:
-            printer.note(_name_host(result))
+            printer.print_note(_name_host(result))
     elif word is not None:
         printer.lines(result.host, "stdout", word(result))
 
@@ -204,7 +204,7 @@ def finish(
             gather(seen)
         if tell_reasons and not chosen.as_json and (len(chosen.hosts) > 1 or gather is not None):
             for line in reasons_in_words(seen):
-                printer.note(line)
+                printer.print_note(line)
         conclude(chosen, seen, printer, time.monotonic() - started, interrupted=interrupted)
     finally:
         printer.close()
@@ -265,7 +265,7 @@ def conclude(
             for state, some in names.items()
         ]
         hosts = count(len(chosen.hosts), "host")
-        printer.note(f"{hosts} in {duration_words(seconds)}: {', '.join(parts)}")
+        printer.print_note(f"{hosts} in {duration_words(seconds)}: {', '.join(parts)}")
     if interrupted:
         raise typer.Exit(INTERRUPTED)
     if any(result.outcome is not Outcome.OK for result in results):

@@ -180,7 +180,7 @@ def install(chosen: HostOptions, bootstrap: Bootstrap = False, yes: Yes = False)
     def in_words(result: HostResult[Installed]) -> str:
         value = result.answer
         if value.note:
-            printer.note(f"host {result.host.name}: {value.note}")
+            printer.print_note(f"host {result.host.name}: {value.note}")
         if value.environment != "installed":
             same = " (the same folder as here)" if value.environment == "shared" else ""
             return f"{environment.prefix} is up to date{same}"

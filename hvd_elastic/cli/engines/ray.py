@@ -66,7 +66,7 @@ def up(
         done = "Ray" if value.new else "is up already: Ray"
         return f"{done} {value.ray} at {value.address}"
 
-    with record.locked(lambda: printer.note(_WAITING)):
+    with record.locked(lambda: printer.print_note(_WAITING)):
         finish(
             chosen,
             bring_up(record, chosen.hosts, chosen.ssh, settings, chosen.fanout),
@@ -191,10 +191,10 @@ def down(chosen: HostOptions) -> None:
 
     record = ClusterRecord(chosen.hostfile)
     printer = Printer(chosen.hosts)
-    with record.locked(lambda: printer.note(_WAITING)):
+    with record.locked(lambda: printer.print_note(_WAITING)):
         cluster = record.read()
         if cluster is None:
-            printer.note(
+            printer.print_note(
                 f"no Ray cluster was started from {chosen.hostfile}: there is nothing to end"
             )
             return

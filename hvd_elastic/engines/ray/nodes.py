@@ -260,11 +260,11 @@ def look_at(
 ) -> Iterator[HostResult[Looked]]:
     """Yield the state of each node."""
 
-    def look(host: Host, stopper: Stopper) -> Looked:
+    def describe_node(host: Host, stopper: Stopper) -> Looked:
         request = {"do": "look", "is_head": host.name == cluster.head.name}
         return msgspec.convert(_ask(cluster, host, ssh, stopper, request), Looked)
 
-    return fan_out(hosts, look, fanout, _LIMIT_S)
+    return fan_out(hosts, describe_node, fanout, _LIMIT_S)
 
 
 def take_down(
@@ -279,14 +279,14 @@ def take_down(
     The record is kept for hosts on which something may be left.
     """
 
-    def end(host: Host, stopper: Stopper) -> int:
+    def end_node(host: Host, stopper: Stopper) -> int:
         answer = _ask(cluster, host, ssh, stopper, {"do": "end"})
         if left := ", ".join(map(str, answer["left"])):
             raise SshError(f"host {host.name}: processes {left} cannot be ended")
         return int(answer["ended"])
 
     left = {host.name: host for host in cluster.hosts}
-    for result in fan_out(hosts, end, fanout, _LIMIT_S):
+    for result in fan_out(hosts, end_node, fanout, _LIMIT_S):
         if result.ok:
             left.pop(result.host.name, None)
             if left:
@@ -315,7 +315,7 @@ def _ask(
     payload = {"cluster": cluster.mark, "folder": cluster.folder, **request}
     python = cluster.settings.python if request["do"] == "start" else "python3"
     with connect(host, ssh) as connection:
-        stopper.add(connection.close)
+        stopper.add_action(connection.close)
         answer = run_script(connection, "ray_node", payload, _LIMIT_S, python)
     if answer.get("error"):
         raise SshError(f"host {host.name}: {answer['error']}")

@@ -197,7 +197,7 @@ class SrunConnection(ProgramConnection):
                 self._files = LocalConnection(self.host) if same else self
             return self._files
 
-    def begin(self, command: str) -> PopenEnds:
+    def start_shell(self, command: str) -> PopenEnds:
         if self._first is None:
             command = _TELL_SEEN.format(shlex.quote(str(self._seen))) + command
         command = f"export {AFTER_SIGTERM}={self._kill_wait_s:g}; {command}"

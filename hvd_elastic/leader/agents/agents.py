@@ -43,7 +43,7 @@ class EntryRelay:
         self._size = len(members)
         self._waiting: dict[str, tuple[msg.StoreEntry, str, bytes]] = {}
 
-    def add(self, entry: msg.StoreEntry, origin: str) -> Iterator[tuple[str, Put]]:
+    def add_entry(self, entry: msg.StoreEntry, origin: str) -> Iterator[tuple[str, Put]]:
         """Yield the messages to send now, each with its host.
 
         Args:
@@ -233,7 +233,7 @@ class Agents:
         """
         if self._relay.generation != entry.generation:
             self._relay = EntryRelay(entry.generation, members)
-        for host, message in self._relay.add(entry, origin):
+        for host, message in self._relay.add_entry(entry, origin):
             self.send(host, message)
 
     def beat(self, now: float, recorded_step: int | None) -> None:
@@ -279,7 +279,7 @@ class Agents:
         self.by_host.clear()
         self._leaving.clear()
 
-    def end(self) -> list[str]:
+    def end_agents(self) -> list[str]:
         """End all agents and their workers; return the hosts whose agent did not end in time."""
         agents = [*self.usable, *self._ending]
         for agent in agents:

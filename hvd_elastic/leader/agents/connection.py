@@ -334,7 +334,7 @@ class AgentConnection:
         cause, fatal = "the agent ended", False
         unknown, brief = False, "cannot start an agent"
         try:
-            stdin = self._process.start(self._take)
+            stdin = self._process.start(self._take_output)
             self._outgoing.open(stdin, encode(hello), self.host.name)
             self._process.wait_for_end()
             if self._unusable is not None:
@@ -354,7 +354,7 @@ class AgentConnection:
             self._gone.set()
             self._post(self, AgentFailed(self.host.name, cause, fatal, unknown, brief))
 
-    def _take(self, data: bytes) -> None:
+    def _take_output(self, data: bytes) -> None:
         """Take a piece of the agent's output, in the thread that has read it.
 
         Raises:

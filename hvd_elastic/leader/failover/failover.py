@@ -263,7 +263,7 @@ class Failover:
         if self._takeover is not None:
             self._takeover.deadline = min(self._takeover.deadline, time.monotonic() + TAKEOVER_S)
 
-    def look(self, now: float) -> None:
+    def retry_unreachable_hosts(self, now: float) -> None:
         """Try unreachable hosts again, and go on when the time is over; called often."""
         if self._takeover is not None:
             for host in self._takeover.due(now):

@@ -131,7 +131,7 @@ class Fence:
         try:
             yield
         finally:
-            self._lease.end()
+            self._lease.release_lease()
 
     @property
     def has_lease_file(self) -> bool:

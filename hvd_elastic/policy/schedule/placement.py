@@ -89,7 +89,7 @@ class _Placement:
             if self._is_kept(wish, job) and all(
                 self._free[host] >= count for host, count in wish.held.items()
             ):
-                self._take(job, dict(wish.held))
+                self._take_slots(job, dict(wish.held))
         pending = self._by_size(
             job for job, wish in self._wishes.items() if wish.slots and job not in self._placed
         )
@@ -104,7 +104,7 @@ class _Placement:
                 if moved:
                     pending = self._by_size([*pending, *moved])
                     found = self._fill(job)
-            self._take(job, found)
+            self._take_slots(job, found)
         return {job: self._placed.get(job, {}) for job in self._wishes}
 
     def _by_size(self, jobs: Iterable[str]) -> list[str]:
@@ -115,7 +115,7 @@ class _Placement:
         for host in occupied.keys() & self._left.keys():
             self._left[host] += sign * max(0, occupied[host] - placed.get(host, 0))
 
-    def _take(self, job: str, allocation: Allocation) -> None:
+    def _take_slots(self, job: str, allocation: Allocation) -> None:
         self._placed[job] = allocation
         self._leave(self._wishes[job].occupied, {}, -1)
         self._leave(self._wishes[job].occupied, allocation, 1)

@@ -77,7 +77,7 @@ def check_cluster(
 
     def facts_of(host: Host, stopper: Stopper) -> dict[str, Any]:
         with connect(host, options) as connection:
-            stopper.add(connection.close)
+            stopper.add_action(connection.close)
             facts = run_script(connection, "look_at_host", request, SCRIPT_S, python)
             strays = end_processes_of(connection, Target(strays=True), 0, SCRIPT_S, True, ours=True)
             return {**facts, "strays": strays}

@@ -123,7 +123,7 @@ class Chain:
         """Return the feeder of each node that still needs data.
 
         >>> chain = Chain("leader")
-        >>> chain.add("a", 0.0); chain.add("b", 0.0)
+        >>> chain.add_node("a", 0.0); chain.add_node("b", 0.0)
         >>> chain.links()
         {'a': 'leader', 'b': 'a'}
         >>> chain.remove("a"); chain.links()
@@ -173,7 +173,7 @@ class Chain:
         """Return all other nodes in feeding order, beginning with the one that this node feeds.
 
         >>> chain = Chain(None)
-        >>> chain.add("a", 0.0); chain.add("b", 0.0); chain.add("c", 0.0)
+        >>> chain.add_node("a", 0.0); chain.add_node("b", 0.0); chain.add_node("c", 0.0)
         >>> chain.after("b")
         ['c', 'a']
         """

@@ -36,7 +36,7 @@ class Shares:
 
         >>> shares = Shares(5)
         >>> shares.owners[2] = "b"
-        >>> shares.begin(["a", "b"])
+        >>> shares.assign_all(["a", "b"])
         {'a': [0, 4], 'b': [1, 3]}
         """
         orders: dict[str, list[int]] = {}

@@ -272,7 +272,7 @@ class _Task:
         captures: tuple[Capture, Capture],
     ) -> tuple[int | None, bool]:
         """Return the exit status (None if it timed out) and whether it has certainly ended."""
-        stopper.add(running.stop)
+        stopper.add_action(running.stop)
         failures: list[HvdElasticError] = []
         if self._spool is None:
             running.end_input()
@@ -304,7 +304,7 @@ class _Task:
 
     def _connect(self, host: Host, stopper: Stopper) -> Connection:
         given_up = threading.Event()
-        stopper.add(given_up.set)
+        stopper.add_action(given_up.set)
         for attempt in range(self._settings.retries + 1):
             try:
                 time_left = self._time_left(self._options.connect_timeout_s)

@@ -26,7 +26,7 @@ class Audit:
         self._read: list[list[int]] = []
         self._used: deque[msg.Used] = deque(maxlen=_REMEMBERED_STEPS)
 
-    def begin(self, passes: Sequence[Pass]) -> None:
+    def gather_indices(self, passes: Sequence[Pass]) -> None:
         """Begin to gather the indices that all ranks read for a step, epoch by epoch."""
         own: dict[int, list[int]] = {}
         for each in passes:
@@ -42,7 +42,7 @@ class Audit:
         ]
 
     def finish(self) -> None:
-        """Wait for what :meth:`begin` began."""
+        """Wait for what :meth:`gather_indices` began."""
         begun, self._begun = self._begun, []
         if begun:
             self._read = [self._worker.communicator.wait(each).tolist() for each in begun]

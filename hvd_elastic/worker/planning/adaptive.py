@@ -184,7 +184,7 @@ class AdaptivePlanner(ReviewedPlanner):
     # -- between steps ---------------------------------------------------------------------
 
     def review_if_due(self, worker: Worker) -> None:
-        self._schedule_checks.look(worker, self.limits, self.epochs)
+        self._schedule_checks.compare_schedules(worker, self.limits, self.epochs)
         moved = worker.generation != self._generation
         super().review_if_due(worker)
         if moved:
@@ -220,8 +220,8 @@ class AdaptivePlanner(ReviewedPlanner):
         bound = min(report.memory_bound for report in reports)
         if math.isfinite(bound):
             choice.memory_bound = min(choice.memory_bound or int(bound), int(bound))
-        for finite in self.noise.add([report.samples for report in reports]):
-            self.skipped.note(finite=finite)
+        for finite in self.noise.add_samples([report.samples for report in reports]):
+            self.skipped.note_step(finite=finite)
         compute_s = [report.compute_s for report in reports]
         slowness = choice.slowness(compute_s)
         slowest = float(np.max(compute_s))  # NaN if any rank's time is unknown
@@ -231,7 +231,7 @@ class AdaptivePlanner(ReviewedPlanner):
             extra = self.plan.accumulation_steps if self.parts else passes - 1
             atomic = self.batch_size / ranks / (extra + 1)
             where = Configuration(_hosts(reports), ranks, atomic, extra, slowness)
-            if self.timings.add(where, float(np.median(times)), slowest):
+            if self.timings.add_window(where, float(np.median(times)), slowest):
                 self._may_have_shifted = False
             else:
                 self._may_have_shifted |= self.timings.may_have_shifted(where)

@@ -52,7 +52,7 @@ class KnownTimes:
         self._pending: deque[Sequence[tuple[DeviceEvent, DeviceEvent]]] = deque(maxlen=kept)
         self._known: deque[float] = deque(maxlen=kept)
 
-    def add(self, seconds: float) -> None:
+    def add_duration(self, seconds: float) -> None:
         """Add a duration that is known already [s]."""
         self._known.append(seconds)
 
@@ -151,7 +151,7 @@ class ComputeTimes:
             if self._worked and self._marks is not None:
                 self._times.add_marks([self._marks])
             elif self._worked:
-                self._times.add(whole - (waited_s - self._waited_s))
+                self._times.add_duration(whole - (waited_s - self._waited_s))
         self._marks = None
 
     def all_step_s(self) -> list[float]:
@@ -216,7 +216,7 @@ class SamplingCost:
         event.record()
         self._marks.append((self._began, event))
 
-    def add(self, seconds: float) -> None:
+    def add_piece(self, seconds: float) -> None:
         """Add a piece that was measured elsewhere [s]."""
         self._spent_s += seconds
 
@@ -225,7 +225,7 @@ class SamplingCost:
         if self._marks:
             self._times.add_marks(self._marks)
         else:
-            self._times.add(self._spent_s)
+            self._times.add_duration(self._spent_s)
 
     def typical_s(self) -> float:
         """Return the median cost of the latest sampled steps [s]; NaN: none is known yet."""

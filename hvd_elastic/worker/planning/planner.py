@@ -121,7 +121,7 @@ class Report(NamedTuple):
         memory_bound: most examples of a pass that fit into its memory; infinite: none has failed.
         compute_s: its typical compute time of a step [s]; NaN: not known.
         host: hash of its host's name.
-        samples: gradient samples, see :meth:`GradientNoise.add`.
+        samples: gradient samples, see :meth:`GradientNoise.add_samples`.
     """
 
     memory_bound: float

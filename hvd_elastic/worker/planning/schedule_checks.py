@@ -23,7 +23,7 @@ class ScheduleChecks:
         self._seen: dict[str, _Seen] = {}
         self._told: set[str] = set()
 
-    def look(self, worker: Worker, limits: BatchLimits, epochs: float) -> None:
+    def compare_schedules(self, worker: Worker, limits: BatchLimits, epochs: float) -> None:
         """Compare schedules with the previous call; called between any two steps on all ranks.
 
         Args:

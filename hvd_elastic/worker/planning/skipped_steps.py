@@ -32,7 +32,7 @@ class SkippedSteps:
         """Allow more steps with overflowing gradients: a gradient scaler causes some of them."""
         self.overflows = True
 
-    def note(self, *, finite: bool) -> None:
+    def note_step(self, *, finite: bool) -> None:
         """Record whether the gradients of a step were finite."""
         self.consecutive = 0 if finite else self.consecutive + 1
 
@@ -46,7 +46,7 @@ class SkippedSteps:
         """Whether there are so many consecutive ones that the job ends."""
         return self.consecutive >= self._most
 
-    def add(self, progress: Progress, steps: int = 1) -> bool:
+    def count_step(self, progress: Progress, steps: int = 1) -> bool:
         """Count the step that begins at ``progress`` as left out; it counts as so many steps.
 
         Returns:

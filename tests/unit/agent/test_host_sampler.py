@@ -58,12 +58,12 @@ def test_a_kill_for_lack_of_memory_is_new_for_a_while_and_once() -> None:
     kills = MemoryKills(lambda: counted[0])
     assert not kills.any_new(), "before the agent"
     counted[0] += 1
-    kills.look()  # its victim takes long to end
+    kills.count_kills()  # its victim takes long to end
     assert kills.any_new()
     assert not kills.any_new(), "who is killed now was killed by somebody else"
     counted[0] += 1
     for _ in range(2):
-        kills.look()
+        kills.count_kills()
     assert not kills.any_new(), "long ago"
 
 
@@ -100,11 +100,11 @@ def nvml(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_gpus_are_asked_through_nvml(nvml: str) -> None:
     expected = GpuSample(busy=0.73, memory=0.25, memory_bytes=80 << 30)
-    assert Gpus(nvml).look() == [expected], "a lost GPU is left out"
+    assert Gpus(nvml).sample_use() == [expected], "a lost GPU is left out"
 
 
 def test_a_host_without_a_driver_has_no_gpus() -> None:
-    assert Gpus("libno-such-library.so.1").look() == []
+    assert Gpus("libno-such-library.so.1").sample_use() == []
     assert usable_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, "libno-such-library.so.1") == 0
 
 

@@ -19,13 +19,13 @@ class World:
         self.waits += 1
 
     def step(self, size: int, compute_s: float = 0.07, exposed_s: float = 0.02) -> dict[str, float]:
-        self.timer.begin(size)
+        self.timer.begin_step(size)
         self.now += compute_s
         self.timer.mark("compute")
         self.now += exposed_s
         self.timer.mark("exposed")
         self.now += 0.01
-        return self.timer.end()
+        return self.timer.end_step()
 
     def measured(self, size: int) -> dict[str, float]:
         for _ in range(1000):

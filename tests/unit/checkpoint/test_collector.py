@@ -117,7 +117,7 @@ class Run:
 
     def end(self, *, succeeded: bool) -> None:
         vain = self.sender.searched_in_vain
-        self.collector.end(succeeded=succeeded, searched_in_vain=vain)
+        self.collector.empty_spools(succeeded=succeeded, searched_in_vain=vain)
 
     def steps(self) -> list[int]:
         return [info.step for info in find_checkpoints(self.folder)]

@@ -98,15 +98,15 @@ def test_two_leaders_see_each_other_and_who_ends_leaves_the_place_to_the_other(
 ) -> None:
     with ExitStack() as ended:
         first = Leader(place, 50.0)
-        ended.callback(first.holder.end)
+        ended.callback(first.holder.release_lease)
         assert first.settled.get(timeout=30)
         second = Leader(place, 60.0)
-        ended.callback(second.holder.end)
+        ended.callback(second.holder.release_lease)
         found, lost = second.others.get(timeout=30)
         assert (found.leader, lost) == (first.id, False)
         assert second.settled.empty()
         assert first.others.empty(), "it was not disturbed"
-        first.holder.end()
+        first.holder.release_lease()
         assert second.settled.get(timeout=30)
         other = find_lease(place)
         assert other is not None
@@ -130,7 +130,7 @@ def test_who_was_frozen_until_another_had_the_lease_is_told_so(tmp_path: Path) -
         time.sleep(0.1)
     found, lost = frozen.others.get()
     assert (found.leader, lost) == ("other", True)
-    frozen.holder.end()
+    frozen.holder.release_lease()
     assert (tmp_path / "leader.json").exists(), "that of the other stays"
 
 
@@ -142,12 +142,12 @@ def test_a_place_that_cannot_be_written_or_read_is_no_reason_to_wait(tmp_path: P
     gone.mkdir()
     while not (gone / "leader.json").exists():
         time.sleep(0.01)
-    leader.holder.end()
+    leader.holder.release_lease()
     gone.rmdir()
     gone.write_text("no folder")
     leader = Leader(gone, 50.0)
     assert leader.settled.get(timeout=30)
-    leader.holder.end()
+    leader.holder.release_lease()
 
 
 def test_what_is_no_lease_is_looked_at_again(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_what_cannot_be_fetched_is_told_once_tried_again_and_missing_at_the_end(
     missing = run.collector.missing()
     assert "'best.pt' that the script saved at step 7" in missing
     assert "host node0" in missing
-    run.collector.end()
+    run.collector.empty_spools()
     assert host.left == [("best.pt", 7)], "for --resume"
     host.why_not = ""
     while run.collector.missing():
@@ -333,7 +333,7 @@ def test_the_end_empties_spools_of_what_no_leader_was_told(tmp_path: Path) -> No
     for host in run.hosts.values():
         host.save("best.pt", b"its worker was killed in hvd.save")
     run.collector.offered("node1", run.hosts["node1"], [])
-    run.collector.end()
+    run.collector.empty_spools()
     assert run.hosts["node1"].left == []
     assert run.hosts["node0"].left == [("best.pt", 1)], "its agent has not said yet what it has"
 

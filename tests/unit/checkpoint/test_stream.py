@@ -66,7 +66,7 @@ def write(folder: Path, arrays: dict[str, np.ndarray[Any, Any]], size: int = 1) 
         content = Arrays(arrays)
         shard = new_shard(content, Position(), rank, size)
         if shard is not None:
-            writer.begin(content, Position(), shard, set(), 0.0)
+            writer.start_shard(content, Position(), shard, set(), 0.0)
             assert writer.flush(30)
     assert not errors
     return complete_checkpoint(folder, done, 1)
@@ -144,7 +144,7 @@ def test_no_memory_for_the_copy_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     content = Arrays({"w": np.ones(4)})
     shard = new_shard(content, Position(), 0, 1)
     assert shard is not None
-    writer.begin(content, Position(), shard, set(), 0.0)
+    writer.start_shard(content, Position(), shard, set(), 0.0)
     writer.prepare(content, 32)
     assert writer.flush(30)
     said = "there is no memory for a copy of 32 bytes (Unable to allocate)"

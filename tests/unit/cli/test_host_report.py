@@ -55,7 +55,7 @@ def test_what_hosts_send_is_shown_as_text_except_the_output_of_ones_own_command(
     host = Host("node1")
     printer = Printer([host])
     printer.lines(host, "stdout", "a \x1b]0;OWNED\x07 command line")
-    printer.note("an error \x1b[2J of a host")
+    printer.print_note("an error \x1b[2J of a host")
     printer.lines(host, "stdout", "\x1b[32mgreen\x1b[0m", raw=True)
     assert capsys.readouterr() == (
         "node1: a \\u001b]0;OWNED\\u0007 command line\nnode1: \x1b[32mgreen\x1b[0m\n",

@@ -25,8 +25,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterFolder:
     place = ClusterFolder.create("test")
     store = JobStore.create(place.database)
     request = JobRequest("train", {"command": ["train"], "cwd": "/"})
-    store.add([request], {}, now=1.0)
-    store.add([request] * 3, {}, now=2.0)
+    store.add_jobs([request], {}, now=1.0)
+    store.add_jobs([request] * 3, {}, now=2.0)
     store.close()
     return place
 
@@ -49,7 +49,7 @@ def test_run_is_named_by_number_or_name_of_its_job(
     place: ClusterFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = JobStore.create(place.database)
-    (last,) = store.add([JobRequest("train", {"command": ["train"], "cwd": "/"})], {}, now=3.0)
+    (last,) = store.add_jobs([JobRequest("train", {"command": ["train"], "cwd": "/"})], {}, now=3.0)
     for job in store.active():
         RunFolder.create(job.run_id)
     store.save([replace(job, attempts=1) for job in store.active() if job.number < last.number])
@@ -73,7 +73,7 @@ def test_run_is_named_by_number_or_name_of_its_job(
     RunFolder.open(last.run_id).write_run({"command": ["train"], "cwd": "/no/such/folder"})
     resumed = told("run", "--resume", "train", status="1")
     assert f"run {last.run_id} was started in the folder '/no/such/folder'" in resumed
-    store.add([last.request] * 2, {}, now=4.0)
+    store.add_jobs([last.request] * 2, {}, now=4.0)
     assert "'train' stands for 2 jobs" in told("get", "train", status="1")
     RunFolder.create("2")
     assert json.loads(told("status", "2"))["run_id"] == "2"
@@ -137,8 +137,8 @@ def test_why_tells_what_hides_the_start_or_end_of_a_job(
     store = JobStore.create(place.database)
     spec = {"command": ["sleep"], "cwd": "/"}
     plain = JobRequest("sleep", spec, kind=JobKind.PLAIN, max_np=1)
-    (awaited,) = store.add([plain], {}, now=3.0)
-    (waits,) = store.add([replace(plain, after=(After("any", awaited.number),))], {}, now=4.0)
+    (awaited,) = store.add_jobs([plain], {}, now=3.0)
+    (waits,) = store.add_jobs([replace(plain, after=(After("any", awaited.number),))], {}, now=4.0)
     store.save([replace(awaited, status=JobStatus.RUNNING)])
 
     def expected(number: int) -> str:
@@ -157,7 +157,7 @@ def test_why_tells_what_hides_the_start_or_end_of_a_job(
 def test_why_explains_one_job(place: ClusterFolder, capsys: pytest.CaptureFixture[str]) -> None:
     store = JobStore.create(place.database)
     sweep = JobRequest("sweep", {"command": ["true"], "cwd": "/"}, kind=JobKind.PLAIN, max_np=1)
-    both = store.add([sweep, sweep], {}, now=3.0)
+    both = store.add_jobs([sweep, sweep], {}, now=3.0)
     store.close()
     for words in ("sweep", f"{both[0].number}-{both[1].number}"):
         with pytest.raises(SystemExit, match="1"):

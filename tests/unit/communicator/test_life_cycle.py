@@ -80,7 +80,7 @@ def test_ranks_of_a_large_world_meet_through_the_addresses_that_they_read(
 
     def forward(opened: list[Any], scope: str, key: str, value: bytes) -> None:
         entry = msg.StoreEntry(1, scope, key, compress(value))
-        for host, message in relay.add(entry, members[int(key)].host):
+        for host, message in relay.add_entry(entry, members[int(key)].host):
             opened[names.index(host)].put_addresses(message)
 
     ports = {name: stores(forward) for name in names}

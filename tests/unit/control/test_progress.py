@@ -16,10 +16,10 @@ GENERATION = 3
 def watch(**activities: Activity) -> ProgressWatch:
     made = ProgressWatch(failure_timeout_s=5.0)
     for worker in activities:
-        made.note(worker, computes(0.0, step=0))
+        made.store_heartbeat(worker, computes(0.0, step=0))
     made.stuck(GENERATION, list(activities))
     for worker, activity in activities.items():
-        made.note(worker, activity)
+        made.store_heartbeat(worker, activity)
     return made
 
 
@@ -58,7 +58,7 @@ def test_a_worker_that_has_finished_may_be_silent_for_longer() -> None:
     monitor = watch(a=Activity(silent_s=59.0), b=Activity(silent_s=6.0))
     monitor.finished("a")
     assert [found.worker for found in monitor.silent()] == ["b"]
-    monitor.note("a", Activity(silent_s=60.0))
+    monitor.store_heartbeat("a", Activity(silent_s=60.0))
     assert [found.worker for found in monitor.silent()] == ["a", "b"]
 
 
@@ -103,10 +103,10 @@ def test_the_first_step_of_a_generation_is_given_as_long() -> None:
     monitor = watch(**dict.fromkeys(MEMBERS, waits(29)))
     assert isinstance(monitor.stuck(GENERATION, MEMBERS), GenerationStuck), "it has made steps"
     for worker in MEMBERS:
-        monitor.note(worker, replace(waits(29), generation=GENERATION + 1))
+        monitor.store_heartbeat(worker, replace(waits(29), generation=GENERATION + 1))
     assert monitor.stuck(GENERATION + 1, MEMBERS) == []
     for worker in MEMBERS:
-        monitor.note(worker, replace(waits(30), generation=GENERATION + 1))
+        monitor.store_heartbeat(worker, replace(waits(30), generation=GENERATION + 1))
     assert isinstance(monitor.stuck(GENERATION + 1, MEMBERS), GenerationStuck)
 
 
@@ -128,7 +128,7 @@ def test_a_worker_that_the_others_wait_for_is_named_once_a_step() -> None:
     monitor = watch(a=waits(6), b=computes(5, line="train.py:41 (validate)"), c=waits(6))
     assert monitor.busy(GENERATION, MEMBERS) == [("b", 5, "train.py:41 (validate)")]
     assert monitor.busy(GENERATION, MEMBERS) == []
-    monitor.note("b", computes(40, step=8))
+    monitor.store_heartbeat("b", computes(40, step=8))
     assert monitor.busy(GENERATION, MEMBERS) == [("b", 40, "")]
 
 
@@ -184,9 +184,9 @@ def test_ranks_in_different_collectives_are_a_mistake_of_the_script() -> None:
 def test_of_many_ranks_in_one_place_the_first_are_named() -> None:
     members = [f"n{number}:0.1" for number in range(8)]
     monitor = watch()
-    monitor.note(members[0], waits_for("end", end=1))
+    monitor.store_heartbeat(members[0], waits_for("end", end=1))
     for worker in members[1:]:
-        monitor.note(worker, waits_for("gradients", gradients=8))
+        monitor.store_heartbeat(worker, waits_for("gradients", gradients=8))
     found = monitor.stuck(GENERATION, members)
     assert isinstance(found, GenerationStuck)
     assert "ranks 1 (n1:0), 2 (n2:0), 3 (n3:0), 4 (n4:0) and 3 more wait for" in found.cause

@@ -26,7 +26,7 @@ def reasons(windows: Sequence[tuple[int, float | None]]) -> list[str]:
         now, step = now + 1.5, step + steps
         fields = {"step": step, "examples": 64 * step, "size": 1, "noise_scale": noise}
         noted(controller, "metrics", fields, now)
-        look = controller.look(now)
+        look = controller.decide_if_due(now)
         if look is not None:
             found.append(look[0].reason)
     return found
@@ -62,7 +62,7 @@ class Run:
             self.now, self.step = self.now + 2.0, self.step + round(2.0 / step_s)
             fields = {"step": self.step, "examples": 64 * self.step, "size": self.size, **told}
             noted(self.controller, "metrics", fields, self.now)
-            look = self.controller.look(self.now)
+            look = self.controller.decide_if_due(self.now)
             if self.controller.miss is not None:
                 self.misses.append(self.controller.miss)
             if look is not None and look[0].action != "stay":

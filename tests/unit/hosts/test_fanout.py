@@ -73,7 +73,7 @@ def test_a_hung_host_holds_nobody_up_and_is_stopped() -> None:
 
     def task(host: Host, stopper: Stopper) -> str:
         if host.name == "node1":
-            stopper.add(stopped.set)
+            stopper.add_action(stopped.set)
             hung.wait(60)
         return host.name
 
@@ -108,8 +108,8 @@ def test_who_stops_listening_stops_the_tasks() -> None:
     def task(host: Host, stopper: Stopper) -> str:
         started.wait(10)
         if host.name != "node1":
-            stopper.add(lambda: stopped.append(host.name))
-            stopper.add(hold.set)
+            stopper.add_action(lambda: stopped.append(host.name))
+            stopper.add_action(hold.set)
             hold.wait(30)
             time.sleep(0)
         return host.name
@@ -126,10 +126,10 @@ def test_who_stops_listening_stops_the_tasks() -> None:
 def test_an_action_added_after_the_stop_runs_at_once() -> None:
     stopper = Stopper()
     seen: list[int] = []
-    stopper.add(lambda: seen.append(1))
-    stopper.add(lambda: seen.append(2))
+    stopper.add_action(lambda: seen.append(1))
+    stopper.add_action(lambda: seen.append(2))
     stopper.stop()
-    stopper.add(lambda: seen.append(3))
+    stopper.add_action(lambda: seen.append(3))
     assert seen == [2, 1, 3]
 
 

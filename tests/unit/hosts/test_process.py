@@ -16,7 +16,7 @@ def test_lines_and_pieces() -> None:
     stream.put(b"o\nthree")
     assert stream.readline() == b"two\n"
     assert stream.read(2) == b"th"
-    stream.end()
+    stream.mark_end()
     assert stream.readline() == b"ree"
     assert stream.readline() == b""
     assert stream.read(5) == b""
@@ -48,7 +48,7 @@ def test_the_end_sets_a_held_writer_free() -> None:
     stream.put(b"x")
     writer = threading.Thread(target=stream.put, args=(b"y",))
     writer.start()
-    stream.end()
+    stream.mark_end()
     writer.join(60)
     assert not writer.is_alive()
     assert stream.read() == b"x"

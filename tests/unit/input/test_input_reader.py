@@ -134,7 +134,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_the_rank_reads_itself_without_anybody_else(start: Any) -> None:
     reader = start(Source())
-    reader.begin(3, passes(5))
+    reader.begin_epoch(3, passes(5))
     assert take(reader, 5) == expected(3, 5)
     with pytest.raises(StopIteration):
         reader.next()
@@ -142,20 +142,20 @@ def test_the_rank_reads_itself_without_anybody_else(start: Any) -> None:
 
 def test_a_pass_ends_while_hosts_wait_for_more_to_read(start: Any) -> None:
     host, reader = Host(Source()), start(Source())
-    reader.begin(2, passes(3))
+    reader.begin_epoch(2, passes(3))
     reader.use([host.server])
     assert [reader.next()[0] for _ in range(3)] == expected(2, 3)
     for _ in range(2):
         with pytest.raises(StopIteration):
             reader.next()
-    reader.begin(3, passes(1))
+    reader.begin_epoch(3, passes(1))
     assert reader.next()[0] == expected(3, 1)[0]
     host.close()
 
 
 def test_its_own_random_numbers_go_on_undisturbed(start: Any) -> None:
     reader = start(Source())
-    reader.begin(0, passes(2))
+    reader.begin_epoch(0, passes(2))
     random.seed(5)
     np.random.seed(5)
     without = random.random(), np.random.rand()
@@ -172,7 +172,7 @@ def test_batches_are_the_same_in_the_same_order_whoever_reads_them(start: Any) -
     reader = start(own, 2)
     reader.use([host.server])
     wait_until(lambda: reader.helpers().number == 1)
-    reader.begin(1, passes(60))
+    reader.begin_epoch(1, passes(60))
     wait_until(lambda: bool(host.source.read))
     assert take(reader, 60) == expected(1, 60)
     assert own.read == []  # in the rank itself
@@ -183,7 +183,7 @@ def test_no_more_is_read_ahead_than_a_few_batches_for_each_process(start: Any) -
     host = Host(Source())
     reader = start(Source())
     reader.use([host.server])
-    reader.begin(0, passes(100))
+    reader.begin_epoch(0, passes(100))
     wait_until(lambda: len(host.source.read) >= 4)
     assert take(reader, 1) == expected(0, 1)
     wait_until(lambda: len(host.source.read) >= 5)
@@ -195,9 +195,9 @@ def test_another_place_drops_what_was_read_ahead(start: Any) -> None:
     host = Host(Source())
     reader = start(Source())
     reader.use([host.server])
-    reader.begin(0, passes(50))
+    reader.begin_epoch(0, passes(50))
     take(reader, 3)
-    reader.begin(4, passes(20, size=3))
+    reader.begin_epoch(4, passes(20, size=3))
     assert take(reader, 20) == expected(4, 20, size=3)
     host.close()
 
@@ -216,7 +216,7 @@ def test_what_a_lost_host_was_to_read_is_read_elsewhere(start: Any) -> None:
     processes = ReadingProcesses(dies, 1, "127.0.0.1", CERTIFICATE)
     reader = start(Source())
     reader.use([InputServer("dies", "127.0.0.1", processes.ports[0], CERTIFICATE)])
-    reader.begin(0, passes(80))
+    reader.begin_epoch(0, passes(80))
     found = take(reader, 2)
     assert reads_third.wait(60)
     reader.use(
@@ -236,7 +236,7 @@ def test_the_rank_reads_itself_when_all_hosts_are_gone(start: Any) -> None:
     own = Source()
     reader = start(own)
     reader.use([host.server])
-    reader.begin(0, passes(30))
+    reader.begin_epoch(0, passes(30))
     wait_until(lambda: bool(host.source.read))
     found = take(reader, 5)
     reader.use([])
@@ -249,7 +249,7 @@ def test_a_host_with_another_data_set_is_not_used(start: Any, warnings: list[str
     host = Host(Source(examples=999), "cpu1")
     reader = start(Source())
     reader.use([host.server])
-    reader.begin(0, passes(5))
+    reader.begin_epoch(0, passes(5))
     assert take(reader, 5) == expected(0, 5)
     wait_until(lambda: bool(warnings))
     assert len(warnings) == 1
@@ -304,7 +304,7 @@ def test_a_transform_that_fails_only_there_costs_the_host(start: Any, warnings: 
     host = Host(source, "cpu1")
     reader = start(Source())
     reader.use([host.server])
-    reader.begin(0, passes(20))
+    reader.begin_epoch(0, passes(20))
     wait_until(lambda: bool(source.read))
     assert take(reader, 20) == expected(0, 20)
     assert len(warnings) == 1
@@ -323,7 +323,7 @@ def test_a_link_slower_than_reading_here_is_told_and_not_used(
     reader = start(own)
     reader.use([host.server])
     wait_until(lambda: reader.helpers().number == 1)
-    reader.begin(0, passes(120))
+    reader.begin_epoch(0, passes(120))
     assert take(reader, 120) == expected(0, 120)
     assert len(warnings) == 1
     assert "input host cpu1 is not used: batches come every" in warnings[0]
@@ -338,7 +338,7 @@ def test_a_host_as_slow_as_the_rank_alone_is_used(start: Any, warnings: list[str
     reader = start(own)
     reader.use([host.server])
     wait_until(lambda: reader.helpers().number == 1)
-    reader.begin(0, passes(75))
+    reader.begin_epoch(0, passes(75))
     assert take(reader, 75) == expected(0, 75)
     assert warnings == []
     assert len(own.read) <= 2  # to see how long it takes
@@ -353,7 +353,7 @@ def test_what_only_the_rank_itself_can_read_is_told_once(start: Any, warnings: l
             raise TypeError("cannot pickle '_thread.lock' object")
 
     reader = start(Locked(), processes=1)
-    reader.begin(0, passes(10))
+    reader.begin_epoch(0, passes(10))
     assert take(reader, 10) == expected(0, 10)
     assert len(warnings) == 1
     assert "reads batches itself that a loader process cannot read" in warnings[0]
@@ -372,7 +372,7 @@ def test_compressed_batches_are_the_same(start: Any, monkeypatch: pytest.MonkeyP
     reader = start(own)
     reader.use([host.server])
     wait_until(lambda: reader.helpers().number == 1)
-    reader.begin(1, passes(30))
+    reader.begin_epoch(1, passes(30))
     assert take(reader, 30) == expected(1, 30)
     assert own.read == []
     host.close()
@@ -387,14 +387,14 @@ def test_threads_with_nothing_to_ask_for_do_not_wake_each_other(
     reader.use([host.server for host in hosts])
     wait_until(lambda: reader.helpers().number == 2)
     looks: list[None] = []
-    take_one = Requests.take
+    take_one = Requests.take_request
 
     def counted(self: Requests, *args: Any) -> Any:
         looks.append(None)
         return take_one(self, *args)
 
-    monkeypatch.setattr(Requests, "take", counted)
-    reader.begin(0, passes(2))
+    monkeypatch.setattr(Requests, "take_request", counted)
+    reader.begin_epoch(0, passes(2))
     wait_until(lambda: sum(len(host.source.read) for host in hosts) == 2)
     time.sleep(0.3)
     assert len(looks) < 50
@@ -411,7 +411,7 @@ def test_an_error_of_the_script_reaches_the_rank(start: Any) -> None:
     host = Host(theirs)
     reader = start(own)
     reader.use([host.server])
-    reader.begin(0, passes(3))
+    reader.begin_epoch(0, passes(3))
     with pytest.raises(ValueError, match="broken picture"):
         reader.next()
     host.close()
@@ -425,7 +425,7 @@ def test_a_host_that_answers_too_late_is_not_waited_for(start: Any, warnings: li
     fast = Host(Source(), "fast")
     reader = start(Source())
     reader.use([fast.server])
-    reader.begin(0, passes(60))
+    reader.begin_epoch(0, passes(60))
     found = take(reader, 8)
     reader.use([fast.server, slow.server])
     found += take(reader, 52)
@@ -443,7 +443,7 @@ def test_a_frozen_host_is_not_waited_for_without_others(start: Any, warnings: li
     reader = start(own)
     reader.use([host.server])
     wait_until(lambda: reader.helpers().number == 1)
-    reader.begin(0, passes(200))
+    reader.begin_epoch(0, passes(200))
     found = take(reader, 8)
     stuck.before = go_on.wait  # type: ignore[assignment]
     found += take(reader, 192)
@@ -465,7 +465,7 @@ def test_all_processes_of_a_frozen_host_are_given_up_at_once(
     reader.use([host.server for host in hosts])
     wait_until(lambda: reader.helpers().number == 3)
     taken: list[Any] = []
-    reader.begin(0, passes(12))
+    reader.begin_epoch(0, passes(12))
     reading = threading.Thread(target=lambda: taken.extend(take(reader, 12)), daemon=True)
     reading.start()
     reading.join(LIMIT_S)
@@ -483,7 +483,7 @@ def test_little_is_read_ahead_of_large_batches(start: Any, monkeypatch: pytest.M
     reader = start(Source())
     reader.use([host.server for host in hosts])
     wait_until(lambda: reader.helpers().number == 8)
-    reader.begin(0, passes(100))
+    reader.begin_epoch(0, passes(100))
     found = take(reader, 20)  # by then the size of a batch is known
     before = sum(len(source.read) for source in sources)
     found += take(reader, 4)
@@ -498,7 +498,7 @@ def test_a_process_of_its_own_that_is_killed_is_told_and_replaced_by_the_rank(
     start: Any, warnings: list[str]
 ) -> None:
     reader = start(Source(), processes=1)
-    reader.begin(0, passes(20))
+    reader.begin_epoch(0, passes(20))
     found = take(reader, 4)
     os.kill(reader.pids()[0], signal.SIGKILL)
     found += take(reader, 16)
@@ -516,7 +516,7 @@ def test_processes_of_an_input_host_listen_each_on_its_own_port(start: Any) -> N
         assert len({*processes.ports}) == 2
         reader = start(Source())
         reader.use([InputServer("h", "127.0.0.1", port, CERTIFICATE) for port in processes.ports])
-        reader.begin(2, passes(30))
+        reader.begin_epoch(2, passes(30))
         assert take(reader, 30) == expected(2, 30)
         assert not processes.any_ended(0)
     finally:
@@ -571,7 +571,7 @@ def test_a_rank_with_enough_batches_ahead_holds_requests_back(start: Any) -> Non
     reader = start(Source())
     reader.use([host.server])
     wait_until(lambda: reader.helpers().number == 1)
-    reader.begin(0, passes(60))
+    reader.begin_epoch(0, passes(60))
     for _ in range(20):  # as a step that takes longer than to read a batch
         take(reader, 1)
         time.sleep(0.02)

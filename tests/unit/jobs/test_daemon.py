@@ -184,7 +184,7 @@ def test_job_goes_on_without_a_daemon_and_the_next_one_takes_it_up(place: Cluste
 
 def test_job_that_a_killed_daemon_was_about_to_start_is_started(place: ClusterFolder) -> None:
     store = JobStore.create(place.database)
-    (job,) = store.add([JobRequest("train", SPEC)], {}, time.time())
+    (job,) = store.add_jobs([JobRequest("train", SPEC)], {}, time.time())
     JobQueue(store, lambda *_: None).started(job, {"a": 1})
     store.close()
     daemon = Running(place, hosts(place))

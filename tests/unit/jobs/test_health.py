@@ -33,14 +33,14 @@ class Tried:
         deadline = time.monotonic() + LIMIT_S
         while not self.changed:
             assert time.monotonic() < deadline
-            self.health.look(now, self.changed.append)
+            self.health.retry_lost_hosts(now, self.changed.append)
             time.sleep(0.01)
         assert self.health.lost == {}
 
     def stays_lost(self, now: float) -> None:
         before = self.tries.stat().st_size
         for _ in range(10):
-            self.health.look(now, self.changed.append)
+            self.health.retry_lost_hosts(now, self.changed.append)
             time.sleep(0.02)
         assert self.health.lost == {"a": "there is no space"}
         assert self.tries.stat().st_size == before
@@ -92,7 +92,7 @@ def test_suspected_host_on_which_python_cannot_start_is_lost(tried: Tried) -> No
     deadline = time.monotonic() + LIMIT_S
     while not tried.health.is_judged("a"):
         assert time.monotonic() < deadline
-        tried.health.look(0.0, tried.changed.append)
+        tried.health.retry_lost_hosts(0.0, tried.changed.append)
         time.sleep(0.01)
     assert tried.health.lost == {"a": "there is no Python at /wrong"}
     assert tried.changed == ["a"]
@@ -102,6 +102,6 @@ def test_host_that_is_taken_out_of_the_hostfile_is_tried_no_more(tried: Tried) -
     tried.lose(0.0)
     tried.health.forget_others({"b": 1})
     assert tried.health.lost == {}
-    tried.health.look(1.0, tried.changed.append)
+    tried.health.retry_lost_hosts(1.0, tried.changed.append)
     tried.health.close()
     assert tried.tries.stat().st_size == 0

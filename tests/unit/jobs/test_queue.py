@@ -27,7 +27,7 @@ class Recorded:
         )
 
     def add(self, *after: After) -> int:
-        (job,) = self.queue.add([JobRequest("train", SPEC, after=after)], {})
+        (job,) = self.queue.add_jobs([JobRequest("train", SPEC, after=after)], {})
         return job.number
 
     def end(self, number: int, status: JobStatus) -> None:
@@ -131,7 +131,7 @@ def test_cancel_ends_what_waits_and_asks_what_runs(made: Recorded) -> None:
 
 def test_plain_command_that_is_ended_writes_no_checkpoint(made: Recorded) -> None:
     trains = made.add()
-    (plain,) = made.queue.add([JobRequest("sleep", SPEC, kind=JobKind.PLAIN, max_np=1)], {})
+    (plain,) = made.queue.add_jobs([JobRequest("sleep", SPEC, kind=JobKind.PLAIN, max_np=1)], {})
     for number in (trains, plain.number):
         made.queue.started(made.queue.active[number], {"a": 1})
     _, stopping, _ = made.queue.cancel([trains, plain.number], "me")

@@ -130,14 +130,16 @@ def test_a_job_of_constant_speed_keeps_its_slots_on_a_busy_machine(seed: int) ->
             held = wanted
             sizes.append(sum(held.values()))
             fields = {"generation": len(sizes), "hosts": [*held], "slots": [*held.values()], **at}
-            measured.note(made({"kind": "rescale_started", **fields}))
+            measured.note_event(made({"kind": "rescale_started", **fields}))
             fields = {"generation": len(sizes), "size": sizes[-1], "pause_s": 0.3, **at}
-            measured.note(made({"kind": "rescale_finished", **fields}))
+            measured.note_event(made({"kind": "rescale_finished", **fields}))
         if second >= busy_until:
             factor, busy_until = 1 + 0.5 * rng.exponential(), second + 3 + rng.exponential(25.0)
         step += 10 / factor * rng.normal(1.0, 0.04)
         progress = {"step": int(step), "examples": 48 * int(step), "global_batch_size": 48}
-        measured.note(made({"kind": "metrics", "size": sizes[-1], "done": 0.1, **progress, **at}))
+        measured.note_event(
+            made({"kind": "metrics", "size": sizes[-1], "done": 0.1, **progress, **at})
+        )
         if second % 10 == 9:
             candidate = Candidate(running(1, held), measured, held)
             wanted = plan_slots([candidate], [*HOSTS, HostSlots("c", 2)], NOW + second).slots[1]

@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> JobStore:
 
 def test_jobs_are_read_as_they_were_written(store: JobStore) -> None:
     asked = request(after=(After("ok", 1),), priority=2.0, deadline=5.0, array_index=3)
-    (job,) = store.add([asked], {"A": "b"}, now=1.0)
+    (job,) = store.add_jobs([asked], {"A": "b"}, now=1.0)
     assert job.run_id.startswith("train-1-")
     changed = replace(
         job,
@@ -46,7 +46,7 @@ def test_jobs_are_read_as_they_were_written(store: JobStore) -> None:
 
 
 def test_history_stays_and_the_environment_of_an_ended_job_does_not(store: JobStore) -> None:
-    jobs = store.add([request() for _ in range(3)], {"TOKEN": "secret"}, now=1.0)
+    jobs = store.add_jobs([request() for _ in range(3)], {"TOKEN": "secret"}, now=1.0)
     ended = [replace(job, status=JobStatus.CANCELLED, message="cancelled") for job in jobs[:2]]
     store.save(ended)
     assert [job.number for job in store.active()] == [3]
@@ -58,13 +58,13 @@ def test_history_stays_and_the_environment_of_an_ended_job_does_not(store: JobSt
 
 
 def test_only_its_owner_may_read_the_database(store: JobStore) -> None:
-    store.add([request()], {}, now=1.0)
+    store.add_jobs([request()], {}, now=1.0)
     for path in store.path.parent.glob("queue.sqlite*"):
         assert path.stat().st_mode & 0o077 == 0, path
 
 
 def test_find_by_number_run_id_and_name(store: JobStore) -> None:
-    store.add([request("a"), request("b"), request("a")], {}, now=1.0)
+    store.add_jobs([request("a"), request("b"), request("a")], {}, now=1.0)
 
     def found(words: str) -> list[int]:
         return [job.number for job in store.find(words)]
@@ -101,11 +101,11 @@ def test_missing_database_says_how_to_start(tmp_path: Path) -> None:
 def test_full_disk_changes_nothing_and_is_told(tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "256k") as folder:
         store = JobStore.create(folder / "queue.sqlite")
-        (first,) = store.add([request()], {}, now=1.0)
+        (first,) = store.add_jobs([request()], {}, now=1.0)
 
         def fill() -> None:
             for number in range(1000):
-                store.add([request() for _ in range(100)], {"N": str(number)}, now=1.0)
+                store.add_jobs([request() for _ in range(100)], {"N": str(number)}, now=1.0)
 
         with pytest.raises(StoreError, match="the disk is full or broken"):
             fill()

@@ -403,7 +403,7 @@ def test_callbacks_that_follow_a_metric_go_on_in_another_worker(alone: Context) 
     there.monitors.load_state_dict(here.monitors.state_dict())
     for callback in there.callbacks[1:]:
         callback.on_train_begin()
-    there.monitors.begin()
+    there.monitors.set_again()
     here.monitors.roll_back(here.monitors.snapshot())
     assert here.end(3.0) == there.end(3.0) == [3, 0, pytest.approx(0.05)]
     assert here.end(0.5) == there.end(0.5) == [0, 0, pytest.approx(0.05)]

@@ -205,7 +205,7 @@ def test_a_leader_that_stood_still_counts_nobodys_silence_before_it_begins(tmp_p
     heard: Any = AgentHeard(last_heard=129.9, up=True)  # read while the leader was woken
     leader._run.agents.by_host |= {"n1": silent, "n2": heard}
     leader._run.agents._looked_at = 100.0
-    leader._liveness.look(130.0)
+    leader._liveness.give_up_silent(130.0)
     assert (silent.last_heard, heard.last_heard) == (128.0, 130.0)
 
 

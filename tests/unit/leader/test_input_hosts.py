@@ -107,7 +107,7 @@ class Play:
         return worker
 
     def look_later(self) -> None:
-        self.hosts.look(time.monotonic() + 3600)
+        self.hosts.tend_hosts(time.monotonic() + 3600)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_a_lost_host_is_started_again(play: Play) -> None:
 def test_a_silent_host_is_lost(play: Play) -> None:
     play.serve()
     play.agents.silent = {"cpu1": 99.0}
-    play.hosts.look(0.0)
+    play.hosts.tend_hosts(0.0)
     assert play.events[-1].cause == "no sign of life for 1 m 39 s"
     assert play.told[-1].servers == []
 
@@ -227,7 +227,7 @@ def wait_for_data(play: Play, until_s: float) -> None:
     """gpu1 trains, waits half of the time, and reads in its training process."""
     for loop_s in (until_s - 6.0, until_s):
         reading = Reading(loop_s, loop_s / 2, loop_s, loop_s / 2, 0.0, int(100 * loop_s), 0)
-        play.hosts.watch.note("gpu1:0", reading)
+        play.hosts.watch.store_reading("gpu1:0", reading)
     play.hosts.watch.machines["gpu1"] = ("gpu1", 1)
     play.hosts.watch_ranks([("gpu1:0", "gpu1")])
 

@@ -41,7 +41,7 @@ class World:
         host = self.members[rank].host
         self.stores[host].put(scope, str(rank), value)
         entry = msg.StoreEntry(GENERATION, scope, str(rank), compress(value))
-        for to, message in self.relay.add(entry, host):
+        for to, message in self.relay.add_entry(entry, host):
             self.messages += 1
             self.bytes += len(encode(message))
             if isinstance(message, msg.PutAddresses):
@@ -110,4 +110,4 @@ def test_entries_of_other_scopes_are_never_held_back() -> None:
 def test_damaged_bytes_are_refused() -> None:
     entry = msg.StoreEntry(GENERATION, "global", "0", b"\x80 no such thing")
     with pytest.raises(ProtocolError, match="compressed bytes that are damaged"):
-        list(World(SLOTS).relay.add(entry, "h0"))
+        list(World(SLOTS).relay.add_entry(entry, "h0"))

@@ -26,18 +26,18 @@ def test_a_notice_is_acted_upon_a_moment_later_unless_the_run_stops_by_then(
     for host in ("a", "gone"):
         agent = Mock()
         agent.host.name = host
-        reports.take(agent, msg.Notice("a test", 30.0))
-    reports.look(100.0)
+        reports.take_message(agent, msg.Notice("a test", 30.0))
+    reports.drain_noticed_hosts(100.0)
     executor.tell.assert_not_called()
     stopping.cause = cause
-    reports.look(105.0)
+    reports.drain_noticed_hosts(105.0)
     told = [call.args[0] for call in executor.tell.call_args_list]
     assert len(told) == (cause is None)
     for event in told:
         assert isinstance(event, HostDraining)
         assert (event.host, event.leave_in_s) == ("a", 30.0)
         assert event.train_for_s == 15.0, "less what has passed"
-    reports.look(110.0)
+    reports.drain_noticed_hosts(110.0)
     assert len(executor.tell.call_args_list) == len(told), "once"
 
 
@@ -64,7 +64,7 @@ def test_a_worker_that_cannot_be_started_has_ended() -> None:
     agent = Mock()
     agent.host.name = "b"
     reports = Reports(run, executor, Mock(), Mock(), Mock())
-    reports.take(agent, msg.WorkerNotStarted("b:0.1", "there is no x.py"))
+    reports.take_message(agent, msg.WorkerNotStarted("b:0.1", "there is no x.py"))
     failed, exited = (call.args[0] for call in executor.tell.call_args_list)
     text = "the command 'python x.py' cannot be started on host b: there is no x.py"
     assert failed == ScriptFailed("b:0.1", text)

@@ -40,7 +40,7 @@ def test_a_missed_prediction_is_told_once() -> None:
         step += 2 // len(machine.members)  # two ranks take twice as long as one, not half
         fields = {"step": step, "examples": 64 * step, "size": len(machine.members)}
         noted(scaler, "metrics", fields, float(second))
-        if scaler.look(cast(RunMachine, machine), HOSTS, float(second)) and second < 30:
+        if scaler.decide_if_due(cast(RunMachine, machine), HOSTS, float(second)) and second < 30:
             machine.members = tuple(
                 Member(f"w{n}", host.name, 0, n, 0, 1, n, 2) for n, host in enumerate(HOSTS)
             )
@@ -60,7 +60,7 @@ def test_a_change_is_told_once_while_its_slots_start() -> None:
         step = 10 * second
         told_by_rank_0 = {"step": step, "examples": 64 * step, "size": 1, "global_batch_size": 64}
         noted(scaler, "metrics", told_by_rank_0, float(second))
-        change = scaler.look(machine, HOSTS, float(second))
+        change = scaler.decide_if_due(machine, HOSTS, float(second))
         if change is not None:
             assert (change.np, change.slots) == (2, (("a", 0), ("b", 0)))
             asked += 1
@@ -103,7 +103,7 @@ class Follows:
     def decide(self, decision: Decision) -> list[Command]:
         """What is asked of hosts and workers after the policy has decided this."""
         self.decision, self.now = decision, self.now + 60
-        change = self.scaler.look(self.machine, HOSTS, self.now)
+        change = self.scaler.decide_if_due(self.machine, HOSTS, self.now)
         return [] if change is None else self.tell(change)
 
     def grow(self) -> None:

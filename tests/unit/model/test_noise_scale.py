@@ -60,7 +60,7 @@ def feed(tracker: NoiseTracker, rng: np.random.Generator, steps: int, size: int,
     for _ in range(steps):
         gradients = g + rng.normal(size=(size, 100))
         local, total = norms(gradients, [size // 2, size // 2])
-        tracker.add([local], [total], size, 2)
+        tracker.add_norms([local], [total], size, 2)
 
 
 @pytest.mark.parametrize("size", [8, 64])
@@ -81,10 +81,10 @@ def test_the_tracker_follows_a_gradient_that_shrinks() -> None:
 
 def test_numbers_that_are_not_finite_are_skipped_and_counted() -> None:
     tracker = NoiseTracker(2, initial_batch_size=16, population=None)
-    tracker.add([5.0, 5.0], [3.0, 3.0], 8, 2)
+    tracker.add_norms([5.0, 5.0], [3.0, 3.0], 8, 2)
     before = tracker.noise_scale()
     for bad in (np.nan, np.inf):
-        tracker.add([5.0, bad], [3.0, 3.0], 8, 2)
+        tracker.add_norms([5.0, bad], [3.0, 3.0], 8, 2)
     assert (tracker.steps, tracker.skipped) == (1, 2)
     assert tracker.noise_scale() == before
 
@@ -123,7 +123,7 @@ def test_noise_that_grows_is_not_told_late_where_all_steps_are_needed(
         local = np.square(passes).sum(2).mean(1) / exact
         total = np.square(passes.mean(1)).sum(1) / exact
         for step in range(steps):
-            tracker.add([local[step]], [total[step]], 32, 2)
+            tracker.add_norms([local[step]], [total[step]], 32, 2)
         ratios.append(tracker.noise_scale() / exact[-1])
     assert 0.8 < float(np.median(ratios)) < 1.25
 
@@ -134,7 +134,7 @@ def test_what_grows_by_a_constant_factor_is_told_as_of_now_whatever_the_history(
     for _ in range(60):
         # No noise in the norms themselves, so that only the delay could be wrong.
         noise *= 1.003
-        tracker.add([1.0 + noise / 16], [1.0 + noise / 32], 32, 2)
+        tracker.add_norms([1.0 + noise / 16], [1.0 + noise / 32], 32, 2)
     assert tracker.noise_scale() == pytest.approx(noise, rel=0.02)
 
 
@@ -149,7 +149,7 @@ def test_what_grows_is_told_as_of_now_where_fewer_steps_are_looked_at_in_the_end
         total = np.square(passes.mean(1)).sum(1) / exact
         for step in range(200):
             if step < 100 or step % 4 == 3:
-                tracker.add([local[step]], [total[step]], 128, 8, step)
+                tracker.add_norms([local[step]], [total[step]], 128, 8, step)
         ratios.append(tracker.noise_scale() / exact[-1])
     assert 0.85 < float(np.median(ratios)) < 1.15
 
@@ -171,7 +171,7 @@ def test_what_makes_gradient_and_noise_longer_alike_is_no_trend() -> None:
         # Adam's second moment rests on few gradients at first, and what is divided by it is long.
         longer = 1 + 50 / (1 + step) ** 2
         local, total = norms(rng.normal(0.2, 1.0, size=(32, 300)), [16, 16])
-        tracker.add([longer * local], [longer * total], 32, 2)
+        tracker.add_norms([longer * local], [longer * total], 32, 2)
     assert tracker.noise_scale() == pytest.approx(1 / 0.04, rel=0.1)
 
 
@@ -203,7 +203,7 @@ def test_gradients_of_zero_and_of_any_size_are_no_end() -> None:
     for size in (0.0, 1.0, 1e30, 1e-30, 0.0, 1.0):
         for _ in range(60):
             local, total = norms(rng.normal(0.2, 1.0, size=(32, 100)), [16, 16])
-            tracker.add([size * local], [size * total], 32, 2)
+            tracker.add_norms([size * local], [size * total], 32, 2)
     assert tracker.noise_scale() == pytest.approx(25, rel=0.5)
     assert np.isfinite(tracker.uncertainty())
 
@@ -221,6 +221,6 @@ def test_first_steps_that_happen_to_agree_are_not_believed_for_long() -> None:
         if at + 32 > 1438:
             order, at = rng.permutation(1438), 0
         local, total = norms(data[order[at : at + 32]], [16, 16])
-        tracker.add([local], [total], 32, 2)
+        tracker.add_norms([local], [total], 32, 2)
         at += 32
     assert tracker.noise_scale() == pytest.approx(120, rel=0.3)

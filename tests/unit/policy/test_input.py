@@ -162,22 +162,22 @@ def test_a_watch_tells_once_until_it_moves(
     watch = InputWatch()
     watch.machines |= FOUR_CORES
     members = [("w", "a")]
-    watch.note("w", Reading(examples=1, cpu_s=0.0, processes=0))
-    assert watch.look(members) is None
+    watch.store_reading("w", Reading(examples=1, cpu_s=0.0, processes=0))
+    assert watch.next_finding(members) is None
     told, total = [], 0.0
     for window, share in enumerate(shares, 1):
         total += 10 * share
-        watch.note("w", Reading(10.0 * window, total, total, total, 0.0, 100 * window, 0))
-        found = watch.look(members)
+        watch.store_reading("w", Reading(10.0 * window, total, total, total, 0.0, 100 * window, 0))
+        found = watch.next_finding(members)
         told.append(None if found is None else found.bound)
     assert told == bounds
 
 
 def test_a_watch_waits_for_all_ranks() -> None:
     watch = InputWatch()
-    watch.note("v", Reading(examples=1, cpu_s=0.0, processes=0))
-    watch.note("v", Reading(10.0, 5.0, 10.0, 5.0, 0.0, 100, 0))
-    assert watch.look([("v", "a"), ("w", "b")]) is None
+    watch.store_reading("v", Reading(examples=1, cpu_s=0.0, processes=0))
+    watch.store_reading("v", Reading(10.0, 5.0, 10.0, 5.0, 0.0, 100, 0))
+    assert watch.next_finding([("v", "a"), ("w", "b")]) is None
 
 
 def test_the_cores_of_a_machine_bound_what_its_ranks_read() -> None:
@@ -287,10 +287,14 @@ def test_a_reader_of_unknown_cores_counts_as_one() -> None:
 def test_a_watch_that_begins_anew_looks_at_a_whole_window_again() -> None:
     watch = InputWatch()
     for loop_s in (0.0, 6.0):
-        watch.note("w", Reading(loop_s, loop_s / 2, loop_s, loop_s / 2, 0.0, int(100 * loop_s), 0))
-    assert watch.look([("w", "a")])
+        watch.store_reading(
+            "w", Reading(loop_s, loop_s / 2, loop_s, loop_s / 2, 0.0, int(100 * loop_s), 0)
+        )
+    assert watch.next_finding([("w", "a")])
     watch.begin_anew()
-    assert watch.look([("w", "a")]) is None
+    assert watch.next_finding([("w", "a")]) is None
     for loop_s in (7.0, 13.0):
-        watch.note("w", Reading(loop_s, loop_s / 2, loop_s, loop_s / 2, 0.0, int(100 * loop_s), 0))
-    assert watch.look([("w", "a")])
+        watch.store_reading(
+            "w", Reading(loop_s, loop_s / 2, loop_s, loop_s / 2, 0.0, int(100 * loop_s), 0)
+        )
+    assert watch.next_finding([("w", "a")])

@@ -27,8 +27,8 @@ def first_decision(evidence: Evidence | None) -> Decision:
     controller.formed(["n0", "n0"], 0.0)
     for event in run_events(SLOW_LINK, [[2]], windows=7):
         if isinstance(event, Metrics):
-            controller.note(event)
-    found = controller.look(event.mono)
+            controller.note_event(event)
+    found = controller.decide_if_due(event.mono)
     assert found is not None
     assert found[0].known
     return found[0]

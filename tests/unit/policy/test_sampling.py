@@ -22,7 +22,7 @@ def schedule(
 def add(tracker: NoiseTracker, gradients: np.ndarray) -> None:
     for passes in gradients:
         local, total = np.square(passes).sum(1).mean(), np.square(passes.mean(0)).sum()
-        tracker.add([local], [total], 32, 2)
+        tracker.add_norms([local], [total], 32, 2)
 
 
 @pytest.mark.parametrize(("noise_scale", "every"), [(600.0, 1), (1.0, 4)])
@@ -68,7 +68,7 @@ def test_samples_that_not_all_ranks_have_are_left_out() -> None:
     noise = GradientNoise(1, 8, 100)
     whole, bad, lost = [3.0, 8, 1, 2.0, 1.0], [5.0, 8, 1, math.nan, 1.0], [4.0, 8, 1, 2.0, 1.0]
     other = np.array([whole, bad])
-    assert noise.add([np.array([whole, lost, bad]), other]) == [True, False]
+    assert noise.add_samples([np.array([whole, lost, bad]), other]) == [True, False]
     assert noise.tracker.steps == 1
     assert math.isfinite(noise.scale)
     assert math.isnan(noise.cautious_scale), "one sample is too few to choose a batch by"

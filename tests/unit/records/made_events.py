@@ -74,7 +74,7 @@ def noted(taker: Any, kind: str, fields: Mapping[str, Any], now: float) -> None:
     if kind == "metrics" and "size" not in fields:
         evidence = getattr(taker, "evidence", taker)
         all_fields["size"] = evidence.allocation.slots
-    taker.note(EVENT_TYPES[kind](**all_fields))
+    taker.note_event(EVENT_TYPES[kind](**all_fields))
 
 
 def fields_of(event: RunEvent) -> dict[str, Any]:

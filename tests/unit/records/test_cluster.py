@@ -69,7 +69,7 @@ def test_events_that_make_no_sense_are_skipped() -> None:
         {"t": 1.0, "kind": "jobs_decided", "allocations": [1], "reasons": "none"},
         {"t": 1.0, "kind": "something_new"},
     ):
-        cluster.take(record)
+        cluster.take_event(record)
     assert cluster.hosts == {"c": 1}
     assert not cluster.jobs
     assert not cluster.all_holds(5.0)

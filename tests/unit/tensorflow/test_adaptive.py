@@ -130,7 +130,7 @@ def torch_rows(
 
 def noise_scale(rows: np.ndarray) -> float:
     noise = GradientNoise(1, 16, len(INPUTS))
-    assert all(noise.add([rows]))
+    assert all(noise.add_samples([rows]))
     return noise.scale
 
 

@@ -50,7 +50,7 @@ def write(state: hvd.State, context: Context, folder: Path) -> str:
         on_done=lambda *_: None,
         on_error=lambda error: pytest.fail(str(error)),
     )
-    writer.begin(content, context.worker.progress, shard, state.lasting(), 0.0)
+    writer.start_shard(content, context.worker.progress, shard, state.lasting(), 0.0)
     # The writer copies while training goes on.
     for variable in state.model.trainable_variables:
         variable.assign(tf.zeros_like(variable))

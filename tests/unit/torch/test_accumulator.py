@@ -86,7 +86,7 @@ def test_the_mean_is_over_the_examples_that_were_seen(ctx: Context) -> None:
     totals, others = hvd.Accumulator(), hvd.Accumulator("others")
     ctx.worker.in_train, ctx.worker.progress.phase = True, Phase.LOOP
     for number, share in enumerate((12, 12, 5)):
-        ctx.step.begin(Pass(step_examples=2 * share, weight=1.0, examples=share))
+        ctx.step.begin_step(Pass(step_examples=2 * share, weight=1.0, examples=share))
         before = totals.snapshot()
         totals.add(loss=torch.tensor(3.0) * share)
         totals.add(loss=0.0)

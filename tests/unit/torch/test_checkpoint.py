@@ -82,7 +82,7 @@ def write_checkpoint(
         shard = new_shard(content, progress, rank, size)
         if shard is not None:
             writer = told.writer(folder)
-            writer.begin(content, progress, shard, set(), 0.0)
+            writer.start_shard(content, progress, shard, set(), 0.0)
             assert writer.flush(30)
     if told.errors:
         raise told.errors[0]
@@ -188,7 +188,7 @@ def test_what_ranks_may_differ_in_is_as_rank_0_has_it(
         shard = new_shard(content, Progress(step=1), rank, 2)
         assert shard is not None
         writer = told.writer(tmp_path)
-        writer.begin(content, Progress(step=1), shard, set(), 0.0)
+        writer.start_shard(content, Progress(step=1), shard, set(), 0.0)
         assert writer.flush(30)
     loaded = load_checkpoint(complete_checkpoint(tmp_path, told.done, 1).path)
     assert loaded["own"].tolist() == [0.0] * 50
@@ -206,7 +206,7 @@ def test_ranks_with_other_tensors_do_not_make_one_checkpoint(
         shard = new_shard(content, Progress(step=1), rank, 2)
         assert shard is not None
         writer = told.writer(tmp_path)
-        writer.begin(content, Progress(step=1), shard, set(), 0.0)
+        writer.start_shard(content, Progress(step=1), shard, set(), 0.0)
         assert writer.flush(30)
     assert len(find_shards(tmp_path)) == 2
     assert complete_sets(find_shards(tmp_path)) == []
@@ -379,7 +379,7 @@ def test_a_header_that_makes_no_sense_is_refused(
     shard = new_shard(content, Progress(step=1), 0, 1)
     assert shard is not None
     writer = told.writer(tmp_path)
-    writer.begin(content, Progress(step=1), shard, set(), 0.0)
+    writer.start_shard(content, Progress(step=1), shard, set(), 0.0)
     assert writer.flush(30)
     info = complete_checkpoint(tmp_path, told.done, 9)
     with pytest.raises(CheckpointError, match=f"cannot be loaded, it is damaged.*{why}"):
@@ -527,7 +527,7 @@ def begin(writer: ShardWriter, tensor: torch.Tensor, step: int, lasting: bool = 
     progress = Progress(step=step)
     shard = new_shard(content, progress, 0, 1)
     assert shard is not None
-    writer.begin(content, progress, shard, {tensor.data_ptr()} if lasting else set(), 0.0)
+    writer.start_shard(content, progress, shard, {tensor.data_ptr()} if lasting else set(), 0.0)
 
 
 def read(folder: Path, told: Told) -> torch.Tensor:

@@ -95,7 +95,7 @@ def test_the_first_steps_of_adam_do_not_spoil_what_is_known_of_its_noise() -> No
                 statistics.end_step(step, 32, [weights])
             optimizer.step()
         for row in statistics.drain():
-            tracker.add(row[3:4], row[4:5], row[1], row[2], int(row[0]))
+            tracker.add_norms(row[3:4], row[4:5], row[1], row[2], int(row[0]))
         ratios.append(tracker.noise_scale() / 25)
     assert min(ratios) > 0.9
     assert max(ratios) < 1.1

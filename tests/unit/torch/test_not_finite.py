@@ -338,7 +338,7 @@ def test_the_first_layer_is_found_that_is_not_finite(
     outputs = model(torch.full((2, 6), inputs)).sum() * scale
     model(torch.ones(2, 6))
     assert not outputs.isfinite()
-    assert said in watch.end()
+    assert said in watch.stop_watching()
     assert not model.first._forward_hooks
 
 

@@ -73,7 +73,7 @@ def write_checkpoint(folder: Path, step: int = 5, **objects: torch.nn.Module) ->
     shard = new_shard(content, Progress(step=step), 0, 1)
     assert shard is not None
     writer = told.writer(folder)
-    writer.begin(content, Progress(step=step), shard, set(), 0.0)
+    writer.start_shard(content, Progress(step=step), shard, set(), 0.0)
     assert writer.flush(30)
     return complete_checkpoint(folder, told.done, 9).path
 

@@ -616,7 +616,7 @@ def test_numbers_in_the_state_of_an_optimizer_are_undone(alone: Context) -> None
     copied = OptimizerCopy(optimizer)
     model.weight.grad = torch.ones(1, 1)
     optimizer.step()
-    copied.take()
+    copied.copy_once()
     optimizer.step()
     optimizer.step()
     copied.restore()

@@ -125,7 +125,7 @@ def saved(state: State, folder: Path, progress: Progress) -> dict[str, Any]:
         on_done=lambda *_: None,
         on_error=lambda error: pytest.fail(str(error)),
     )
-    writer.begin(content, progress, shard, set(), 0.0)
+    writer.start_shard(content, progress, shard, set(), 0.0)
     assert writer.flush(30)
     return load_checkpoint(complete_checkpoint(folder, shards, 1).path)
 
@@ -342,7 +342,7 @@ def not_finite(state: State, folder: Path) -> str:
         on_done=lambda *_: None,
         on_error=lambda error: pytest.fail(str(error)),
     )
-    writer.begin(content, Progress(), shard, state.lasting(), 0.0)
+    writer.start_shard(content, Progress(), shard, state.lasting(), 0.0)
     assert writer.flush(30)
     return done[0].not_finite
 

@@ -267,7 +267,7 @@ def test_a_loss_of_each_example_is_a_sum(examples: int) -> None:
 
 def weight_after(alone: Context, loss: torch.Tensor, ranks: int = 2) -> float:
     alone.worker.communicator.size = ranks
-    alone.step.begin(Pass(step_examples=13, weight=0.9, examples=EXAMPLES))
+    alone.step.begin_step(Pass(step_examples=13, weight=0.9, examples=EXAMPLES))
     with summed_losses_are_added(alone):
         loss.backward()
     return alone.step.weight
@@ -288,7 +288,7 @@ def test_a_rank_alone_and_losses_outside_of_training_are_left_alone(alone: Conte
 
 def test_gradients_of_inputs_alone_do_not_say_what_the_loss_of_the_step_is(alone: Context) -> None:
     alone.worker.communicator.size = 2
-    alone.step.begin(Pass(step_examples=13, weight=0.9, examples=EXAMPLES))
+    alone.step.begin_step(Pass(step_examples=13, weight=0.9, examples=EXAMPLES))
     inputs = data.clone().requires_grad_()
     trained = torch.nn.Parameter(torch.ones(4))
     with summed_losses_are_added(alone):
@@ -306,7 +306,7 @@ def test_a_mean_over_valid_targets_is_warned_of_unless_weighted(
     alone.worker.communicator.size = 2
     with summed_losses_are_added(alone):
         for _ in range(2):
-            alone.step.begin(Pass(step_examples=12, weight=1.0, examples=EXAMPLES))
+            alone.step.begin_step(Pass(step_examples=12, weight=1.0, examples=EXAMPLES))
             F.cross_entropy(outputs(), classes, ignore_index=0).backward()
     (warning,) = warnings
     assert "targets that are not ignored" in warning
@@ -319,7 +319,7 @@ def test_a_loss_of_sums_and_means_is_warned_of_once(
     warnings: list[str] = []
     monkeypatch.setattr(alone.worker, "warn", warnings.append)
     alone.worker.communicator.size = 2
-    alone.step.begin(Pass(step_examples=12, weight=1.0, examples=EXAMPLES))
+    alone.step.begin_step(Pass(step_examples=12, weight=1.0, examples=EXAMPLES))
     with summed_losses_are_added(alone):
         for _ in range(2):
             (outputs().sum() + outputs().mean()).backward()

@@ -268,7 +268,9 @@ def test_a_loss_that_bursts_with_a_rate_that_was_scaled_is_told_with_the_scale()
     adaptation.choice.plan = BatchPlan(512)
     adaptation.adjustments = lambda: [Adjustment(factor=4.39, gain=1.0)]  # type: ignore[method-assign]
     for step in range(10):
-        adaptation.skipped.add(Progress(step=step, skipped_at=step - 1, skipped_running=step))
+        adaptation.skipped.count_step(
+            Progress(step=step, skipped_at=step - 1, skipped_running=step)
+        )
     with pytest.raises(ScriptError, match="not finite in 10 steps") as error:
         adaptation.skipped.refuse_many(9, adaptation.rate_advice)
     assert "8 times the initial 64, hvd_elastic has multiplied the learning rate by 4.39" in str(
@@ -586,7 +588,7 @@ def test_compute_times_count_where_those_of_all_ranks_are_known() -> None:
 @pytest.mark.parametrize("factor", [2.0, 0.4, 1.2])
 def test_times_from_before_a_change_lead_to_an_early_review_and_are_dropped(factor: float) -> None:
     adaptation = AdaptivePlanner(BatchLimits(30, 100), examples=100)
-    adaptation.timings.add(Configuration(1, 2, 30.0, 0), 0.02)
+    adaptation.timings.add_window(Configuration(1, 2, 30.0, 0), 0.02)
     waits, sizes, doubts = [], [], []
     for step_s in [0.01] * 4 + [0.01 * factor] * 3 + [0.01 * factor] * 2:
         adaptation.times.clear_steps()
@@ -639,12 +641,12 @@ def test_reviews_schedule_the_sampling_of_gradients() -> None:
     random = np.random.default_rng(0)
     for gradients in random.normal(size=(250, 2, 100)) / 4 + 1.0:
         local, total = np.square(gradients).sum(1).mean(), np.square(gradients.mean(0)).sum()
-        adaptation.noise.tracker.add([local], [total], 32, 2)
+        adaptation.noise.tracker.add_norms([local], [total], 32, 2)
     cost.seconds = 0.01
     adaptation.times.step_s[1] = [0.1]
     adaptation._steps_to_review(1000)
     assert adaptation.sampling.every == 34
-    adaptation.skipped.note(finite=False)
+    adaptation.skipped.note_step(finite=False)
     adaptation._steps_to_review(1000)
     assert adaptation.sampling.every == 4, "whether more steps are bad is to be known soon"
     other = AdaptivePlanner(BatchLimits(32, 32), examples=6400)

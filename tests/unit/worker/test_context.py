@@ -104,7 +104,7 @@ def train(
                 optimizer.step()
                 state.commit(loss=loss)
                 if made.worker.progress.step == stop_after:
-                    made.checkpoints.take(wait=True)
+                    made.checkpoints.take_checkpoint(wait=True)
                     made.checkpoints.close()
                     raise Stop
 
