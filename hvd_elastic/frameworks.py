@@ -1,4 +1,4 @@
-"""Which frameworks this release trains with, judged by their versions; imports none of them."""
+"""Checks the versions of frameworks that this release trains with; imports none of them."""
 
 from __future__ import annotations
 

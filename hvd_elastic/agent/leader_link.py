@@ -169,7 +169,7 @@ class UnacknowledgedLog:
 
     @property
     def has_room(self) -> bool:
-        """Whether the leader has little output of workers to take yet."""
+        """Return whether the leader has little output of workers to take yet."""
         return self._log_bytes < MOST_ON_THE_WAY
 
     def acknowledged(self, number: int) -> None:
@@ -182,7 +182,7 @@ class UnacknowledgedLog:
 
     @property
     def any_finished(self) -> bool:
-        """Whether a worker has finished its training, which the next leader must know."""
+        """Return whether a worker has finished its training, which the next leader must know."""
         return any(worker.finished for worker in self._workers.values()) or any(
             isinstance(message, msg.WorkerSaid) and isinstance(message.message, msg.Finished)
             for message in self._unacknowledged

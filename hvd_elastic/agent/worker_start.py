@@ -38,7 +38,7 @@ def training_script(command: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """What a worker is started with.
+    """Command, environment and folder that a worker is started with.
 
     Attributes:
         command: path of the program, and arguments.

@@ -78,7 +78,7 @@ class Story:
 
     @property
     def over(self) -> bool:
-        """Whether training has adapted to every change."""
+        """Return whether training has adapted to every change."""
         return not self._acts and self._current is None
 
     def read_events(self) -> None:

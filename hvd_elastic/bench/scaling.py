@@ -1,4 +1,4 @@
-"""How training scales with the number of slots: figures, their prediction, cost and comparison."""
+"""Figures of training at different numbers of slots, their prediction, cost and comparison."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KNEE = 0.5
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured; results of different settings cannot be compared.
+    """Settings of a measurement; results of different settings cannot be compared.
 
     Attributes:
         framework: ``torch`` or ``tensorflow``.
@@ -403,7 +403,7 @@ class Difference:
 
     @property
     def differs(self) -> bool:
-        """Whether the difference is beyond the noise."""
+        """Return whether the difference is beyond the noise."""
         return not self.low <= 1 <= self.high
 
 

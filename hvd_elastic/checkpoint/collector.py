@@ -105,7 +105,7 @@ class Parcel(Generic[Entry]):
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What a collector calls.
+    """Functions that a collector calls.
 
     Attributes:
         post: schedules a call in the leader's loop.

@@ -37,7 +37,7 @@ _NEEDS_GROUP = {"_get_default_group", "_get_env_or_raise"}
 
 
 class StopCause(enum.Enum):
-    """Who asked for the end of a run; the values appear in events."""
+    """The party that asked for the end of a run; the values appear in events."""
 
     INTERRUPT = "Ctrl-C"
     TERMINATE = "SIGTERM"

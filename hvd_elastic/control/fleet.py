@@ -34,7 +34,7 @@ class AgentState(enum.Enum):
 
 @dataclass
 class Agent:
-    """What is known about the agent of one host."""
+    """Present state of the agent of one host, as far as it is known."""
 
     retry: Retry
     """Counts the failures since a worker was last ready on the host."""
@@ -82,7 +82,7 @@ class Stage(enum.Enum):
 
 @dataclass
 class Worker:
-    """What is known about one worker process that was not seen to end."""
+    """Present state of one worker process that was not seen to end."""
 
     name: str
     slot: SlotId

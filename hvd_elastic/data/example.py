@@ -1,4 +1,4 @@
-"""Where an example lies in a shard, and the number that it is taken by."""
+"""The place of an example in a shard, and the number that it is taken by."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def example_number(index: Any) -> int:
 
 
 class Example(NamedTuple):
-    """Where an example lies in a shard.
+    """The place of an example in a shard.
 
     Attributes:
         key: its name in the shard.

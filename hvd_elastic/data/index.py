@@ -31,7 +31,7 @@ _OURS = re.compile(rb'\s*(\{\s*"layout"|\Z)')  # how an index begins, or an empt
 
 
 class Layout(Protocol):
-    """How examples are stored in a shard.
+    """The layout of examples in a shard.
 
     Attributes:
         suffix: part of the names of its files.
@@ -84,7 +84,7 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Index(msgspec.Struct, frozen=True):
-    """What is known of a folder of shards without opening them.
+    """Facts about a folder of shards that are known without opening them.
 
     Attributes:
         layout: a name of ``LAYOUTS``.
@@ -113,7 +113,7 @@ class Index(msgspec.Struct, frozen=True):
 
     @property
     def labelled(self) -> bool:
-        """Whether examples have labels."""
+        """Return whether examples have labels."""
         return "cls" in self.fields
 
     def columns(self, shard: Shard) -> tuple[str, ...]:

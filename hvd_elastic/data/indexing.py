@@ -205,7 +205,7 @@ def _layout(source: Path | RemoteFolder, names: Sequence[str]) -> str:
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """What an earlier call has found of a shard.
+    """Facts about a shard that an earlier call has found.
 
     Attributes:
         shard: its entry in the index, with its fields.
@@ -233,7 +233,7 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 class _Earlier(NamedTuple):
-    """What earlier calls have left.
+    """Files and facts that earlier calls have left.
 
     Attributes:
         head: for the journal of this call.

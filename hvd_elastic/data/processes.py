@@ -23,7 +23,7 @@ _PIECES_EACH = 3
 def in_processes(
     work: Callable[[Any], Work], pieces: Iterable[Any], processes: int
 ) -> Iterator[Work]:
-    """What the work gives for each piece, as they get done; in this process where one is enough.
+    """Yield the result of each piece of work as it gets done; one process needs no other.
 
     Pieces are taken when they are needed, so that not all of them are in memory.
 

@@ -43,7 +43,7 @@ class Task(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What is known of a shard.
+    """Facts about a shard.
 
     Attributes:
         shard: its entry in the index.

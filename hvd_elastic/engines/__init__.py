@@ -1,1 +1,1 @@
-"""What engines that own the machines share: hosts that dial in, and functions as scripts."""
+"""Engines own the machines of a run: Slurm, Spark, Ray; `dialled`: hosts that dial in."""

@@ -99,7 +99,7 @@ class Owner(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a run grows.
+    """Bounds of a run's growth.
 
     Attributes:
         most: most hosts, those that the run began with included.

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Outcome(Enum):
-    """How a task ended on a host."""
+    """Result or error of a task on a host."""
 
     OK = "ok"
     FAILED = "failed"

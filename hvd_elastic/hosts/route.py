@@ -177,7 +177,7 @@ def _user_of(attempt: Attempt) -> str:
 
 
 class Route:
-    """How to reach a host: ssh configuration, jump hosts, socket and known keys."""
+    """The way to a host: ssh configuration, jump hosts, socket and known keys."""
 
     def __init__(self, host: Host, options: SshOptions, attempt: Attempt, depth: int = 0) -> None:
         from paramiko import SSHClient

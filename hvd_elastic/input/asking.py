@@ -150,7 +150,7 @@ class AskingThread:
 
     @property
     def reads(self) -> bool:
-        """Whether it answers in time."""
+        """Return whether it answers in time."""
         return self.is_connected and not self.is_late
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""What a process does first that was forked from a rank, or from an input host, to read."""
+"""First steps of a process that was forked from a rank, or from an input host, to read."""
 
 from __future__ import annotations
 

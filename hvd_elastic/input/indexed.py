@@ -1,4 +1,4 @@
-"""What is read by index, in any process: examples that are seeded and collated into batches."""
+"""Reads by index, in any process: examples are seeded and collated into batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loaders of all frontends share: the order of their data, and the steps of an epoch."""
+"""The part of a loader that all frontends share: the order of its data, the steps of an epoch."""
 
 from __future__ import annotations
 

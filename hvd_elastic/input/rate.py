@@ -26,7 +26,7 @@ _WARM_SHARE = 0.25
 
 @dataclass(frozen=True)
 class InputRate:
-    """How fast a loader reads.
+    """Speed of a loader.
 
     Attributes:
         examples, seconds: examples that were read, and the time that it took [s].
@@ -54,7 +54,7 @@ class InputRate:
 
     @property
     def remedy(self) -> str:
-        """What would make it faster, in words."""
+        """Return what would make it faster, in words."""
         match self.bound:
             case "unknown":
                 return "more prefetch and num_parallel_calls of map, or a cheaper transform"

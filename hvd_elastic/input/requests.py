@@ -51,7 +51,7 @@ class Request:
 
     @property
     def is_with_a_late_process(self) -> bool:
-        """Whether who was asked for it has been late and has not answered since."""
+        """Return whether who was asked for it has been late and has not answered since."""
         return self.by is not None and self.by.is_late
 
 
@@ -88,7 +88,7 @@ class Requests:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next batch was read."""
+        """Return whether the next batch was read."""
         return self.next in self._ready
 
     def pop(self) -> tuple[Any, list[int]]:

@@ -27,7 +27,7 @@ SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin", "/usr/local/bin", "/u
 
 
 class Purpose(Enum):
-    """What cannot be done if a prerequisite is missing."""
+    """The purpose of a prerequisite."""
 
     ENVIRONMENT = "set up the Python environment"
     BUILD = "build Horovod"

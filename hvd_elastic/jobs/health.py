@@ -1,4 +1,4 @@
-"""Which hosts of a cluster can be used: runs tell which are lost, and those are tried again.
+"""Finds the hosts of a cluster that can be used: runs report lost ones, which are tried again.
 
 A run that can start no agent on a host may be at fault itself, if its interpreter was named
 wrongly. So hosts are tried with interpreters that should have this package: the daemon's, and those

@@ -111,7 +111,7 @@ def _kept(claim: Claim, hosts: Slots) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Use:
-    """What a job uses of the hosts.
+    """Slots of the hosts that a job uses.
 
     Attributes:
         occupied: slots of each host in which processes of its run live or start.

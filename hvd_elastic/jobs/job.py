@@ -21,12 +21,12 @@ class JobStatus(str, enum.Enum):
 
     @property
     def active(self) -> bool:
-        """Whether the job still waits or runs."""
+        """Return whether the job still waits or runs."""
         return self in (JobStatus.QUEUED, JobStatus.RUNNING)
 
 
 class JobKind(str, enum.Enum):
-    """What the scheduler may do with a job.
+    """Kinds of jobs, by what the scheduler may do with them.
 
     ELASTIC: change its slots while it trains. FIXED: the script is elastic, the number of slots is
     not. PLAIN: any command, one process on one host.
@@ -71,7 +71,7 @@ class After:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What a user asks for.
+    """A user's request for a job.
 
     Attributes:
         name: name of the job, the first part of its run id.

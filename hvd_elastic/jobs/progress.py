@@ -139,7 +139,7 @@ def _near(one: float, other: float) -> bool:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended.
+    """End of a run.
 
     Attributes:
         at: when [Unix s].
@@ -152,7 +152,7 @@ class Ending:
 
 
 class RunProgress:
-    """What the events of a run say so far; :meth:`poll` reads the new ones.
+    """Progress of a run by its events so far; :meth:`poll` reads the new ones.
 
     Attributes:
         ending: how the run ended; None: it goes on, as far as its events say.

@@ -1,4 +1,4 @@
-"""What is checked of a model and the arguments of ``model.fit``, and of a step that is left out."""
+"""Checks of a model, of the arguments of ``model.fit``, and of a step that is left out."""
 
 from __future__ import annotations
 

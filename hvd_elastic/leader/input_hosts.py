@@ -36,7 +36,7 @@ _MOST_SCRIPT_FAILURES = 3
 
 @dataclass
 class _InputHost:
-    """What is known of one input host."""
+    """Present state of one input host."""
 
     host: Host
     starts: int = 0
@@ -95,7 +95,7 @@ class InputHosts:
 
     @property
     def use(self) -> msg.UseInput | None:
-        """What a new rank has to be told; None: nothing."""
+        """Return what a new rank has to be told; None: nothing."""
         return self._servers_in_use() if self._servers else None
 
     def update(

@@ -1,4 +1,4 @@
-"""What all parts of a leader share of the run that they lead."""
+"""The led run, which all parts of a leader share."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class ElasticStrategy(ParallelStrategy):
 
     @property
     def together(self) -> bool:
-        """Whether the ranks train, so that each calls the same collectives."""
+        """Return whether the ranks train, so that each calls the same collectives."""
         worker = self._worker
         return worker.in_train and worker.has_ranks and self.world_size > 1 and not self.alone
 
@@ -107,7 +107,7 @@ class ElasticStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether ``sync_dist`` has an effect: always, since ranks may come."""
+        """Return whether ``sync_dist`` has an effect: always, since ranks may come."""
         return True
 
     @property
@@ -158,7 +158,7 @@ class ElasticStrategy(ParallelStrategy):
 
     @property
     def _has_stepped(self) -> bool:
-        """Whether the step of the present batch is taken, so that it cannot be repeated."""
+        """Return whether the step of the present batch is taken, so that it cannot be repeated."""
         ctx = context.current()
         return self._worker.progress.phase is Phase.LOOP and ctx.step.stage is Stage.DONE
 
@@ -196,6 +196,8 @@ class ElasticStrategy(ParallelStrategy):
         super().setup(trainer)
         if trainer.state.fn != _FITTING:
             return
+        if not any(each.param_groups for each in self.optimizers):
+            raise ScriptError("configure_optimizers() returns no optimizer, so nothing is trained")
         several = not self.lightning_module.automatic_optimization
         for optimizer in self.optimizers:
             hvd.DistributedOptimizer(

@@ -33,7 +33,7 @@ while nothing is timed on them; after an hour, times are uncertain by 40 %."""
 
 
 class Configuration(NamedTuple):
-    """What a step time depends on; see :class:`~hvd_elastic.model.step_time.Observation`."""
+    """Key of a step time; see :class:`~hvd_elastic.model.step_time.Observation`."""
 
     hosts: int
     ranks: int
@@ -44,7 +44,7 @@ class Configuration(NamedTuple):
 
 @dataclass(frozen=True)
 class TimingRules:
-    """How an instance of :class:`StepTimings` treats its measurements.
+    """Constants by which an instance of :class:`StepTimings` treats its measurements.
 
     Attributes:
         windows: number of recent windows kept for each configuration.

@@ -32,7 +32,7 @@ _NOTABLE_DELAY = 0.2
 
 @dataclass(frozen=True)
 class Reading:
-    """What a worker has read of its training data since its process began.
+    """A worker's reading of its training data since its process began.
 
     Attributes:
         loop_s: time in the loop over the loader [s].
@@ -92,7 +92,7 @@ class Reading:
 
     @property
     def computes(self) -> bool:
-        """Whether what is waited for uses the processor, and not storage or the network."""
+        """Return whether what is waited for uses the processor, and not storage or the network."""
         if self.cpu_s is None:
             return False
         busy_s = (self.processes or 0) * self.starved_s + self.helped_s
@@ -102,13 +102,13 @@ class Reading:
 
     @property
     def waits_for_link(self) -> bool:
-        """Whether input hosts make no batches for a notable time, since the link is the limit."""
+        """Return whether input hosts make no batches for long, since the link is the limit."""
         return self.link_s > _NOTABLE_LINK * (self.link_s + self.helped_s)
 
 
 @dataclass(frozen=True)
 class InputSupply:
-    """How many examples the cores of machines can read in a second.
+    """Number of examples that the cores of machines can read in a second.
 
     Attributes:
         core_s: processor time to read one example [s], > 0.

@@ -208,7 +208,7 @@ class RankSpeeds:
 
     @property
     def rebalancing(self) -> bool:
-        """Whether the ranks are about to change their shares, and with them the step time."""
+        """Return whether the ranks are about to change their shares, and so the step time."""
         return self.unequal and 0 < self._uneven <= _BALANCED_AFTER
 
     def slowness(self, host: str) -> float:

@@ -20,7 +20,7 @@ _MAX_FRAME_BYTES = 1 << 22
 
 
 class Kind(IntEnum):
-    """What a frame holds. An empty one of the first three is the end of that stream."""
+    """Content of a frame. An empty one of the first three is the end of that stream."""
 
     STDIN = 0
     STDOUT = 1

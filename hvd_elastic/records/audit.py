@@ -36,7 +36,7 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class EpochAudit:
-    """How one epoch used the dataset.
+    """Use of the dataset in one epoch.
 
     Attributes:
         epoch: index of the epoch, from 0.
@@ -76,7 +76,7 @@ class EpochAudit:
 
     @property
     def faulty(self) -> bool:
-        """Whether the records show that an example was not used exactly once."""
+        """Return whether the records show that an example was not used exactly once."""
         return bool(self.lost or self.duplicated or self.foreign)
 
     @property

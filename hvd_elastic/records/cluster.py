@@ -15,7 +15,7 @@ Held = dict[str, int]
 
 @dataclass
 class JobRecord:
-    """What became of a job.
+    """Times and end of a job.
 
     Attributes:
         job: its number in the queue, as text.

@@ -17,7 +17,7 @@ CAUSES = ("start-up", "rescales", "failures", "input", "communication", "interru
 
 @dataclass
 class Spent:
-    """What one cause took.
+    """Time and money that one cause took.
 
     Attributes:
         seconds: time of the run [s].
@@ -32,7 +32,7 @@ class Spent:
 
 @dataclass
 class Spending:
-    """What each cause has taken so far.
+    """Time and money that each cause has taken so far.
 
     Attributes:
         by_cause: by name of the cause, those of :data:`CAUSES`.

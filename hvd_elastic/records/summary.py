@@ -130,7 +130,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class HostUse:
-    """How busy a host was when it was sampled last; see the event ``host_sample``.
+    """Use of a host when it was sampled last; see the event ``host_sample``.
 
     Attributes:
         at_s: time after the start of the run [s].

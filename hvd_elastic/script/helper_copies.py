@@ -50,7 +50,7 @@ def dump_value(
 
 @dataclass
 class _Helper:
-    """What is known of a helper whose state is not small.
+    """A helper object whose state is not small.
 
     Attributes:
         left_s: time that its copies may take now [s].

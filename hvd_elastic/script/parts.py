@@ -22,7 +22,7 @@ class Loader(Protocol):
 
 
 class Place:
-    """Where in its parts a training is; belongs to an object of the State, as counters do.
+    """A training's place in its parts; belongs to an object of the State, as counters do.
 
     Attributes:
         begun: whether the current epoch has begun.
@@ -34,11 +34,11 @@ class Place:
 
 
 class Library(Protocol):
-    """What the loop asks of the library. All that it changes is in the State."""
+    """Interface of the library that the loop calls. All that it changes is in the State."""
 
     @property
     def place(self) -> Place:
-        """Where training is."""
+        """Return the place of training."""
 
     def is_done(self) -> bool:
         """Return whether training is over, the same on all ranks."""

@@ -39,7 +39,7 @@ _KINDS = "biuf"
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """What ``hvd-elastic predict`` asks of the script.
+    """A prediction that ``hvd-elastic predict`` asks of the script.
 
     Attributes:
         checkpoint: file with the weights, on at least one of the hosts; empty: the script's own.

@@ -1,4 +1,4 @@
-"""What a script asks about its ranks, and reports, with every frontend."""
+"""Functions by which a script asks about its ranks, and reports, with every frontend."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _EVIDENCE_S = 3.0
 
 
 class ScalingRule(Protocol):
-    """What the simulator calls of a :class:`ScalingController`, or of a rule in its place."""
+    """Interface of a :class:`ScalingController`, or of a rule in its place, in the simulator."""
 
     evidence: Evidence
 

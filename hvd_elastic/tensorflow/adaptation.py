@@ -1,4 +1,4 @@
-"""What an adaptive batch adds to the steps of an optimizer.
+"""Steps of an optimizer with an adaptive batch: statistics of gradients, scaled learning rates.
 
 Gradients of a step's passes are added up, in variables that belong to no object of the script, and
 the learning rate follows the batch. The graph reads all that changes from :class:`Controls`.

@@ -41,7 +41,7 @@ _REDUCED_AS = {tf.bfloat16: tf.float32}
 
 @dataclass
 class StepInGraph:
-    """What the graph of a step in flight has told.
+    """Results of the graph of a step in flight.
 
     Attributes:
         begun: whether its gradients are computed.
@@ -102,7 +102,7 @@ class GradientAverager(GraphAverager):
 
     @property
     def _checks(self) -> bool:
-        """Whether it is looked at whether gradients are finite."""
+        """Return whether it is looked at whether gradients are finite."""
         return self._context.worker.on_not_finite != "ignore"
 
     # -- in the script's graph -------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""What the cluster tools do: run commands, copy, end processes, check and install on many hosts."""
+"""Cluster tools: run commands, copy, end processes, check and install on many hosts."""

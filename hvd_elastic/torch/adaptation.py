@@ -1,4 +1,4 @@
-"""What a batch that adapts adds to the steps: gradients are sampled, learning rates scaled."""
+"""Steps of an optimizer with an adaptive batch: gradients are sampled, learning rates scaled."""
 
 from __future__ import annotations
 

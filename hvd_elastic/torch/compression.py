@@ -13,7 +13,7 @@ than 32 MB is mapped anew each time, which takes longer than the sum."""
 
 
 class Compression(Enum):
-    """How gradients of float32 and float64 are sent between the ranks; named as in Horovod."""
+    """Type in which gradients of float32 and float64 are sent; named as in Horovod."""
 
     none = None
     """As they are."""

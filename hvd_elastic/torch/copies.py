@@ -84,7 +84,7 @@ class OptimizerCopy:
 
     @property
     def is_taken(self) -> bool:
-        """Whether there is a copy."""
+        """Return whether there is a copy."""
         return self._state is not None
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor | None:

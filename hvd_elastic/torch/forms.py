@@ -31,7 +31,7 @@ def lay_out(state: dict[str, Any], parameter: torch.Tensor) -> None:
 
 
 class ModuleForms:
-    """What a script converts in training, such as by ``model.double()``, so that newcomers follow.
+    """Conversions of a script in training, such as ``model.double()``, so that newcomers follow.
 
     A newcomer's script has built its modules as that of the other ranks has, before training.
 

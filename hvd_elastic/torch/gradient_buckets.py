@@ -97,7 +97,7 @@ class Bucket:
 
     @property
     def holds(self) -> bool:
-        """Whether a gradient of the step is here."""
+        """Return whether a gradient of the step is here."""
         return any(self._held)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What a loader reads, in any process: examples by index, transformed, collated, and as buffers."""
+"""Source of a loader, in any process: examples by index, transformed, collated, as buffers."""
 
 from __future__ import annotations
 

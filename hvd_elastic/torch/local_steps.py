@@ -197,7 +197,7 @@ class LocalAverager(GradientAverager):
         """Leave the gradients of this rank alone."""
 
     def _note_gradients(self) -> None:
-        """What the outer optimizer is given is always there."""
+        """Note nothing: what the outer optimizer is given is always there."""
 
     # -- what scripts call -----------------------------------------------------------------
 

@@ -575,7 +575,7 @@ class GradientAverager(EagerAverager):
 
     @property
     def _may_carry(self) -> bool:
-        """Whether gradients carry the flags of the step.
+        """Return whether gradients carry the flags of the step.
 
         A script that reads its data itself may take a step on some ranks alone: flags that have a
         reduction of their own pass by the gradients then.

@@ -63,7 +63,7 @@ class PlainReading:
 
     @property
     def has_processes(self) -> bool:
-        """Whether it reads, or keeps processes for the next epoch."""
+        """Return whether it reads, or keeps processes for the next epoch."""
         return self._batches is not None or self._inner._iterator is not None
 
     def go_to(self, worker: Worker, place: Place, order: Callable[[], Iterator[list[int]]]) -> None:
@@ -149,7 +149,7 @@ class PlainReading:
 
 
 class _Pass(NamedTuple):
-    """What a process is asked to read.
+    """A pass that a process is asked to read.
 
     Attributes:
         reading: number of the reading that it is of: of passes from one place on.

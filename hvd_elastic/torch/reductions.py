@@ -152,7 +152,7 @@ class Reductions:
 
     @property
     def are_begun(self) -> bool:
-        """Whether buckets are being reduced, or gradients of the last pass have arrived."""
+        """Return whether buckets are being reduced, or gradients of the last pass have arrived."""
         return bool(self._begun) or len(self._missing) < len(self._bucket_of)
 
     def scale(self, factor: float) -> None:
@@ -163,7 +163,7 @@ class Reductions:
 
     @property
     def looks(self) -> bool:
-        """Whether it is looked at whether the script changes gradients by ``grad.data``.
+        """Return whether it is looked at whether the script changes gradients by ``grad.data``.
 
         The buckets of such a step are sent when all are full.
         """

@@ -236,7 +236,7 @@ class Counts(NamedTuple):
 
 
 class _Elements:
-    """What the numbers are over which a loss is a sum or a mean.
+    """The numbers over which a loss is a sum or a mean.
 
     Args:
         node: the operation that has computed them.

@@ -1,4 +1,4 @@
-"""Which parameters of an optimizer are trained, and what earlier batches have left in them."""
+"""Trained parameters of an optimizer, and gradients that earlier batches have left in them."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class LeftGradients:
         self._steps = -1
 
     def __bool__(self) -> bool:
-        """Whether a body has left gradients that are neither used nor cleared yet."""
+        """Return whether a body has left gradients that are neither used nor cleared yet."""
         return bool(self._left)
 
     def begin_body(self, steps: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a script cannot use, said before training."""
+"""Checks, before training, for what a script cannot use."""
 
 from __future__ import annotations
 

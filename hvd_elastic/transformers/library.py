@@ -1,4 +1,4 @@
-"""What has to hold before Hugging Face's libraries are imported: their releases, and one GPU."""
+"""Checks before Hugging Face's libraries are imported: their releases, and one GPU."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _RefusedError(HTTPStatus.FORBIDDEN, why)
 
     def _refuse_other_users(self) -> None:
-        """Where no token is needed: run folders are for their user alone."""
+        """Refuse other users where no token is needed: run folders are for their user alone."""
         if not self.server.token and self._user not in (os.getuid(), _ROOT):
             why = (
                 f"this dashboard shows runs to {user_words(os.getuid())} alone. For others it has "

@@ -129,7 +129,7 @@ class AgentLink:
 
     @property
     def is_to_leave(self) -> bool:
-        """Whether the instruction that waits is to leave the run."""
+        """Return whether the instruction that waits is to leave the run."""
         return isinstance(self._pending, msg.Leave)
 
     def aborted(self, generation: int) -> bool:

@@ -96,7 +96,7 @@ class Averagers:
 
     @property
     def local(self) -> bool:
-        """Whether a step of training is a period of steps that each rank takes alone."""
+        """Return whether a step of training is a period of steps that each rank takes alone."""
         return any(averager.local for averager in self.eager)
 
     @property

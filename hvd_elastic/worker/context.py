@@ -220,7 +220,7 @@ class Context:
 
     @property
     def _exchanges_at_commit(self) -> bool:
-        """Whether the next exchange is that of the step after ``commit``, as in a loop body.
+        """Return whether the next exchange is that of the step after ``commit``, as in a loop body.
 
         So it is with several optimizers, and without our loader, after a step of one of them.
         """
@@ -228,7 +228,7 @@ class Context:
 
     @property
     def _exchange_checks_steps(self) -> bool:
-        """Whether the exchange shows that only some ranks leave a step out, not the gradients."""
+        """Return whether the exchange, and not the gradients, shows who leaves a step out."""
         return self.planner.adapts or self.worker.averagers.several
 
     def _wishes(self) -> list[bool]:

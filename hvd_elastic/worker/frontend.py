@@ -160,7 +160,7 @@ class Averager(ABC):
     @property
     @abstractmethod
     def idle(self) -> str:
-        """What the script leaves out, so that no step has trained anything; empty: nothing."""
+        """Return the call that the script leaves out, so that no step has trained; empty: none."""
 
     @abstractmethod
     def learning_rate(self) -> float:

@@ -84,7 +84,7 @@ class Generators:
 
     @property
     def all_bits(self) -> int:
-        """What :meth:`agree` returns where all agree."""
+        """Return what :meth:`agree` returns where all agree."""
         return (1 << len(self._all)) - 1
 
     def settle(self, bits: int) -> None:

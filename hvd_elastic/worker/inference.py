@@ -1,4 +1,4 @@
-"""What ``hvd.evaluate`` and ``hvd.predict`` need of a framework."""
+"""Interface of a framework for ``hvd.evaluate`` and ``hvd.predict``."""
 
 from __future__ import annotations
 

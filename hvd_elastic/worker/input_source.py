@@ -1,4 +1,4 @@
-"""What the processes that read for a rank call: a loader's data set, as batches by index."""
+"""Interface of what processes read for a rank: a loader's data set, as batches by index."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Skipped(NamedTuple):
 
 
 class Source(Protocol):
-    """What can be read: a loader with its data set, transform and collate function.
+    """A source of batches: a loader with its data set, transform and collate function.
 
     Attributes:
         examples: number of examples.

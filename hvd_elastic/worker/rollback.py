@@ -97,7 +97,7 @@ class Rollback:
 
     @property
     def keeps_aside(self) -> bool:
-        """Whether a loop body can fail after a step of one of its optimizers and is undone then."""
+        """Return whether a loop body that fails after one optimizer's step is undone."""
         worker = self._worker
         return worker.averagers.several and worker.elastic and worker.communicator.size > 1
 

@@ -1,4 +1,4 @@
-"""What the script has told of the data it trains on, and of how long it trains."""
+"""The data that the script trains on, and how long it trains, as it has told."""
 
 from __future__ import annotations
 

@@ -126,12 +126,12 @@ class Step:
 
     @property
     def is_open(self) -> bool:
-        """Whether the step was handed out and is neither done nor called off."""
+        """Return whether the step was handed out and is neither done nor called off."""
         return bool(self.passes) and self.stage in (Stage.BEGUN, Stage.EXCHANGED)
 
     @property
     def examples_words(self) -> str:
-        """Which examples of the epoch's order this rank has had, in words; empty: not known."""
+        """Return the examples of the epoch's order that this rank has had; empty: not known."""
         starts = [each.start for each in self.passes if each.start is not None]
         if not starts:
             return ""
@@ -140,17 +140,17 @@ class Step:
 
     @property
     def is_exchanged(self) -> bool:
-        """Whether the ranks have exchanged their flags for this step."""
+        """Return whether the ranks have exchanged their flags for this step."""
         return self.stage in (Stage.EXCHANGED, Stage.VOIDED, Stage.DONE)
 
     @property
     def has_told(self) -> bool:
-        """Whether this rank has begun to tell the others its flags."""
+        """Return whether this rank has begun to tell the others its flags."""
         return self._told is not None
 
     @property
     def accumulating(self) -> bool:
-        """Whether further passes of the step follow."""
+        """Return whether further passes of the step follow."""
         return self.is_open and (self.continues or self.passes[-1].accumulating)
 
     @property
@@ -165,7 +165,7 @@ class Step:
 
     @property
     def is_long(self) -> bool:
-        """Whether to check that all ranks add up passes, as this one has for so long.
+        """Return whether to check that all ranks add up passes, as this one has for so long.
 
         A rank that does so alone exchanges nothing, while the others wait for its gradients.
         """
@@ -189,7 +189,7 @@ class Step:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing counts on any rank: then the step has no gradient and is left out."""
+        """Return whether nothing counts on any rank, so that the step is left out."""
         return self.counts is not None and not self.counts.total()
 
     def begin_step(self, first: Pass) -> None:

@@ -120,7 +120,7 @@ class Worker:
 
     @property
     def elastic(self) -> bool:
-        """Whether the training function may be entered again after a failure."""
+        """Return whether the training function may be entered again after a failure."""
         return self.mode in (Mode.AGENT, Mode.HOROVOD_ELASTIC)
 
     @property
@@ -143,7 +143,7 @@ class Worker:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether this worker has a rank yet."""
+        """Return whether this worker has a rank yet."""
         return self.mode is not Mode.AGENT or self.generation > 0
 
     def check_has_ranks(self, what: str) -> None:
@@ -219,12 +219,12 @@ class Worker:
 
     @property
     def wants_change(self) -> bool:
-        """Whether the leader has asked this worker to leave its present generation."""
+        """Return whether the leader has asked this worker to leave its present generation."""
         return self.link is not None and self.link.pending(self.generation)
 
     @property
     def is_to_leave(self) -> bool:
-        """Whether the leader has told this worker to leave the run."""
+        """Return whether the leader has told this worker to leave the run."""
         return self.link is not None and self.link.is_to_leave
 
     def refuse_aborted(self) -> None:

@@ -26,7 +26,7 @@ _LINK_LOCAL = "http://169.254.169.254"
 
 
 class Notice(NamedTuple):
-    """What a cloud says of this machine.
+    """A cloud's notice about this machine.
 
     Attributes:
         leave_in_s: time until then [s].
@@ -104,7 +104,7 @@ class Service:
 
 
 class _Received:
-    """What :class:`http.client.HTTPResponse` reads from in place of a socket."""
+    """Bytes that :class:`http.client.HTTPResponse` reads in place of a socket."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -114,7 +114,7 @@ class _Received:
 
 
 class Cloud(Protocol):
-    """How a cloud announces that it takes a machine away.
+    """A cloud's way to announce that it preempts a machine.
 
     Attributes:
         variable: variable with the service's address, which the cloud's own libraries read.

@@ -1,4 +1,4 @@
-"""What the workers of an engine's run execute: a function with its arguments, or a script."""
+"""The work of an engine's run: a function with its arguments, or a script."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMAND = (f"python3.{sys.version_info.minor}", "-m", "hvd_elastic.engines.diall
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a task has ended.
+    """Result or error of a task.
 
     Attributes:
         value: pickle of the function's value; None: this rank has none to give.

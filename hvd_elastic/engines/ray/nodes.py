@@ -38,7 +38,7 @@ _LEAST_STORE_BYTES = 75 * 1024 * 1024
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """How a node is started.
+    """Settings that a node is started with.
 
     Attributes:
         python: interpreter with Ray on the hosts.

@@ -174,7 +174,7 @@ def parse_left(text: str) -> float:
 
 @dataclass(frozen=True)
 class Submission:
-    """How a run is submitted to Slurm.
+    """A run to submit to Slurm.
 
     Attributes:
         least, most: fewest and most nodes. The first allocation has the fewest, each further one

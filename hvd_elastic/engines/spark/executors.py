@@ -42,7 +42,7 @@ _END_S = 5.0
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of Spark.
+    """A request for executors of Spark.
 
     Attributes:
         hosts: number of tasks, each of which is a host.

@@ -139,7 +139,7 @@ def decide(
 
 
 class _Cluster:
-    """What the decision about each job needs to know of the hosts.
+    """Facts about the hosts that the decision about each job needs.
 
     Attributes:
         boundaries: numbers of slots that whole hosts have, the fullest first.

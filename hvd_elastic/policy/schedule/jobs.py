@@ -26,7 +26,7 @@ class HostSlots:
 
 @dataclass(frozen=True)
 class Job:
-    """What the scheduler knows of a job.
+    """A job as the scheduler knows it.
 
     Attributes:
         submitted_s: when it was submitted [s, on the clock of ``now``].

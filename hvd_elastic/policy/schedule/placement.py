@@ -18,7 +18,7 @@ _LEAST_GAIN = 1.05
 
 @dataclass(frozen=True)
 class Wish:
-    """What a job should get.
+    """Slots that a job should get.
 
     Attributes:
         worth: worth of one slot at full speed, relative to other jobs; only hosts of unequal

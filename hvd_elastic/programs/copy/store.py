@@ -438,12 +438,12 @@ class Target(Store):
 
     @property
     def arrived(self) -> bool:
-        """Whether all files have arrived."""
+        """Return whether all files have arrived."""
         return not self._coming
 
     @property
     def complete(self) -> bool:
-        """Whether all files have arrived and have their names."""
+        """Return whether all files have arrived and have their names."""
         return self.arrived and not self._names
 
     def write(self, index: int, offset: int, data: bytes, frame: bytes) -> None:

@@ -167,7 +167,7 @@ class Change:
 
 @dataclass
 class Outcome:
-    """What happened to a workload.
+    """Result of a workload.
 
     Attributes:
         completion_s: time from submission to the end of each job [s].

@@ -42,7 +42,7 @@ class Verdict:
 
 @dataclass
 class _Member:
-    """What is known of one node of the chain.
+    """One node of the chain.
 
     Attributes:
         heard: time of its last report [s].

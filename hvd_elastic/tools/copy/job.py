@@ -87,7 +87,7 @@ class CopyProgress:
 
 @dataclass(frozen=True)
 class Pulled:
-    """What to fetch from a shared store, and by which command.
+    """Files to fetch from a shared store, and the command that fetches them.
 
     Attributes:
         command: shell command with ``{dst}``, and with ``{path}`` or ``{list}`` if there is a list.

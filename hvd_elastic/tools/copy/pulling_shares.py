@@ -95,7 +95,7 @@ class Shares:
 
     @property
     def finished(self) -> bool:
-        """Whether no host is fetching anything."""
+        """Return whether no host is fetching anything."""
         return not any(self._asked.values())
 
     def _give(self, files: Sequence[int], hosts: Sequence[str]) -> dict[str, list[int]]:

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Node:
-    """What the leader knows of a host, or of the source."""
+    """A host, or the source, as the leader knows it."""
 
     host: Host
     name: str
@@ -80,7 +80,7 @@ class Node:
 
     @property
     def is_done(self) -> bool:
-        """Whether the host's result is known."""
+        """Return whether the host's result is known."""
         return self.state in ("done", "failed")
 
     def tell(self, do: str, **fields: Any) -> None:

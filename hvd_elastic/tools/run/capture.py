@@ -43,7 +43,7 @@ class Capture:
 
     @property
     def kept(self) -> bytes:
-        """What is kept, without a part of a character at its end if it is cut there."""
+        """Return what is kept, without a part of a character at its end if it is cut there."""
         cut = self.size_bytes > len(self._kept)
         return bytes(self._kept[: whole_characters(self._kept) if cut else None])
 

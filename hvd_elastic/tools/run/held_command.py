@@ -63,7 +63,7 @@ class HowToRun:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the command runs just as sshd would run it."""
+        """Return whether the command runs just as sshd would run it."""
         return not (self.env or self.cwd or self.sudo)
 
 

@@ -54,7 +54,7 @@ _FORK = multiprocessing.get_context("fork")
 
 
 class DataDigest:
-    """What is compared of a data set, by name.
+    """Fields of a data set that ranks compare, by name.
 
     Args:
         dataset: the data set.

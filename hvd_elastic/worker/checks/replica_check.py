@@ -57,7 +57,7 @@ class ReplicaCheck:
 
     @property
     def is_due(self) -> bool:
-        """Whether this rank wants a check in the next step; the ranks agree on it."""
+        """Return whether this rank wants a check in the next step; the ranks agree on it."""
         return time.monotonic() >= self._last + _PERIOD_S
 
     def step_exchanged(self, *, is_due: bool) -> None:

@@ -43,7 +43,7 @@ class SkippedSteps:
 
     @property
     def are_too_many(self) -> bool:
-        """Whether there are so many consecutive ones that the job ends."""
+        """Return whether there are so many consecutive ones that the job ends."""
         return self.consecutive >= self._most
 
     def count_step(self, progress: Progress, steps: int = 1) -> bool:
