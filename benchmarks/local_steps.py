@@ -372,7 +372,7 @@ def main() -> int:
     parser.add_argument("--rates", type=numbers, default=list(RATES), help="of links [Mbit/s]")
     parser.add_argument("--no-peers", action="store_true", help="leave torchft out")
     parser.add_argument("--seeds", type=at_least_one, default=5)
-    parser.add_argument("--steps", type=at_least_one, default=1000, help="for the loss")
+    parser.add_argument("--steps", type=at_least_one, default=1500, help="for the loss")
     parser.add_argument("--every", type=at_least_one, default=10, help="period for the loss")
     return run_benchmark(parser, measure)
 

@@ -15,7 +15,7 @@ from hvd_elastic.control.backoff import Retry
 from hvd_elastic.control.commands import Leave, Outbox, StartAgent, StartWorker, StopAgent
 from hvd_elastic.control.config import MachineConfig
 from hvd_elastic.control.events import AgentFailed, AgentLost, FoundWorker
-from hvd_elastic.control.membership import Seat, SlotId
+from hvd_elastic.control.ranks import Seat, SlotId
 from hvd_elastic.formatting import hosts_named, plural, worker_name
 from hvd_elastic.run_events import HostLost, Warned, WorkerStarted
 
@@ -159,7 +159,7 @@ class Fleet:
         return not self._agent(slot[0]).fatal and not self._slot(slot).given_up
 
     def cost(self, slot: SlotId) -> int:
-        """Return the cost of using ``slot`` next; see :func:`membership.choose_slots`.
+        """Return the cost of using ``slot`` next; see :func:`ranks.choose_slots`.
 
         It is 0 for workers that hold a place already, 1 for other live ones, 2 for empty slots,
         and for workers that are started in the place of one that died: a warm spare comes first.

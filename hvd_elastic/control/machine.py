@@ -47,8 +47,8 @@ from hvd_elastic.control.endings import (
 )
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import AgentState, Fleet, Stage, Worker
-from hvd_elastic.control.membership import SlotId, assign_ranks, describe_change
 from hvd_elastic.control.plan import Candidates, Plan, WaitingReport
+from hvd_elastic.control.ranks import SlotId, assign_ranks, describe_change
 from hvd_elastic.formatting import worker_name
 from hvd_elastic.run_events import Departure
 

@@ -8,7 +8,7 @@ from hvd_elastic.control.commands import Outbox
 from hvd_elastic.control.config import MachineConfig
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.fleet import Fleet, Stage, Worker
-from hvd_elastic.control.membership import SlotId, choose_slots, list_slots, target_size
+from hvd_elastic.control.ranks import SlotId, choose_slots, list_slots, target_size
 from hvd_elastic.formatting import count, hosts_named, plural
 from hvd_elastic.run_events import Waiting
 

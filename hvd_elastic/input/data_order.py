@@ -189,7 +189,7 @@ class DataOrder:
                 )
         dropped = self.examples % self.batch_size if self.drop_last else 0
         context.register_data(self.examples, dropped, self.planner)
-        context.worker.digests.append(self.digest)
+        context.worker.data.digests.append(self.digest)
 
     def steps_from(self, position: int, ranks: int) -> int:
         """Return the number of steps from a position to the end of an epoch."""
@@ -511,7 +511,7 @@ class DataOrder:
             ScriptError: they differ; names what differs.
         """
         self._data = worker.progress.data
-        number, described = worker.digests.index(self.digest), json.loads(self._data)
+        number, described = worker.data.digests.index(self.digest), json.loads(self._data)
         if number >= len(described):
             return  # the other rank had not made this loader yet
         field = difference(self.digest.described(), described[number])

@@ -201,7 +201,7 @@ class ElasticCallback(keras.callbacks.Callback):
         numbers = {key: float(value) for key, value in logs.items() if np.ndim(value) == 0}
         self._ended, self._averaged = (epoch, self._examples, numbers), None
         self._arrays = {key: value for key, value in logs.items() if key not in numbers}
-        self._ctx.worker.saves = {}
+        self._ctx.worker.saves.again = {}
         self._ctx.rollback.tail_begins()
         failed, self._failed = self._failed, None
         if failed is not None:
@@ -296,7 +296,7 @@ class ElasticCallback(keras.callbacks.Callback):
                 if worker.progress.skipped > skipped:
                     self._undo_metrics()
                 if worker.progress.step > done:
-                    self._kept = worker.saves = None  # no rank ends the last epoch again
+                    self._kept = worker.saves.again = None  # no rank ends the last epoch again
                 self._ctx.commit(_numbers(logs))
                 batches.end_if_last()
                 return logs

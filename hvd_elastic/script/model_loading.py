@@ -152,7 +152,7 @@ def saved_file(source: str | Path, *, shared: bool = False) -> Iterator[Path]:
     if worker is None or not worker.has_ranks or not re.search(SAVED_NAME, name):
         yield find_source(source)
     elif worker.rank:
-        if name not in worker.saved_names:
+        if name not in worker.saves.names:
             yield find_source(source)
         elif shared:
             raise CheckpointError(f"rank 0 has the file {name!r} of hvd.save")

@@ -310,7 +310,7 @@ def _run_with_agent(ctx: Context, train: Callable[[], Result]) -> Result:
     while True:
         try:
             if pending:
-                ctx.membership.follow()
+                ctx.rescaling.follow()
                 pending = False
             if not all_returned(ctx, bool(returned)):
                 returned = [train()]
@@ -360,8 +360,8 @@ def start_static(ctx: Context) -> None:
     """
     refuse_to_train_beside_worker()
     _restore_newest(ctx)
-    ctx.membership.synchronize_state(RunRank(0))
-    ctx.membership.start_alone()
+    ctx.rescaling.synchronize_state(RunRank(0))
+    ctx.rescaling.start_alone()
 
 
 def _run_static(ctx: Context, train: Callable[[], Result]) -> Result:
@@ -401,13 +401,13 @@ def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Resu
             ctx.rollback.fail()
 
         def sync(self) -> None:
-            ctx.membership.ranks_changed()
+            ctx.rescaling.ranks_changed()
             if ctx.worker.generation == 1:
                 _restore_newest(ctx)
-            ctx.membership.synchronize_state(RunRank(0))
+            ctx.rescaling.synchronize_state(RunRank(0))
 
         def reset(self) -> None:
-            ctx.membership.ranks_changed()
+            ctx.rescaling.ranks_changed()
 
     adapter = Adapter(bcast_object=horovod.broadcast_object, get_rank=horovod.rank)
 
@@ -415,7 +415,7 @@ def _run_with_horovod_elastic(ctx: Context, train: Callable[[], Result]) -> Resu
         try:
             adapter.check_host_updates()
         except HostsUpdatedInterrupt:  # raised on all ranks: rank 0 broadcasts it
-            ctx.membership.prepare_change()
+            ctx.rescaling.prepare_change()
             raise
 
     ctx.check_host_updates = check_host_updates
@@ -440,4 +440,4 @@ def _restore_newest(ctx: Context) -> None:
             folder, on_skip=lambda path, why: warnings.warn(f"skipped {path}: {why}", stacklevel=2)
         )
         if newest is not None:
-            ctx.membership.restore_checkpoint(str(newest.path))
+            ctx.rescaling.restore_checkpoint(str(newest.path))

@@ -54,14 +54,14 @@ def save_file(worker: Worker, name: str, write: Write) -> None:
     """
     check_name(name)
     worker.check_has_ranks(f"whether this rank writes {name!r}")
-    worker.saved_names.add(name)
-    if worker.saves is not None:
-        worker.saves[name] = write
+    worker.saves.names.add(name)
+    if worker.saves.again is not None:
+        worker.saves.again[name] = write
     if not worker.rank:
         worker.keep_file(name, write)
 
 
 def save_again(worker: Worker) -> None:
     """Save what was saved since the epoch has ended, which an earlier rank 0 may not have done."""
-    for name, write in (worker.saves or {}).items():
+    for name, write in (worker.saves.again or {}).items():
         save_file(worker, name, write)

@@ -76,7 +76,7 @@ class Session:
             try:
                 if error is not None:
                     self._ctx.broken(error)
-                self._ctx.membership.follow()
+                self._ctx.rescaling.follow()
                 return
             except GenerationBrokenError as again:
                 error = again

@@ -29,10 +29,10 @@ from hvd_elastic.worker.launch import (
     is_started_by_worker,
     refuse_other_launchers,
 )
-from hvd_elastic.worker.membership import Membership
 from hvd_elastic.worker.metrics import Metrics
 from hvd_elastic.worker.planning.planner import Planner
 from hvd_elastic.worker.progress import Phase, Progress
+from hvd_elastic.worker.rescaling import Rescaling
 from hvd_elastic.worker.rollback import Rollback
 from hvd_elastic.worker.script_data import ScriptData
 from hvd_elastic.worker.state_parts import StateParts
@@ -55,7 +55,7 @@ class Context:
         replica_check: compares the parameters of the ranks.
         state_parts: objects of the library that are part of the script's state.
         data: what the script has told of its data.
-        membership: takes this process to the next generation.
+        rescaling: takes this process to the next generation.
         own_data: whether the script means to read its data without our loader.
         nothing_to_do: why the last loop over ``steps()`` had no step to take; empty: it had.
         has_trained: whether the script has called its training function.
@@ -76,7 +76,7 @@ class Context:
         self._profile = StepProfile(self.worker) if self.worker.options.profile >= 0 else None
         self.state_parts = StateParts()
         self.data = ScriptData()
-        self.membership = Membership(
+        self.rescaling = Rescaling(
             self.worker,
             self.step,
             self.rollback,
@@ -154,7 +154,7 @@ class Context:
         """
         self.data.register(examples)
         worker = self.worker
-        worker.examples = examples
+        worker.data.examples = examples
         if worker.audit:
             worker.sink.send(msg.Dataset(examples, dropped))
         if planner.reviews:
@@ -259,7 +259,7 @@ class Context:
         """
         told = self.step.finish_exchange(self.worker, self._exchange_checks_steps)
         change, stop, compare, *checkpoint = told
-        self.membership.change_agreed |= change
+        self.rescaling.change_agreed |= change
         self.checkpoints.agree(checkpoint)
         return stop, compare
 
@@ -588,7 +588,7 @@ class Context:
         if self.step.stage is Stage.UNCOMMITTED and not self.worker.averagers.several:
             self.worker.progress.advance(0)  # it was taken, so newcomers must count it too
         self.step.forget()
-        self.membership.change_agreed = False
+        self.rescaling.change_agreed = False
         self.worker.averagers.reset()
 
     # -- generations -----------------------------------------------------------------------
@@ -598,8 +598,8 @@ class Context:
         worker = self.worker
         if worker.mode is Mode.HOROVOD_ELASTIC and worker.in_train:
             self.check_host_updates()
-        if self.membership.change_agreed and worker.in_train:
-            self.membership.rescale()
+        if self.rescaling.change_agreed and worker.in_train:
+            self.rescaling.rescale()
         self.checkpoints.step_boundary()
         self.planner.review_if_due(worker)
 
@@ -613,7 +613,7 @@ class Context:
         self.rollback.fail()
         self._audit.send_again()
         self.checkpoints.broken()
-        self.membership.report_broken(error)
+        self.rescaling.report_broken(error)
 
     # -- life ------------------------------------------------------------------------------
 
@@ -621,14 +621,14 @@ class Context:
         """Report to the leader that this worker is warm."""
         if not self.worker.reads:
             self.worker.communicator.warm()
-            self.worker.described_data()  # here, where nobody waits for it
+            self.worker.data.described()  # here, where nobody waits for it
         if self.worker.link is not None:
             self.worker.link.send(msg.Imported(installed_modules()))
         self.worker.sink.send(msg.Ready(time.monotonic() - self._started, script_digests()))
 
     def script_failed(self, text: str) -> bool:
         """Report the exception that ends the script; return whether it could be sent."""
-        for name in self.worker.saved_names:
+        for name in self.worker.saves.names:
             if f"No such file or directory: {name!r}" in text:
                 how = f"hvd.load_model({name!r}, model, share=True)"
                 text = f"{text.rstrip()} (hvd.save keeps it in the run folder: {how} loads it)\n"

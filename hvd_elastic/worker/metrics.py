@@ -55,7 +55,7 @@ class Metrics:
 
     def world_begins(self, *, first: bool, announces_pause: bool) -> None:
         """Begin to measure a generation; ``first``: the first one of this process."""
-        now = self._worker.step_began = time.monotonic()
+        now = self._worker.step_clock.began = time.monotonic()
         self._announces_pause = announces_pause
         self._rescaled_from = None if first else self._last_step
         self._window = (now, self._worker.progress.examples)
@@ -81,9 +81,11 @@ class Metrics:
     def body_ended(self, now: float) -> None:
         """Time the step, or one of several steps of this rank alone, that has ended at ``now``."""
         worker = self._worker
-        if worker.step_began is not None:
-            worker.longest_step_s = max(worker.longest_step_s, now - worker.step_began)
-        worker.step_began = now
+        if worker.step_clock.began is not None:
+            worker.step_clock.longest_s = max(
+                worker.step_clock.longest_s, now - worker.step_clock.began
+            )
+        worker.step_clock.began = now
 
     def training_ends(self, planned: Callable[[], Mapping[str, Any]]) -> None:
         """Send metrics if they lack values or steps left out; ``planned``: see :meth:`send`."""

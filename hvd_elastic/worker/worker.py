@@ -8,6 +8,8 @@ import logging
 import os
 import socket
 import time
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NewType
 
@@ -47,6 +49,50 @@ _LONG_S = 2.0
 the stack."""
 
 
+@dataclass
+class DataSets:
+    """Data sets of the script's loaders.
+
+    Attributes:
+        examples: number of examples in the one that is trained on, for messages.
+        digests: what is compared of each, in order.
+    """
+
+    examples: int = 0
+    digests: list[DataDigest] = field(default_factory=list)
+
+    def described(self) -> str:
+        """Return what is compared of the data sets; see :attr:`Progress.data`."""
+        return json.dumps([digest.described() for digest in self.digests])
+
+
+@dataclass
+class Saves:
+    """Files that the script has saved in this process.
+
+    Attributes:
+        names: their names.
+        again: those of the time since an epoch has ended, by name, with what writes them; None:
+            the script itself saves them again after a failure.
+    """
+
+    names: set[str] = field(default_factory=set)
+    again: dict[str, Write] | None = None
+
+
+@dataclass
+class StepClock:
+    """Times of the steps of this process.
+
+    Attributes:
+        began: when the step in flight began [s, monotonic]; None: no step is in flight.
+        longest_s: duration of the longest step [s].
+    """
+
+    began: float | None = None
+    longest_s: float = 0.0
+
+
 class Worker:
     """State that all parts of a training process share.
 
@@ -59,27 +105,21 @@ class Worker:
         generation: number of the current generation.
         life: term of the leader, which distinguishes generations of different leaders.
         link: link to the agent; None without one.
-        reads: whether this process reads for the ranks of other hosts and does not train.
         options: options that the leader sets for all workers.
         sink: receiver of this worker's messages.
-        audit: whether the indices that are read are reported.
         on_not_finite: what is done about a step whose gradients are not finite: ``skip``, ``stop``
             or ``ignore``.
         input_times: how long this rank waits for its data.
         progress: progress of training, equal on all ranks between two steps.
         stop_reason: why this rank asks for the end of training; empty: it does not.
         left_epoch: where the script left an epoch early, for messages; empty: nowhere.
-        examples: number of examples in the loader's data set, for messages.
+        data: data sets of the script's loaders.
         generators: global generators of random numbers.
-        digests: what is compared of the data sets of the script's loaders, in order.
         in_train: whether the training function runs.
-        saves: what the script has saved since an epoch has ended, by name, with what writes it;
-            None: the script itself saves it again after a failure.
-        saved_names: names under which this process has saved.
+        saves: files that the script has saved.
         state: the script's state; None before it is created.
         averagers: averagers of the script's optimizers.
-        step_began: when the step in flight began [s, monotonic]; None: no step is in flight.
-        longest_step_s: duration of the longest step of this process [s].
+        step_clock: times of the steps of this process.
     """
 
     def __init__(self, mode: Mode, frontend: Frontend) -> None:
@@ -91,16 +131,13 @@ class Worker:
         self.input_times = InputTimes()
         self.stop_reason = ""
         self.left_epoch = ""
-        self.examples = 0
-        self.digests: list[DataDigest] = []
+        self.data = DataSets()
         self.generators = Generators(frontend.generators())
         self.in_train = False
-        self.saves: dict[str, Write] | None = None
-        self.saved_names: set[str] = set()
+        self.saves = Saves()
         self.state: State | None = None
         self.averagers = Averagers()
-        self.step_began: float | None = None
-        self.longest_step_s = 0.0
+        self.step_clock = StepClock()
         self.communicator: Communicator = (
             LocalCommunicator()
             if mode is Mode.ALONE
@@ -108,15 +145,23 @@ class Worker:
         )
         self.link: AgentLink | None = None
         self.options = msg.WorkerOptions()
-        self.reads = mode is Mode.AGENT and os.environ.get("HVD_ELASTIC_READS") == "1"
         if mode is Mode.AGENT:
             self.link = AgentLink.from_environment(self._on_abort, self.activity)
             self.options = worker_options()
         self.sink: Sink = open_sink(self.link)
-        self.audit = self.options.audit or self.sink.audit
         self.on_not_finite = self.options.on_not_finite
         if mode is not Mode.AGENT:
             self.on_not_finite = not_finite_choice(os.environ)
+
+    @cached_property
+    def audit(self) -> bool:
+        """Return whether the indices that are read are reported."""
+        return self.options.audit or self.sink.audit
+
+    @property
+    def reads(self) -> bool:
+        """Return whether this process reads for the ranks of other hosts and does not train."""
+        return self.mode is Mode.AGENT and os.environ.get("HVD_ELASTIC_READS") == "1"
 
     @property
     def elastic(self) -> bool:
@@ -213,10 +258,6 @@ class Worker:
         if self.rank == 0:
             self.warn(message)
 
-    def described_data(self) -> str:
-        """Return what is compared of the data sets; see :attr:`Progress.data`."""
-        return json.dumps([digest.described() for digest in self.digests])
-
     @property
     def wants_change(self) -> bool:
         """Return whether the leader has asked this worker to leave its present generation."""
@@ -240,7 +281,7 @@ class Worker:
         """Return what this worker is doing at present, for the heartbeat."""
         communicator = self.communicator
         now = time.monotonic()
-        began, waiting = self.step_began, communicator.waiting_since
+        began, waiting = self.step_clock.began, communicator.waiting_since
         step_s = 0.0 if began is None else now - began
         waiting_s = 0.0 if waiting is None else now - waiting
         brief = Activity(
@@ -249,7 +290,7 @@ class Worker:
             step_s=round(step_s, 3),
             waiting_s=round(waiting_s, 3),
             waited_s=round(communicator.waited_s + waiting_s, 3),
-            longest_step_s=round(self.longest_step_s, 3),
+            longest_step_s=round(self.step_clock.longest_s, 3),
             longest_wait_s=round(communicator.longest_wait_s, 3),
             line=script_line() if max(step_s, waiting_s) >= _LONG_S else "",
             reading=self.input_times.reading(),

@@ -50,7 +50,7 @@ def _run_elastic(folder: Path) -> None:
     from hvd_elastic.script.saving import save_file
     from hvd_elastic.worker import context
     from hvd_elastic.worker.debugging.uncaught import tell_uncaught
-    from hvd_elastic.worker.membership import WorkerLeaves
+    from hvd_elastic.worker.rescaling import WorkerLeaves
 
     tell_uncaught()  # as hvd.init() does, for what fails before it
     try:

@@ -122,12 +122,12 @@ class _Pdb(pdb.Pdb):
 
 @contextlib.contextmanager
 def _standing_still(worker: Worker) -> Iterator[None]:
-    began, worker.step_began = worker.step_began, None
+    began, worker.step_clock.began = worker.step_clock.began, None
     try:
         yield
     finally:
         if began is not None:
-            worker.step_began = time.monotonic()
+            worker.step_clock.began = time.monotonic()
 
 
 def _place(frame: FrameType) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hvd_elastic.control.events import HostSlots
-from hvd_elastic.control.membership import Seat, assign_ranks
+from hvd_elastic.control.ranks import Seat, assign_ranks
 from hvd_elastic.leader.agents import agents
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import compress

@@ -69,7 +69,7 @@ def test_what_is_saved_is_loaded(alone: Context, name: str, wrapped: Callable[[A
 @pytest.mark.parametrize("again", [True, False])
 def test_another_rank_0_saves_what_was_called_for(alone: Context, again: bool) -> None:
     model, ranks = model_of(), vars(alone.worker.communicator)
-    alone.worker.saves = {} if again else None
+    alone.worker.saves.again = {} if again else None
     ranks["rank"] = 1
     hvd.save("best", model)
     assert not saved(alone, "best").exists()

@@ -109,10 +109,10 @@ def test_a_rank_that_is_asked_to_leave_loses_nothing(
     ctx: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ctx.worker.communicator = ThreeAlike()
-    monkeypatch.setattr(ctx.membership, "follow", lambda: None)
+    monkeypatch.setattr(ctx.rescaling, "follow", lambda: None)
     totals = hvd.Accumulator()
     totals.add(hits=2)
-    ctx.membership.rescale()
+    ctx.rescaling.rescale()
     assert totals["hits"] == 6.0
 
 

@@ -502,7 +502,7 @@ def test_ranks_reduce_the_same_whatever_they_have_trained_before(
     State(model=backbone, head=head, optimizer=optimizer)
     monkeypatch.setattr(State, "sync", lambda *_: alone.worker.progress)
     for learns in (True, False, True, True):
-        alone.membership.synchronize_state(RunRank(0))  # a generation begins
+        alone.rescaling.synchronize_state(RunRank(0))  # a generation begins
         backbone.requires_grad_(learns)
         optimizer.zero_grad(set_to_none=to_none)
         hand_out(alone)

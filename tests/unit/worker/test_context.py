@@ -238,7 +238,7 @@ def test_a_checkpoint_that_was_asked_for_in_a_step_that_breaks_is_still_wanted(
 
     link = made.worker.link = Link()  # type: ignore[assignment]
     made.worker.sink = Recorder()
-    made.membership.start_alone()
+    made.rescaling.start_alone()
     made.step_failed()  # the last one is over: another begins
     made.exchange()
     assert not link.wanted, "it was taken"
@@ -262,7 +262,7 @@ def test_a_long_wait_is_told_with_its_collective_and_its_line() -> None:
 
 def test_a_long_step_is_told_with_its_line_alone() -> None:
     made = Context(Mode.ALONE, TorchFrontend())
-    made.worker.step_began = time.monotonic() - 3
+    made.worker.step_clock.began = time.monotonic() - 3
     said = made.worker.activity()
     assert said.line.startswith("test_context.py:")
     assert not said.waiting_for
@@ -342,7 +342,7 @@ def test_a_rank_at_another_place_of_the_data_is_an_error_of_all_ranks(ranks: int
 def test_ranks_whose_data_sets_differ_are_told() -> None:
     """Each would read a permutation of its own, with examples left out and read twice."""
     made = at_place(0, 0, [(0, 0)])
-    made.worker.examples, others = 100, Ranks([(0, 0)])
+    made.worker.data.examples, others = 100, Ranks([(0, 0)])
     made.worker.communicator, others.order = others, 5
     with pytest.raises(
         ScriptError, match=r"rank 0 in one of 100 examples; rank 1 in one of 90 examples\. Bring"
@@ -352,7 +352,7 @@ def test_ranks_whose_data_sets_differ_are_told() -> None:
 
 def test_the_field_in_which_data_sets_differ_is_named() -> None:
     made = at_place(0, 0, [(0, 0)])
-    made.worker.digests = [DataDigest(["b", "a"], 2)]
+    made.worker.data.digests = [DataDigest(["b", "a"], 2)]
     made.worker.communicator, others.order = (others := Ranks([(0, 0)])), 5
     others.described = json.dumps([DataDigest(["a", "b"], 2).described()]).encode()
     with pytest.raises(ScriptError, match="those of ranks 0 and 1 differ in 'entries'"):

@@ -23,7 +23,7 @@ class WorkerLeaves(SystemExit):  # ends the script well, as sys.exit() does
     """The leader needs this worker no more, which ends its script before the others'."""
 
 
-class Membership:
+class Rescaling:
     """This process as a member of one generation after the other.
 
     Args:
@@ -80,7 +80,7 @@ class Membership:
         """Carry out the leader's instructions until this worker has joined a generation."""
         worker = self._worker
         assert worker.link is not None
-        worker.step_began = None
+        worker.step_clock.began = None
         while True:
             instruction = worker.link.wait(worker.generation)
             if instruction is None:
@@ -128,7 +128,7 @@ class Membership:
         worker.averagers.reset()  # a newcomer has no gradients, which show what is trained
         is_root = worker.rank == root
         if is_root and (worker.progress.position == 0 or not worker.progress.data):
-            worker.progress.data = worker.described_data()
+            worker.progress.data = worker.data.described()
         worker.progress = worker.state.sync(
             worker.communicator, worker.in_ring(root), worker.progress, self._has_state
         )
