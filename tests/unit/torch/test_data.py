@@ -85,6 +85,14 @@ class FakeLoopWatch:
         return True
 
 
+class FakeData(ScriptData):
+    """What a context, and its worker, know of data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digests: list[Any] = []
+
+
 @dataclass
 class FakeContext:
     """One rank's context and worker; ``boundary`` runs at each step boundary, as a rescale does."""
@@ -102,11 +110,10 @@ class FakeContext:
     boundary: Any = None
     rollback: FakeLoopWatch = field(default_factory=FakeLoopWatch)
     step: Step = field(default_factory=Step)
-    data: ScriptData = field(default_factory=ScriptData)
+    data: FakeData = field(default_factory=FakeData)
     input_times: InputTimes = field(default_factory=InputTimes)
     options: WorkerOptions = field(default_factory=WorkerOptions)
     link: Any = None
-    digests: list[Any] = field(default_factory=list)
     mode: Mode = Mode.ALONE
     has_ranks = True
     frontend = TorchFrontend()
