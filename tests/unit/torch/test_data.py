@@ -43,6 +43,7 @@ from hvd_elastic.worker.planning.planner import Planner
 from hvd_elastic.worker.progress import Progress
 from hvd_elastic.worker.script_data import ScriptData
 from hvd_elastic.worker.step import Pass, Step
+from hvd_elastic.worker.worker import DataSets
 from tests.paths import WORKER_PYTHONPATH
 
 
@@ -106,7 +107,7 @@ class FakeContext:
     input_times: InputTimes = field(default_factory=InputTimes)
     options: WorkerOptions = field(default_factory=WorkerOptions)
     link: Any = None
-    digests: list[Any] = field(default_factory=list)
+    data_sets: DataSets = field(default_factory=DataSets)
     mode: Mode = Mode.ALONE
     has_ranks = True
     frontend = TorchFrontend()
