@@ -5,7 +5,8 @@ starts every launcher once for each row, so a disturbance of the machine meets a
 is the median over the rounds of ours / DDP, where each is the median step of its job. With
 ``--in-turn`` one job trains with ours and DDP in turn, in blocks of steps, and a round is a block
 of each: a disturbance of the machine meets both alike. With ``--trace`` one job of ours for each
-row tells what its steps consist of.
+row tells what its steps consist of. With ``--loop lightning`` Lightning's Trainer trains, and
+beside ours it does so with its DDP strategy, or alone on one rank (``--ranks 1``).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ BLOCK = 10
 """Steps of a block with ``--in-turn``."""
 WARM_BLOCKS = 4
 START_LIMIT_S = 300.0
+LOOPS = ("plain", "lightning")
 LAUNCHERS = {"ddp": TORCHRUN, "horovod": STATIC, "ours": OURS}
 
 
@@ -139,6 +141,9 @@ def train(args: argparse.Namespace) -> None:
     model = chosen.build()
     examples = TensorDataset(torch.randn(chosen.share * RANKS * 64, *chosen.example))
     sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    if args.loop == "lightning":
+        _train_lightning(args, model, sgd, examples, chosen.share)
+        return
     how = {"ddp": _train_ddp, "horovod": _train_horovod, "ours": _train_ours}[args.launcher]
     how(args, model, sgd, examples, chosen.share)
 
@@ -181,6 +186,44 @@ def _train_horovod(_: Any, model: Any, sgd: Any, examples: Any, share: int) -> N
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for (inputs,) in _sampled(examples, share, hvd.rank()):
         _step(model, optimizer, inputs)
+
+
+def _train_lightning(args: Any, model: Any, sgd: Any, examples: Any, share: int) -> None:
+    import lightning as L
+    from torch.utils.data import DataLoader
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            loss = self.net(batch[0]).square().mean()
+            self.log("loss", loss, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return sgd
+
+    nodes, strategy = args.ranks, "ddp" if args.ranks > 1 else "auto"
+    if args.launcher == "ours":
+        from hvd_elastic.lightning import ElasticStrategy
+
+        nodes, strategy = 1, ElasticStrategy(as_on=args.ranks)
+    else:
+        sgd.world_size = lambda: args.ranks  # read by the marks
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    trainer = L.Trainer(
+        max_epochs=sys.maxsize,
+        accelerator="cpu",
+        devices=1,
+        num_nodes=nodes,
+        strategy=strategy,
+        **quiet,
+    )
+    trainer.fit(Module(), DataLoader(examples, share, shuffle=True))
 
 
 def _train_ours(args: Any, model: Any, sgd: Any, examples: Any, share: int) -> None:
@@ -259,7 +302,9 @@ class Cost:
         )
 
 
-def step_cost(bed: Testbed, launcher: Launcher, name: str, variant: Variant) -> Cost:
+def step_cost(
+    bed: Testbed, launcher: Launcher, name: str, variant: Variant, loop: str, ranks: int
+) -> Cost:
     """Start a job and return the cost of its steps.
 
     Raises:
@@ -267,17 +312,18 @@ def step_cost(bed: Testbed, launcher: Launcher, name: str, variant: Variant) -> 
     """
     key = next(key for key, each in LAUNCHERS.items() if each is launcher)
     script = [__file__, "--train", "--launcher", key, "--model", name]
+    script += ["--loop", loop, "--ranks", str(ranks)]
     order = Order(
-        slots=dict.fromkeys(bed.hosts[:RANKS], 1),
+        slots=dict.fromkeys(bed.hosts[:ranks], 1),
         training=[*script, *(variant.arguments if launcher is OURS else ())],
-        min_np=RANKS,
+        min_np=ranks,
         options=variant.options if launcher is OURS else (),
     )
     wanted = WARM_STEPS + MODELS[name].steps
 
     def ranks_are_done(job: Job) -> bool:
         done = [process for process in job.marks.processes if len(process.steps) > wanted]
-        return len(done) == RANKS
+        return len(done) == ranks
 
     with launcher.job(bed, order) as job:
         job.wait(lambda: ranks_are_done(job), START_LIMIT_S)
@@ -385,9 +431,14 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
     check_names("--models", options.models, MODELS)
     check_names("--variants", options.variants, VARIANTS)
     check_names("--peers", options.peers, ("ddp", "horovod"))
-    for package in ("torch", "horovod"):
+    own = options.loop == "plain"
+    if own and options.ranks != RANKS:
+        raise UsageError("--ranks 1 is for --loop lightning")
+    if not own and ("horovod" in options.peers or options.in_turn or options.trace):
+        raise UsageError("--loop lightning is for --peers ddp, without --in-turn and --trace")
+    for package in ("torch", "horovod", *(() if own else ("lightning",))):
         if importlib.util.find_spec(package) is None:
-            raise UsageError(f"{package} is missing: make horovod")
+            raise UsageError(f"{package} is missing: make {'horovod' if own else 'test-trainers'}")
     load_before = os.getloadavg()
     jobs = [(peer, "plain") for peer in options.peers]
     jobs += [("ours", variant) for variant in options.variants]
@@ -410,14 +461,20 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
                 for number in range(1, options.rounds + 1):
                     for job in random.Random(number).sample(jobs, len(jobs)):
                         launcher, variant = LAUNCHERS[job[0]], VARIANTS[job[1]]
-                        found[job].append(step_cost(bed, launcher, name, variant))
+                        found[job].append(
+                            step_cost(bed, launcher, name, variant, options.loop, options.ranks)
+                        )
                     latest = ", ".join(
                         f"{who if who != 'ours' else which} {1e3 * costs[-1].step_s:.1f}"
                         for (who, which), costs in found.items()
                     )
                     say(f"{name}, rate {rate}, round {number} of {options.rounds} [ms]: {latest}")
                 rows += _rows(name, rate, found)
-    note = "Two ranks with one thread each; every job's figure is the slower rank's median step."
+    ranks = "Two ranks" if options.ranks > 1 else "One rank"
+    note = f"{ranks} with one thread each; every job's figure is the slower rank's median step."
+    if options.loop == "lightning":
+        beside = "with its DDP strategy" if options.ranks > 1 else "alone"
+        note += f" Lightning's Trainer trains; the row ddp is the Trainer {beside}."
     if options.in_turn:
         note += f" Ours and DDP in turn in one job, {BLOCK} steps each"
         note += f", after {options.settle} steps of ours." if options.settle else "."
@@ -473,6 +530,8 @@ def main() -> int:
         parser.add_argument("--compression", default="none")
         parser.add_argument("--in-turn", action="store_true")
         parser.add_argument("--settle", type=int, default=0)
+        parser.add_argument("--loop", choices=LOOPS, default="plain")
+        parser.add_argument("--ranks", type=int, default=RANKS)
         train(parser.parse_known_args()[0])  # torchrun's launcher adds an option of its own
         return 0
     told = "rows, separated by commas"
@@ -482,6 +541,9 @@ def main() -> int:
     told = "variants of ours: plain, adaptive, bf16, audit, checkpoints"
     parser.add_argument("--variants", type=names, default=["plain"], help=told)
     parser.add_argument("--peers", type=names, default=["ddp", "horovod"], help="ddp, horovod")
+    told = "what trains: a loop of the script's own, or Lightning's Trainer"
+    parser.add_argument("--loop", choices=LOOPS, default="plain", help=told)
+    parser.add_argument("--ranks", type=int, choices=(1, RANKS), default=RANKS)
     told = "jobs of each launcher; 12 at least decide a ratio"
     parser.add_argument("--rounds", type=at_least_one, default=12, help=told)
     told = "train with ours and DDP in turn in one job; --peers does not matter"

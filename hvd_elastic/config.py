@@ -15,3 +15,11 @@ def home() -> Path:
 def runs_folder() -> Path:
     """Return the folder that holds one folder for each run."""
     return home() / "runs"
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return a path, or its nearest parent that exists as far as this user may look."""
+    path = path.absolute()
+    while not os.path.exists(path):  # noqa: PTH110  # Path.exists raises PermissionError
+        path = path.parent
+    return path

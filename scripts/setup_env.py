@@ -24,7 +24,7 @@ ROOT = HERE.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from hvd_elastic.config import home  # noqa: E402
+from hvd_elastic.config import home, nearest_existing  # noqa: E402
 from hvd_elastic.errors import BuildError, HvdElasticError  # noqa: E402
 from hvd_elastic.install.prerequisites import (  # noqa: E402
     BUILD_REQUIREMENTS,
@@ -127,7 +127,7 @@ def check_folders() -> None:
         BuildError: names the folder, and the variable that names another.
     """
     for folder, variable in ((_cache(), "XDG_CACHE_HOME"), (home(), "HVD_ELASTIC_HOME")):
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        there = nearest_existing(folder)
         if not there.is_dir() or not os.access(there, os.W_OK):
             raise BuildError(f"{folder} cannot be written; name another folder in {variable}")
 

@@ -14,11 +14,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 
 from hvd_elastic.cli.start import INTERRUPTED, raise_at_interrupt
+from hvd_elastic.config import home
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.formatting import PrintableStream, printable
 
@@ -135,6 +137,17 @@ def _status_of(program: str, command: Any, words: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except PermissionError as error:
+        if not Path(str(error.filename)).is_relative_to(home().absolute()):
+            raise
+        print(
+            printable(
+                f"error: {error.filename}: {error.strerror}. Mend the permissions there, or set "
+                "HVD_ELASTIC_HOME to a folder of yours."
+            ),
+            file=sys.stderr,
+        )
+        return 1
     except BrokenPipeError:
         # The reader of the output has gone (| head).
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115

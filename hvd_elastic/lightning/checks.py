@@ -36,6 +36,12 @@ def check_script(trainer: Any) -> None:
         for base in type(callback).__mro__:
             if base.__name__ in _REFUSED and base.__module__.startswith(part("callbacks").__name__):
                 raise ScriptError(f"callback {base.__name__}: {_REFUSED[base.__name__]}")
+    precision = type(trainer.precision_plugin).__name__
+    if precision.startswith(("FSDP", "DeepSpeed")):
+        raise ScriptError(
+            f"Trainer(plugins={precision}(...)) is for sharded models, and here each rank has a "
+            "whole one. Give the precision by name: Trainer(precision='bf16-mixed')"
+        )
     if trainer.overfit_batches or (trainer.limit_train_batches != 1.0 and not trainer.fast_dev_run):
         name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"
         raise ScriptError(

@@ -196,6 +196,8 @@ class ElasticStrategy(ParallelStrategy):
         super().setup(trainer)
         if trainer.state.fn != _FITTING:
             return
+        if not any(each.param_groups for each in self.optimizers):
+            raise ScriptError("configure_optimizers() returns no optimizer, so nothing is trained")
         several = not self.lightning_module.automatic_optimization
         for optimizer in self.optimizers:
             hvd.DistributedOptimizer(

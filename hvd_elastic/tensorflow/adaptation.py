@@ -24,7 +24,7 @@ from hvd_elastic.worker.planning.rules import chosen_rule, whole_steps
 from hvd_elastic.worker.planning.samples import MOMENT_STEPS, Samples
 
 
-class GradientStatistics:
+class GradientStatistics(Samples):
     """Collects the squared norms of one optimizer's gradients.
 
     For Adam and related optimizers, gradients are first divided by the square root of the second
@@ -33,27 +33,19 @@ class GradientStatistics:
 
     Attributes:
         has_betas: whether the optimizer is Adam or a relative of it.
-        groups: number of parameter groups.
-        samples: what was measured.
     """
 
     def __init__(self, optimizer: Any) -> None:
+        super().__init__(1)
         self._optimizer = optimizer
         self.has_betas = hasattr(optimizer, "beta_1") and hasattr(optimizer, "beta_2")
-        self.groups = 1
-        self.samples = Samples()
         self._ready = not self.has_betas
 
     @property
     def ready(self) -> bool:
-        """Return whether a step can be sampled: Adam's moments need some gradients first."""
         if not self._ready and self._optimizer.built:
             self._ready = int(self._optimizer.iterations) >= MOMENT_STEPS
         return self._ready
-
-    def drain(self) -> np.ndarray:
-        """See :meth:`Samples.drain`."""
-        return self.samples.drain(self.groups)
 
     def measure(
         self, sampled: tf.Tensor, gradients: Mapping[int, tf.Tensor], variables: Sequence[Any]
@@ -226,7 +218,7 @@ class Adaptation:
                 self._planner.sampling_cost.step_begins()
             self._planner.sampling_cost.add_piece(float(own[1]))
             share = self._context.step.weight / self._context.worker.communicator.size
-            self.statistics.samples.end_pass(share, own[:1])
+            self.statistics.add_pass(share, own[:1])
 
     def step_ended(self, own: np.ndarray, mean: np.ndarray, *, taken: bool) -> float:
         """Note how a step has ended on all ranks; return its gain.
@@ -243,13 +235,13 @@ class Adaptation:
             planner.sampling_cost.add_piece(float(mean[1]))
             planner.sampling_cost.step_ends()
             part = mean[:1] / self._context.worker.communicator.size
-            self.statistics.samples.end_step(step, self._context.step.examples, part)
-        self.statistics.samples.drop_step()
+            self.statistics.add_step(step, self._context.step.examples, part)
+        self.statistics.drop_step()
         return self._gain
 
     def drop(self) -> None:
         """Drop the passes of a step that was not taken."""
-        self.statistics.samples.drop_step()
+        self.statistics.drop_step()
         self._free()
 
     def _free(self) -> None:

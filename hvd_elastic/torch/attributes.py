@@ -166,7 +166,10 @@ def _like(own: Any, value: Any) -> Any:
     if kind in (*_DICTS, deque) and isinstance(value, (dict, list)):
         found = copy.copy(own)  # has the default of a defaultdict, and the length of a deque
         found.clear()
-        (found.extend if kind is deque else found.update)(value)
+        if isinstance(value, list):
+            found.extend(value)
+        else:
+            found.update({key: _like(own.get(key), each) for key, each in value.items()})
         return found
     if isinstance(own, np.ndarray) and isinstance(value, torch.Tensor):
         return value.numpy()

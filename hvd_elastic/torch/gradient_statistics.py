@@ -20,7 +20,7 @@ _IN_CACHE = 1 << 16
 """The same on a CPU, where the copy fits into the cache of a core."""
 
 
-class GradientStatistics:
+class GradientStatistics(Samples):
     """Collects the squared norms of one optimizer's gradients.
 
     For Adam and related optimizers, gradients are first divided by the square root of the second
@@ -36,6 +36,7 @@ class GradientStatistics:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(len(optimizer.param_groups), _read)
         self._optimizer = optimizer
         self.group_of = {
             parameter: number
@@ -44,20 +45,13 @@ class GradientStatistics:
         }
         self._preconditioned = all("betas" in group for group in optimizer.param_groups)
         self._passes: list[list[torch.Tensor]] = []
-        self._samples = Samples(_read)
         self._ready = not self._preconditioned
         self._mean: list[list[torch.Tensor]] = []
         self._part_of = (0, 0)
         self._part: list[torch.Tensor] = []
 
     @property
-    def groups(self) -> int:
-        """Number of parameter groups."""
-        return len(self._optimizer.param_groups)
-
-    @property
     def ready(self) -> bool:
-        """Return whether a step can be sampled: Adam's moments need some gradients first."""
         if not self._ready:
             states = [self._optimizer.state.get(p, {}) for p in self.group_of]
             self._ready = any(
@@ -108,7 +102,7 @@ class GradientStatistics:
     def end_pass(self, share: float) -> None:
         """End a pass; ``share``: its fraction of the step's examples, 0 for padding."""
         if share > 0:
-            self._samples.end_pass(share, self._sums(self._pass()))
+            self.add_pass(share, self._sums(self._pass()))
         self._passes = []
 
     def end_step(
@@ -135,21 +129,12 @@ class GradientStatistics:
         factor = None
         if loss_scale is not None:
             factor = loss_scale.double().reciprocal().square().to(total.device)
-        self._samples.end_step(step, examples, total, factor)
+        self.add_step(step, examples, total, factor)
         self.drop_step()
 
     def drop_step(self) -> None:
-        """Drop what was sampled of the step in flight."""
         self._passes, self._mean = [], []
-        self._samples.drop_step()
-
-    def forget_step(self, step: int) -> None:
-        """See :meth:`Samples.forget_step`."""
-        self._samples.forget_step(step)
-
-    def drain(self) -> np.ndarray:
-        """See :meth:`Samples.drain`."""
-        return self._samples.drain(self.groups)
+        super().drop_step()
 
     def _append_norms(
         self, parameters: Iterable[torch.Tensor], norms: Sequence[list[torch.Tensor]]

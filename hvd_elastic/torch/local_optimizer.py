@@ -90,7 +90,8 @@ def LocalOptimizer(  # noqa: N802  (as DistributedOptimizer)
     if fragments == 1 and not delay and not mix:
         averager = LocalAverager(inner, averaged, names, every, compression)
     else:
-        _check_streaming(every, fragments, delay, mix, len(parameters))
+        trained = sum(each.requires_grad for each in parameters)
+        _check_streaming(every, fragments, delay, mix, trained)
         apart = every // fragments
         averager = streaming = StreamingAverager(
             inner, averaged, names, apart, compression, parts=fragments, delay=delay, mix=mix
@@ -118,15 +119,15 @@ def _whole(name: str, value: Any, least: int) -> int:
     return number
 
 
-def _check_streaming(every: int, fragments: int, delay: int, mix: Any, parameters: int) -> None:
+def _check_streaming(every: int, fragments: int, delay: int, mix: Any, trained: int) -> None:
     if not isinstance(mix, int | float) or not 0 <= mix < 1:
         raise ScriptError(
             f"LocalOptimizer(mix={mix!r}): give a number from 0 to below 1, the part of a "
             "rank's own parameters in what it goes on with, such as mix=0.5"
         )
-    if fragments > parameters:
+    if fragments > trained:
         raise ScriptError(
-            f"LocalOptimizer(fragments={fragments}): the optimizer has {parameters} parameters, "
+            f"LocalOptimizer(fragments={fragments}): the optimizer trains {trained} parameters, "
             "and a fragment has at least one"
         )
     if every % fragments:

@@ -132,9 +132,9 @@ def follow_rank(worker: Worker) -> None:
     shared["process_index"] = shared["local_process_index"] = rank
 
 
-def make_elastic(*, also: type[Any] = Accelerator) -> None:
+def make_elastic() -> None:
     """Have all Accelerators of this process use our collectives, those of the script's own too."""
-    for each in instances_of(also):
+    for each in instances_of(Accelerator):
         if not isinstance(each, ElasticAccelerator):
             each.__class__ = ElasticAccelerator
 

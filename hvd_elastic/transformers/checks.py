@@ -25,6 +25,10 @@ _REFUSED = {
     "parallelism_config": _SHARDED,
     "auto_find_batch_size": "it trains again with half the batch, and a script has one training. "
     "Trainer(..., max_batch_size=1024) adapts the batch, in passes that fit into memory",
+    "push_to_hub": "which rank pushes is known in training only. Call trainer.push_to_hub() after "
+    "trainer.train(), which rank 0 does",
+    "enable_jit_checkpoint": "a host that is about to go leaves the run, and the others go on. "
+    "Leave it out",
 }
 """Arguments that cannot be used, and why."""
 

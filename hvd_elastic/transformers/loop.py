@@ -65,15 +65,17 @@ class ElasticLoop:
             if ctx.worker.progress.step == 0 and hvd.rank() == 0:
                 ctx.worker.warn_once(trainer.batch_words(self._loader))
         train_by_parts(self, self._loader)
-        trainer.load_best(self.place)
+        self._count_flos()
+        if self.is_done():
+            trainer.load_best(self.place)
 
     def _follow_rank(self) -> None:
         """Have rank 0 alone log, save and show the progress, whichever process it is."""
         trainer, rank = self._trainer, hvd.rank()
+        follow_rank(context.current().worker)
         if rank == self._logged_rank:
             return
         before, self._logged_rank = self._logged_rank, rank
-        follow_rank(context.current().worker)
         trainer.state.is_world_process_zero = trainer.state.is_local_process_zero = rank == 0
         if rank or before < 0:
             return
@@ -107,7 +109,7 @@ class ElasticLoop:
             return False
         left, total = self._loader.steps_left(), len(self._loader)
         self._step()
-        state, control = trainer.state, trainer.control
+        state = trainer.state
         state.global_step += 1
         state.epoch = place.epochs + (total - left + 1) / total
         place.last = left <= 1
@@ -116,6 +118,7 @@ class ElasticLoop:
             state.max_steps = state.global_step  # an epoch may be a step shorter than on one rank
         self._call("on_step_end")
         self._agree_on_stop(ctx)
+        control = trainer.control
         if control.should_epoch_stop:
             raise ScriptError(
                 "a callback has set control.should_epoch_stop, and each example of an epoch is "
@@ -124,6 +127,7 @@ class ElasticLoop:
         evaluates, saves = control.should_evaluate, control.should_save
         control.should_evaluate = control.should_save = False
         self._log_save_evaluate()  # logs alone, with numbers that all ranks have
+        control = trainer.control
         control.should_evaluate |= evaluates
         control.should_save |= saves
         place.check = control.should_evaluate or control.should_save
@@ -135,7 +139,8 @@ class ElasticLoop:
         trainer, place = self._trainer, self.place
         self._follow_rank()
         if place.first:
-            trainer._evaluate(self._given["trial"], self._given["ignore_keys_for_eval"])
+            ignored = self._given["ignore_keys_for_eval"]
+            trainer._evaluate(self._given["trial"], ignored, skip_scheduler=True)
             place.first = False
             return
         if place.check:
@@ -175,7 +180,7 @@ class ElasticLoop:
                 own = own + loss.double() * accelerator.loss_factor
             if number <= len(batch):
                 self._sums[1] += float(trainer.floating_point_ops(inputs))
-                trainer._track_num_input_tokens(inputs)
+            trainer._track_num_input_tokens(inputs)
             if not last:
                 self._call("on_substep_end")
         accelerator.loss_factor, accelerator.rows = 1.0, None
@@ -203,7 +208,7 @@ class ElasticLoop:
         if trainer.args.logging_nan_inf_filter:
             loss = torch.where(torch.isfinite(loss), loss, trainer._tr_loss.double() / steps)
         trainer._tr_loss += loss.to(trainer._tr_loss)
-        trainer.current_flos += float(sums[1])
+        self.place.flos = self.place.flos + sums[1]
 
     def _agree_on_stop(self, ctx: Any) -> None:
         """Have all ranks stop after the same step: a callback of one of them may have said so."""
@@ -223,6 +228,8 @@ class ElasticLoop:
 
     def _log_save_evaluate(self) -> None:
         given, place = self._given, self.place
+        if self._trainer.control.should_log or self._trainer.control.should_save:
+            self._count_flos()
         self._trainer._maybe_log_save_evaluate(
             self._trainer._tr_loss,
             place.norm,
@@ -233,6 +240,11 @@ class ElasticLoop:
             given["start_time"],
             learning_rate=place.rate,
         )
+
+    def _count_flos(self) -> None:
+        """Have the Trainer know the operations since the last time; not each step, on a GPU."""
+        self._trainer.current_flos += float(self.place.flos)
+        self.place.flos = 0.0
 
 
 def _count(trainer: Any, inputs: Any) -> Any:

@@ -38,6 +38,7 @@ class LoopState(Place):
         last: whether the epoch's steps are over.
         epochs: number of epochs that are over.
         norm, rate: gradient norm and learning rate of the last step.
+        flos: operations of all ranks that the Trainer has not been told of.
         slots: number of each checkpoint folder that is kept in the run folder, by name.
     """
 
@@ -48,6 +49,7 @@ class LoopState(Place):
         self.epochs = 0
         self.norm: Any = None
         self.rate: float | None = None
+        self.flos: Any = 0.0
         self.slots: dict[str, int] = {}
         self._trainer = trainer
         callbacks = enumerate(trainer.callback_handler.callbacks)
@@ -76,8 +78,9 @@ class LoopState(Place):
     def state_dict(self) -> dict[str, Any]:
         """Return it as plain values: what has changed since training began."""
         place = self._place()
-        if place["norm"] is not None:
-            place["norm"] = float(place["norm"])
+        for name in ("norm", "flos"):  # tensors on this rank
+            if place[name] is not None:
+                place[name] = float(place[name])
         changed = self._attributes.state_dict()
         return {"place": place, "changed": changed, "logged": list(self._trainer.state.log_history)}
 

@@ -150,6 +150,13 @@ class ElasticMixin:
         self._elastic.run()
         self.control.should_training_stop = True
 
+    def log(self: Any, logs: dict[str, Any], *args: Any, **options: Any) -> None:
+        """Log numbers, and have them among the metrics of the run."""
+        super().log(logs, *args, **options)  # type: ignore[misc]
+        if context.current().worker.in_train:
+            numbers = {name: each for name, each in logs.items() if isinstance(each, (int, float))}
+            context.current().metrics.update(numbers)
+
     # -- evaluation ------------------------------------------------------------------------
 
     def _evaluate(self: Any, *args: Any, **options: Any) -> Any:
@@ -181,7 +188,8 @@ class ElasticMixin:
     def _keep(self: Any, place: LoopState, folder: Path) -> None:
         """Keep a folder as a file of the run, under a name that a removed one leaves to it."""
         there = [each.name for each in folder.parent.glob("checkpoint-*") if each.is_dir()]
-        (kept, *_) = gather_objects([*there, folder.name])
+        best = Path(self.state.best_model_checkpoint or folder).name  # perhaps of another host
+        (kept, *_) = gather_objects([*there, folder.name, best])
         place.slots = {name: slot for name, slot in place.slots.items() if name in kept}
         unused = (each for each in range(1, len(kept) + 2) if each not in place.slots.values())
         slot = place.slots.setdefault(folder.name, next(unused))

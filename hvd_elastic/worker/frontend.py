@@ -4,7 +4,7 @@ Beside those of this module a frontend implements:
 
 - :class:`hvd_elastic.communicator.interface.Collectives`: Horovod's collectives on its tensors;
 - :class:`hvd_elastic.checkpoint.stream.Content`: what a checkpoint holds, as named buffers;
-- ``Statistics`` of :mod:`hvd_elastic.worker.planning.adaptive`: gradient statistics of a step;
+- :class:`hvd_elastic.worker.planning.samples.Samples`: gradient statistics of a step;
 - ``NewEvent`` of :mod:`hvd_elastic.worker.planning.compute_times`: marks on the device's clock;
 - ``Read`` of :mod:`hvd_elastic.input.data_order`: reads examples by index into a batch.
 """

@@ -216,7 +216,8 @@ def train(state):
             time.sleep(0.02)
             model.rewards += [1.0] * 5
             dice = [random.random(), np.random.rand(), torch.rand(1).item()]
-            if state.step == 5 and hvd.rank() == dies and not mark.exists():
+            all_here = state.step >= 5 and hvd.size() == state.ranks  # one may come late
+            if all_here and hvd.rank() == dies and not mark.exists():
                 mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             drawn = hvd.allgather(torch.tensor([dice], dtype=torch.float64), "dice")
@@ -229,7 +230,7 @@ def train(state):
             totals.add(ones=len(inputs))
             model.rewards.clear()
             state.step += 1
-            state.fewer = state.fewer or hvd.size() < state.ranks
+            state.fewer = state.fewer or (mark.exists() and hvd.size() < state.ranks)
             state.after += state.fewer and hvd.size() == state.ranks
             if state.after == 10 or (dies < 0 and state.step == 20):
                 hvd.stop("enough")
@@ -264,4 +265,5 @@ def test_sums_and_random_numbers_do_not_depend_on_joins_and_kills(
         assert f"ends alike {ranks}" in job.text
         assert ("model.rewards has 5 entries and had 0" in job.text) == (dies >= 0)
         sizes = [event["size"] for event in job.events("rescale_finished")]
-        assert sizes == ([ranks] if dies < 0 else [ranks, ranks - 1, ranks])
+        wanted = [ranks] if dies < 0 else [ranks, ranks - 1, ranks]
+        assert sizes[-len(wanted) :] == wanted

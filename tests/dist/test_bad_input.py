@@ -402,7 +402,7 @@ def test_script_that_one_host_does_not_have(
     with Job(*options, "--", sys.executable, script, home=home, cwd=Path("/var")) as job:
         assert job.wait() == 1
     assert str(script) in job.text
-    assert "No such file or directory" in job.text
+    assert f"Copy it: copyclust HOSTFILE {script} {script}" in job.text
     assert "Traceback" not in job.text
     assert_nothing_left(mark=job.mark, cluster=hosts)
 

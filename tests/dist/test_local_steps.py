@@ -119,7 +119,7 @@ def by_the_paper(members: list[tuple[int, int, list[str]]], *, streams: bool = F
 def check_by_the_paper(job: RunningJob, epochs: int = 4, *, streams: bool = False) -> Weights:
     found = end_of(job, epochs)
     expected = by_the_paper(periods(job), streams=streams)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)  # bit for bit
     return found
 
 

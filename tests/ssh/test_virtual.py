@@ -289,11 +289,11 @@ def test_a_virtclust_ended_half_way_leaves_nothing_at_the_latest_after_down(
     program = f"""
         import signal
         from hvd_elastic.cli.machine import virtclust
-        from hvd_elastic.virtual import holders
+        from hvd_elastic.virtual import processes
         def half_way(*_):
             print("half way", flush=True)
             signal.pause()
-        holders.wait_for_sshd = half_way
+        processes.wait_for_sshd = half_way
         virtclust.main(["up", "2x1"{', "--loopback"' * loopback}])
     """
     process = subprocess.Popen(

@@ -13,6 +13,7 @@ pytest.importorskip("lightning", reason="Lightning is not installed: make test-t
 
 import lightning as L
 from lightning.pytorch import callbacks
+from lightning.pytorch.plugins import FSDPPrecision
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
@@ -48,6 +49,11 @@ class Stream(utils.data.IterableDataset[Any]):
 class Averaging(callbacks.Callback):
     def on_train_start(self, trainer, module):
         self.average = torch.optim.swa_utils.AveragedModel(module.net)
+
+
+class Idle(Model):
+    def configure_optimizers(self):
+        return None
 
 
 class Backbone(Model):
@@ -124,6 +130,11 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"callbacks": callbacks.LearningRateFinder()},
         "callback LearningRateFinder: it trains before training",
     ),
+    "sharded": (
+        lambda: {"plugins": [FSDPPrecision("bf16-mixed")]},
+        r"plugins=FSDPPrecision\(\.\.\.\)\) is for sharded models",
+    ),
+    "no optimizer": (lambda: {"model": Idle()}, "returns no optimizer"),
     "finetuning": (
         lambda: {"model": Backbone(), "callbacks": callbacks.BackboneFinetuning(2)},
         "callback BaseFinetuning: it gives the optimizer parameters while it trains",

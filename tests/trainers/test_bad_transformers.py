@@ -82,6 +82,11 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"auto_find_batch_size": True},
         r"auto_find_batch_size=True\): .*max_batch_size=1024",
     ),
+    "hub": (
+        lambda: {"push_to_hub": True, "hub_model_id": "a/b"},
+        r"push_to_hub=True\): .*after trainer\.train\(\)",
+    ),
+    "jit": (lambda: {"enable_jit_checkpoint": True}, r"enable_jit_checkpoint=True\): a host"),
     "stream": (
         lambda: {"given": {"train_dataset": Stream()}, "max_steps": 2},
         "a Stream, a stream: its examples",

@@ -42,7 +42,7 @@ def unchanged(value: Any, *_: Any, **__: Any) -> Any:
 class Rank:
     def __init__(self) -> None:
         self.results, self.module = TrainingResults(), nn.Module()
-        self.module.mean = MeanMetric()
+        self.mean = self.module.mean = MeanMetric()
         self.sums = Sums(self.results, self.module, lambda rows: rows, lambda: False)
 
     def step(self, *values: float) -> None:
@@ -56,17 +56,17 @@ class Rank:
                 batch_size=1,
                 sync_dist_fn=unchanged,
             )
-            self.module.mean(value)
+            self.mean(value)
         self.sums.begin_sum()
         self.sums.finish_sum()
 
     def epoch_ends(self) -> None:
         self.results.reset()
-        self.module.mean.reset()
+        self.mean.reset()
 
     def means(self) -> Any:
         logged = self.results["training_step.loss"]
-        assert float(self.module.mean.compute()) == pytest.approx(float(logged.compute()))
+        assert float(self.mean.compute()) == pytest.approx(float(logged.compute()))
         return float(logged.compute())
 
 

@@ -18,7 +18,7 @@ from tests.trainers.outcomes import SCRIPTS, WAIT_S, alone, differences, outcome
 pytest.importorskip("transformers", reason="transformers is not installed: make test-trainers")
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
-SCRIPT = SCRIPTS / "clm.py"
+SCRIPT, FEATURES = SCRIPTS / "clm.py", SCRIPTS / "hf_features.py"
 PLACES = ("after the step", "evaluation", "saving", "end of the epoch", "before the step")
 
 
@@ -67,3 +67,25 @@ def test_stopped_after_a_rank_has_left_and_resumed_at_another_size(
     job.resume("--np", "2")
     assert job.wait(WAIT_S) == 0, job.story()
     check_ends_as(outcome(job.folder), alone(tmp_path / "alone", SCRIPT))
+
+
+OTHERS = ("classification", "lengths", "batch metrics", "plateau", "checkpointing", "sft")
+
+
+@pytest.mark.parametrize(
+    "feature", ["lora", *(pytest.param(name, marks=COSTLY) for name in OTHERS)]
+)
+def test_two_ranks_end_as_one(
+    stage: Stage, start_job: StartJob, tmp_path: Path, feature: str
+) -> None:
+    a, b, *_ = stage.hosts
+    command = [sys.executable, str(FEATURES), "FOLDER", feature]
+    job = start_job({a: 1, b: 1}, "--np", "2", script=command)
+    assert job.wait(WAIT_S) == 0, job.story()
+    expected = alone(tmp_path / "alone", FEATURES, feature)
+    assert differences(outcome(job.folder), expected, within=2e-5) == []
+
+
+def test_alone_it_computes_what_the_plain_trainer_does(tmp_path: Path) -> None:
+    plain = alone(tmp_path / "plain", FEATURES, "in order", PLAIN="1")
+    assert differences(alone(tmp_path / "ours", FEATURES, "in order"), plain, within=2e-5) == []

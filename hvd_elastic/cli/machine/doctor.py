@@ -25,7 +25,7 @@ from packaging.specifiers import SpecifierSet
 
 from hvd_elastic import __version__
 from hvd_elastic.cli.options import AsJson
-from hvd_elastic.config import home
+from hvd_elastic.config import home, nearest_existing
 from hvd_elastic.formatting import bytes_words, count, unfiltered
 from hvd_elastic.frameworks import (
     LIGHTNING_REQUIREMENT,
@@ -357,9 +357,7 @@ def _wheels() -> Finding:
 
 
 def _home(folder: Path) -> Finding:
-    there = folder
-    while not there.exists():
-        there = there.parent
+    there = nearest_existing(folder)
     free = shutil.disk_usage(there).free
     found = f"{folder}, {bytes_words(free)} free"
     if not os.access(there, os.W_OK):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,29 +23,13 @@ from hvd_elastic.worker.planning.compute_times import (
     no_event,
 )
 from hvd_elastic.worker.planning.planner import Report, ReviewedPlanner
+from hvd_elastic.worker.planning.samples import Samples
 from hvd_elastic.worker.planning.schedule_checks import ScheduleChecks
 from hvd_elastic.worker.worker import Worker
 
 _YOUNG_STEPS = 10
 """Most steps until the next review early in a run, or when step times may have shifted: estimates
 still change quickly then."""
-
-
-class Statistics(Protocol):
-    """Collects the norms of an optimizer's gradients in sampled steps.
-
-    Attributes:
-        groups: number of parameter groups.
-        ready: whether a step can be sampled.
-    """
-
-    @property
-    def groups(self) -> int: ...
-    @property
-    def ready(self) -> bool: ...
-
-    def drain(self) -> np.ndarray:
-        """Return the samples collected since the last call."""
 
 
 class AdaptivePlanner(ReviewedPlanner):
@@ -89,13 +73,13 @@ class AdaptivePlanner(ReviewedPlanner):
         self._passes_begun: dict[int, float] = {}
         """Progress in epochs at the beginning of the latest two passes over the data, by number. A
         rank that enters one in its middle must judge as those did that were there."""
-        self._statistics: Statistics | None = None
+        self._statistics: Samples | None = None
         self._own_memory_bound = math.inf
         self._may_have_shifted = False
         self._at_odds = ""
         self._schedule_checks = ScheduleChecks()
 
-    def attach(self, statistics: Statistics, rule: Rule) -> None:
+    def attach(self, statistics: Samples, rule: Rule) -> None:
         """Set the source of gradient statistics, and the learning-rate rule."""
         self._statistics, self.rule = statistics, rule
         initial = self.limits.initial_batch_size

@@ -20,23 +20,30 @@ large that later samples hardly matter in the average."""
 
 
 class Samples:
-    """Collects the samples of one optimizer's gradients.
+    """Collects the samples of one optimizer's gradients; a frontend's subclass measures them.
 
     Norms are arrays or tensors with one number for each parameter group; those of a device stay
     there until all are read at once.
 
     Args:
+        groups: number of parameter groups.
         read: returns norms of equal lengths as the rows of a matrix.
     """
 
-    def __init__(self, read: Callable[[list[Any]], np.ndarray] = np.stack) -> None:
+    def __init__(self, groups: int, read: Callable[[list[Any]], np.ndarray] = np.stack) -> None:
+        self.groups = groups
         self._read = read
         self._own: Any = None
         self._own_passes = 0
         self._rows: list[tuple[int, int, int, Any, Any]] = []
 
-    def end_pass(self, share: float, norms: Any) -> None:
-        """End a pass.
+    @property
+    def ready(self) -> bool:
+        """Whether a step can be sampled: Adam's moments need some gradients first."""
+        raise NotImplementedError
+
+    def add_pass(self, share: float, norms: Any) -> None:
+        """Add what was measured of a pass.
 
         Args:
             share: its fraction of the step's examples, 0 for padding.
@@ -46,7 +53,7 @@ class Samples:
             self._own = share * norms if self._own is None else self._own + share * norms
             self._own_passes += 1
 
-    def end_step(self, step: int, examples: int, total: Any, factor: Any = None) -> None:
+    def add_step(self, step: int, examples: int, total: Any, factor: Any = None) -> None:
         """Store the sample of a step.
 
         Args:
@@ -59,7 +66,7 @@ class Samples:
         if factor is not None:
             own, total = factor * own, factor * total
         self._rows.append((step, examples, self._own_passes, own, total))
-        self.drop_step()
+        self._own, self._own_passes = None, 0
 
     def drop_step(self) -> None:
         """Drop what was sampled of the step in flight."""
@@ -70,11 +77,8 @@ class Samples:
         if self._rows and self._rows[-1][0] == step:
             self._rows.pop()
 
-    def drain(self, groups: int) -> np.ndarray:
+    def drain(self) -> np.ndarray:
         """Return the samples since the last call, one row for each sampled step.
-
-        Args:
-            groups: number of parameter groups.
 
         Returns:
             Shape (steps, 3 + 2 groups), float64: step, examples, passes of this rank, weighted
@@ -82,7 +86,7 @@ class Samples:
         """
         rows, self._rows = self._rows, []
         if not rows:
-            return np.zeros((0, 3 + 2 * groups))
+            return np.zeros((0, 3 + 2 * self.groups))
         norms = self._read([each for *_, own, total in rows for each in (own, total)])
         steps = np.array([row[:3] for row in rows], float)
-        return np.column_stack([steps, norms.reshape(len(rows), 2 * groups)])
+        return np.column_stack([steps, norms.reshape(len(rows), 2 * self.groups)])

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
 
 import torch
-from killing import may_die_in_epoch, pending
+from killing import may_die_in_epoch, wait_for_the_next_to_die
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -22,7 +23,6 @@ from transformers import (
     TrainingArguments,
 )
 
-import hvd_elastic.torch as hvd
 from hvd_elastic.transformers import Trainer
 
 FOLDER = Path(sys.argv[1])
@@ -33,9 +33,9 @@ WORDS = 61
 
 
 class Ours(Trainer):
-    def may_die(self, place):
+    def may_die(self, place, before=lambda: None):
         if self.is_in_train:
-            may_die_in_epoch(int(self.state.epoch), place)
+            may_die_in_epoch(int(self.state.epoch), place, before)
 
     def compute_loss(self, model, inputs, **options):
         if model.training and (self.state.global_step % 10 == 3):
@@ -46,7 +46,7 @@ class Ours(Trainer):
 
     def _save_checkpoint(self, model, trial):
         super()._save_checkpoint(model, trial)
-        self.may_die("saving")
+        self.may_die("saving", lambda: shutil.rmtree(self.args.output_dir))  # its disk too
 
 
 class Remembering(TrainerCallback):
@@ -61,8 +61,8 @@ class Remembering(TrainerCallback):
         self.steps = 0
 
     def on_step_begin(self, args, state, control, **_):
-        if (pending() and hvd.size() == 1) or "SLOW" in os.environ:
-            time.sleep(float(os.environ.get("SLOW", "1.5")))
+        wait_for_the_next_to_die()
+        time.sleep(float(os.environ.get("SLOW", "0")))
 
     def on_step_end(self, args, state, control, **_):
         self.steps += 1

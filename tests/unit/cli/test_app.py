@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import typer
@@ -15,7 +16,9 @@ from hvd_elastic import __version__
 from hvd_elastic.cli import app as app_module
 from hvd_elastic.cli import options
 from hvd_elastic.cli.app import COMMANDS, load_command, main
+from hvd_elastic.config import nearest_existing
 from hvd_elastic.errors import RunError, UsageError
+from tests import other_user
 
 
 @pytest.fixture
@@ -179,3 +182,24 @@ def test_what_the_encoding_of_the_terminal_lacks_is_shown_as_a_question_mark():
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, b"0 ? 2 slots\n"), done.stderr
+
+
+@other_user.needs_root
+@pytest.mark.parametrize("words", [["list"], ["status"], ["stop", "x"]])
+def test_a_home_that_this_user_may_not_look_into_is_an_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    words: list[str],
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    assert nearest_existing(tmp_path / "home" / "runs") == tmp_path
+
+    def act() -> None:
+        assert nearest_existing(tmp_path / "home" / "runs") in tmp_path.parents
+        with pytest.raises(SystemExit, match="1"):
+            main(words)
+
+    other_user.call(act)
+    assert "or set HVD_ELASTIC_HOME to a folder of yours" in capfd.readouterr().err

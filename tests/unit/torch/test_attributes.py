@@ -23,6 +23,7 @@ def item() -> Any:
         dicts=[{"loss": 1.0}],
         recent=deque([1, 2], maxlen=2),
         groups=defaultdict(list, a=[1]),
+        nested={"train": defaultdict(list, a=[1])},
         ordered=OrderedDict(b=1, a=2),
         counts=Counter("aab"),
         names={"x"},
@@ -45,6 +46,7 @@ def change(found: Any) -> None:
     found.dicts[0]["loss"] = 3.0
     found.recent.append(3)
     found.groups["b"].append(1)
+    found.nested["train"]["b"].append(1)
     found.ordered["c"] = 1
     found.counts["c"] += 1
     found.names.add("y")

@@ -124,6 +124,8 @@ class FakeContext:
 
     def check_has_ranks(self, what: str) -> None: ...
 
+    def refuse_open_period(self) -> None: ...
+
     def step_boundary(self) -> None:
         if self.boundary is not None:
             self.boundary(self)

@@ -14,6 +14,7 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.local import LocalCommunicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.script.horovod_names import missing_name
+from hvd_elastic.torch.optimizer import averager_of
 from hvd_elastic.torch.streaming import _divide
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.step import Pass
@@ -408,6 +409,24 @@ def test_what_is_sent_and_when(alone: Context, options: dict[str, Any], sent: li
         assert 0 <= ring.bytes - before - layers * 2**18 <= 5 * 2**10
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_checkpoint_has_of_rank_0_what_differs_and_no_rank_loses_its_own(
+    alone: Context, streams: bool
+) -> None:
+    """What is the same on all ranks is written by all; survivors of a change keep all they have."""
+    options = {"fragments": 2, "mix": 0.5} if streams else {}
+    model, state = trained(7, lambda *_: None, adam, every=4, **options)
+    averager: Any = averager_of(state.optimizer)
+    moments = {each.data_ptr() for v in state.optimizer.state.values() for each in v.values()}
+    weights = {each.data_ptr() for each in model.parameters()}
+    shared = {each.data_ptr() for each in averager.shared_weights().values()}
+    assert bool(shared) is streams
+    assert state._shared() == (shared if streams else weights)
+    assert state.lasting() == moments | weights | shared
+    content = state.content()
+    assert len(content.own) == len(moments) + streams * len(weights)
+
+
 # ---- what is refused
 
 
@@ -477,7 +496,7 @@ def test_a_loop_that_is_left_within_a_period_is_refused(alone: Context) -> None:
             "two optimizers of the same parameters",
         ),
         ({"every": 2, "compression": "bf16"}, "use none, fp16 or bf16"),
-        ({"every": 4, "fragments": 2}, "has 1 parameters, and a fragment has at least one"),
+        ({"every": 4, "fragments": 2}, "trains 1 parameters, and a fragment has at least one"),
         ({"every": 4, "delay": 4}, "so the delay is less than 4 batches"),
         ({"every": 4, "delay": -1}, "for which training goes on meanwhile, a whole number of at"),
         ({"every": 4, "mix": 1.0}, "a number from 0 to below 1"),
