@@ -12,6 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -81,6 +82,26 @@ class Read(Protocol):
         """
 
 
+@dataclass
+class _Given:
+    """The script's own order, and the hash of the epoch (first) that was read last."""
+
+    order: GivenOrder
+    hash: tuple[int, int] = (-1, 0)
+
+
+@dataclass
+class _Prefetch:
+    """Function of a data set that is told which blocks will be read.
+
+    Attributes:
+        told: (epoch, first position, position after the last) for which it was called.
+    """
+
+    tell: Callable[[Sequence[int]], None] | None
+    told: tuple[int, int, int] = (0, 0, 0)
+
+
 class DataOrder:
     """Order in which a data set is read, and this rank's share of each step.
 
@@ -142,11 +163,7 @@ class DataOrder:
         self.drop_last = drop_last
         self.planner = planner
         self.blocks = blocks
-        self._prefetch: Callable[[Sequence[int]], None] | None = attribute_of(
-            dataset, "prefetch_blocks"
-        )
-        # (epoch, first position, position after the last) for which it was called.
-        self._prefetched = (0, 0, 0)
+        self._prefetch = _Prefetch(attribute_of(dataset, "prefetch_blocks"))
         self._endless = bool(attribute_of(dataset, "endless"))
         self._window: int | None = None
         sizes: tuple[int, ...] | None = None
@@ -157,10 +174,8 @@ class DataOrder:
             (examples, shuffle, seed if shuffle else None, attribute_of(dataset, "order_key")),
             (self._window, sizes),
         )
-        self._given = given
+        self._given = None if given is None else _Given(given)
         self._indices = examples if given is None else len(dataset)
-        self._given_hash = (-1, 0)
-        """An epoch, and the hash of its order if that is the script's own."""
         self.digest = DataDigest(dataset, self._indices)
         self._hash = zlib.crc32(repr((determined_by, self.digest.fields)).encode()) or 1
         self._data: str = ""
@@ -189,7 +204,7 @@ class DataOrder:
                 )
         dropped = self.examples % self.batch_size if self.drop_last else 0
         context.register_data(self.examples, dropped, self.planner)
-        context.worker.data.digests.append(self.digest)
+        context.worker.data_sets.digests.append(self.digest)
 
     def steps_from(self, position: int, ranks: int) -> int:
         """Return the number of steps from a position to the end of an epoch."""
@@ -382,16 +397,16 @@ class DataOrder:
 
     def prefetch(self, place: Place) -> None:
         """Tell the data set which blocks will be read, if others than it was told last."""
-        epoch, start, stop = self._prefetched
+        tell, (epoch, start, stop) = self._prefetch.tell, self._prefetch.told
         now = place.world[0]
-        if self._prefetch is None or self.blocks is None:
+        if tell is None or self.blocks is None:
             return
         if now == epoch and start <= place.start < stop:
             return
         following, _ = blocks_from(self.seed, now + 1, self.blocks, 0, shuffle=self.shuffle)
         coming, stop = blocks_from(self.seed, now, self.blocks, place.start, shuffle=self.shuffle)
-        self._prefetched = (now, place.start, stop)
-        self._prefetch([*coming, *following])
+        self._prefetch.told = (now, place.start, stop)
+        tell([*coming, *following])
 
     def _share(self, position: int, end: int, worker: Worker) -> Slice:
         rank, size = worker.rank, worker.size
@@ -426,7 +441,7 @@ class DataOrder:
     def _epoch_order(self, epoch: int) -> Order:
         if self._order is None or self._order[0] != epoch:
             if self._given is not None:
-                order = self._given_order(epoch, self._given)
+                order = self._given_order(epoch, self._given.order)
             elif self.blocks is not None and self.shuffle:
                 order = block_order(self.seed, epoch, *self.blocks)
             else:
@@ -460,13 +475,11 @@ class DataOrder:
         """Return a hash of all that determines the order of an epoch, not 0."""
         if self._given is None:
             return self._hash
-        if self._given_hash[0] != epoch:
+        if self._given.hash[0] != epoch:
             indices = self._epoch_order(epoch)(np.arange(self.examples))
-            self._given_hash = (
-                epoch,
-                zlib.crc32(indices.astype(np.int64).tobytes(), self._hash) or 1,
-            )
-        return self._given_hash[1]
+            found = zlib.crc32(indices.astype(np.int64).tobytes(), self._hash) or 1
+            self._given.hash = (epoch, found)
+        return self._given.hash[1]
 
     def _claim(self, context: Context) -> None:
         """Raise ScriptError if another loader has been reading the current epoch."""
@@ -511,7 +524,7 @@ class DataOrder:
             ScriptError: they differ; names what differs.
         """
         self._data = worker.progress.data
-        number, described = worker.data.digests.index(self.digest), json.loads(self._data)
+        number, described = worker.data_sets.digests.index(self.digest), json.loads(self._data)
         if number >= len(described):
             return  # the other rank had not made this loader yet
         field = difference(self.digest.described(), described[number])

@@ -36,7 +36,8 @@ from hvd_elastic.leader.fetching import Fetching
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
 from hvd_elastic.leader.input_hosts import InputHosts
 from hvd_elastic.leader.led_run import Journal, LedRun, Loop, Show, ShowOutput
-from hvd_elastic.leader.reports import Liveness, Reports
+from hvd_elastic.leader.liveness import Liveness
+from hvd_elastic.leader.reports import Reports
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.leader.steering import Steering, Stopping
 from hvd_elastic.leader.workers import Workers

@@ -1,25 +1,23 @@
-"""Handles what agents and workers report, and finds those that are silent, stuck or waited for."""
+"""Handles what agents and workers report."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.endings import explain_script_error
-from hvd_elastic.control.machine import Phase
-from hvd_elastic.control.progress import Position, ProgressWatch
-from hvd_elastic.formatting import count, duration_words
+from hvd_elastic.control.progress import Position
+from hvd_elastic.formatting import count
 from hvd_elastic.leader.agents.connection import AgentConnection, FromAgent
 from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.fetching import Fetching
 from hvd_elastic.leader.led_run import LedRun
+from hvd_elastic.leader.liveness import Liveness
 from hvd_elastic.leader.steering import Stopping, host_draining
 from hvd_elastic.run_events import (
     AgentStarted,
     BatchPlan,
     ExampleSkipped,
-    LogNote,
     Metrics,
     RescaleFinished,
     Restored,
@@ -30,89 +28,6 @@ from hvd_elastic.run_events import (
     Warned,
 )
 from hvd_elastic.wire import messages as msg
-
-
-class Liveness:
-    """Watches the heartbeats of agents and workers."""
-
-    def __init__(self, run: LedRun, executor: Executor) -> None:
-        self._run = run
-        self._executor = executor
-        self._watch = ProgressWatch(run.spec.failure_timeout_s)
-
-    def begin_anew(self) -> None:
-        """Forget all heartbeats."""
-        self._watch = ProgressWatch(self._run.spec.failure_timeout_s)
-
-    def finished(self, worker: str) -> None:
-        """Note that a worker's training function returned."""
-        self._watch.finished(worker)
-
-    def give_up_silent(self, now: float) -> float | None:
-        """Give up silent hosts and workers; called often.
-
-        Returns:
-            How long all hosts have been silent [s], if it is more likely that this machine was cut
-            off from them; none is given up then. Otherwise None.
-        """
-        silence = self._run.agents.silence(now)
-        if silence is None:
-            return None
-        timeout_s = self._run.spec.failure_timeout_s
-        if self._is_cut_off(silence.values()):
-            least_s = min(silence.values())
-            return least_s if least_s > timeout_s else None
-        for name, silent_s in silence.items():
-            if silent_s > timeout_s:
-                self._run.agents.by_host.pop(name).drop()
-                cause = f"no sign of life for {duration_words(silent_s)}"
-                self._executor.agent_lost(name, cause, silent_s)
-        self._look_at_progress()
-        return None
-
-    def _is_cut_off(self, silence: Iterable[float]) -> bool:
-        """Return whether every host of a training run is silent.
-
-        It is then more likely that this machine was cut off than that all hosts failed.
-        """
-        executor = self._executor
-        has_members = bool(self._run.workers.places and executor.machine.members)
-        trains = has_members and executor.finish is None
-        least_s = min(silence, default=0.0)
-        # Heartbeats come at different moments: when one host exceeds the timeout, the others
-        # count as silent too if they have reached half of it.
-        overdue = least_s > self._run.spec.failure_timeout_s / 2
-        return trains and self._run.spec.leader_grace_s > 0 and overdue
-
-    def _look_at_progress(self) -> None:
-        executor, places = self._executor, self._run.workers.places
-        machine = executor.machine
-        self._watch.keep_only(places)
-        for agent in self._run.agents.by_host.values():
-            for worker, activity in agent.take_activities().items():
-                if worker in places:
-                    self._watch.store_heartbeat(worker, activity)
-                    self._run.readers.watch.store_reading(worker, activity.reading)
-        for silent in self._watch.silent():
-            self._watch.forget(silent.worker)
-            executor.tell(silent)
-        generation, ranks = machine.training
-        if machine.phase is Phase.RUNNING:
-            self._run.readers.watch_ranks([(member.worker, member.host) for member in ranks])
-        members = [member.worker for member in ranks if member.worker in places]
-        found = self._watch.stuck(generation, members)
-        if isinstance(found, ev.GenerationStuck):
-            self._run.progress.ended_at(self._watch.furthest(members))
-        for event in found if isinstance(found, list) else [found]:
-            executor.tell(event)
-        for worker, step_s, line in self._watch.busy(generation, members):
-            place = f", which is at {line}" if line else ""
-            name = self._run.workers.name(worker)
-            message = (
-                f"the others wait for worker {name}{place}, {duration_words(step_s)} into its step"
-            )
-            self._run.journal.emit(LogNote(message))
-
 
 _OTHER_CODE = (
     "worker {name} runs another {files} than the workers before it: it was changed after they "

@@ -154,7 +154,7 @@ class Context:
         """
         self.data.register(examples)
         worker = self.worker
-        worker.data.examples = examples
+        worker.data_sets.examples = examples
         if worker.audit:
             worker.sink.send(msg.Dataset(examples, dropped))
         if planner.reviews:
@@ -621,7 +621,7 @@ class Context:
         """Report to the leader that this worker is warm."""
         if not self.worker.reads:
             self.worker.communicator.warm()
-            self.worker.data.described()  # here, where nobody waits for it
+            self.worker.data_sets.described()  # here, where nobody waits for it
         if self.worker.link is not None:
             self.worker.link.send(msg.Imported(installed_modules()))
         self.worker.sink.send(msg.Ready(time.monotonic() - self._started, script_digests()))

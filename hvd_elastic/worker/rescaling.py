@@ -128,7 +128,7 @@ class Rescaling:
         worker.averagers.reset()  # a newcomer has no gradients, which show what is trained
         is_root = worker.rank == root
         if is_root and (worker.progress.position == 0 or not worker.progress.data):
-            worker.progress.data = worker.data.described()
+            worker.progress.data = worker.data_sets.described()
         worker.progress = worker.state.sync(
             worker.communicator, worker.in_ring(root), worker.progress, self._has_state
         )

@@ -306,7 +306,7 @@ class Step:
         where = f"in epoch {at.epoch} at example {at.position}"
         if self.ahead is not None and not self.is_period:
             where += f", with {batches - 1} of {batches} backward passes in no_sync()"
-        line = f"{at.order_hash}|{worker.data.examples}|{where}|{worker.left_epoch}"
+        line = f"{at.order_hash}|{worker.data_sets.examples}|{where}|{worker.left_epoch}"
         places: dict[str, list[str]] = {}
         orders: dict[str, str] = {}
         for rank, told in enumerate(_gather_lines(worker, line, "places")):
@@ -369,10 +369,10 @@ def _gather_lines(worker: Worker, line: str, name: str) -> list[str]:
 
 def _refuse_data_sets(worker: Worker) -> None:
     """Raise ScriptError if data sets of the same length differ; names the rank and the field."""
-    lines = _gather_lines(worker, worker.data.described(), "data_sets")
+    lines = _gather_lines(worker, worker.data_sets.described(), "data_sets")
     first, *others = map(json.loads, lines)
     for rank, theirs in enumerate(others, 1):
-        for digest, one, other in zip(worker.data.digests, first, theirs, strict=False):
+        for digest, one, other in zip(worker.data_sets.digests, first, theirs, strict=False):
             if field := difference(one, other):
                 raise ScriptError(
                     f"the ranks read different data sets: those of ranks 0 and {rank} differ in "

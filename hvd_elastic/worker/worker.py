@@ -113,7 +113,7 @@ class Worker:
         progress: progress of training, equal on all ranks between two steps.
         stop_reason: why this rank asks for the end of training; empty: it does not.
         left_epoch: where the script left an epoch early, for messages; empty: nowhere.
-        data: data sets of the script's loaders.
+        data_sets: data sets of the script's loaders.
         generators: global generators of random numbers.
         in_train: whether the training function runs.
         saves: files that the script has saved.
@@ -131,7 +131,7 @@ class Worker:
         self.input_times = InputTimes()
         self.stop_reason = ""
         self.left_epoch = ""
-        self.data = DataSets()
+        self.data_sets = DataSets()
         self.generators = Generators(frontend.generators())
         self.in_train = False
         self.saves = Saves()

@@ -43,6 +43,7 @@ from hvd_elastic.worker.planning.planner import Planner
 from hvd_elastic.worker.progress import Progress
 from hvd_elastic.worker.script_data import ScriptData
 from hvd_elastic.worker.step import Pass, Step
+from hvd_elastic.worker.worker import DataSets
 from tests.paths import WORKER_PYTHONPATH
 
 
@@ -85,14 +86,6 @@ class FakeLoopWatch:
         return True
 
 
-class FakeData(ScriptData):
-    """What a context, and its worker, know of data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.digests: list[Any] = []
-
-
 @dataclass
 class FakeContext:
     """One rank's context and worker; ``boundary`` runs at each step boundary, as a rescale does."""
@@ -110,10 +103,11 @@ class FakeContext:
     boundary: Any = None
     rollback: FakeLoopWatch = field(default_factory=FakeLoopWatch)
     step: Step = field(default_factory=Step)
-    data: FakeData = field(default_factory=FakeData)
+    data: ScriptData = field(default_factory=ScriptData)
     input_times: InputTimes = field(default_factory=InputTimes)
     options: WorkerOptions = field(default_factory=WorkerOptions)
     link: Any = None
+    data_sets: DataSets = field(default_factory=DataSets)
     mode: Mode = Mode.ALONE
     has_ranks = True
     frontend = TorchFrontend()

@@ -342,7 +342,7 @@ def test_a_rank_at_another_place_of_the_data_is_an_error_of_all_ranks(ranks: int
 def test_ranks_whose_data_sets_differ_are_told() -> None:
     """Each would read a permutation of its own, with examples left out and read twice."""
     made = at_place(0, 0, [(0, 0)])
-    made.worker.data.examples, others = 100, Ranks([(0, 0)])
+    made.worker.data_sets.examples, others = 100, Ranks([(0, 0)])
     made.worker.communicator, others.order = others, 5
     with pytest.raises(
         ScriptError, match=r"rank 0 in one of 100 examples; rank 1 in one of 90 examples\. Bring"
@@ -352,7 +352,7 @@ def test_ranks_whose_data_sets_differ_are_told() -> None:
 
 def test_the_field_in_which_data_sets_differ_is_named() -> None:
     made = at_place(0, 0, [(0, 0)])
-    made.worker.data.digests = [DataDigest(["b", "a"], 2)]
+    made.worker.data_sets.digests = [DataDigest(["b", "a"], 2)]
     made.worker.communicator, others.order = (others := Ranks([(0, 0)])), 5
     others.described = json.dumps([DataDigest(["a", "b"], 2).described()]).encode()
     with pytest.raises(ScriptError, match="those of ranks 0 and 1 differ in 'entries'"):
