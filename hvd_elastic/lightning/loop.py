@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ _DataModule: Any = part("core.datamodule").LightningDataModule
 _ProgressBar: Any = part("callbacks").ProgressBar
 rank_zero_only: Any = part("utilities.rank_zero").rank_zero_only
 _CSVLogger: Any = part("loggers").CSVLogger
-_TensorBoardLogger: Any = part("loggers").TensorBoardLogger
 _log_hyperparams: Any = part("loggers.utilities")._log_hyperparams
 rank_zero_info: Any = part("utilities.rank_zero").rank_zero_info
 
@@ -76,9 +73,6 @@ class ElasticFitLoop(_FitLoop):
         check_loop(self)
         self.reset()
         trainer, strategy = self.trainer, self.trainer.strategy
-        if any(isinstance(each, _TensorBoardLogger) for each in trainer.loggers):
-            with suppress(ImportError):  # takes long, and a later rank 0 would wait for it
-                import_module("torch.utils.tensorboard")
         trainer._signal_connector.teardown()  # its SIGTERM handler would end this rank alone
         (self._loader,) = self._combined_loader.flattened
         self.sums = Sums(

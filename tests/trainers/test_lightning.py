@@ -94,7 +94,10 @@ def test_kill_9_in_a_gan_changes_nothing(
     "feature",
     [
         "loaders",
-        *(pytest.param(name, marks=COSTLY) for name in ("accumulate", "checkpoints", "loggers")),
+        *(
+            pytest.param(name, marks=COSTLY)
+            for name in ("accumulate", "as_on", "checkpoints", "loggers", "stopping")
+        ),
     ],
 )
 def test_two_ranks_end_as_one(

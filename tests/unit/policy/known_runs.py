@@ -49,7 +49,7 @@ def run_events(
     most = max(worlds, key=len)
     hosts = [[f"n{number}", max(most)] for number in range(len(most))]
     events: list[Any] = []
-    taker = SimpleNamespace(note=events.append)
+    taker = SimpleNamespace(note_event=events.append)
     now, step, examples = 100.0, 0.0, 0.0
 
     def add(kind: str, **fields: Any) -> None:
