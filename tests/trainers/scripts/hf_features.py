@@ -36,7 +36,7 @@ WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(57))]
 DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 OF_PASSES = ("eval_mean_token_accuracy", "eval_entropy")
 """TRL's means over what the ranks compute at the same time."""
-if FEATURE == "lora":
+if FEATURE in ("lora", "in order"):  # which accumulate
     OF_PASSES += ("mean_token_accuracy", "entropy")
 ARGUMENTS = {
     "output_dir": str(FOLDER / "out"),
