@@ -148,7 +148,7 @@ class HostGroup(fabric.Group):
             UsageError: ``only`` or ``exclude`` has a name that is not in the hostfile.
         """
         group = cls(options=options, fanout=fanout, timeout_s=timeout_s)
-        group._add(select_hosts(parse_hostfile(path), only, exclude))
+        group._add_hosts(select_hosts(parse_hostfile(path), only, exclude))
         return group
 
     def _add_hosts(self, hosts: Iterable[Host] | Hostfile) -> None:

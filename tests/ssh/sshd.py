@@ -27,7 +27,7 @@ def make_key(path: Path, key_type: str = "ed25519") -> Path:
 def free_port(address: str = "127.0.0.1") -> int:
     """A free port below those that the kernel gives to connections, of which one could take it."""
     while True:
-        port = random.randrange(20000, 32768)
+        port = random.SystemRandom().randrange(20000, 32768)  # seeded alike, two would draw one
         with socket.socket() as sock, contextlib.suppress(OSError):
             sock.bind((address, port))
             return port
