@@ -22,8 +22,8 @@ _CONTROL = re.compile(
 def plural(noun: str, number: object) -> str:
     """Return a noun in singular or plural form, as needed after a number.
 
-    >>> plural("slot", 1), plural("slot", 0), plural("process", 2), plural("try", 4), plural("batch", 2)
-    ('slot', 'slots', 'processes', 'tries', 'batches')
+    >>> plural("slot", 0), plural("process", 2), plural("try", 4), plural("batch", 2)
+    ('slots', 'processes', 'tries', 'batches')
     """
     if number == 1:
         return noun
