@@ -22,14 +22,14 @@ _CONTROL = re.compile(
 def plural(noun: str, number: object) -> str:
     """Return a noun in singular or plural form, as needed after a number.
 
-    >>> plural("slot", 1), plural("slot", 0), plural("process", 2), plural("try", 4)
-    ('slot', 'slots', 'processes', 'tries')
+    >>> plural("slot", 0), plural("process", 2), plural("try", 4), plural("batch", 2)
+    ('slots', 'processes', 'tries', 'batches')
     """
     if number == 1:
         return noun
     if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{noun[:-1]}ies"
-    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
 
 
 def count(number: object, noun: str) -> str:

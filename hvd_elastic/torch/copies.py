@@ -141,7 +141,7 @@ class Snapshot(ValueCopies):
         super().__init__(plain, others, helpers, always=tensors)
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, item in objects.items():
-            if isinstance(item, torch.optim.Optimizer) and not name.startswith("_"):
+            if isinstance(item, torch.optim.Optimizer):
                 self.dumped[name] = dump_value(
                     name, [_options(group) for group in item.param_groups]
                 )

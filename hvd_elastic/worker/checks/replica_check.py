@@ -37,6 +37,12 @@ _CHANGE_ALIKE = (
     "they are averaged, for code that only some ranks run, such as loading weights on rank 0, and "
     "for a condition, a random number or a learning rate that differs between ranks"
 )
+_CHANGE_AT_THE_END = (
+    "With hvd.LocalOptimizer the ranks hold the same weights only when a period ends, so what "
+    "follows from them, such as an average (EMA), changes there: "
+    "outer.register_step_post_hook(lambda *_: ema.update_parameters(model)); with fragments or a "
+    "delay, after the loop over the loader. "
+)
 
 
 class ReplicaCheck:
@@ -104,11 +110,12 @@ class ReplicaCheck:
         ranks = [f"rank {rank}" for rank in np.flatnonzero(apart.any(axis=1))]
         if not names:  # over the whole parameter the difference is within the tolerance
             return
+        remedy = _CHANGE_AT_THE_END if self._worker.averagers.local else ""
         shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
         raise ScriptError(
             f"{when} the ranks hold different parameters: {', '.join(ranks)} "
             f"{'differs' if len(ranks) == 1 else 'differ'} from rank 0 in {shown} "
-            f"({len(names)} of {own.known} parameters in the State). {_CHANGE_ALIKE}"
+            f"({len(names)} of {own.known} parameters in the State). {remedy}{_CHANGE_ALIKE}"
         )
 
 

@@ -427,6 +427,19 @@ def test_a_checkpoint_has_of_rank_0_what_differs_and_no_rank_loses_its_own(
     assert len(content.own) == len(moments) + streams * len(weights)
 
 
+def test_a_failure_sets_the_learning_rate_of_the_outer_optimizer_back(alone: Context) -> None:
+    """A scheduler of it may have changed it within the period."""
+    model, _ = made()
+    outer = nesterov(model)
+    optimizer = hvd.LocalOptimizer(sgd(model), model, every=4, outer=outer)
+    state: Any = hvd.State(model=model, optimizer=optimizer)
+    state.keep("_outer", outer)
+    before = state.take_snapshot()
+    outer.param_groups[0]["lr"] = 0.1
+    before.restore({}, {"optimizer": optimizer, "_outer": outer})
+    assert outer.param_groups[0]["lr"] == 0.7
+
+
 # ---- what is refused
 
 

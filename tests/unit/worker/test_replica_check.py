@@ -62,9 +62,14 @@ class Pair:
         return np.concatenate([tensor, self._others(name)])
 
 
-def world(model: torch.nn.Module, step: int, engine: Pair) -> Worker:
+def world(model: torch.nn.Module, step: int, engine: Pair, *, local: bool = False) -> Worker:
     state = SimpleNamespace(trained_sums=partial(trained_sums, {"model": model}))
-    made: Any = SimpleNamespace(progress=Progress(step=step), communicator=engine, state=state)
+    made: Any = SimpleNamespace(
+        progress=Progress(step=step),
+        communicator=engine,
+        state=state,
+        averagers=SimpleNamespace(local=local),
+    )
     found: Worker = made
     return found
 
@@ -150,6 +155,17 @@ def test_one_parameter_that_differs_by_a_percent_is_named() -> None:
         error.value
     )
     assert "in model.3.weight (1 of 6 parameters" in str(error.value)
+
+
+def test_where_the_ranks_meet_seldom_it_is_said_where_an_average_changes() -> None:
+    mine, other = network(), network()
+    with torch.no_grad():
+        other[3].weight.mul_(1.03)
+    engine = Pair(other, 4)
+    with pytest.raises(ScriptError, match=r"outer\.register_step_post_hook\(lambda \*_: ema"):
+        ReplicaCheck(world(mine, 4, engine, local=True)).step_exchanged(is_due=False)
+    with pytest.raises(ScriptError, match=r"in the State\)\. Parameters have to change alike"):
+        check(mine, other, 4)
 
 
 def test_parameters_that_are_frozen_may_differ() -> None:
