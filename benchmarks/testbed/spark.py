@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from hvd_elastic.virtual import VirtualCluster
 
-START_S = 90.0
+START_S = 300.0
 """Time limit for the start of a daemon [s]."""
 MASTER = "org.apache.spark.deploy.master.Master"
 WORKER = "org.apache.spark.deploy.worker.Worker"

@@ -36,7 +36,15 @@ def save(name: str, obj: Any) -> None:
         CheckpointError: the file cannot be written on this host, because the disk is full, for
             example; an earlier one is untouched.
     """
-    worker = context.current().worker
+    ctx = context.current()
+    worker = ctx.worker
+    if ctx.step.is_period and ctx.step.accumulating and not worker.saves.is_warned:
+        worker.saves.is_warned = True
+        worker.warn_once(
+            "hvd.save() within a period of hvd.LocalOptimizer saves the weights of rank 0, which "
+            "differ from those of the other ranks until the period ends; call it after the loop "
+            "over the loader"
+        )
     save_file(worker, name, partial(worker.frontend.write_object, name, obj))
 
 

@@ -74,10 +74,12 @@ class Saves:
         names: their names.
         again: those of the time since an epoch has ended, by name, with what writes them; None:
             the script itself saves them again after a failure.
+        is_warned: whether it was told that it saves while the ranks hold different weights.
     """
 
     names: set[str] = field(default_factory=set)
     again: dict[str, Write] | None = None
+    is_warned: bool = False
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -564,3 +565,14 @@ def test_an_epoch_shorter_than_a_period_is_told(
     train(hvd.State(model=model, optimizer=optimizer))
     (one,) = [each for each in told if "LocalOptimizer" in each]
     assert "an epoch has 5 batches" in one
+
+
+@pytest.mark.parametrize(("every", "warnings"), [(1, 0), (3, 1)])
+def test_what_is_saved_within_a_period_is_said_to_be_of_one_rank(
+    alone: Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, every: int, warnings: int
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(alone.worker, "warn", told.append)
+    monkeypatch.chdir(tmp_path)
+    trained(6, lambda state, _: hvd.save("last.pt", state.model.state_dict()), every=every)
+    assert len([each for each in told if "hvd.save()" in each]) == warnings
