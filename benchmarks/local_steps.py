@@ -73,7 +73,7 @@ class Marks:
         sent = int(line.partition(":")[2].split()[8])
         self._found.append((time.monotonic(), sent))
         if len(self._found) == self._count + 1:
-            partial = self._result.with_suffix(f".{os.getpid()}")
+            partial = Path(f"{self._result}.partial")  # process ids are alike on virtual hosts
             partial.write_text(json.dumps(self._found))
             partial.replace(self._result)
 
