@@ -527,7 +527,7 @@ class GradientAverager(EagerAverager):
             self._trained.watch()
 
     def _forget_step(self) -> None:
-        self._reductions.are_done = False
+        self._reductions.begin_step()
         self._computed.clear()
         self._absorbed = -1
 

@@ -75,9 +75,8 @@ class Reductions:
         self._begun: dict[Bucket, tuple[list[Any], torch.Tensor]] = {}
         self._later: dict[Bucket, np.ndarray | None] = {}
         """Buckets whose reduction waits for :meth:`wait`, with their flags."""
-        self._noted: dict[tuple[int, Bucket | None], list[_Noted]] = {}
-        """Gradients that a backward pass has left where they are, by the number of the step and
-        by bucket; None: of one rank."""
+        self._noted: dict[Bucket | None, list[_Noted]] = {}
+        """Gradients that a backward pass has left where they are, by bucket; None: of one rank."""
         self.carrier: Bucket | None = None
         self._flags: Callable[[], np.ndarray] | None = None
         self.is_open = self.is_filling = self.are_done = False
@@ -144,8 +143,7 @@ class Reductions:
 
     def pass_ends(self) -> None:
         """Note the gradients in buckets that the backward pass has not filled."""
-        step = self._worker.progress.step
-        self._noted = {(step, bucket): self._note(bucket.parameters) for bucket in self.waiting}
+        self._noted = {bucket: self._note(bucket.parameters) for bucket in self.waiting}
 
     @property
     def waiting(self) -> list[Bucket]:
@@ -217,7 +215,7 @@ class Reductions:
 
     def note_alone(self) -> None:
         """Note the gradients that the backward pass of a single rank has left."""
-        self._noted = {(self._worker.progress.step, None): self._note(self._names)}
+        self._noted = {None: self._note(self._names)}
 
     def _note(self, parameters: Iterable[torch.Tensor]) -> list[_Noted]:
         held = [(each, each.grad) for each in parameters if each.grad is not None]
@@ -230,10 +228,8 @@ class Reductions:
         """
         noted, self._noted = self._noted, {}
         changed = [bucket.changed() for bucket in self._buckets if bucket in self._begun]
-        for (step, bucket), held in noted.items():
-            # Those of an earlier step were thrown away by the script.
-            is_due = step == self._worker.progress.step and bucket not in self._begun
-            for each in held if is_due else ():
+        for bucket, held in noted.items():
+            for each in held if bucket not in self._begun else ():
                 same = each.parameter.grad is each.gradient
                 now = memory_of(each.gradient, content=self.looks)
                 changed.append(None if same and now == each.memory else each.parameter)
@@ -287,6 +283,11 @@ class Reductions:
         told = None if self._flags is None else self._flags()
         self.clear()
         return told
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before, which the script may have thrown away."""
+        self.are_done = False
+        self._noted.clear()
 
     def clear(self) -> None:
         """Forget the step: it has ended, or the ring is broken."""
