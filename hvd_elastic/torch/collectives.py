@@ -53,7 +53,13 @@ class TorchCollectives(Collectives):
     framework = "PyTorch"
 
     def __init__(self) -> None:
-        self.horovod = load_horovod("torch")
+        self.horovod = horovod = load_horovod("torch")
+        self._begins = {
+            "allreduce": horovod.allreduce_async_,
+            "broadcast": horovod.broadcast_async_,
+            "allgather": horovod.allgather_async,
+            "alltoall": horovod.alltoall_async,
+        }
 
     def warm(self) -> None:
         """Have NCCL detect the machine's topology and load its kernels."""
@@ -88,9 +94,7 @@ class TorchCollectives(Collectives):
         return torch.cat(list(pieces))
 
     def begin(self, kind: str, tensor: torch.Tensor, name: str, *more: Any, **options: Any) -> int:
-        in_place = "_" if kind in ("allreduce", "broadcast") else ""
-        begin = getattr(self.horovod, f"{kind}_async{in_place}")
-        handle: int = begin(tensor, *more, name=name, **options)
+        handle: int = self._begins[kind](tensor, *more, name=name, **options)
         return handle
 
     def synchronize(self, handle: int) -> Any:
