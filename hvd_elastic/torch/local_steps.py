@@ -8,7 +8,8 @@ much each of them has moved the parameters, and an outer optimizer takes that fo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -147,20 +148,17 @@ class LocalAverager(GradientAverager):
     def _end_period(self) -> None:
         """Average what the ranks have learnt, and take the outer step; all ranks call this."""
         every = self._every_parameter()
-        gradients = [parameter.grad for parameter in every]
-        for parameter in every:
-            begun = self._start.of(parameter)
-            if begun is None:
-                parameter.grad = None
-                self._refuse_unfrozen(parameter)
-                continue
-            with torch.no_grad():
-                parameter.grad = begun - parameter
-                parameter.copy_(begun)
-        self._optimizer.step()
-        self._start.drop()
-        for parameter, gradient in zip(every, gradients, strict=True):
-            parameter.grad = gradient
+        with gradients_aside(every):
+            for parameter in every:
+                begun = self._start.of(parameter)
+                if begun is None:
+                    self._refuse_unfrozen(parameter)
+                    continue
+                with torch.no_grad():
+                    parameter.grad = begun - parameter
+                    parameter.copy_(begun)
+            self._optimizer.step()
+            self._start.drop()
 
     def _every_parameter(self) -> list[torch.Tensor]:
         return [each for group in self._inner.param_groups for each in group["params"]]
@@ -238,3 +236,14 @@ class LocalAverager(GradientAverager):
                 "several. Train all parameters with one, in parameter groups of their own, or use "
                 "hvd.DistributedOptimizer for each"
             )
+
+
+@contextmanager
+def gradients_aside(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Have parameters without gradients, and the rank's own ones again if nothing fails."""
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    yield
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

@@ -15,7 +15,7 @@ import torch
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.compression import Compression
-from hvd_elastic.torch.local_steps import LocalAverager
+from hvd_elastic.torch.local_steps import LocalAverager, gradients_aside
 from hvd_elastic.torch.reductions import Reductions
 
 
@@ -126,22 +126,18 @@ class StreamingAverager(LocalAverager):
         fragment = self.shared.fragment
         self._reductions = self._whole if whole else self._fragments[fragment]
         parameters = self._all if whole else list(self._parts[fragment])
-        gradients = [parameter.grad for parameter in parameters]
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter.grad = self.shared.of[parameter] - parameter
-        if self._communicator.size > 1:
-            self._open_last()
-            for bucket in self._reductions.waiting:
-                self._sampling.move(bucket, self._factor, checks=self._reductions.checks)
-                self._reductions.reduce_bucket(bucket, later=False)
-        self._sent = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+        with gradients_aside(parameters):
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.grad = self.shared.of[parameter] - parameter
+            if self._communicator.size > 1:
+                self._open_last()
+                for bucket in self._reductions.waiting:
+                    self._sampling.move(bucket, self._factor, checks=self._reductions.checks)
+                    self._reductions.reduce_bucket(bucket, later=False)
+            self._sent = [(parameter, parameter.grad) for parameter in parameters]
 
     def _end_period(self) -> None:
-        every = self._every_parameter()
-        gradients = [parameter.grad for parameter in every]
         whole = self._ends_whole
         if whole and self._sent:  # the loop ends before its time: all of it is averaged anew
             if self._communicator.size > 1:
@@ -151,13 +147,12 @@ class StreamingAverager(LocalAverager):
             self._send(whole=whole)
         sent, self._sent = self._sent, []
         own = {parameter: parameter.detach().clone() for parameter, _ in sent}
-        for parameter in every:
-            parameter.grad = None
-        with torch.no_grad():
-            for parameter, difference in sent:
-                parameter.grad = difference
-                parameter.copy_(self.shared.of[parameter])
-        self._optimizer.step()
+        with gradients_aside(self._every_parameter()):
+            with torch.no_grad():
+                for parameter, difference in sent:
+                    parameter.grad = difference
+                    parameter.copy_(self.shared.of[parameter])
+            self._optimizer.step()
         if self._start.is_taken:  # else the average was not finite
             with torch.no_grad():
                 for parameter, mine in own.items():
@@ -166,8 +161,6 @@ class StreamingAverager(LocalAverager):
                         parameter.lerp_(mine, self._mix)
             self.shared.fragment = 0 if whole else (self.shared.fragment + 1) % len(self._parts)
         self._start.drop()
-        for parameter, gradient in zip(every, gradients, strict=True):
-            parameter.grad = gradient
 
     def _follow(self) -> None:
         if self._trained.follow():
