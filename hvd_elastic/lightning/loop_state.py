@@ -11,7 +11,7 @@ import torch
 from hvd_elastic.lightning.library import part
 from hvd_elastic.lightning.sums import Sums
 from hvd_elastic.script.parts import Place
-from hvd_elastic.torch.attributes import Attributes
+from hvd_elastic.torch.attributes import Attributes, numbered
 
 _Loop: Any = part("loops.loop")._Loop
 _BaseProgress: Any = part("loops.progress")._BaseProgress
@@ -42,12 +42,7 @@ class LoopState(Place):
         self._trainer = trainer = fit_loop.trainer
         self._sums = sums
         self._counters = list(_counters(fit_loop, ""))
-        names = [_key(each, number) for number, each in enumerate(trainer.callbacks)]
-        things = {
-            name: each
-            for name, each in zip(names, trainer.callbacks, strict=True)
-            if not isinstance(each, _OWN)
-        } | {"module": trainer.lightning_module}
+        things = numbered(trainer.callbacks, _OWN) | {"module": trainer.lightning_module}
         self._attributes = Attributes(lambda: things, _is_of_process, always={"dirpath"})
 
     # -- on this rank ----------------------------------------------------------------------
@@ -138,10 +133,6 @@ def _version(logger: Any) -> dict[str, Any]:
     if isinstance(logger, (_CSVLogger, _TensorBoardLogger)):
         return {"_version": logger.version}
     return {name: vars(logger)[name] for name in ("_run_id",) if vars(logger).get(name)}
-
-
-def _key(callback: Any, number: int) -> str:
-    return f"{number}.{type(callback).__name__}"
 
 
 def _is_of_process(item: Any, name: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from hvd_elastic.lightning.loaders import EvaluationLoader, training_loader
 from hvd_elastic.lightning.loop import ElasticEpochLoop, ElasticFitLoop
 from hvd_elastic.lightning.results import EvaluationResults, TrainingResults
 from hvd_elastic.script.collectives import script_collective
+from hvd_elastic.script.parts import batch_words, slot_of
 from hvd_elastic.worker import context
 from hvd_elastic.worker.launch import Mode
 from hvd_elastic.worker.planning.batch_bounds import require_whole
@@ -236,9 +236,7 @@ class ElasticStrategy(ParallelStrategy):
         """
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._worker.mode is Mode.AGENT and self._worker.in_train:
-            name = Path(filepath).name
-            unused = (number for number in count(1) if number not in self.slots.values())
-            slot = self.slots.setdefault(name, next(unused))
+            slot = slot_of(self.slots, Path(filepath).name)
             hvd.save(f"lightning-{slot}.ckpt", checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> Any:
@@ -256,15 +254,7 @@ class ElasticStrategy(ParallelStrategy):
 
     def batch_words(self, loader: Any) -> str:
         """Return in words whose batch size that of our loader is."""
-        said = (
-            f"a job on {self._as_on} devices (as_on={self._as_on})"
-            if self._as_on > 1
-            else "one device; ElasticStrategy(as_on=8) makes it that of 8"
-        )
-        return (
-            f"ElasticStrategy: a batch has {loader.batch_size} examples over all ranks together, "
-            f"however many there are, as on {said}"
-        )
+        return batch_words("ElasticStrategy(as_on=8)", "batch", loader.batch_size, self._as_on)
 
     def teardown(self) -> None:
         self.cluster_environment = LightningEnvironment()

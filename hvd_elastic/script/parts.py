@@ -8,6 +8,7 @@ is repeated as a whole if a rank is lost in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any, Protocol
 
 from hvd_elastic.worker import context
@@ -74,3 +75,35 @@ def train_by_parts(library: Library, loader: Loader) -> None:
         library.follow()
         place.due = False
     rollback.epochs_begin()
+
+
+def slot_of(slots: dict[str, int], name: str) -> int:
+    """Return the number under which the run keeps a file of a library, with the lowest one if new.
+
+    Args:
+        slots: numbers of the files that there are, by name. A removed file leaves its number to a
+            later one, so that the run does not keep them all.
+    """
+    if name not in slots:
+        slots[name] = next(number for number in count(1) if number not in slots.values())
+    return slots[name]
+
+
+def batch_words(owner: str, unit: str, batch_size: int, as_on: int) -> str:
+    """Return in words whose batch size that of our loader is.
+
+    Args:
+        owner: call that makes it the batch of eight devices.
+        unit: what has that many examples: a batch or a step.
+        batch_size: examples of all ranks together.
+        as_on: number of devices of a job that has this batch.
+    """
+    said = (
+        f"a job on {as_on} devices (as_on={as_on})"
+        if as_on > 1
+        else f"one device; {owner} makes it that of 8"
+    )
+    return (
+        f"{owner.partition('(')[0]}: a {unit} has {batch_size} examples over all ranks together, "
+        f"however many there are, as on {said}"
+    )

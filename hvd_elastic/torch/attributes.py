@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -46,6 +46,15 @@ class _Kept:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def numbered(things: Iterable[Any], left_out: tuple[type, ...]) -> dict[str, Any]:
+    """Return objects by number and class, which are names that all ranks have, without some."""
+    return {
+        f"{number}.{type(each).__name__}": each
+        for number, each in enumerate(things)
+        if not isinstance(each, left_out)
+    }
 
 
 class Attributes:

@@ -8,20 +8,15 @@ from typing import Any
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hvd_elastic.script.parts import Place
-from hvd_elastic.torch.attributes import Attributes
+from hvd_elastic.torch.attributes import Attributes, numbered
 
 _SHOWING = (ProgressCallback, PrinterCallback)
 """Callbacks whose attributes are of this process."""
 _OF_PROCESS = frozenset(
     {
         *("is_world_process_zero", "is_local_process_zero", "log_history"),  # of TrainerState
-        *(
-            "train_dataset",
-            "eval_dataset",
-            "model_preparation_time",
-            "is_in_train",
-            "push_in_progress",
-        ),
+        *("train_dataset", "eval_dataset", "model_preparation_time"),
+        *("is_in_train", "push_in_progress"),
     }
 )
 
@@ -52,12 +47,7 @@ class LoopState(Place):
         self.flos: Any = 0.0
         self.slots: dict[str, int] = {}
         self._trainer = trainer
-        callbacks = enumerate(trainer.callback_handler.callbacks)
-        self._things = {
-            f"{number}.{type(each).__name__}": each
-            for number, each in callbacks
-            if not isinstance(each, _SHOWING)
-        } | {"trainer": trainer}
+        self._things = numbered(trainer.callback_handler.callbacks, _SHOWING) | {"trainer": trainer}
         self._attributes = Attributes(self._named, lambda _, name: name in _OF_PROCESS)
 
     # -- on this rank ----------------------------------------------------------------------

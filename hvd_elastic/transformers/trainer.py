@@ -13,6 +13,7 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.interface import RingRank
 from hvd_elastic.script.collectives import script_collective
 from hvd_elastic.script.model_loading import saved_file
+from hvd_elastic.script.parts import batch_words, slot_of
 from hvd_elastic.script.saving import save_file
 from hvd_elastic.transformers.accelerator import (
     ElasticAccelerator,
@@ -109,15 +110,7 @@ class ElasticMixin:
 
     def batch_words(self, loader: Any) -> str:
         """Return in words whose batch size that of our loader is."""
-        said = (
-            f"a job on {self._as_on} devices (as_on={self._as_on})"
-            if self._as_on > 1
-            else "one device; Trainer(..., as_on=8) makes it that of 8"
-        )
-        return (
-            f"Trainer: a step has {loader.batch_size} examples over all ranks together, however "
-            f"many there are, as on {said}"
-        )
+        return batch_words("Trainer(..., as_on=8)", "step", loader.batch_size, self._as_on)
 
     def passes_of_all(self: Any, loader: Any) -> int:
         """Return the number of passes of the present step on the rank that has the most."""
@@ -191,8 +184,7 @@ class ElasticMixin:
         best = Path(self.state.best_model_checkpoint or folder).name  # perhaps of another host
         (kept, *_) = gather_objects([*there, folder.name, best])
         place.slots = {name: slot for name, slot in place.slots.items() if name in kept}
-        unused = (each for each in range(1, len(kept) + 2) if each not in place.slots.values())
-        slot = place.slots.setdefault(folder.name, next(unused))
+        slot = slot_of(place.slots, folder.name)
 
         def write(file: Any) -> None:
             with tarfile.open(fileobj=file, mode="w|") as packed:
