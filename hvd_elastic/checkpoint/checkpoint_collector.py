@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.checkpoint.collector import Callbacks, Collector, HostFiles, Parcel, Source
 from hvd_elastic.checkpoint.manifests import CheckpointInfo, warning_of_not_finite
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.shards import Key, ShardInfo, complete_sets, parse_shard, receive_shard
+from hvd_elastic.checkpoint.spool_collector import Callbacks, Collector, HostFiles, Parcel, Source
 from hvd_elastic.errors import CheckpointError, HvdElasticError
 from hvd_elastic.run_events import Checkpoint
 from hvd_elastic.wire.framing import encode

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from hvd_elastic.checkpoint.collector import Callbacks, Collector, HostFiles, Parcel, Source
 from hvd_elastic.checkpoint.saved import SAVED_FOLDER, find_stored, receive_file
+from hvd_elastic.checkpoint.spool_collector import Callbacks, Collector, HostFiles, Parcel, Source
 from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.wire.messages import Release, SavedBrought, SavedFile, Tell
 

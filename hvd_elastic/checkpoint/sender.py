@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvd_elastic.checkpoint.checkpoint_collector import CheckpointCollector
-from hvd_elastic.checkpoint.collector import HostFiles
 from hvd_elastic.checkpoint.manifests import CheckpointInfo
 from hvd_elastic.checkpoint.place import CheckpointStore
+from hvd_elastic.checkpoint.spool_collector import HostFiles
 from hvd_elastic.errors import HvdElasticError
 
 _TRY_AGAIN_S = (1.0, 2.0, 5.0, 10.0, 15.0)

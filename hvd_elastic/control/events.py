@@ -2,7 +2,7 @@
 
 A *worker* is a process with a unique name, ``host:slot.incarnation``; a *slot* is a place for one,
 ``(host, index)``. Events carry no time: the caller passes it to
-:meth:`hvd_elastic.control.machine.RunMachine.handle`.
+:meth:`hvd_elastic.control.state_machine.RunMachine.handle`.
 """
 
 from __future__ import annotations

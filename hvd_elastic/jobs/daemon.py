@@ -38,8 +38,8 @@ from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.queue import JobQueue, ending_words, eta_moved, jobs_words, over_words
 from hvd_elastic.jobs.runs import BeginLeader, JobRuns
-from hvd_elastic.jobs.scheduling import Candidate, Plan, plan_slots
 from hvd_elastic.jobs.server import RequestServer
+from hvd_elastic.jobs.slot_plan import Candidate, Plan, plan_slots
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import HostSlots

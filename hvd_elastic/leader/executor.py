@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from hvd_elastic.checkpoint.sender import Brought
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
+from hvd_elastic.control.state_machine import MachineConfig, Phase, RunMachine
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.fetching import Fetching
 from hvd_elastic.leader.led_run import LedRun

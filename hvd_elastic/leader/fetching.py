@@ -9,10 +9,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from hvd_elastic.checkpoint.checkpoint_collector import CheckpointCollector
-from hvd_elastic.checkpoint.collector import Callbacks, Collector
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.saved_collector import SavedFileCollector
 from hvd_elastic.checkpoint.sender import CheckpointSender
+from hvd_elastic.checkpoint.spool_collector import Callbacks, Collector
 from hvd_elastic.control.commands import Finish
 from hvd_elastic.leader.agents.connection import AgentConnection
 from hvd_elastic.leader.led_run import LedRun

@@ -1,8 +1,8 @@
 """Leads a run from its start to its end: makes the parts of a leader, and runs their loop.
 
-:class:`hvd_elastic.control.machine.RunMachine` decides, and the other modules of this package act.
-Everything runs in one loop; the threads of the agents' connections and of file transfers only post
-calls to it.
+:class:`hvd_elastic.control.state_machine.RunMachine` decides, and the other modules of this package
+act. Everything runs in one loop; the threads of the agents' connections and of file transfers only
+post calls to it.
 
 The way of an event: the thread of a connection decodes what its agent sends, and posts it. In the
 loop :meth:`Leader._heard` gives it to ``Failover`` while a takeover is under way, else to
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.machine import Phase
+from hvd_elastic.control.state_machine import Phase
 from hvd_elastic.errors import CheckpointError
 from hvd_elastic.formatting import hosts_named
 from hvd_elastic.leader.agents.agents import LOOK_S, Agents

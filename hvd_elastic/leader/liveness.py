@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.machine import Phase
 from hvd_elastic.control.progress import ProgressWatch
+from hvd_elastic.control.state_machine import Phase
 from hvd_elastic.formatting import duration_words
 from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.led_run import LedRun

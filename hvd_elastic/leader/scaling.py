@@ -9,8 +9,8 @@ from hvd_elastic import run_events
 from hvd_elastic.control.commands import Member
 from hvd_elastic.control.events import TargetChanged
 from hvd_elastic.control.fleet import AgentState
-from hvd_elastic.control.machine import Phase, RunMachine
 from hvd_elastic.control.scaling import ScalingConfig, ScalingController
+from hvd_elastic.control.state_machine import Phase, RunMachine
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.evidence import replay

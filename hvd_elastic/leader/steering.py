@@ -16,7 +16,7 @@ from hvd_elastic import run_events
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.control.events import StopRequested
-from hvd_elastic.control.machine import Phase
+from hvd_elastic.control.state_machine import Phase
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.executor import Executor

@@ -14,7 +14,7 @@ from hvd_elastic.lightning.checks import check_loop
 from hvd_elastic.lightning.library import part
 from hvd_elastic.lightning.loop_state import LoopState
 from hvd_elastic.lightning.sums import Sums
-from hvd_elastic.script.parts import train_by_parts
+from hvd_elastic.script.loop_parts import train_by_parts
 from hvd_elastic.script.state import Stateful
 from hvd_elastic.worker import context
 from hvd_elastic.worker.worker import Worker
@@ -60,7 +60,7 @@ class ElasticEpochLoop(_EpochLoop):
 
 
 class ElasticFitLoop(_FitLoop):
-    """The library whose training runs by parts; see :class:`hvd_elastic.script.parts.Library`."""
+    """Lightning's training by parts, a :class:`hvd_elastic.script.loop_parts.Library`."""
 
     place: LoopState
     sums: Sums

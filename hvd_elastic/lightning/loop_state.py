@@ -10,7 +10,7 @@ import torch
 
 from hvd_elastic.lightning.library import part
 from hvd_elastic.lightning.sums import Sums
-from hvd_elastic.script.parts import Place
+from hvd_elastic.script.loop_parts import Place
 from hvd_elastic.torch.attributes import Attributes, numbered
 
 _Loop: Any = part("loops.loop")._Loop

@@ -20,7 +20,7 @@ from hvd_elastic.lightning.loaders import EvaluationLoader, training_loader
 from hvd_elastic.lightning.loop import ElasticEpochLoop, ElasticFitLoop
 from hvd_elastic.lightning.results import EvaluationResults, TrainingResults
 from hvd_elastic.script.collectives import script_collective
-from hvd_elastic.script.parts import batch_words, slot_of
+from hvd_elastic.script.loop_parts import batch_words, slot_of
 from hvd_elastic.worker import context
 from hvd_elastic.worker.launch import Mode
 from hvd_elastic.worker.planning.batch_bounds import require_whole

@@ -22,7 +22,7 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, Re
 from hvd_elastic.communicator.buckets import divide
 from hvd_elastic.communicator.interface import FLAGS_NAME, gradient_prefix
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.tensorflow.adaptation import Adaptation, Control, Controls
+from hvd_elastic.tensorflow.adaptive_rates import Adaptation, Control, Controls
 from hvd_elastic.tensorflow.collectives import node_name, reduce_in_graph
 from hvd_elastic.tensorflow.metrics import MetricSums
 from hvd_elastic.tensorflow.variables import keep_values, variable_of

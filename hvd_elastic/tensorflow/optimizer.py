@@ -12,7 +12,7 @@ from typing_extensions import Self
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule
 from hvd_elastic.script.horovod_names import explain_arguments
-from hvd_elastic.tensorflow.adaptation import Adaptation
+from hvd_elastic.tensorflow.adaptive_rates import Adaptation
 from hvd_elastic.tensorflow.gradients import GradientAverager
 from hvd_elastic.tensorflow.schedule import follows_progress
 from hvd_elastic.tensorflow.variables import check_no_loss_scaling, variable_of

@@ -22,7 +22,7 @@ from hvd_elastic.communicator.interface import Communicator
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.model.lr_rules import Rule
 from hvd_elastic.script.horovod_names import explain_arguments
-from hvd_elastic.torch.adaptation import AdaptiveRates, StepSampling
+from hvd_elastic.torch.adaptive_rates import AdaptiveRates, StepSampling
 from hvd_elastic.torch.batch_norm import synchronize_batch_norm
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy

@@ -20,7 +20,7 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.script.instances import holders_of
 from hvd_elastic.worker import context
 from hvd_elastic.worker.frontend import Schedule
-from hvd_elastic.worker.planning.rules import whole_steps
+from hvd_elastic.worker.planning.rate_choice import whole_steps
 from hvd_elastic.worker.worker import Worker
 
 Scheduler = TypeVar("Scheduler", bound=Any)

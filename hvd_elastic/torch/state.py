@@ -31,10 +31,10 @@ from hvd_elastic.torch.buffers import (
 )
 from hvd_elastic.torch.checkpoint import TorchContent, content_of, dtype_name, dtype_named
 from hvd_elastic.torch.copies import Snapshot, TensorCopies, untrained_tensors
-from hvd_elastic.torch.forms import ModuleForms, lay_out
 from hvd_elastic.torch.grad_scaler import GradScaler
 from hvd_elastic.torch.input_source import TensorPickler
 from hvd_elastic.torch.schedule import counting_schedules
+from hvd_elastic.torch.tensor_forms import ModuleForms, lay_out
 from hvd_elastic.worker.checks.replica_check import parameters_of_check, sums_of
 from hvd_elastic.worker.frontend import Schedule, TrainedSums
 

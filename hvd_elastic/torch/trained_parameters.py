@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.torch.forms import form_of, lay_out
+from hvd_elastic.torch.tensor_forms import form_of, lay_out
 
 
 class TrainedParameters:

@@ -10,7 +10,7 @@ from transformers.trainer_callback import ProgressCallback
 
 import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.script.parts import train_by_parts
+from hvd_elastic.script.loop_parts import train_by_parts
 from hvd_elastic.transformers.accelerator import follow_rank, make_elastic, together
 from hvd_elastic.transformers.loaders import Passes
 from hvd_elastic.transformers.loop_state import LoopState
@@ -21,7 +21,7 @@ _SUMS = "user.transformers.sums"
 
 
 class ElasticLoop:
-    """The library whose training runs by parts; see :class:`hvd_elastic.script.parts.Library`.
+    """The library whose training runs by parts; see :class:`hvd_elastic.script.loop_parts.Library`.
 
     Args:
         trainer: Trainer whose parts it calls.

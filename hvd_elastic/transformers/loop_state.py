@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from hvd_elastic.script.parts import Place
+from hvd_elastic.script.loop_parts import Place
 from hvd_elastic.torch.attributes import Attributes, numbered
 
 _SHOWING = (ProgressCallback, PrinterCallback)

@@ -12,8 +12,8 @@ import transformers
 import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.interface import RingRank
 from hvd_elastic.script.collectives import script_collective
+from hvd_elastic.script.loop_parts import batch_words, slot_of
 from hvd_elastic.script.model_loading import saved_file
-from hvd_elastic.script.parts import batch_words, slot_of
 from hvd_elastic.script.saving import save_file
 from hvd_elastic.transformers.accelerator import (
     ElasticAccelerator,

@@ -36,8 +36,8 @@ from hvd_elastic.worker.frontend import Frontend, State
 from hvd_elastic.worker.generators import Generators
 from hvd_elastic.worker.input_times import InputTimes
 from hvd_elastic.worker.launch import Mode, not_finite_choice
+from hvd_elastic.worker.message_sink import Sink, open_sink
 from hvd_elastic.worker.progress import Progress
-from hvd_elastic.worker.sink import Sink, open_sink
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hvd_elastic.checkpoint import collector
-from hvd_elastic.checkpoint.collector import Callbacks
+from hvd_elastic.checkpoint import spool_collector
 from hvd_elastic.checkpoint.saved import (
     SAVED_FOLDER,
     check_name,
@@ -29,6 +28,7 @@ from hvd_elastic.checkpoint.saved import (
     store_file,
 )
 from hvd_elastic.checkpoint.saved_collector import SavedFileCollector
+from hvd_elastic.checkpoint.spool_collector import Callbacks
 from hvd_elastic.errors import CheckpointError, ScriptError, SshError
 from hvd_elastic.wire import messages as msg
 from tests.small_disk import mounted
@@ -210,7 +210,7 @@ def test_a_newer_file_takes_the_place_of_one_that_is_being_fetched(tmp_path: Pat
 def test_what_cannot_be_fetched_is_told_once_tried_again_and_missing_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collector, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(spool_collector, "_PAUSES_S", (0.0,))
     run = Run(tmp_path)
     host = run.hosts["node0"]
     run.told("node0", host.save("best.pt", b"first", number=1))

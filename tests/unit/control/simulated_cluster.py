@@ -1,4 +1,4 @@
-"""A fake cluster for tests of :class:`~hvd_elastic.control.machine.RunMachine`.
+"""A fake cluster for tests of :class:`~hvd_elastic.control.state_machine.RunMachine`.
 
 It has hosts, agents and workers, but no processes and no clock. Commands and events are delivered
 in order on each connection, with any delay: :meth:`SimulatedCluster.do` performs one small action
@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control import events as ev
-from hvd_elastic.control.machine import MachineConfig, Phase, RunMachine
+from hvd_elastic.control.state_machine import MachineConfig, Phase, RunMachine
 
 T = TypeVar("T")
 

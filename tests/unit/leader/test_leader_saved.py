@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.checkpoint import collector
+from hvd_elastic.checkpoint import spool_collector
 from hvd_elastic.control import commands as cmd
 from hvd_elastic.control.endings import StopCause
 from hvd_elastic.control.progress import Activity
@@ -131,7 +131,7 @@ def test_a_second_request_to_stop_ends_the_wait(run: Run) -> None:
 def test_what_cannot_be_fetched_ends_the_wait_and_fails_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collector, "_LAST_TRIES_S", 0.0)
+    monkeypatch.setattr(spool_collector, "_LAST_TRIES_S", 0.0)
     run.agent.why_not = "no such file"
     run.agent.gate.set()
     run.leader._executor.execute(DONE)

@@ -8,8 +8,8 @@ import pytest
 
 from hvd_elastic.control import events as ev
 from hvd_elastic.control.commands import Command, Leave, Member, StartAgent, StartWorker
-from hvd_elastic.control.machine import HostSlots, MachineConfig, Phase, RunMachine
 from hvd_elastic.control.scaling import ScalingController
+from hvd_elastic.control.state_machine import HostSlots, MachineConfig, Phase, RunMachine
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.leader.scaling import Scaler
 from hvd_elastic.leader.spec import RunSpec

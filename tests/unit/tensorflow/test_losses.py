@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_elastic.tensorflow as hvd
-from hvd_elastic.tensorflow.adaptation import Control
+from hvd_elastic.tensorflow.adaptive_rates import Control
 from hvd_elastic.tensorflow.losses import losses_watched
 from hvd_elastic.tensorflow.optimizer import averager_of
 from hvd_elastic.worker.context import Context

@@ -18,7 +18,7 @@ import tensorflow as tf
 import hvd_elastic.tensorflow as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.tensorflow import gradients
-from hvd_elastic.tensorflow.adaptation import Control
+from hvd_elastic.tensorflow.adaptive_rates import Control
 from hvd_elastic.tensorflow.frontend import choose_optimizers, optimizers_watched
 from hvd_elastic.tensorflow.optimizer import averager_of, tape_averager
 from hvd_elastic.worker.context import Context

@@ -18,7 +18,7 @@ from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.torch import gradient_buckets
 from hvd_elastic.torch.finite_check import ForwardWatch, GradientCheck
 from hvd_elastic.worker.context import Context
-from hvd_elastic.worker.sink import FileSink
+from hvd_elastic.worker.message_sink import FileSink
 from hvd_elastic.worker.step import Pass
 
 

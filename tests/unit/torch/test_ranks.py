@@ -80,7 +80,7 @@ def test_the_rings_rank_is_read_where_its_collectives_are() -> None:
     assert readers == {
         "script/model_loading.py",
         "script/state.py",
-        "torch/adaptation.py",
+        "torch/adaptive_rates.py",
         "transformers/trainer.py",
         "worker/worker.py",
     }, "elsewhere it is worker.rank, that of the run"

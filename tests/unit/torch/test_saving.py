@@ -24,8 +24,8 @@ from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.torch.checkpoint import TorchContent, load_object
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.debugging.profiling import StepProfile
+from hvd_elastic.worker.message_sink import FileSink
 from hvd_elastic.worker.progress import Progress
-from hvd_elastic.worker.sink import FileSink
 from tests.paths import WORKER_PYTHONPATH
 from tests.small_disk import mounted
 from tests.unit.torch.test_checkpoint import Told, tensors_of

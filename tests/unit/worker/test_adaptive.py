@@ -200,7 +200,7 @@ def test_a_noisy_gradient_and_a_costly_step_bring_a_larger_batch(
 
 
 def hvd_file_sink(folder: Path) -> Any:
-    from hvd_elastic.worker.sink import FileSink
+    from hvd_elastic.worker.message_sink import FileSink
 
     context.current().worker.audit = True
     return FileSink(folder)

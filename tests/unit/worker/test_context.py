@@ -30,8 +30,8 @@ from hvd_elastic.worker.checks.data_digest import DataDigest
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.debugging.uncaught import script_line
 from hvd_elastic.worker.launch import Mode, detect_mode, refuse_other_launchers
+from hvd_elastic.worker.message_sink import Sink
 from hvd_elastic.worker.progress import Progress
-from hvd_elastic.worker.sink import Sink
 from hvd_elastic.worker.step import Pass
 from tests.tensorboard_files import read_scalars
 

@@ -15,7 +15,7 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.worker.context import Context
-from hvd_elastic.worker.sink import FileSink
+from hvd_elastic.worker.message_sink import FileSink
 
 ONE = {
     "float64": np.float64(0.5),

@@ -23,10 +23,10 @@ from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.worker import context
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.launch import Mode
+from hvd_elastic.worker.message_sink import FileSink
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
 from hvd_elastic.worker.planning.compute_times import ComputeTimes
 from hvd_elastic.worker.planning.planner import UnequalShares
-from hvd_elastic.worker.sink import FileSink
 
 Loader = hvd.DataLoader[list[torch.Tensor]]
 BATCH = 40

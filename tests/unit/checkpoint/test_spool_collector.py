@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.checkpoint import collector, sender
+from hvd_elastic.checkpoint import sender, spool_collector
 from hvd_elastic.checkpoint.checkpoint_collector import CheckpointCollector
-from hvd_elastic.checkpoint.collector import Callbacks
 from hvd_elastic.checkpoint.manifests import complete_checkpoint, find_checkpoints, newest_valid
 from hvd_elastic.checkpoint.place import CheckpointStore
 from hvd_elastic.checkpoint.sender import Brought, CheckpointSender
 from hvd_elastic.checkpoint.shards import drop_shards, find_shards
+from hvd_elastic.checkpoint.spool_collector import Callbacks
 from hvd_elastic.checkpoint.url import CheckpointUrl
 from hvd_elastic.errors import CheckpointError, SshError
 from hvd_elastic.wire import messages as msg
@@ -213,7 +213,7 @@ def test_a_failure_costs_the_checkpoint_and_is_said_once(tmp_path: Path) -> None
 def test_a_checkpoint_that_could_not_be_fetched_is_tried_again_while_its_hosts_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collector, "_PAUSES_S", (0.0, 3600.0, 0.0))
+    monkeypatch.setattr(spool_collector, "_PAUSES_S", (0.0, 3600.0, 0.0))
     run = Run(tmp_path)
     run.hosts["node1"].reachable = False
     run.written(10, 0, 1)

@@ -16,7 +16,7 @@ from hvd_elastic.control.commands import (
     StartWorker,
     StopAgent,
 )
-from hvd_elastic.control.machine import MachineConfig, Phase
+from hvd_elastic.control.state_machine import MachineConfig, Phase
 from tests.unit.control.play import Play, announced, is_running, members, start
 
 # -- start ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hvd_elastic.torch.gradient_buckets import Bucket
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
-from hvd_elastic.worker.planning.rules import chosen_rule
+from hvd_elastic.worker.planning.rate_choice import chosen_rule
 
 
 class StepSampling:

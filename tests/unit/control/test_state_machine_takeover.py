@@ -11,7 +11,7 @@ from hvd_elastic.control.commands import (
     StartAgent,
     StartWorker,
 )
-from hvd_elastic.control.machine import HostSlots, MachineConfig, RunMachine
+from hvd_elastic.control.state_machine import HostSlots, MachineConfig, RunMachine
 from tests.unit.control.play import Play, announced, is_running, members, start, starts
 
 

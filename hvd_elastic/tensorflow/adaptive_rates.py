@@ -20,7 +20,7 @@ from hvd_elastic.model.lr_rules import Adjustment, Rule, scaled_betas, scaled_ep
 from hvd_elastic.tensorflow.schedule import follows_progress
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
-from hvd_elastic.worker.planning.rules import chosen_rule, whole_steps
+from hvd_elastic.worker.planning.rate_choice import chosen_rule, whole_steps
 from hvd_elastic.worker.planning.samples import MOMENT_STEPS, Samples
 
 

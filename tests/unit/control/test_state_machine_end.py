@@ -13,7 +13,7 @@ from hvd_elastic.control.commands import (
     Leave,
     StartWorker,
 )
-from hvd_elastic.control.machine import Phase
+from hvd_elastic.control.state_machine import Phase
 from tests.unit.control.play import Play, announced, members, start
 
 # -- the script's own end ------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.run_events import Warned
-from hvd_elastic.worker.sink import FileSink
+from hvd_elastic.worker.message_sink import FileSink
 from tests.small_disk import mounted
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from hvd_elastic.control.machine import MachineConfig, Phase
+from hvd_elastic.control.state_machine import MachineConfig, Phase
 from tests.paths import ALL
 from tests.unit.control.simulated_cluster import SimulatedCluster
 

@@ -10,7 +10,7 @@ import pytest
 
 from hvd_elastic.jobs.job import Job, JobKind, JobRequest, JobStatus
 from hvd_elastic.jobs.progress import Measured, RunProgress
-from hvd_elastic.jobs.scheduling import Candidate, expected_starts, plan_slots
+from hvd_elastic.jobs.slot_plan import Candidate, expected_starts, plan_slots
 from hvd_elastic.policy.schedule.jobs import HostSlots
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
