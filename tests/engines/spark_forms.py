@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import json
 import os
@@ -22,6 +23,9 @@ from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.spark import TorchDistributor, _get_spark_partition_data_loader, rows
 
 Fixed = partial(TorchDistributor, use_gpu=False, elastic=False)
+GIVEN_S = 540.0  # less than the test has, so that what hangs is shown
+kept: list[Any] = []
+"""Modules that outlive the function that made them."""
 LOOKS = ("interval", "maxFailures")
 SCRIPT = """
 import argparse, os
@@ -42,7 +46,9 @@ def data_parallel(steps: int) -> tuple[int, float]:
 
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
-    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    # Kept: the end of a gloo group joins its threads with Python's lock held, for which they may
+    # wait while they free the last tensors (torch 2.13).
+    kept.append(model := DistributedDataParallel(torch.nn.Linear(2, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -173,6 +179,7 @@ def refusal(do: Callable[[], object]) -> str:
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(GIVEN_S, exit=True)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     # Spark's own class refuses clusters with TLS.
     patience = {f"spark.scheduler.barrier.maxConcurrentTasksCheck.{name}": "5" for name in LOOKS}
