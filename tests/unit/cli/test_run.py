@@ -40,6 +40,8 @@ def call(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, s
         (["--failure-timeout", "0"], "--failure-timeout takes a number above 0, not '0'"),
         (["--failure-timeout", "nan"], "--failure-timeout takes a number above 0, not 'nan'"),
         (["--nope"], "no such option: --nope"),
+        (["--pdb", "1"], "no such option: --pdb. Write breakpoint() in the script"),
+        (["--nproc_per_node=2"], "no such option: --nproc_per_node. It is one of torchrun's. Here"),
     ],
 )
 def test_options_say_what_they_take(
