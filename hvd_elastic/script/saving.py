@@ -38,8 +38,7 @@ def save(name: str, obj: Any) -> None:
     """
     ctx = context.current()
     worker = ctx.worker
-    if ctx.step.is_period and ctx.step.accumulating and not worker.saves.is_warned:
-        worker.saves.is_warned = True
+    if ctx.step.is_period and ctx.step.accumulating:
         worker.warn_once(
             "hvd.save() within a period of hvd.LocalOptimizer saves the weights of rank 0, which "
             "differ from those of the other ranks until the period ends; call it after the loop "

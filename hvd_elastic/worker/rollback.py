@@ -75,7 +75,6 @@ class Rollback:
         the tail on all ranks, so that what only rank 0 does there is done even if it is lost."""
         self._collective: tuple[str, Any, int] | None = None
         self._warned = False
-        self._warned_of_steps = False
         self.partial = False
         """Whether this rank failed in a loop body after its step, so the body's rest is missing."""
         self.commits = False
@@ -116,7 +115,7 @@ class Rollback:
     def optimizer_stepped(self) -> None:
         """Warn once of a step that cannot be undone or repeated as others are."""
         worker = self._worker
-        if self._warned_of_steps or not worker.elastic:
+        if not worker.elastic:
             return
         call = worker.frontend.takes_step
         if worker.progress.phase in AFTER_LOOP:
@@ -136,7 +135,6 @@ class Rollback:
             )
         else:
             return
-        self._warned_of_steps = True
         worker.warn_once(warning)
 
     @property
