@@ -126,7 +126,6 @@ class Workers:
         return self._by_name.get(name)
 
     def send_all(self, message: msg.AgentToWorker) -> None:
-        """Send a message to all workers."""
         for worker in self:
             worker.send(message)
 

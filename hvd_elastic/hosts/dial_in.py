@@ -50,7 +50,6 @@ class DialInHost:
         host: its name, unique among those that are connected, and slots.
         identity: tells its process from others.
         python: path of its interpreter.
-        python_version: version of that.
         folder: folder on the host for files that are sent to it; it ends with the host process.
         control: control connection.
     """

@@ -23,7 +23,6 @@ class Memory(NamedTuple):
     """Memory [bytes].
 
     Attributes:
-        total: all of it.
         available: that can be had without swapping: free, or used by caches of files.
     """
 

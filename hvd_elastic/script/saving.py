@@ -51,7 +51,6 @@ def save_file(worker: Worker, name: str, write: Write) -> None:
     """Save a file on rank 0; other ranks do nothing, and need not call it.
 
     Args:
-        worker: this process.
         name: name of the file; a later file of that name replaces it.
         write: writes the content to the file it is given.
 

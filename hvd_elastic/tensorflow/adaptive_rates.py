@@ -92,7 +92,6 @@ class Control(NamedTuple):
         beta_1, beta_2, epsilon: those of Adam.
         progress: scale-invariant progress [whole steps at the initial batch size]; 0 where no
             schedule follows it.
-        ranks: number of ranks.
         examples: number of examples of this pass on this rank.
     """
 

@@ -29,7 +29,6 @@ class StepSampling:
         optimizer: optimizer whose gradients are sampled.
 
     Attributes:
-        statistics: what was sampled.
         loss_scale: factor of the loss and so of all gradients of the step; None: 1.
     """
 
@@ -48,7 +47,6 @@ class StepSampling:
             self._context.planner.sampling_cost.step_begins()
 
     def leave_out(self) -> None:
-        """Do not sample this step."""
         self._is_on = False
 
     def see(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -61,8 +59,6 @@ class StepSampling:
         """Sample the gradients of this pass, and add them to their bucket, times a factor.
 
         Args:
-            bucket: their bucket.
-            factor: factor on them.
             checks: see :meth:`Bucket.add_gradients`.
         """
         if bucket.holds or not factor or not self._takes(bucket):
@@ -119,7 +115,6 @@ class AdaptiveRates:
     """The learning rate of an optimizer whose batch may adapt.
 
     Args:
-        optimizer: the optimizer.
         rule: learning-rate rule; None: that which suits the optimizer.
 
     Attributes:

@@ -25,7 +25,6 @@ class StepGradients:
     full; :meth:`average` begins those that are left, and waits for all.
 
     Args:
-        context: context of the process.
         optimizer: optimizer of the parameters.
         names: names of the parameters, by id.
         compression: how gradients are sent.
@@ -82,7 +81,6 @@ class StepGradients:
         self.hook()
 
     def forget_step(self) -> None:
-        """Forget the step, which has ended."""
         self.reductions.begin_step()
         self._computed.clear()
         self._absorbed = -1

@@ -71,7 +71,6 @@ class Saves:
     """Files that the script has saved in this process.
 
     Attributes:
-        names: their names.
         again: those of the time since an epoch has ended, by name, with what writes them; None:
             the script itself saves them again after a failure.
     """

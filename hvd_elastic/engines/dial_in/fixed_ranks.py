@@ -122,7 +122,6 @@ class FixedRanks:
             time.sleep(_LOOK_S)
 
     def _places(self) -> list[tuple[DialInHost, int]]:
-        """Return host and slot of each rank."""
         places = [(host, slot) for host in self._hosts.hosts for slot in range(host.host.slots)]
         return places[: self._size]
 
@@ -149,7 +148,6 @@ class _Attempt:
         self._connections: dict[str, Connection] = {}
 
     def name(self, rank: int) -> str:
-        """Return the rank and its host."""
         return f"{rank} on host {self._places[rank][0].host.name}"
 
     def run(self, hosts: DialInHosts, run_id: str, restarts: int) -> list[_Ended]:
@@ -200,7 +198,6 @@ class _Attempt:
             return None
 
     def _variables(self, run_id: str, restarts: int) -> list[dict[str, str]]:
-        """Return the variables of each rank."""
         first = self._places[0][0]
         master = first.control.peer_address
         port = self._connections[first.host.name].run([first.python, "-c", _FREE_PORT, master])

@@ -68,7 +68,6 @@ class HostProcess:
 
     @property
     def ended(self) -> bool:
-        """Return whether the process has ended."""
         return self._process.poll() is not None
 
     def wait(self) -> None:

@@ -62,7 +62,6 @@ class Outcome:
         return _unpickled(self.value)
 
     def pack(self) -> bytes:
-        """Return the outcome as a pickle."""
         return pickle.dumps(self)
 
     @classmethod

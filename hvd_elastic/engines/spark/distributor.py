@@ -170,7 +170,6 @@ class TorchDistributor:
         row once an epoch. One with fixed ranks uses ``_get_spark_partition_data_loader``.
 
         Args:
-            train_function: the function.
             spark_dataframe: columns of numbers, arrays of numbers, or vectors. All rows pass
                 through the driver, and each host gets them as a file.
             args, kwargs: arguments of the function.

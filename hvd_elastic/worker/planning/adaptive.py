@@ -37,7 +37,6 @@ class AdaptivePlanner(ReviewedPlanner):
 
     Args:
         limits: bounds on the batch plan that the user set.
-        examples: number of examples in the data set.
         unequal_shares: whether slow ranks get fewer examples of a step.
         new_event: creates an event on the training device.
 

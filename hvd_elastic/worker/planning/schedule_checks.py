@@ -26,8 +26,6 @@ class ScheduleChecks:
         """Compare schedules with the previous call; called between any two steps on all ranks.
 
         Args:
-            worker: this process.
-            limits: limits of the batch.
             epochs: scale-invariant progress in epochs of the initial batch size.
         """
         if worker.state is None or limits.max_batch_size <= limits.initial_batch_size:
