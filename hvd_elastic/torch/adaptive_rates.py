@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from hvd_elastic.communicator.interface import Communicator
-from hvd_elastic.model.lr_rules import Rule, scaled_betas, scaled_epsilon
+from hvd_elastic.model.lr_rules import Rule, chosen_rule, scaled_betas, scaled_epsilon
 from hvd_elastic.torch.gradient_buckets import Bucket
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
-from hvd_elastic.worker.planning.rate_choice import chosen_rule
 
 
 class StepSampling:
