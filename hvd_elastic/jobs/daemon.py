@@ -19,7 +19,7 @@ from typing import Any
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import clock_words, count
 from hvd_elastic.jobs.health import HostHealth
-from hvd_elastic.jobs.hosts import Claim, ClusterHosts, Use, awaited_slots, grant_slots
+from hvd_elastic.jobs.hosts import ClusterHosts, Use
 from hvd_elastic.jobs.job import (
     Answer,
     Cancel,
@@ -39,7 +39,14 @@ from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.queue import JobQueue, ending_words, eta_moved, jobs_words, over_words
 from hvd_elastic.jobs.runs import BeginLeader, JobRuns
 from hvd_elastic.jobs.server import RequestServer
-from hvd_elastic.jobs.slot_plan import Candidate, Plan, plan_slots
+from hvd_elastic.jobs.slot_plan import (
+    Candidate,
+    Claim,
+    Plan,
+    awaited_slots,
+    grant_slots,
+    plan_slots,
+)
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import HostSlots

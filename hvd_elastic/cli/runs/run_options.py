@@ -46,7 +46,6 @@ class EngineFlags:
 
     @property
     def asked(self) -> str | None:
-        """Return the engine that is asked for."""
         return next((name for name, given in asdict(self).items() if given), None)
 
 

@@ -145,9 +145,7 @@ def run_on_hosts(
     ended on all hosts. If a command ends by itself, its background children keep running.
 
     Args:
-        hosts: hosts to run it on.
         command: shell text.
-        options: ssh options.
         settings: time limits, environment and other settings.
         stdin: binary file that the command on every host reads from the beginning; None for no
             input.
