@@ -1,7 +1,8 @@
 """The daemon of a cluster: decides which job holds which slots, and keeps runs and queue in step.
 
-It has one thread. All that it needs to go on is in the store, in the run folders and in the
-hostfiles of the jobs, so it may be killed at any moment; the runs have leaders of their own.
+It has one thread. All that it needs to go on is in the store, in the hostfiles of the jobs and in
+the run folders, of which the keeper tells, so it may be killed at any moment; the runs have leaders
+of their own.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from hvd_elastic.jobs.job import (
     StopReason,
     Submit,
 )
+from hvd_elastic.jobs.keeper import BeginLeader
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.queue import JobQueue, ending_words, eta_moved, jobs_words, over_words
-from hvd_elastic.jobs.runs import BeginLeader, JobRuns
+from hvd_elastic.jobs.runs import JobRuns
 from hvd_elastic.jobs.server import RequestServer
 from hvd_elastic.jobs.slot_plan import (
     Candidate,
@@ -106,15 +108,18 @@ class Daemon:
         self._store = JobStore.create(place.database)
         self._events = EventLog(place.events)
         self._queue = JobQueue(self._store, self._emit)
-        self._runs = JobRuns(place, ssh_config, begin_leader)
-        self._health = HostHealth(hostfile, ssh_config)
         self._server = RequestServer(place, self._handle)
+        self._runs = JobRuns(place, ssh_config, begin_leader, self._server, self._warn)
+        self._health = HostHealth(hostfile, ssh_config)
         self._wanted: dict[int, dict[str, int]] = {}
         self._reasons: dict[int, str] = {}
         """Why jobs are to have the slots that they are to have."""
         self._unwritten: set[int] = set()
         """Jobs whose hostfiles are older than their slots."""
         self._decided: dict[str, Any] = {}
+        self._unknown: set[int] = set()
+        """Jobs of which it is not known yet which slots their runs occupy: they keep what they
+        hold."""
         self._is_told = False
         """Whether the last decision, and what was done about it, is recorded."""
         self._losses: dict[int, _Losses] = {}
@@ -143,6 +148,7 @@ class Daemon:
         with contextlib.suppress(RunError):  # a full disk
             leaves = self._down is not None and self._down.leave_jobs
             self._queue.rest("the daemon was ended" if leaves else _TAKEN_DOWN)
+        self._runs.close()
         self._server.close()
         self._health.close()
         self._events.close()
@@ -157,7 +163,7 @@ class Daemon:
     def _signals(self) -> Iterator[None]:
         """Have SIGTERM, SIGINT and SIGHUP end the daemon and leave the jobs; SIGCHLD wakes it."""
         read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._server.watch(read_end)
+        self._server.watch(read_end, lambda: _drain(read_end))
 
         def end(_number: int, _frame: Any) -> None:
             self._down = Down(leave_jobs=True)
@@ -179,13 +185,18 @@ class Daemon:
 
     def _do_what_is_due(self) -> float:
         """Do what is due; return how long to wait until the next look [s]."""
+        self._runs.send_rest()
         if self._hosts.changed():
             self._tell_hosts()
             self._health.forget_others(self._hosts.listed)
             self._queue.changed = True
         self._health.retry_lost_hosts(time.monotonic(), self._host_changed)
         now = time.time()
-        for job in self._queue.with_status(JobStatus.RUNNING):
+        running = self._queue.with_status(JobStatus.RUNNING)
+        unknown = {job.number for job in running if not self._runs.is_known(job)}
+        self._queue.changed |= unknown != self._unknown
+        self._unknown = unknown
+        for job in running:
             self._look_at_run(job)
         self._suspect_silent_hosts(now)
         if self._queue.changed or now >= self._decide_at:
@@ -201,6 +212,9 @@ class Daemon:
     def _look_at_run(self, job: Job) -> None:
         """Follow the run of a job; act on its end."""
         progress = self._runs.progress(job)
+        if job.number in self._unknown:
+            progress.poll()  # a part of its events
+            return
         led = self._runs.is_led(job)  # before reading, so that its last events are read too
         occupied = progress.hosts.occupied
         # A slot that is empty now may be better for a job than one that it waits for.
@@ -346,11 +360,11 @@ class Daemon:
             Candidate(job, progress.measured, progress.hosts.occupied, progress.hosts.unheard)
             if (progress := self._runs.progress(job) if job.attempts else None)
             else Candidate(job)
-            for job in [*(job for job in running if not job.stop), *ready]
+            for job in [*(job for job in running if not self._is_bound(job)), *ready]
         ]
-        ending = [use for use in self._uses() if use.job.stop]
+        bound = [use for use in self._uses() if self._is_bound(use.job)]
         hosts = [
-            HostSlots(name, slots - sum(use.taken(name) for use in ending))
+            HostSlots(name, slots - sum(use.taken(name) for use in bound))
             for name, slots in self._usable_slots().items()
         ]
         usable = [host for host in hosts if host.slots > 0]
@@ -384,11 +398,18 @@ class Daemon:
         ]
         self._queue.update(stopping)
 
+    def _is_bound(self, job: Job) -> bool:
+        """Return whether the slots of a job that runs cannot be changed now."""
+        return bool(job.stop) or job.number in self._unknown
+
     def _uses(self) -> list[Use]:
         """Return what the jobs that run use of the hosts."""
-        running = self._queue.with_status(JobStatus.RUNNING)
-        hosts = [self._runs.progress(job).hosts for job in running]
-        return [Use(job, of.occupied, of.lost) for job, of in zip(running, hosts, strict=True)]
+        uses = []
+        for job in self._queue.with_status(JobStatus.RUNNING):
+            hosts = self._runs.progress(job).hosts
+            occupied = job.held if job.number in self._unknown else hosts.occupied
+            uses.append(Use(job, occupied, hosts.lost))
+        return uses
 
     def _usable_slots(self) -> dict[str, int]:
         """Return the slots of the hosts that no run has lost; silent ones have no free ones."""
@@ -405,7 +426,8 @@ class Daemon:
         uses = self._uses()
         for use in uses:
             job = use.job
-            wanted = job.held if job.stop else self._wanted.get(job.number, job.held)
+            wanted = self._wanted.get(job.number, job.held)
+            wanted = job.held if self._is_bound(job) else wanted
             claims[str(job.number)] = Claim(wanted, job.held, use.occupied, job.request.min_np)
         for job in self._queue.with_status(JobStatus.QUEUED):
             if planned := self._wanted.get(job.number):
@@ -542,6 +564,11 @@ class Daemon:
             with contextlib.suppress(OSError):  # the log may be on the disk that is full
                 sys.stderr.write(f"{stamp} warning: {message}\n")
                 sys.stderr.flush()
+
+
+def _drain(descriptor: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.read(descriptor, 4096)
 
 
 def _python(job: Job) -> str:

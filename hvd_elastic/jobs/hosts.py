@@ -149,7 +149,8 @@ def rows_without_daemon(place: ClusterFolder) -> list[dict[str, Any]]:
     store = JobStore.read_only(place.database)
     uses = []
     for job in store.with_status(JobStatus.RUNNING):
-        progress = RunProgress(RunFolder(runs_folder() / job.run_id))
+        progress = RunProgress()
+        progress.add(RunFolder(runs_folder() / job.run_id).iter_events())
         progress.poll()
         uses.append(Use(job, progress.hosts.occupied, progress.hosts.lost))
     store.close()

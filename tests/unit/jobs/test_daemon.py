@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hvd_elastic.cli.jobs.daemon import hosts as print_hosts
@@ -180,6 +181,21 @@ def test_job_goes_on_without_a_daemon_and_the_next_one_takes_it_up(place: Cluste
     later.down(leave_jobs=False)
     again = later.job(waits)
     assert (again.status, again.reason) == (JobStatus.QUEUED, "the cluster was taken down")
+
+
+def test_keeper_that_is_killed_is_replaced_and_its_jobs_go_on(place: ClusterFolder) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place, TRAINS="1")
+    daemon.until(lambda: leads(daemon, number))
+    (keeper,) = psutil.Process(daemon.pid).children()
+    keeper.kill()
+    hosts(place).write_text("a slots=2\n")
+    later = submit(place)
+    daemon.until(lambda: leads(daemon, later))
+    assert (daemon.job(number).attempts, daemon.job(number).held) == (1, {"a": 1})
+    ask_daemon(place, Cancel([number], "me"))
+    daemon.until(lambda: daemon.job(number).message == "cancelled by me")
+    daemon.down(leave_jobs=False)
 
 
 def test_job_that_a_killed_daemon_was_about_to_start_is_started(place: ClusterFolder) -> None:
