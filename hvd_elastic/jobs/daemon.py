@@ -25,10 +25,12 @@ from hvd_elastic.jobs.job import (
     Answer,
     Cancel,
     Down,
+    Hold,
     Hosts,
     Job,
     JobKind,
     JobStatus,
+    Release,
     Request,
     Requeue,
     SetPriority,
@@ -355,6 +357,10 @@ class Daemon:
             self._stop_all()
             return
         ready = self._queue.ready()
+        held_back = self._queue.active.keys() - {job.number for job in ready}
+        for job in self._queue.with_status(JobStatus.QUEUED):
+            if job.number in held_back:  # slots that it was to have before
+                self._wanted.pop(job.number, None)
         running = self._queue.with_status(JobStatus.RUNNING)
         candidates = [
             Candidate(job, progress.measured, progress.hosts.occupied, progress.hosts.unheard)
@@ -505,6 +511,19 @@ class Daemon:
                 return Answer(
                     f"queued {jobs_words(changed)} again", jobs=[j.number for j in changed]
                 )
+            case Hold(jobs, by):
+                waiting, stopping, plain, over = queue.hold(jobs, by)
+                parts = [f"held {jobs_words(waiting)}"] if waiting else []
+                parts += [ending_words(stopping), "held then"] if stopping else []
+                parts += [f"{jobs_words(plain)} not held: a plain command runs"] if plain else []
+                parts += [over_words(over)] if over else []
+                return Answer("; ".join(parts), jobs=[j.number for j in [*waiting, *stopping]])
+            case Release(jobs):
+                released, free, over = queue.release(jobs)
+                parts = [f"released {jobs_words(released)}"]
+                parts += [f"{jobs_words(free)} not held"] if free else []
+                parts += [over_words(over)] if over else []
+                return Answer("; ".join(parts), jobs=[job.number for job in released])
             case SetPriority(jobs, priority):
                 changed, over = queue.set_priority(jobs, priority)
                 words = f"{jobs_words(changed)}: priority {priority:g}"
