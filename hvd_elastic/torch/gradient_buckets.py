@@ -42,7 +42,6 @@ class Bucket:
         padding: number of elements after the gradients.
 
     Attributes:
-        parameters: its parameters.
         padding: number of elements after the gradients.
         missing: number of gradients that the backward pass has yet to compute.
     """
@@ -111,7 +110,6 @@ class Bucket:
         """Move the parameters' gradients here, times a factor; add them to those of before.
 
         Args:
-            factor: factor on them.
             look: called with all that was moved, in flat pieces, each soon after it was written,
                 while the processor has it in its cache; not allowed if gradients of before are
                 here.

@@ -204,7 +204,7 @@ def test_sizes_that_a_resumed_run_cannot_have(
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (["--pin-hosts", "n[1-3]"], "--pin-hosts: host 'n3' is not in hosts; it has n1, n2"),
+        (["--pin-hosts", "n[1-3]"], "--pin-hosts: host 'n3' is not in hosts (n1, n2)"),
         (["--pin-hosts", "n1,n2", "--max-np", "3"], "--max-np 3 is below the 4 slots of the hosts"),
         (
             ["--pin-hosts", "n1", "--mpi"],
