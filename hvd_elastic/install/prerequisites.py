@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import sys
@@ -133,6 +134,15 @@ DEVELOPER_PREREQUISITES: tuple[Prerequisite, ...] = (
     ),
 )
 """What tests need, and of users few."""
+
+
+def machine_and_libc() -> str:
+    """Return what compiled code fits, such as ``x86_64-glibc2.36``."""
+    try:
+        libc = (os.confstr("CS_GNU_LIBC_VERSION") or "").replace(" ", "")
+    except (ValueError, OSError):
+        libc = ""
+    return f"{platform.machine()}-{libc or 'libc'}"
 
 
 def missing(wanted: Iterable[Prerequisite] = PREREQUISITES) -> list[Prerequisite]:
