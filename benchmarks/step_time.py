@@ -141,7 +141,7 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = chosen.build()
     examples = TensorDataset(torch.randn(chosen.share * RANKS * 64, *chosen.example))
-    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
+    sgd: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
     if args.loop != "plain":
         if args.launcher != "ours":
             sgd.world_size = lambda: args.ranks  # read by the marks
