@@ -82,7 +82,7 @@ def check_script(
     args = next((each for each in every if isinstance(each, TrainingArguments)), None)
     model = options.get("model", given[0] if given else None)
     placed = {str(each) for each in (getattr(model, "hf_device_map", None) or {}).values()}
-    if len(placed) > 1 or placed & {"cpu", "disk"}:
+    if len(placed) > 1 or "disk" in placed:
         raise ScriptError(
             f'the model is on several devices ({", ".join(sorted(placed))}), as device_map="auto" '
             "puts it, and a rank has one. Load it without device_map"
