@@ -82,6 +82,9 @@ class JobRequest:
         epochs, target_examples: length of training as the user states it; None: not stated.
         retries: how often it is run again if it fails.
         array_index: its index in an array of jobs; None: it is not of an array.
+        user: id of the user whose job it is; None: of the daemon's. The daemon sets it.
+        secret: name of the file with its specification and environment, which its user's keeper
+            has; None: the daemon has them.
     """
 
     name: str
@@ -96,6 +99,8 @@ class JobRequest:
     after: tuple[After, ...] = ()
     retries: int = 0
     array_index: int | None = None
+    user: int | None = None
+    secret: str | None = None
 
     @property
     def words(self) -> list[str]:
@@ -193,7 +198,14 @@ class Hosts(msgspec.Struct, tag="hosts"):
     """Ask for the hosts and who holds their slots."""
 
 
-Request = Submit | Cancel | Requeue | SetPriority | Down | Hosts
+class Look(msgspec.Struct, tag="look"):
+    """Read the queue: a method of the store with its arguments."""
+
+    what: str
+    values: list[Any] = []
+
+
+Request = Submit | Cancel | Requeue | SetPriority | Down | Hosts | Look
 
 
 class Answer(msgspec.Struct):
@@ -201,6 +213,7 @@ class Answer(msgspec.Struct):
 
     Attributes:
         jobs: numbers of the jobs that were added or changed.
+        needs_keeper: whether the user who asked has to start a keeper for them.
     """
 
     message: str
@@ -208,3 +221,4 @@ class Answer(msgspec.Struct):
     exit_status: int = 1
     jobs: list[int] = []
     data: Any = None
+    needs_keeper: bool = False
