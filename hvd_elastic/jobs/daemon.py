@@ -17,19 +17,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.errors import RunError
+from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import clock_words, count
 from hvd_elastic.jobs.health import HostHealth
-from hvd_elastic.jobs.hosts import Claim, ClusterHosts, Use, awaited_slots, grant_slots
+from hvd_elastic.jobs.hosts import ClusterHosts, Use
 from hvd_elastic.jobs.job import (
     Answer,
     Cancel,
     Down,
+    Hold,
     Hosts,
     Job,
     JobKind,
     JobStatus,
     Look,
+    Release,
     Request,
     Requeue,
     SetPriority,
@@ -43,7 +45,14 @@ from hvd_elastic.jobs.queue import JobQueue, ending_words, eta_moved, jobs_words
 from hvd_elastic.jobs.rights import numbers_of, of_user, read_for, user_name
 from hvd_elastic.jobs.runs import JobRuns
 from hvd_elastic.jobs.server import RequestServer
-from hvd_elastic.jobs.slot_plan import Candidate, Plan, plan_slots
+from hvd_elastic.jobs.slot_plan import (
+    Candidate,
+    Claim,
+    Plan,
+    awaited_slots,
+    grant_slots,
+    plan_slots,
+)
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import HostSlots
@@ -388,6 +397,10 @@ class Daemon:
             return
         ready = self._with_keepers(self._queue.ready())
         self._runs.dismiss_others({job.request.user for job in self._queue.active.values()})
+        held_back = self._queue.active.keys() - {job.number for job in ready}
+        for job in self._queue.with_status(JobStatus.QUEUED):
+            if job.number in held_back:  # slots that it was to have before
+                self._wanted.pop(job.number, None)
         running = self._queue.with_status(JobStatus.RUNNING)
         candidates = [
             Candidate(job, progress.measured, self._runs.occupied(job), progress.hosts.unheard)
@@ -438,7 +451,6 @@ class Daemon:
             if self._runs.has_keeper(job.request.user):
                 found.append(job)
                 continue
-            self._wanted.pop(job.number, None)
             name = user_name(job.request.user)
             reason = f"waits for the keeper of user {name}, which the next submit by {name} starts"
             if job.reason != reason or job.eta is not None:
@@ -531,15 +543,21 @@ class Daemon:
     # -- requests --------------------------------------------------------------------------
 
     def _handle(self, request: Request, user: int) -> Answer:
+        """Answer what a user asks for."""
+        if user == os.getuid():
+            return self._act(request)
+        named = self._store.jobs(numbers_of(request))
+        request = of_user(request, user, self._operators, named)
+        if isinstance(request, Look):
+            return Answer("", data=read_for(self._store, request, user))
+        answer = self._act(request)
+        starts = isinstance(request, (Submit, Requeue, Release))
+        answer.needs_keeper = starts and not self._runs.has_keeper(user)
+        return answer
+
+    def _act(self, request: Request) -> Answer:
         queue = self._queue
-        is_others = user != os.getuid()
-        if is_others:
-            named = queue.store.jobs(numbers_of(request))
-            request = of_user(request, user, self._operators, named)
-        needs_keeper = is_others and not self._runs.has_keeper(user)
         match request:
-            case Look():
-                return Answer("", data=read_for(queue.store, request, user))
             case Submit(jobs, environment):
                 self._refuse_impossible(request)
                 added = queue.add_jobs(jobs, environment)
@@ -547,7 +565,6 @@ class Daemon:
                     f"submitted {jobs_words(added)}",
                     jobs=[j.number for j in added],
                     data=[job.run_id for job in added],
-                    needs_keeper=needs_keeper,
                 )
             case Cancel(jobs, by):
                 ended, stopping, over = queue.cancel(jobs, by)
@@ -558,10 +575,21 @@ class Daemon:
             case Requeue(jobs, environment, after):
                 changed = queue.requeue(jobs, environment, after)
                 return Answer(
-                    f"queued {jobs_words(changed)} again",
-                    jobs=[j.number for j in changed],
-                    needs_keeper=needs_keeper,
+                    f"queued {jobs_words(changed)} again", jobs=[j.number for j in changed]
                 )
+            case Hold(jobs, by):
+                waiting, stopping, plain, over = queue.hold(jobs, by)
+                parts = [f"held {jobs_words(waiting)}"] if waiting else []
+                parts += [ending_words(stopping), "held then"] if stopping else []
+                parts += [f"{jobs_words(plain)} not held: a plain command runs"] if plain else []
+                parts += [over_words(over)] if over else []
+                return Answer("; ".join(parts), jobs=[j.number for j in [*waiting, *stopping]])
+            case Release(jobs):
+                released, free, over = queue.release(jobs)
+                parts = [f"released {jobs_words(released)}"]
+                parts += [f"{jobs_words(free)} not held"] if free else []
+                parts += [over_words(over)] if over else []
+                return Answer("; ".join(parts), jobs=[job.number for job in released])
             case SetPriority(jobs, priority):
                 changed, over = queue.set_priority(jobs, priority)
                 words = f"{jobs_words(changed)}: priority {priority:g}"
@@ -583,6 +611,8 @@ class Daemon:
                 return Answer(
                     "", data=self._hosts.rows(self._uses(), self._health.lost, self._silent)
                 )
+            case Look():
+                raise UsageError("the queue of this user's own daemon is read from its database")
 
     def _refuse_impossible(self, request: Submit) -> None:
         hosts = self._hosts.listed

@@ -85,6 +85,7 @@ class JobRequest:
         user: id of the user whose job it is; None: of the daemon's. The daemon sets it.
         secret: name of the file with its specification and environment, which its user's keeper
             has; None: the daemon has them.
+        hold: who holds it back, so that it is not started; empty: nobody.
     """
 
     name: str
@@ -101,6 +102,7 @@ class JobRequest:
     array_index: int | None = None
     user: int | None = None
     secret: str | None = None
+    hold: str = ""
 
     @property
     def words(self) -> list[str]:
@@ -178,6 +180,19 @@ class Requeue(msgspec.Struct, tag="requeue"):
     after: list[After] | None = None
 
 
+class Hold(msgspec.Struct, tag="hold"):
+    """Hold jobs back; those that train end after a checkpoint, and keep their place."""
+
+    jobs: list[int]
+    by: str
+
+
+class Release(msgspec.Struct, tag="release"):
+    """Let jobs go on that are held back."""
+
+    jobs: list[int]
+
+
 class SetPriority(msgspec.Struct, tag="priority"):
     """Change the priority of jobs."""
 
@@ -205,7 +220,7 @@ class Look(msgspec.Struct, tag="look"):
     values: list[Any] = []
 
 
-Request = Submit | Cancel | Requeue | SetPriority | Down | Hosts | Look
+Request = Submit | Cancel | Requeue | Hold | Release | SetPriority | Down | Hosts | Look
 
 
 class Answer(msgspec.Struct):

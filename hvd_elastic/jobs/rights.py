@@ -16,11 +16,13 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.jobs.job import (
     After,
     Cancel,
-    Down,
+    Hold,
+    Hosts,
     Job,
     JobRequest,
     JobStatus,
     Look,
+    Release,
     Request,
     Requeue,
     SetPriority,
@@ -79,12 +81,16 @@ def of_user(
             return Submit([_job_of(each, user) for each in wanted], {})
         case Cancel(numbers, _):
             request = Cancel(numbers, user_name(user))
+        case Hold(numbers, _):
+            request = Hold(numbers, user_name(user))
         case Requeue(numbers, _, after):
             _check_after(after or ())
             request = Requeue(numbers, {}, after)
         case SetPriority(_, priority):
             _check_priority(priority)
-        case Down() if user not in operators:
+        case Hosts() | Look() | Release():
+            pass
+        case _ if user not in operators:
             raise RunError(
                 f"the daemon is that of user {user_name(None)}, who ends it, as do its operators "
                 "(hvd-elastic up --operators)"
@@ -101,7 +107,7 @@ def of_user(
 
 def numbers_of(request: Request) -> list[int]:
     """Return the jobs that a request would change."""
-    return request.jobs if isinstance(request, (Cancel, Requeue, SetPriority)) else []
+    return [] if isinstance(request, Submit) else getattr(request, "jobs", [])
 
 
 class _Told(msgspec.Struct):
@@ -130,7 +136,8 @@ def _job_of(request: JobRequest, user: int) -> JobRequest:
         raise UsageError(f"job {request.name}: its specification is not valid: {error}") from None
     command = [word[:_MOST_SHOWN] for word in request.words[:1]]
     spec = {"command": command, **structs.asdict(told)}
-    return replace(request, spec=spec, user=user)
+    hold = user_name(user) if request.hold else ""
+    return replace(request, spec=spec, user=user, hold=hold)
 
 
 def _check_after(after: Iterable[After]) -> None:

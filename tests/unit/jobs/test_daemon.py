@@ -23,11 +23,13 @@ from hvd_elastic.jobs.daemon import Daemon
 from hvd_elastic.jobs.job import (
     Cancel,
     Down,
+    Hold,
     Hosts,
     Job,
     JobKind,
     JobRequest,
     JobStatus,
+    Release,
     Requeue,
     Submit,
 )
@@ -160,6 +162,26 @@ def leads(daemon: Running, number: int) -> bool:
     with contextlib.suppress(RunError):  # there is no such run yet
         return RunFolder.open(daemon.job(number).run_id).leader_alive()
     return False
+
+
+def test_held_job_gives_its_slots_back_and_goes_on_when_released(place: ClusterFolder) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place)
+    daemon.until(lambda: leads(daemon, number))
+    other = submit(place)
+    assert ask_daemon(place, Hold([number], "ann")).message == (
+        f"ending job {number} after a checkpoint; held then"
+    )
+    daemon.until(lambda: leads(daemon, other))
+    held = daemon.job(number)
+    assert held.status is JobStatus.QUEUED
+    assert held.reason.startswith("held by ann")
+    ask_daemon(place, Cancel([other], "ann"))
+    daemon.until(lambda: not daemon.job(other).status.active)
+    assert not leads(daemon, number)
+    ask_daemon(place, Release([number]))
+    daemon.until(lambda: leads(daemon, number))
+    daemon.down(leave_jobs=True)
 
 
 def test_job_goes_on_without_a_daemon_and_the_next_one_takes_it_up(place: ClusterFolder) -> None:
