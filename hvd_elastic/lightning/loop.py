@@ -114,7 +114,8 @@ class ElasticFitLoop(_FitLoop):
                     "joins could not take over its state. Make it in on_fit_start()"
                 )
             if ctx.worker.progress.step == 0:
-                if ctx.worker.link is not None and trainer.enable_autolog_hparams:
+                autolog = getattr(trainer, "enable_autolog_hparams", True)  # 2.5.0 has it not
+                if ctx.worker.link is not None and autolog:
                     _log_hyperparams(trainer)  # not done before, without a rank
                 rank_zero_info(strategy.batch_words(self._loader))
         train_by_parts(self, self._loader)

@@ -57,7 +57,7 @@ class ElasticStrategy(ParallelStrategy):
         *,
         max_batch_size: int | None = None,
         lr_rule: Any = None,
-        compression: Any = hvd.Compression.none,
+        compression: hvd.Compression = hvd.Compression.none,
     ) -> None:
         hvd.init()
         as_on = require_whole("as_on", as_on, 1, "the number of devices", "ElasticStrategy")
@@ -209,10 +209,22 @@ class ElasticStrategy(ParallelStrategy):
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
             self.precision_plugin.scaler = hvd.GradScaler.like(self.precision_plugin.scaler)
+        if several:
+            self._have_averages_clipped()
         loop = trainer.fit_loop
         loop.__class__, loop.epoch_loop.__class__ = ElasticFitLoop, ElasticEpochLoop
         loop.epoch_loop._results = TrainingResults()
         loop.epoch_loop.val_loop._results = EvaluationResults(training=False)
+
+    def _have_averages_clipped(self) -> None:
+        """Have ``clip_gradients()`` of the module clip averages, as with DDP."""
+        clip = self.precision_plugin.clip_gradients
+
+        def clip_averages(optimizer: Any, *args: Any, **options: Any) -> None:
+            optimizer.synchronize()
+            clip(optimizer, *args, **options)
+
+        self.precision_plugin.clip_gradients = clip_averages
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a loader that gives each rank its part."""
@@ -287,6 +299,8 @@ class ElasticStrategy(ParallelStrategy):
             result = closure()
             if module.automatic_optimization:
                 module.trainer.fit_loop.sums.finish_sum()
+            elif self._worker.in_train:
+                optimizer.synchronize()  # for on_before_optimizer_step()
             return result
 
         if getattr(precision, "scaler", None) is not None:

@@ -87,6 +87,8 @@ class GradientAverager(EagerAverager):
         """Whether ``step()`` is running; a composed optimizer calls others in it."""
         self._had_gradient = False
         """Whether a parameter had a gradient in any step."""
+        self._passing = False
+        """Whether the end of the present backward pass will be noted; with several optimizers."""
         self._check = GradientCheck(self._names)
         self._watch: ForwardWatch | None = None
         """Looks at the layers in the repetition of a step whose gradients were not finite."""
@@ -485,7 +487,7 @@ class GradientAverager(EagerAverager):
 
     def _add_hooks(self) -> None:
         several = self._context.worker.averagers.several
-        self._trained.hook(self._refuse_second_pass if several else self._ready)
+        self._trained.hook(self._note_pass if several else self._ready)
 
     def _end_alone(self) -> None:
         """Sample the gradients of the last pass of a single rank, and add those of earlier ones."""
@@ -527,6 +529,7 @@ class GradientAverager(EagerAverager):
             self._trained.watch()
 
     def _forget_step(self) -> None:
+        self._passing = False
         self._reductions.begin_step()
         self._computed.clear()
         self._absorbed = -1
@@ -558,7 +561,7 @@ class GradientAverager(EagerAverager):
                 self._reductions.refuse_twice(parameter)
             if not self._computed and self._reductions.looks:
                 engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self._reductions.note_alone)
+                engine.queue_callback(self._reductions.note_all)
             self._computed.add(parameter)
             return False
         if self._reductions.are_done:
@@ -584,15 +587,27 @@ class GradientAverager(EagerAverager):
         carried = self._reductions.carrier is not None and not several
         return carried and bool(self._context.step.passes)
 
-    def _refuse_second_pass(self, parameter: torch.Tensor) -> None:
-        """Raise ScriptError if a backward pass adds to a gradient that is averaged already."""
+    def _note_pass(self, parameter: torch.Tensor) -> None:
+        """Note what a backward pass leaves, with several optimizers, whose steps average it.
+
+        Raises:
+            ScriptError: it adds to a gradient that is averaged already.
+        """
         self._left.added(parameter)
+        if self._reductions.looks and not self._passing:
+            self._passing = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._pass_ends)
         if self._reductions.are_done and parameter in self._names:
             raise ScriptError(
                 f"the gradient of {self._names[parameter]!r} was averaged by synchronize(), and "
                 "another backward pass adds to it before its optimizer's step(), so the ranks "
                 "would go apart. Take that step before the backward pass of another loss"
             )
+
+    def _pass_ends(self) -> None:
+        self._passing = False
+        self._reductions.note_all()
 
     def _refuse_left(self, parameter: torch.Tensor | None) -> None:
         """Raise ScriptError if a parameter is given: its gradient is that of an earlier body."""
