@@ -1,11 +1,11 @@
 """Measures rings that meet once a period on slow links, and what they learn; see README.md here.
 
 ``links``: two virtual hosts with links of each rate; a model of 4 MB whose steps are padded to 50
-ms. Synchronous training, DiLoCo of ours and of torchft with periods of ten transfers, and ours in
-16 bits. ``loss``: a small transformer learns characters on two ranks, with DiLoCo and
-synchronously, from the same examples.
+ms. Synchronous training, DiLoCo of ours and of torchft with periods of ten transfers, ours in 16
+bits, and ours with periods of one transfer, which measures how long that takes. ``loss``: a small
+transformer learns characters on two ranks, with DiLoCo and synchronously, from the same examples.
 
-Run it: ``python benchmarks/local_steps.py --out benchmarks/results/local_steps.json``, 7 minutes.
+Run it: ``python benchmarks/local_steps.py --out benchmarks/results/local_steps.json``, 8 minutes.
 """
 
 from __future__ import annotations
@@ -226,13 +226,13 @@ def _result_of(bed: Testbed, kind: str, *arguments: object) -> Any:
     return json.loads(str(found))
 
 
-def transfer_s(mbit: int, *, half: bool = False) -> float:
+def transfer_s(mbit: int) -> float:
     """Return the time in which a ring of two sends the differences of all parameters [s].
 
     >>> round(transfer_s(100), 3)
     0.351
     """
-    return BYTES / (2 if half else 1) * WIRE * 8e-6 / mbit
+    return BYTES * WIRE * 8e-6 / mbit
 
 
 def smallest_period(sent_s: float, step_s: float) -> int:
@@ -254,6 +254,9 @@ def _ways(mbit: int | None, peers: bool) -> Iterator[tuple[str, int, int]]:
     sent_s = 0.0 if mbit is None else transfer_s(mbit)
     periods = max(2, math.ceil(MEASURED_S / (every * STEP_S + sent_s)))
     yield "diloco", every, periods
+    if mbit is not None:
+        short = math.ceil(sent_s / STEP_S)
+        yield "short", short, max(4, math.ceil(MEASURED_S / (short * STEP_S + sent_s)))
     yield "synchronous", 1, max(4, math.ceil(MEASURED_S / 2 / (STEP_S + sent_s)))
     if mbit == 100:
         yield "bf16", every, periods
@@ -283,7 +286,7 @@ def measure_links(say: Say, rates: Sequence[int], peers: bool) -> list[dict[str,
                     say(f"{mbit} Mbit/s, {way}: {error}")
                     continue
                 if mbit is None and way == "diloco":
-                    alone_s = (marks[-1][0] - marks[0][0]) / periods / every
+                    alone_s = median(later[0] - one[0] for one, later in pairwise(marks)) / every
                 rows.append(_row(mbit, way, every, marks, alone_s))
                 say(f"{rows[-1]}")
     return rows
@@ -295,7 +298,6 @@ def _row(
     period_s = median(later[0] - one[0] for one, later in pairwise(marks))
     sent = (marks[-1][1] - marks[0][1]) / (len(marks) - 1)
     taken_s = max(0.0, period_s - every * alone_s)
-    half = way == "bf16"
     row: dict[str, Any] = {
         "link_mbit": mbit,
         "way": way,
@@ -303,15 +305,15 @@ def _row(
         "step_s": period_s / every,
         "of_no_link": every * alone_s / period_s,
         "sent_mb": sent / 1e6,
-        "computed_mb": BYTES / (2 if half else 1) * WIRE / 1e6,
+        "computed_mb": BYTES / (2 if way == "bf16" else 1) * WIRE / 1e6,
     }
-    if mbit is not None and way != "synchronous":
-        computed_s = transfer_s(mbit, half=half)
+    if mbit is not None and way == "short":
+        computed_s = transfer_s(mbit)
         row |= {
             "transfer_s": taken_s,
             "computed_s": computed_s,
-            "smallest_every": smallest_period(taken_s, alone_s),
-            "computed_every": smallest_period(computed_s, alone_s),
+            "smallest_every": smallest_period(taken_s, STEP_S),
+            "computed_every": smallest_period(computed_s, STEP_S),
         }
     return row
 

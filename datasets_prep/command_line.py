@@ -15,7 +15,7 @@ from datasets_prep.common import interrupted, result_of, whole_number
 from datasets_prep.frame import Convert, Settings
 from datasets_prep.on_hosts import ON_HOST, OnHost
 from datasets_prep.resuming import SKIPPED
-from hvd_elastic.programs.cores import usable_cores
+from hvd_elastic.programs.usable import usable_cores
 
 _SHOWN = 5
 

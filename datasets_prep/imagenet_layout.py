@@ -34,7 +34,7 @@ try:
     from hvd_elastic.data.files import file_size, sole_writer
     from hvd_elastic.data.processes import in_processes
     from hvd_elastic.errors import DataError
-    from hvd_elastic.programs.cores import usable_cores
+    from hvd_elastic.programs.usable import usable_cores
 except ModuleNotFoundError as lacking:
     sys.exit(f"error: {lacking.name} is not installed; run: pip install pillow numpy")
 

@@ -110,12 +110,10 @@ class PrintableStream:
         self.unfiltered = stream
 
     def write(self, text: str) -> int:
-        """Write text; return its length."""
         self.unfiltered.write(printable(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each line."""
         for line in lines:
             self.write(line)
 

@@ -22,7 +22,6 @@ def file_system(url: str, named: str, kind: type[HvdElasticError]) -> tuple[Any,
     Args:
         url: any URL that fsspec supports.
         named: what needs it, for the message.
-        kind: kind of the error.
 
     Raises:
         HvdElasticError: fsspec is not installed.

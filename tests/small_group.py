@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.programs.control_groups import GROUPS, PROC, control_groups
+from hvd_elastic.programs.usable import GROUPS, PROC, control_groups
 
 SMALL_BYTES = 256 << 20
 _VERSIONS = (

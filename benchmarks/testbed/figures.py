@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from hvd_elastic.errors import UsageError
-from hvd_elastic.programs.cores import usable_cores
+from hvd_elastic.programs.usable import usable_cores
 
 SINGLE_MEASUREMENTS = frozenset(
     ("samples", "samples_s", "trainings", "curve", "batches", "blocks", "first_blocks")

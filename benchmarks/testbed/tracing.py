@@ -143,15 +143,15 @@ def install_steps(write: Write) -> None:
     from hvd_elastic.torch.data import DataLoader
     from hvd_elastic.torch.gradient_buckets import Bucket
     from hvd_elastic.torch.gradient_statistics import GradientStatistics
-    from hvd_elastic.torch.optimizer import GradientAverager
     from hvd_elastic.torch.state import State
+    from hvd_elastic.torch.step_gradients import StepGradients
     from hvd_elastic.worker.context import Context
 
     parts = Parts()
     wrapped: list[tuple[Any, str, str]] = [
         (torch.Tensor, "backward", "backward"),
         (torch.optim.SGD, "step", "optimizer"),
-        (GradientAverager, "_ready", "hooks"),
+        (StepGradients, "_ready", "hooks"),
         (Bucket, "add_gradients", "copies"),
         (Packed, "sum", "sums"),
         (Packed, "unpack", "sums"),

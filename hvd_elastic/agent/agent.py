@@ -51,7 +51,6 @@ from hvd_elastic.agent.workers import Workers
 from hvd_elastic.control.progress import Activity
 from hvd_elastic.errors import RunError, StrangerError
 from hvd_elastic.hosts.interfaces import interface_of, interfaces, own_address
-from hvd_elastic.programs.cores import usable_cores
 from hvd_elastic.programs.dial_back import PARENT_VARIABLE
 from hvd_elastic.programs.hold_command import become_subreaper
 from hvd_elastic.programs.processes import (
@@ -62,6 +61,7 @@ from hvd_elastic.programs.processes import (
     environment,
     own_ancestors,
 )
+from hvd_elastic.programs.usable import usable_cores
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import ProtocolError, compress, decompress
 

@@ -17,7 +17,7 @@ import psutil
 
 from hvd_elastic.agent.gpus import Gpus
 from hvd_elastic.control.progress import Activity
-from hvd_elastic.programs.memory import memory_kills, usable_memory
+from hvd_elastic.programs.usable import memory_kills, usable_memory
 from hvd_elastic.run_events import HostSample
 
 _EVERY_S = 10.0

@@ -51,7 +51,6 @@ class LeaderLink:
         self._heard = time.monotonic()
 
     def close(self) -> None:
-        """Close the connection."""
         self._word.set()
         if self.is_open:
             self.is_open = False

@@ -101,7 +101,6 @@ class GenerationStore:
         return self.port
 
     def put(self, scope: str, key: str, value: bytes) -> None:
-        """Store a value."""
         self._values[scope, key] = Value(value)
         self._wake()
 

@@ -71,7 +71,6 @@ class WorkerStart:
 
     @property
     def name(self) -> str:
-        """Name of the worker."""
         return self.variables[OWN_VARIABLES[1]]
 
     def is_like(self, other: WorkerStart) -> bool:

@@ -25,9 +25,9 @@ from hvd_elastic.agent.worker import (
 )
 from hvd_elastic.agent.worker_start import WorkerStart
 from hvd_elastic.control.commands import Member
-from hvd_elastic.programs.cores import usable_cores
 from hvd_elastic.programs.peers import peer_uid
 from hvd_elastic.programs.processes import Process, descendants, environment, send
+from hvd_elastic.programs.usable import usable_cores
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import MAX_LINE_BYTES, MessageDecoder, ProtocolError, encode
 
@@ -126,7 +126,6 @@ class Workers:
         return self._by_name.get(name)
 
     def send_all(self, message: msg.AgentToWorker) -> None:
-        """Send a message to all workers."""
         for worker in self:
             worker.send(message)
 

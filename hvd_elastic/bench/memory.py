@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.programs.memory import usable_memory
+from hvd_elastic.programs.usable import usable_memory
 
 Step = Callable[[int], object]
 """Makes the model, and runs its passes over so many examples."""

@@ -223,7 +223,6 @@ class CheckpointReader:
         return values if name is not None else {**values, "progress": header.progress}
 
     def read_bytes(self, size: int) -> bytes:
-        """Read and return the next ``size`` bytes."""
         data = bytearray(size)
         self.fill(data)
         return bytes(data)

@@ -40,6 +40,8 @@ SECTIONS = {
         "wait": ("jobs.queue:wait", "Wait until jobs have ended."),
         "cancel": ("jobs.queue:cancel", "Cancel jobs."),
         "requeue": ("jobs.queue:requeue", "Put jobs back into the queue."),
+        "hold": ("jobs.queue:hold", "Hold jobs back until they are released."),
+        "release": ("jobs.queue:release", "Let jobs go on that are held back."),
         "priority": ("jobs.queue:priority", "Change the priority of jobs."),
     },
     "Monitoring and results": {

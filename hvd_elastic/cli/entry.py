@@ -27,6 +27,18 @@ from hvd_elastic.formatting import PrintableStream, printable
 # The base class of parser errors has no public name in typer, which may bundle click.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 
+_INSTEAD = {
+    r"--pdb$": (
+        "Write breakpoint() in the script; the run prints the command that joins the worker there: "
+        "hvd-elastic debug RUN HOST:SLOT"
+    ),
+    r"--(nproc|nnodes|node.rank|master|rdzv|local.addr|standalone|max.restarts)": (
+        "It is one of torchrun's. Here --np N is the number of all workers, --hostfile FILE or -H "
+        "gpu1:8,gpu2:8 names their hosts, and workers find each other by themselves."
+    ),
+}
+"""What ``run`` has instead of options of other programs, by a pattern of their names."""
+
 
 def enter(program: str, command: Any, arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit.
@@ -163,5 +175,9 @@ def _usage_words(error: Any) -> str:
     message = message[:1].lower() + message[1:].rstrip(".")
     if context is None:
         return f"error: {message}"
+    name = getattr(error, "option_name", "")
+    for pattern, instead in _INSTEAD.items() if context.command.name == "run" else ():
+        if re.match(pattern, name):
+            return f"error: no such option: {name}. {instead}"
     end = "" if message.endswith("?") else "."  # after "Did you mean 'run'?"
     return f"error: {message}{end} See: {context.command_path} --help"

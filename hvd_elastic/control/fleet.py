@@ -286,7 +286,6 @@ class Fleet:
                 history.incarnations = max(history.incarnations, int(incarnation))
 
     def agent_ready(self, host: str) -> None:
-        """Note that the agent of ``host`` answered."""
         agent = self._agent(host)
         agent.state = AgentState.READY
         agent.unknown = False

@@ -110,7 +110,6 @@ class ProgressWatch:
         """Generation that trains, and the step at which all its members were first heard of."""
 
     def store_heartbeat(self, worker: str, activity: Activity) -> None:
-        """Store a heartbeat."""
         self._activities[worker] = activity
 
     def forget(self, worker: str) -> None:

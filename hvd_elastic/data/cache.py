@@ -53,7 +53,6 @@ class ShardCache:
     Args:
         source: where they come from.
         folder: of the cache; made if it is not there.
-        index: of the shards.
         tables: folder of their tables; None: they lie beside the shards.
         limit_bytes: size of all shards in the folder; None: no limit. It is exceeded only by shards
             that are being read and by tables.
@@ -150,7 +149,6 @@ class ShardCache:
         """Fetch a shard unless it is there.
 
         Args:
-            shard: what to fetch.
             connection: taken while the shard is received; None: at once.
             used_before_ns: remove only shards that were used before this time to make room, and
                 fetch nothing if that is not enough or another process is fetching the shard; None:

@@ -66,7 +66,6 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     Attributes:
         name: of the file, relative to the folder of the shards.
-        examples: number of examples.
         bytes: size of the file.
         sha256: of the file, in hexadecimal.
         fields: columns of its table; empty: the fields of the index.

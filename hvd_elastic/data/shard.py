@@ -19,11 +19,8 @@ class OpenShard:
     """A shard that is open for reading; processes that were forked may share it.
 
     Args:
-        path: of the shard.
         file: descriptor of it, which :meth:`close` closes.
         shard: its entry in the index.
-        index: of the shards.
-        table: of the shard.
         remedy: what to do if it has changed, for messages.
     """
 
@@ -110,7 +107,6 @@ class OpenShard:
         return decode_value(kind, record[offset : offset + size])
 
     def close(self) -> None:
-        """Close the descriptor."""
         os.close(self._file)
 
 

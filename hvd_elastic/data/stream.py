@@ -117,9 +117,7 @@ class _OpenShare(NamedTuple):
     """A share that is being read.
 
     Attributes:
-        epoch: in which it was opened.
         following: number of the example that comes next.
-        examples: from there on.
     """
 
     epoch: int

@@ -1,1 +1,1 @@
-"""Engines own the machines of a run: Slurm, Spark, Ray; `dialled`: hosts that dial in."""
+"""Engines own the machines of a run: Slurm, Spark, Ray; `dial_in`: hosts that dial in."""

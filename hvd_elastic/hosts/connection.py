@@ -131,7 +131,6 @@ def watched(connection: Connection, progress: Callable[[], int]) -> Iterator[Non
     """Close the connection, which ends all waits for it, once the host does not answer any more.
 
     Args:
-        connection: the connection.
         progress: returns a number that grows as long as data arrive; the host is not asked then.
     """
     ended = threading.Event()

@@ -48,7 +48,6 @@ class HostResult(Generic[T]):
     """Result of a task on one host.
 
     Attributes:
-        host: the host.
         outcome: how the task ended.
         seconds: duration [s].
         value: return value of the task; None if it raised or was given up.

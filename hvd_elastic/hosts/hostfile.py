@@ -121,6 +121,35 @@ class Hostfile:
         wanted = name.lower()
         return next((host for host in self.hosts if host.name.lower() == wanted), None)
 
+    def choose(self, text: str) -> tuple[Host, ...]:
+        r"""Return the hosts that a list names, in its order; ``@spot`` names those of a label.
+
+        Raises:
+            HostfileError: the list cannot be parsed, or names a host or label that is not here.
+
+        >>> hosts = parse_hosts("gpu[1-2] labels=a100\\ngpu3\\nlogin", "example")
+        >>> [host.name for host in hosts.choose("login,@a100")]
+        ['login', 'gpu1', 'gpu2']
+        """
+        found: dict[str, Host] = {}
+        for name in expand_hosts(text, labels=True):
+            host = self.get(name)
+            if name.startswith("@"):
+                chosen = [host for host in self if name[1:] in host.labels]
+                labels = dict.fromkeys(label for host in self for label in host.labels)
+                has = f"its labels are {', '.join(labels)}" if labels else "it has no labels="
+                missing = f"no host of {self.source} has the label '{name[1:]}'; {has}"
+            else:
+                chosen = [] if host is None else [host]
+                more = ", …" if len(self) > 8 else ""
+                missing = (
+                    f"host '{name}' is not in {self.source} ({', '.join(self.names[:8])}{more})"
+                )
+            if not chosen:
+                raise HostfileError(missing)
+            found |= {host.name: host for host in chosen}
+        return tuple(found.values())
+
     def __iter__(self) -> Iterator[Host]:
         return iter(self.hosts)
 
@@ -258,8 +287,11 @@ def write_hostfile(path: Path, hosts: Iterable[Host]) -> None:
     write_whole(path, format_hostfile(hosts), mode=0o644)
 
 
-def expand_hosts(text: str) -> tuple[str, ...]:
+def expand_hosts(text: str, *, labels: bool = False) -> tuple[str, ...]:
     """Return the host names of a list such as ``gpu[01-04,7],login``, in its order.
+
+    Args:
+        labels: whether a part such as ``@spot`` may be there, which stays as it is.
 
     Raises:
         HostfileError: a part cannot be parsed; names it.
@@ -273,7 +305,10 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     for part in re.split(r",(?![^\[\]]*\])", text):
         if part.strip():
             try:
-                names += _expand(part.strip(), column)
+                if labels and part.strip().startswith("@"):
+                    names.append(part.strip())
+                else:
+                    names += _expand(part.strip(), column)
             except _PartError as error:
                 raise HostfileError(
                     f"host list '{text}', at '{part.strip()}': {error}. "

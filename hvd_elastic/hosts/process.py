@@ -117,7 +117,6 @@ class ByteStream:
                 self._changed.notify_all()
 
     def mark_end(self) -> None:
-        """Mark the end of the stream."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()

@@ -323,7 +323,6 @@ def _last_jump(host: Host, text: str) -> _Jump | None:
     """Return the jump host that leads to a host.
 
     Args:
-        host: the host.
         text: its ProxyJump in the ssh configuration; "none" or hosts with commas between them.
 
     Raises:

@@ -56,7 +56,6 @@ class InputServer:
     certificate: str = field(repr=False)
 
     def open(self) -> Link:
-        """Connect to it."""
         return connect(self.address, self.port, self.certificate, f"input host {self.host}")
 
     def has_failed(self) -> bool:
@@ -65,11 +64,7 @@ class InputServer:
 
 
 class OwnProcess:
-    """A process of the rank's own.
-
-    Args:
-        local: the process.
-    """
+    """A process of the rank's own."""
 
     host = ""
 

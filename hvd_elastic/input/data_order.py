@@ -185,8 +185,6 @@ class DataOrder:
         # (epoch, generation) in which this loader was last read to its end.
         self._ended: tuple[int, int] | None = None
         self._largest: tuple[Any, int] = (None, 0)
-        self._warned_world = 0
-        self._warned_endless = False
 
     def register(self, context: Context) -> None:
         """Register the data set and the planner with the context.
@@ -538,24 +536,23 @@ class DataOrder:
     def _warn_of_endless_step(self, context: Context) -> None:
         """Warn if a step of several batches goes on after a whole pass over the data."""
         worker, ahead = context.worker, context.step.ahead
-        if self._warned_endless or ahead is None or context.step.is_period:
+        if ahead is None or context.step.is_period:
             return
         read = ahead.examples - worker.progress.examples
         if read >= self._epoch_end(0):
-            self._warned_endless = True
             worker.warn_once(
                 f"step {worker.progress.step + 1} goes on after {len(context.step.passes)} "
                 f"backward passes in `with optimizer.no_sync():`, which have read {read} examples, "
                 f"and the data set has {self.examples}: it ends with the first optimizer.step() "
                 "after a backward pass outside of that block, and until then nothing is learnt, "
                 "and neither hvd.steps() nor a checkpoint goes on. Leave no_sync() out around the "
-                "last pass of each step"
+                "last pass of each step",
+                of="a step of more than a pass over the data",
             )
 
     def _warn_of_idle_ranks(self, worker: Worker) -> None:
         batch, size = self.planner.batch_size, worker.size
-        if batch < size != self._warned_world:
-            self._warned_world = size
+        if batch < size:
             worker.warn_once(
                 f"the batch of {batch} is for all ranks together and there are {size}: "
                 f"{size - batch} of them have no example in a step; use a "

@@ -23,7 +23,6 @@ class IndexedSource(Source):
     Args:
         dataset: data set with ``__getitem__``. If it has ``__getitems__`` too, that one is called
             for a whole batch, which is then seeded once.
-        examples: number of its examples.
         collate: makes a batch of what the data set returns.
         seed: seed of the data order, which the random numbers of each example are seeded by.
 

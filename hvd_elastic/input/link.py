@@ -143,7 +143,6 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection."""
         self._socket.close()
 
 

@@ -30,10 +30,8 @@ def order_for(
 
     Args:
         loader: name of the loader, for messages.
-        data: the data set.
         batch_size: examples of a step over all ranks, at first.
         examples: number of examples in the data set, >= 1.
-        shuffle, seed, drop_last: as given by the script.
         new_event: creates an event on the training device.
         order: the script's own order, as of :class:`DataOrder`; None: there is none.
         adapting: the other arguments of the loader: ``max_batch_size``,
@@ -132,7 +130,6 @@ def examples_of(data: Any, is_stream: bool, instead: str) -> int:
     """Return the number of examples of a data set that is read by index.
 
     Args:
-        data: the data set.
         is_stream: whether the framework knows it as one that cannot be read by index.
         instead: what to give to which loader instead.
 

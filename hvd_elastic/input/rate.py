@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from hvd_elastic.formatting import count
 from hvd_elastic.policy.input import Reading
-from hvd_elastic.programs.cores import usable_cores
+from hvd_elastic.programs.usable import usable_cores
 from hvd_elastic.worker.input_times import InputTimes
 
 SECONDS_VARIABLE = "HVD_ELASTIC_BENCH_INPUT_S"

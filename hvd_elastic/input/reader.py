@@ -31,12 +31,8 @@ class InputReader:
     """Reads the batches of one rank.
 
     Args:
-        source: what is read.
         processes: number of processes of the rank's own.
         warn: called with a problem of an input host, from any thread.
-
-    Attributes:
-        source: what is read.
     """
 
     def __init__(self, source: Source, processes: int, warn: Callable[[str], None]) -> None:
@@ -73,7 +69,6 @@ class InputReader:
         """Begin to read an epoch from another place; batches that were asked for are dropped.
 
         Args:
-            epoch: number of the epoch.
             passes: dataset indices of the passes of this rank, in order.
         """
         with self._change:

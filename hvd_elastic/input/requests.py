@@ -173,7 +173,6 @@ class Requests:
         """Return what a process is to read next; None: nothing now.
 
         Args:
-            by: the process.
             now: time [s].
             window: most batches that the rank has ahead.
         """

@@ -43,7 +43,6 @@ def seed_example(seed: int, epoch: int, index: int) -> int:
 
     Args:
         seed: seed of the data order.
-        epoch: number of the epoch.
         index: dataset index of the example.
     """
     # splitmix64: a bijection of 64 bits that changes half of them for each bit that changes
@@ -110,9 +109,7 @@ class LocalReader:
     """A process forked from a rank that reads for it alone.
 
     Args:
-        source: what it reads.
         number: its number among the rank's.
-        count: their number.
     """
 
     def __init__(self, source: Source, number: int, count: int) -> None:
@@ -126,7 +123,6 @@ class LocalReader:
         self.link = Link(own, "a loader process")
 
     def close(self) -> None:
-        """End it."""
         self.link.cut()
         self.process.terminate()
         self.process.join()
@@ -144,13 +140,8 @@ class ReadingProcesses:
     """Processes of an input host, each with a port of its own, that read for all ranks.
 
     Args:
-        source: what they read.
-        count: their number.
         address: address of this host on which they listen.
         certificate: certificate of the run.
-
-    Attributes:
-        ports: their ports.
 
     Raises:
         OSError: a process could not open a port.
@@ -187,7 +178,6 @@ class ReadingProcesses:
         return bool(wait([process.sentinel for process in self._processes], timeout_s))
 
     def close(self) -> None:
-        """End all of them."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

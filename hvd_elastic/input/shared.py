@@ -69,7 +69,6 @@ class SharedReading:
         """Return the next batch; see :class:`hvd_elastic.input.data_order.Read`.
 
         Args:
-            worker: this process.
             place, following, is_first: see there.
             order: returns the dataset indices of each pass from ``place`` on.
         """
@@ -85,7 +84,6 @@ class SharedReading:
         """Have :meth:`next` return the passes from a place on.
 
         Args:
-            worker: this process.
             place: of the first of them.
             passes: dataset indices of each.
         """

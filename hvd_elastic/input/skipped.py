@@ -49,9 +49,7 @@ def read_examples(
     """Return the examples at some indices, without those that are skipped, and these.
 
     Args:
-        dataset: the data set.
         at_once: its ``__getitems__``; None: it has none.
-        indices: of the examples.
         begin: called with an index before its example is read, or once with the first one.
 
     Raises:

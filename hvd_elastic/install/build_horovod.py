@@ -63,8 +63,7 @@ from hvd_elastic.install.prerequisites import (
     pip_arguments,
 )
 from hvd_elastic.install.quiet import make_percentage, run_quietly
-from hvd_elastic.programs.cores import usable_cores
-from hvd_elastic.programs.memory import usable_memory
+from hvd_elastic.programs.usable import usable_cores, usable_memory
 from hvd_elastic.records.process_lock import lock_held
 
 PATCH = Path(__file__).resolve().with_name(f"horovod-{HOROVOD_VERSION}.patch")

@@ -1,7 +1,8 @@
 """The daemon of a cluster: decides which job holds which slots, and keeps runs and queue in step.
 
-It has one thread. All that it needs to go on is in the store, in the run folders and in the
-hostfiles of the jobs, so it may be killed at any moment; the runs have leaders of their own.
+It has one thread. All that it needs to go on is in the store, in the hostfiles of the jobs and in
+the run folders, of which the keeper tells, so it may be killed at any moment; the runs have leaders
+of their own.
 """
 
 from __future__ import annotations
@@ -19,27 +20,37 @@ from typing import Any
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import clock_words, count
 from hvd_elastic.jobs.health import HostHealth
-from hvd_elastic.jobs.hosts import Claim, ClusterHosts, Use, awaited_slots, grant_slots
+from hvd_elastic.jobs.hosts import ClusterHosts, Use
 from hvd_elastic.jobs.job import (
     Answer,
     Cancel,
     Down,
+    Hold,
     Hosts,
     Job,
     JobKind,
     JobStatus,
+    Release,
     Request,
     Requeue,
     SetPriority,
     StopReason,
     Submit,
 )
+from hvd_elastic.jobs.keeper import BeginLeader
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.queue import JobQueue, ending_words, eta_moved, jobs_words, over_words
-from hvd_elastic.jobs.runs import BeginLeader, JobRuns
+from hvd_elastic.jobs.runs import JobRuns
 from hvd_elastic.jobs.server import RequestServer
-from hvd_elastic.jobs.slot_plan import Candidate, Plan, plan_slots
+from hvd_elastic.jobs.slot_plan import (
+    Candidate,
+    Claim,
+    Plan,
+    awaited_slots,
+    grant_slots,
+    plan_slots,
+)
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import HostSlots
@@ -99,15 +110,18 @@ class Daemon:
         self._store = JobStore.create(place.database)
         self._events = EventLog(place.events)
         self._queue = JobQueue(self._store, self._emit)
-        self._runs = JobRuns(place, ssh_config, begin_leader)
-        self._health = HostHealth(hostfile, ssh_config)
         self._server = RequestServer(place, self._handle)
+        self._runs = JobRuns(place, ssh_config, begin_leader, self._server, self._warn)
+        self._health = HostHealth(hostfile, ssh_config)
         self._wanted: dict[int, dict[str, int]] = {}
         self._reasons: dict[int, str] = {}
         """Why jobs are to have the slots that they are to have."""
         self._unwritten: set[int] = set()
         """Jobs whose hostfiles are older than their slots."""
         self._decided: dict[str, Any] = {}
+        self._unknown: set[int] = set()
+        """Jobs of which it is not known yet which slots their runs occupy: they keep what they
+        hold."""
         self._is_told = False
         """Whether the last decision, and what was done about it, is recorded."""
         self._losses: dict[int, _Losses] = {}
@@ -136,6 +150,7 @@ class Daemon:
         with contextlib.suppress(RunError):  # a full disk
             leaves = self._down is not None and self._down.leave_jobs
             self._queue.rest("the daemon was ended" if leaves else _TAKEN_DOWN)
+        self._runs.close()
         self._server.close()
         self._health.close()
         self._events.close()
@@ -150,7 +165,7 @@ class Daemon:
     def _signals(self) -> Iterator[None]:
         """Have SIGTERM, SIGINT and SIGHUP end the daemon and leave the jobs; SIGCHLD wakes it."""
         read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._server.watch(read_end)
+        self._server.watch(read_end, lambda: _drain(read_end))
 
         def end(_number: int, _frame: Any) -> None:
             self._down = Down(leave_jobs=True)
@@ -172,13 +187,18 @@ class Daemon:
 
     def _do_what_is_due(self) -> float:
         """Do what is due; return how long to wait until the next look [s]."""
+        self._runs.send_rest()
         if self._hosts.changed():
             self._tell_hosts()
             self._health.forget_others(self._hosts.listed)
             self._queue.changed = True
         self._health.retry_lost_hosts(time.monotonic(), self._host_changed)
         now = time.time()
-        for job in self._queue.with_status(JobStatus.RUNNING):
+        running = self._queue.with_status(JobStatus.RUNNING)
+        unknown = {job.number for job in running if not self._runs.is_known(job)}
+        self._queue.changed |= unknown != self._unknown
+        self._unknown = unknown
+        for job in running:
             self._look_at_run(job)
         self._suspect_silent_hosts(now)
         if self._queue.changed or now >= self._decide_at:
@@ -194,6 +214,9 @@ class Daemon:
     def _look_at_run(self, job: Job) -> None:
         """Follow the run of a job; act on its end."""
         progress = self._runs.progress(job)
+        if job.number in self._unknown:
+            progress.poll()  # a part of its events
+            return
         led = self._runs.is_led(job)  # before reading, so that its last events are read too
         occupied = progress.hosts.occupied
         # A slot that is empty now may be better for a job than one that it waits for.
@@ -334,16 +357,20 @@ class Daemon:
             self._stop_all()
             return
         ready = self._queue.ready()
+        held_back = self._queue.active.keys() - {job.number for job in ready}
+        for job in self._queue.with_status(JobStatus.QUEUED):
+            if job.number in held_back:  # slots that it was to have before
+                self._wanted.pop(job.number, None)
         running = self._queue.with_status(JobStatus.RUNNING)
         candidates = [
             Candidate(job, progress.measured, progress.hosts.occupied, progress.hosts.unheard)
             if (progress := self._runs.progress(job) if job.attempts else None)
             else Candidate(job)
-            for job in [*(job for job in running if not job.stop), *ready]
+            for job in [*(job for job in running if not self._is_bound(job)), *ready]
         ]
-        ending = [use for use in self._uses() if use.job.stop]
+        bound = [use for use in self._uses() if self._is_bound(use.job)]
         hosts = [
-            HostSlots(name, slots - sum(use.taken(name) for use in ending))
+            HostSlots(name, slots - sum(use.taken(name) for use in bound))
             for name, slots in self._usable_slots().items()
         ]
         usable = [host for host in hosts if host.slots > 0]
@@ -377,11 +404,18 @@ class Daemon:
         ]
         self._queue.update(stopping)
 
+    def _is_bound(self, job: Job) -> bool:
+        """Return whether the slots of a job that runs cannot be changed now."""
+        return bool(job.stop) or job.number in self._unknown
+
     def _uses(self) -> list[Use]:
         """Return what the jobs that run use of the hosts."""
-        running = self._queue.with_status(JobStatus.RUNNING)
-        hosts = [self._runs.progress(job).hosts for job in running]
-        return [Use(job, of.occupied, of.lost) for job, of in zip(running, hosts, strict=True)]
+        uses = []
+        for job in self._queue.with_status(JobStatus.RUNNING):
+            hosts = self._runs.progress(job).hosts
+            occupied = job.held if job.number in self._unknown else hosts.occupied
+            uses.append(Use(job, occupied, hosts.lost))
+        return uses
 
     def _usable_slots(self) -> dict[str, int]:
         """Return the slots of the hosts that no run has lost; silent ones have no free ones."""
@@ -398,7 +432,8 @@ class Daemon:
         uses = self._uses()
         for use in uses:
             job = use.job
-            wanted = job.held if job.stop else self._wanted.get(job.number, job.held)
+            wanted = self._wanted.get(job.number, job.held)
+            wanted = job.held if self._is_bound(job) else wanted
             claims[str(job.number)] = Claim(wanted, job.held, use.occupied, job.request.min_np)
         for job in self._queue.with_status(JobStatus.QUEUED):
             if planned := self._wanted.get(job.number):
@@ -476,6 +511,19 @@ class Daemon:
                 return Answer(
                     f"queued {jobs_words(changed)} again", jobs=[j.number for j in changed]
                 )
+            case Hold(jobs, by):
+                waiting, stopping, plain, over = queue.hold(jobs, by)
+                parts = [f"held {jobs_words(waiting)}"] if waiting else []
+                parts += [ending_words(stopping), "held then"] if stopping else []
+                parts += [f"{jobs_words(plain)} not held: a plain command runs"] if plain else []
+                parts += [over_words(over)] if over else []
+                return Answer("; ".join(parts), jobs=[j.number for j in [*waiting, *stopping]])
+            case Release(jobs):
+                released, free, over = queue.release(jobs)
+                parts = [f"released {jobs_words(released)}"]
+                parts += [f"{jobs_words(free)} not held"] if free else []
+                parts += [over_words(over)] if over else []
+                return Answer("; ".join(parts), jobs=[job.number for job in released])
             case SetPriority(jobs, priority):
                 changed, over = queue.set_priority(jobs, priority)
                 words = f"{jobs_words(changed)}: priority {priority:g}"
@@ -535,6 +583,11 @@ class Daemon:
             with contextlib.suppress(OSError):  # the log may be on the disk that is full
                 sys.stderr.write(f"{stamp} warning: {message}\n")
                 sys.stderr.flush()
+
+
+def _drain(descriptor: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.read(descriptor, 4096)
 
 
 def _python(job: Job) -> str:

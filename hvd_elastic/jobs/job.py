@@ -82,6 +82,7 @@ class JobRequest:
         epochs, target_examples: length of training as the user states it; None: not stated.
         retries: how often it is run again if it fails.
         array_index: its index in an array of jobs; None: it is not of an array.
+        hold: who holds it back, so that it is not started; empty: nobody.
     """
 
     name: str
@@ -96,6 +97,7 @@ class JobRequest:
     after: tuple[After, ...] = ()
     retries: int = 0
     array_index: int | None = None
+    hold: str = ""
 
     @property
     def words(self) -> list[str]:
@@ -173,6 +175,19 @@ class Requeue(msgspec.Struct, tag="requeue"):
     after: list[After] | None = None
 
 
+class Hold(msgspec.Struct, tag="hold"):
+    """Hold jobs back; those that train end after a checkpoint, and keep their place."""
+
+    jobs: list[int]
+    by: str
+
+
+class Release(msgspec.Struct, tag="release"):
+    """Let jobs go on that are held back."""
+
+    jobs: list[int]
+
+
 class SetPriority(msgspec.Struct, tag="priority"):
     """Change the priority of jobs."""
 
@@ -193,7 +208,7 @@ class Hosts(msgspec.Struct, tag="hosts"):
     """Ask for the hosts and who holds their slots."""
 
 
-Request = Submit | Cancel | Requeue | SetPriority | Down | Hosts
+Request = Submit | Cancel | Requeue | Hold | Release | SetPriority | Down | Hosts
 
 
 class Answer(msgspec.Struct):

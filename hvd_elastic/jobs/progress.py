@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +12,19 @@ from hvd_elastic import run_events as ev
 from hvd_elastic.model.goodput import goodput_curve
 from hvd_elastic.model.step_time import StepTimeModel
 from hvd_elastic.policy.evidence import Replay
-from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.records.wording import cut_off_words, silent_words
 from hvd_elastic.run_events import Metrics, ReadEvent, RescaleFinished, RunFinished, TakenOver
+
+READ_KINDS = frozenset(
+    kind.__struct_config__.tag
+    for kind in (
+        *(ev.RunStarted, ev.TakenOver, ev.LeaderCutOff, ev.RunFinished),
+        *(ev.RescaleStarted, ev.RescaleFinished, ev.HostsChanged, ev.HostLost, ev.AgentStarted),
+        *(ev.WorkerStarted, ev.WorkerStandby, ev.WorkerLeft, ev.Warned),
+        *(ev.Metrics, ev.BatchPlan, ev.Input),
+    )
+)
+"""Kinds of events from which the progress of a run is read."""
 
 _WARMING_S = 1.0
 """Training time that a change of slots costs beside its pause [slot seconds]: the new processes
@@ -152,7 +162,7 @@ class Ending:
 
 
 class RunProgress:
-    """Progress of a run by its events so far; :meth:`poll` reads the new ones.
+    """Progress of a run by its events; :meth:`add` takes new ones, and :meth:`poll` reads them.
 
     Attributes:
         ending: how the run ended; None: it goes on, as far as its events say.
@@ -162,19 +172,24 @@ class RunProgress:
         trained_at: when the run finished its last rescale, so that it has trained [Unix s].
     """
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self) -> None:
         self.ending: Ending | None = None
         self.began_at: float | None = None
         self.cut_off_at, self.is_tried = 0.0, False
         self.trained_at: float | None = None
         self.hosts = RunHosts()
         self.measured = Measured()
-        self._follower = folder.follow_events()
+        self._new: list[ReadEvent] = []
+
+    def add(self, events: Iterable[ReadEvent]) -> None:
+        """Take events, which :meth:`poll` reads."""
+        self._new += events
 
     def poll(self) -> bool:
         """Read new events; return whether they may change a decision of the scheduler."""
         before = self.measured.slots, self.hosts.unheard
-        for event in self._follower.poll():
+        new, self._new = self._new, []
+        for event in new:
             self.measured.note_event(event)
             self.hosts.note_event(event)
             self._note_event(event)

@@ -130,6 +130,10 @@ class JobQueue:
                 number: replace(job, request=replace(job.request, after=tuple(after)))
                 for number, job in found.items()
             }
+        found = {
+            number: replace(job, request=replace(job.request, hold=""))
+            for number, job in found.items()
+        }
         waiting = {**self.active, **found}
         for number in found:
             self._refuse_circle(number, waiting)
@@ -157,6 +161,64 @@ class JobQueue:
         for job in changed:
             self._emit("job_requeued", {"job": job.number, "reason": "asked to by requeue"})
         return changed
+
+    def hold(
+        self, numbers: Collection[int], by: str
+    ) -> tuple[list[Job], list[Job], list[Job], list[Job]]:
+        """Hold jobs back until they are released.
+
+        Returns:
+            Those that waited, those whose runs have to end first, plain commands that run and
+            cannot be held, and those that have ended before.
+
+        Raises:
+            RunError: a job does not exist, or none can be held; nothing is changed.
+        """
+        jobs, over = self._active_of(numbers)
+        if stopping := [job for job in jobs if job.stop is StopReason.CANCEL]:
+            raise RunError(f"{jobs_words(stopping)}: is being cancelled, so nothing is held")
+        plain = [
+            job
+            for job in jobs
+            if job.status is JobStatus.RUNNING and job.request.kind is JobKind.PLAIN
+        ]
+        able = [job for job in jobs if job not in plain]
+        if not able:
+            raise RunError(
+                f"{jobs_words(plain)}: a plain command has no checkpoint, so it cannot be held "
+                "while it runs; cancel or requeue starts it from its beginning"
+            )
+        held = [
+            replace(job, request=replace(job.request, hold=by), reason=_held_words(by))
+            for job in able
+        ]
+        waiting = [job for job in held if job.status is JobStatus.QUEUED]
+        running = [
+            replace(job, stop=StopReason.REQUEUE) for job in held if job.status is JobStatus.RUNNING
+        ]
+        self._save([*waiting, *running])
+        return waiting, running, plain, over
+
+    def release(self, numbers: Collection[int]) -> tuple[list[Job], list[Job], list[Job]]:
+        """Let jobs go on that are held back.
+
+        Returns:
+            Those that were held back, those that were not, and those that have ended before.
+
+        Raises:
+            RunError: a job does not exist, or none is held back.
+        """
+        jobs, over = self._active_of(numbers)
+        free = [job for job in jobs if not job.request.hold]
+        released = [
+            replace(job, request=replace(job.request, hold=""), reason="was released")
+            for job in jobs
+            if job.request.hold
+        ]
+        if not released:
+            raise RunError(f"{jobs_words(free)}: not held, so there is nothing to release")
+        self._save(released)
+        return released, free, over
 
     def set_priority(
         self, numbers: Collection[int], priority: float
@@ -212,6 +274,8 @@ class JobQueue:
         statuses = self.store.statuses({each.job for job in queued for each in job.request.after})
         for job in queued:
             met, why = _dependencies(job, statuses)
+            if job.request.hold and met is not False:
+                met, why = None, _held_words(job.request.hold)
             if met and job.number in self._held_back:
                 freed.append(replace(job, queued_at=time.time()))
             elif met:
@@ -245,6 +309,7 @@ class JobQueue:
             replace(job, reason=reason, eta=None)
             for job in waiting
             if not any(each.job in self.active for each in job.request.after)
+            and not job.request.hold
         )
 
     # -- changes by the daemon ---------------------------------------------------------------
@@ -322,6 +387,10 @@ def _dependencies(job: Job, statuses: Mapping[int, JobStatus]) -> tuple[bool | N
         if met is None and status is not None:
             waits = f"waits for job {each.job} {_OUTCOMES[each.outcome]}; it is {status.value}"
     return (None, waits) if waits else (True, "")
+
+
+def _held_words(by: str) -> str:
+    return f"held by {by}: hvd-elastic release lets it go on"
 
 
 def _ended(job: Job, status: JobStatus, message: str, now: float) -> Job:

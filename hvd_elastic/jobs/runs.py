@@ -1,32 +1,55 @@
-"""Starts, finds and ends the runs of jobs; each has a leader process of its own."""
+"""The runs of jobs, as their keepers tell of them; each run has a leader process of its own."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import HostfileError, RunError
-from hvd_elastic.hosts.hostfile import Host, parse_hostfile, write_hostfile
+from hvd_elastic.hosts.hostfile import Host, format_hostfile, parse_hostfile, write_hostfile
 from hvd_elastic.jobs.job import Job, JobKind
+from hvd_elastic.jobs.keeper import (
+    STARTING_S,
+    BeginLeader,
+    Follow,
+    Forget,
+    Grant,
+    Lead,
+    News,
+    StopRun,
+    Trouble,
+)
+from hvd_elastic.jobs.keepers import OwnKeeper
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
-from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.records.run_folder import RunFolder
-
-BeginLeader = Callable[[RunSpec, RunFolder, Mapping[str, str], bool], int]
-"""Starts the leader of a run in a process of its own that outlives this one; returns its process
-id. Arguments: specification, run folder, environment, whether the run had a leader before."""
+from hvd_elastic.jobs.server import RequestServer
+from hvd_elastic.records.events import decode_event
+from hvd_elastic.records.json_lines import decoded
 
 INDEX_VARIABLE = "HVD_ELASTIC_ARRAY_INDEX"
 """Environment variable with the index of a job in its array."""
-_STARTING_S = 5.0
-"""How long a leader that an earlier daemon started may take to lock its run folder [s]."""
-_LOG_BYTES = 4096
+
+
+@dataclass
+class _Run:
+    """What the keeper has told of a run.
+
+    Attributes:
+        offset: what was read of its events [bytes].
+        is_followed: whether the present keeper was asked for news.
+        is_known: whether its progress is known, as far as its events go.
+        news: the last of this keeper; None: there are none yet.
+        asked_to_stop: last attempt that was asked to end.
+    """
+
+    progress: RunProgress = field(default_factory=RunProgress)
+    offset: int = 0
+    is_followed: bool = False
+    is_known: bool = False
+    news: News | None = None
+    asked_to_stop: int = 0
 
 
 class JobRuns:
@@ -34,36 +57,73 @@ class JobRuns:
 
     Args:
         ssh_config: ssh configuration of the cluster; None: the user's own.
+        begin_leader: starts a leader, in the keeper.
+        server: has :meth:`receive` called when the keeper says something.
+        warn: called with what a keeper cannot do now.
     """
 
     def __init__(
-        self, place: ClusterFolder, ssh_config: str | None, begin_leader: BeginLeader
+        self,
+        place: ClusterFolder,
+        ssh_config: str | None,
+        begin_leader: BeginLeader,
+        server: RequestServer,
+        warn: Callable[[str], None],
     ) -> None:
         self._place = place
         self._ssh_config = ssh_config
-        self._begin_leader = begin_leader
+        self._keeper = OwnKeeper(begin_leader, server, self.receive)
+        self._warn = warn
         self._began_at = time.monotonic()
-        self._children: dict[str, int] = {}
-        self._started: set[tuple[str, int]] = set()
-        self._progress: dict[str, RunProgress] = {}
+        self._runs: dict[str, _Run] = {}
         self._devices = Devices()
-        self._asked_to_stop: set[tuple[str, int]] = set()
+
+    def receive(self) -> None:
+        """Take what the keeper has said."""
+        told = self._keeper.receive()
+        if told is None:  # there is another one now
+            self._began_at = time.monotonic()
+            for run in self._runs.values():
+                run.is_followed, run.news, run.asked_to_stop = False, None, 0
+        for message in told or ():
+            if isinstance(message, Trouble):
+                self._warn(message.message)
+            elif message.run_id in self._runs:
+                run = self._runs[message.run_id]
+                lines = [line.encode() for line in message.lines]
+                run.progress.add(decoded(lines, decode_event))
+                run.offset, run.is_known = message.offset, run.is_known or message.is_all
+                message.lines.clear()
+                run.news = message
+
+    def send_rest(self) -> None:
+        """Send what the keeper could not take before."""
+        self._keeper.send()
+
+    def close(self) -> None:
+        """End the keeper; the leaders go on."""
+        self._keeper.close()
 
     def progress(self, job: Job) -> RunProgress:
         """Return what the events of the job's run say; new ones are read by its ``poll``."""
-        found = self._progress.get(job.run_id)
-        if found is None:
-            found = self._progress[job.run_id] = RunProgress(_folder(job))
-            found.poll()
-        return found
+        return self._run(job).progress
+
+    def is_known(self, job: Job) -> bool:
+        """Return whether it is known which slots the run of a job occupies."""
+        return self._run(job).is_known
+
+    def _run(self, job: Job) -> _Run:
+        run = self._runs.setdefault(job.run_id, _Run())
+        if not run.is_followed:
+            run.is_followed = True
+            hosts = format_hostfile(self.written_hosts(job)) if job.held else ""
+            self._keeper.send(Follow(job.run_id, job.attempts, run.offset, hosts or None))
+        return run
 
     def forget(self, job: Job) -> None:
         """Drop what is kept of the run of a job that has ended."""
-        self._progress.pop(job.run_id, None)
-        self._devices.forget(job.run_id)
-        for attempts in (self._started, self._asked_to_stop):
-            attempts.difference_update([each for each in attempts if each[0] == job.run_id])
-        self.hostfile(job).unlink(missing_ok=True)
+        self.release(job, ended=True)
+        self._runs.pop(job.run_id, None)
 
     # -- start and end ---------------------------------------------------------------------
 
@@ -76,7 +136,8 @@ class JobRuns:
         written = self.written_hosts(job)
         self._devices.restore(job.run_id, written)
         if {host.name: host.slots for host in written} != dict(job.held):
-            self.write_hostfile(job, hosts)  # that daemon was killed before it could
+            self._write_hostfile(job, hosts)  # that daemon was killed before it could
+        self._run(job)
 
     def written_hosts(self, job: Job) -> Sequence[Host]:
         """Return the hosts of a job's hostfile as it was written last."""
@@ -90,6 +151,7 @@ class JobRuns:
         if ended:
             self._devices.forget(job.run_id)
             self.hostfile(job).unlink(missing_ok=True)
+            self._keeper.send(Forget(job.run_id))
         else:
             self._devices.release(job.run_id, job.held, self.progress(job).hosts.occupied)
 
@@ -100,13 +162,12 @@ class JobRuns:
             environment: variables of the shell that submitted it.
 
         Raises:
-            RunError: the run folder or the hostfile cannot be written.
+            RunError: the hostfile cannot be written.
         """
-        self.write_hostfile(job, hosts)
+        text = self._write_hostfile(job, hosts)
         request = job.request
         fields = {
             **request.spec,
-            "hostfile": str(self.hostfile(job)),
             "ssh_config": request.spec.get("ssh_config") or self._ssh_config,
             "min_np": request.min_np,
             "np": None,
@@ -114,45 +175,34 @@ class JobRuns:
             "plain": request.kind is JobKind.PLAIN,
             "policy": "fixed",
         }
-        spec = RunSpec.from_dict(fields, job.run_id)
-        folder = _folder(job)
-        if not folder.path.exists():
-            folder = RunFolder.create(
-                job.run_id, {**spec.as_dict(), "cluster": self._place.name, "job": job.number}
-            )
-        resumed = folder.events.exists()
         if request.array_index is not None:
             environment = {**environment, INDEX_VARIABLE: str(request.array_index)}
-        self._started.add((job.run_id, job.attempts))
-        self._children[job.run_id] = self._begin_leader(spec, folder, environment, resumed)
+        run = self._runs.setdefault(job.run_id, _Run())
+        run.is_followed = run.is_known = True
+        run.news = None
+        origin = {"cluster": self._place.name, "job": job.number}
+        told = (fields, origin, dict(environment))
+        self._keeper.send(Lead(job.run_id, job.attempts, run.offset, text, *told))
 
     def is_led(self, job: Job) -> bool:
         """Return whether a process leads the run of a job, or is about to."""
-        child = self._children.get(job.run_id)
-        if child is not None:
-            with contextlib.suppress(ChildProcessError):
-                ended, status = os.waitpid(child, os.WNOHANG)
-                if not ended:
-                    return True
-                if os.WIFSIGNALED(status):  # it was killed, which is no fault of the job
-                    self._started.discard((job.run_id, job.attempts))
-            del self._children[job.run_id]
-        folder = _folder(job)
-        if folder.leader_alive():
+        news = self._run(job).news
+        if news is None or news.attempt != job.attempts or news.led:
             return True
-        if (job.run_id, job.attempts) in self._started:
+        if news.is_own:
             return False
-        # A daemon that was killed may just have started it.
-        fresh = job.started_at is not None and time.time() - job.started_at < _STARTING_S
-        started_before = time.monotonic() - self._began_at < _STARTING_S
+        # A daemon or a keeper that was killed may just have started it.
+        fresh = job.started_at is not None and time.time() - job.started_at < STARTING_S
+        started_before = time.monotonic() - self._began_at < STARTING_S
         return fresh and started_before and not self._has_begun(job)
 
     def failed_to_begin(self, job: Job) -> bool:
-        """Return whether the leader that this daemon has started ended before the run began.
+        """Return whether the leader that this keeper has started ended before the run began.
 
-        If an earlier daemon was to start it, that one was probably killed before it did.
+        If an earlier one was to start it, that one was probably killed before it did.
         """
-        return not self._has_begun(job) and (job.run_id, job.attempts) in self._started
+        news = self._run(job).news
+        return news is not None and news.is_own and not self._has_begun(job)
 
     def _has_begun(self, job: Job) -> bool:
         began = self.progress(job).began_at
@@ -160,36 +210,32 @@ class JobRuns:
 
     def stop(self, job: Job, reason: str) -> None:
         """Ask the leader of a job's run to end it with a last checkpoint; asks only once."""
-        attempt = (job.run_id, job.attempts)
-        folder = _folder(job)
-        if attempt in self._asked_to_stop or not folder.leader_alive():
-            return
-        with contextlib.suppress(RunError):  # the disk is full: it is asked again
-            folder.send_request("stop", {"reason": reason})
-            self._asked_to_stop.add(attempt)
+        run = self._run(job)
+        if run.asked_to_stop != job.attempts:
+            run.asked_to_stop = job.attempts
+            self._keeper.send(StopRun(job.run_id, reason))
 
     def why_not_begun(self, job: Job) -> str:
         """Return the last line that a leader wrote before it ended without an event."""
-        try:
-            with _folder(job).leader_log.open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
-                lines = file.read().decode(errors="replace").strip().splitlines()
-        except OSError:
-            lines = []
-        return lines[-1].removeprefix("error: ") if lines else "its leader did not begin"
+        news = self._run(job).news
+        return (news.last_line if news else "") or "its leader did not begin"
 
     # -- hostfiles -------------------------------------------------------------------------
 
     def hostfile(self, job: Job) -> Path:
-        """Return the path of the hostfile that the leader of a job watches."""
+        """Return the path of the hostfile with the slots and GPUs that a job was given last."""
         return self._place.hostfiles / job.run_id
 
     def write_hostfile(self, job: Job, hosts: Iterable[Host]) -> None:
-        """Replace the hostfile of a job by one with the slots that it holds.
+        """Give a job that runs the slots that it holds.
 
         Raises:
-            RunError: it cannot be written.
+            RunError: its hostfile cannot be written.
         """
+        self._keeper.send(Grant(job.run_id, self._write_hostfile(job, hosts)))
+
+    def _write_hostfile(self, job: Job, hosts: Iterable[Host]) -> str:
+        """Note the slots and GPUs that a job has, for the next daemon; return the hostfile."""
         lines = [
             replace(
                 host,
@@ -205,10 +251,7 @@ class JobRuns:
             write_hostfile(path, lines)
         except OSError as error:
             raise RunError(f"cannot write the hostfile {path}: {error.strerror}") from error
-
-
-def _folder(job: Job) -> RunFolder:
-    return RunFolder(runs_folder() / job.run_id)
+        return format_hostfile(lines)
 
 
 class Devices:

@@ -67,9 +67,13 @@ class RequestServer:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def watch(self, descriptor: int) -> None:
-        """Have :meth:`serve` return early when this descriptor can be read."""
-        self._selector.register(descriptor, selectors.EVENT_READ)
+    def watch(self, descriptor: int, read: Callable[[], object]) -> None:
+        """Have :meth:`serve` call ``read`` and return early when this descriptor can be read."""
+        self._selector.register(descriptor, selectors.EVENT_READ, read)
+
+    def unwatch(self, descriptor: int) -> None:
+        """Watch a descriptor no more, which is about to be closed."""
+        self._selector.unregister(descriptor)
 
     def serve(self, timeout_s: float) -> None:
         """Serve what clients ask, and return after at most so long, or after something happened."""
@@ -79,8 +83,7 @@ class RequestServer:
             elif isinstance(key.data, _Client):
                 self._move_on(key.data)
             else:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(key.fd, 4096)
+                key.data()
         now = time.monotonic()
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, _Client) and now > key.data.deadline:

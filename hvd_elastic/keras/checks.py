@@ -105,7 +105,6 @@ def first_layer(model: keras.Model, data: Any) -> str:
     """Return in words which layer it is, by a forward pass outside of a graph; "": not known.
 
     Args:
-        model: the model.
         data: a batch, as ``train_step`` gets it.
     """
     found: list[str] = []

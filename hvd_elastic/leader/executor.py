@@ -75,7 +75,6 @@ class Executor:
         self.tell(ev.AgentLost(host, cause, silent_s))
 
     def execute(self, command: cmd.Command) -> None:
-        """Execute a command of the machine."""
         match command:
             case cmd.Emit(event=event):
                 self._run.journal.emit(event)

@@ -94,7 +94,6 @@ class HostfileWatch:
         return tuple(HostSlots(host.name, host.slots) for host in self.hosts.values())
 
     def event(self) -> HostsChanged:
-        """Return the event that tells the hosts."""
         prices = {host.name: host.price for host in self.hosts.values() if host.price}
         return HostsChanged([(host.name, host.slots) for host in self.slots], prices)
 

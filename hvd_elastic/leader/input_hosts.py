@@ -177,7 +177,6 @@ class InputHosts:
         self._agents.drop()
 
     def end_agents(self) -> None:
-        """End all agents and their workers."""
         self._known.clear()
         self._agents.end_agents()
         self._workers.close()

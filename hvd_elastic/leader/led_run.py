@@ -58,7 +58,6 @@ class Journal:
             listen(event)
 
     def warn(self, message: str) -> None:
-        """Record a warning."""
         self.emit(Warned(message))
 
     def read(self, kind: str, fields: Mapping[str, Any], *, late: bool = False) -> None:
@@ -85,7 +84,6 @@ class Journal:
             append_event(self._output, Output(host, local_rank, line))
 
     def close(self) -> None:
-        """Close all files."""
         for log in (self._events, self._audit, self._output):
             if log is not None:
                 log.close()

@@ -124,6 +124,5 @@ class Workers:
             return ""
 
     def close(self) -> None:
-        """Close all logs."""
         for file in self._logs.values():
             file.close()

@@ -15,7 +15,7 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.lightning.checks import check_script, refuse_checkpoint
-from hvd_elastic.lightning.library import part
+from hvd_elastic.lightning.library import NAME, other_imported, part
 from hvd_elastic.lightning.loaders import EvaluationLoader, training_loader
 from hvd_elastic.lightning.loop import ElasticEpochLoop, ElasticFitLoop
 from hvd_elastic.lightning.results import EvaluationResults, TrainingResults
@@ -66,6 +66,11 @@ class ElasticStrategy(ParallelStrategy):
         self._loader_options = {} if max_batch_size is None else {"max_batch_size": max_batch_size}
         self._optimizer_options = {"lr_rule": lr_rule, "compression": compression}
         self._worker = context.current().worker
+        if other := other_imported():
+            self._worker.warn_once(
+                f"{other} is imported too, and ElasticStrategy is for the Trainer of {NAME}. "
+                f"For that of {other}, import it before hvd_elastic.lightning"
+            )
         self.failed: GenerationBrokenError | None = None
         """Failure of another rank after a step was taken, until the batch's hooks have ended."""
         self.slots: dict[str, int] = {}

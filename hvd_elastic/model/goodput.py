@@ -110,7 +110,6 @@ class ScoredPlan:
     """A batch plan with its predicted performance.
 
     Attributes:
-        plan: the batch plan.
         throughput: predicted throughput [examples/s].
         efficiency: statistical efficiency, in (0, 1].
         goodput: product of the two [useful examples/s].
@@ -184,9 +183,7 @@ def best_batch_plan(
     Gradients are accumulated where the model predicts a gain or memory demands it.
 
     Args:
-        model: step-time model.
         noise_scale: current gradient noise scale [examples].
-        limits: limits of the plan.
         hosts, ranks: number of hosts and ranks that train together.
         slowness: slowness of the slowest rank. With unequal shares, a function of the mean sizes of
             a pass and the numbers of extra passes.
@@ -254,7 +251,6 @@ def goodput_curve(
     coarser than :func:`best_batch_plan` and fast enough for a thousand jobs.
 
     Args:
-        model: step-time model.
         noise_scale: gradient noise scale [examples].
         limits: limits of the batch, with ``max_atomic_batch_size``.
         hosts, ranks: candidates, of one shape (N,).

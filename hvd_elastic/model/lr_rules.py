@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hvd_elastic.errors import ScriptError
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -171,17 +173,54 @@ RULES: dict[str, Rule] = {
 """Rules that need no parameters, by name."""
 
 
-def rule_named(rule: str | Rule) -> Rule:
-    """Return the rule of a name; a rule of the user's own is returned as it is.
+def chosen_rule(rule: str | Rule | None, *, has_betas: bool = False) -> Rule:
+    """Return the rule of ``DistributedOptimizer(lr_rule=...)``.
+
+    Args:
+        rule: what the script gave; None: the default for the optimizer.
+        has_betas: whether the optimizer is Adam or a relative of it.
 
     Raises:
-        ValueError: the name is not known; lists the valid ones.
+        ScriptError: the name is not known. The rule itself raises it for an invalid answer.
     """
+    if rule is None:
+        rule = "adam_sqrt" if has_betas else "adascale"
     if callable(rule):
-        return rule
+        return _checked(rule)
     if rule not in RULES:
-        raise ValueError(
-            f"learning rate rule {rule!r} is not known; there are {', '.join(sorted(RULES))}, "
-            "linear(warmup_epochs), legw(warmup_epochs), and functions of your own"
+        raise ScriptError(
+            f"DistributedOptimizer(lr_rule=...): learning rate rule {rule!r} is not known; there "
+            f"are {', '.join(sorted(RULES))}, linear(warmup_epochs), legw(warmup_epochs), and "
+            "functions of your own"
         )
     return RULES[rule]
+
+
+def whole_steps(progress: float) -> int:
+    """Return the whole steps of a schedule that progress has made.
+
+    Rounding may leave a sum of fractions just below a whole number.
+
+    >>> whole_steps(2.9999999), whole_steps(2.9)
+    (3, 2)
+    """
+    return int(progress + 1e-6)
+
+
+def _checked(rule: Rule) -> Rule:
+    def answering(now: Situation) -> Adjustment:
+        found = rule(now)
+        if not (
+            isinstance(found, Adjustment)
+            and 0 <= found.factor < math.inf
+            and 0 < found.rate < math.inf
+            and 0 < found.gain < math.inf
+        ):
+            raise ScriptError(
+                f"DistributedOptimizer(lr_rule=...): the rule answered {found!r} for {now}; it "
+                "must be a hvd_elastic.model.lr_rules.Adjustment of finite numbers: factor (0 or "
+                "more), rate and gain (above 0)"
+            )
+        return found
+
+    return answering

@@ -124,7 +124,6 @@ class StepTimings:
         """Add a window; if its configuration has shifted, drop times that are out of date.
 
         Args:
-            where: configuration of the window.
             step_s: time of a step [s].
             compute_s: compute time of the slowest rank in all passes [s]; NaN: unknown.
             now: time of the measurement [s]; needed by :meth:`distrust_old` only.
@@ -240,7 +239,6 @@ class StepTimings:
         ]
 
     def load_state_dict(self, state: Iterable[Any]) -> None:
-        """Load a :meth:`state_dict`."""
         self._steps = {}
         for where, times in state:
             windows = self._append(self._steps, Configuration(*where), self.rules.configurations)

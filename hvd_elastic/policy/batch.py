@@ -225,7 +225,6 @@ class BatchChoice:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a :meth:`state_dict`."""
         self.plan = BatchPlan(**state["plan"])
         self.memory_bound = state["memory_bound"]
         self.largest = state["largest"]

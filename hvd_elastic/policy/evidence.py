@@ -26,6 +26,8 @@ from hvd_elastic.run_events import Input, Metrics, ReadEvent, RescaleFinished, R
 
 _WINDOW_S = 1.0
 """Shortest window; shorter ones are joined, since times of metrics are exact to a step only."""
+_MIXED = 3
+"""Windows in a row with the end of an epoch, from which on their examples count as full steps."""
 _SHORTEST_S = 1e-9
 """Shortest compute time accepted."""
 _SETTLING = 1
@@ -129,8 +131,16 @@ class Evidence:
         if window.settling or self.speeds.rebalancing:
             return
         plan, ranks = self.plan, self.allocation.slots
-        if plan is None or batch < 0.97 * plan.global_batch_size:
-            return  # an epoch ended in this window
+        if plan is None:
+            return
+        steps = window.steps
+        if batch < 0.97 * plan.global_batch_size:  # an epoch ended in this window
+            self._windows.mixed += 1
+            if self._windows.mixed < _MIXED:
+                return
+            steps = window.examples / plan.global_batch_size
+        else:
+            self._windows.mixed = 0
         # If the steps have different numbers of passes, their mean scatters.
         extra = round(4 * self._windows.passes) / 4 - 1
         atomic = plan.global_batch_size / ranks / (extra + 1)
@@ -139,7 +149,7 @@ class Evidence:
         self._present = where
         self.measured += 1
         self.cores.note_timed(self.allocation.counts)
-        if self.timings.add_window(where, window.seconds / window.steps, now=event.mono):
+        if self.timings.add_window(where, window.seconds / steps, now=event.mono):
             self.news = True
 
     def _take_shares(self, shares: Sequence[int]) -> None:
@@ -230,11 +240,13 @@ class _ProgressWindows:
         passes: mean number of passes of a step in the last window.
         count: number of windows so far.
         measured_at: end of the last window [s].
+        mixed: latest windows in a row that had the smaller last step of an epoch.
     """
 
     def __init__(self) -> None:
         self.passes = 1.0
         self.count = 0
+        self.mixed = 0
         self.measured_at = -math.inf
         self._last: Metrics | None = None
         self._examples = 0.0

@@ -101,7 +101,6 @@ class GradientSampling:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a :meth:`state_dict`."""
         self.every = state["sample_every"]
         self._certain_at = state["certain_at"]
         self.probe_every = state["probe_every"]

@@ -40,7 +40,6 @@ def accept_peers(
     """Accept connections, each in a thread of its own; returns when the listener is closed.
 
     Args:
-        listener: listening socket.
         admit: returns the peer of a connection once it has shown who it is, or raises an exception.
         serve: called with the peer that ``admit`` returned.
         refused: called with the address and the exception if a connection is refused.
@@ -94,7 +93,6 @@ class _Strangers:
         self._most = max(1, files // _SHARE) if few else MOST_STRANGERS
 
     def count_new(self, plain: socket.socket) -> None:
-        """Count a new one."""
         end = plain.dup()
         with self._changed:
             self._ends[id(plain)] = end
@@ -109,7 +107,6 @@ class _Strangers:
             self.remove(plain)
 
     def remove(self, plain: socket.socket) -> None:
-        """Count it no more."""
         with self._changed:
             end = self._ends.pop(id(plain), None)
             self._since.pop(id(plain), None)

@@ -62,7 +62,7 @@ class HostProcess:
     """Runs commands for a leader.
 
     Args:
-        invitation: what :meth:`hvd_elastic.hosts.dialled.DialIn.invitation` has returned, and
+        invitation: what :meth:`hvd_elastic.hosts.dial_in.DialIn.invitation` has returned, and
             ``name`` and ``slots`` of this host, and ``env``, variables for the commands.
     """
 

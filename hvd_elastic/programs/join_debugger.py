@@ -28,7 +28,6 @@ def debugger_address(run: str, host: str, slot: int) -> str:
     Args:
         run: id of the run.
         host: name of the worker's host in the hostfile.
-        slot: number of its slot there.
     """
     # Of a fixed length, since the kernel allows 107 bytes.
     digest = hashlib.sha256(json.dumps([run, host, slot]).encode()).hexdigest()[:32]

@@ -26,9 +26,8 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.programs.cores import usable_cores
-from hvd_elastic.programs.memory import usable_memory
 from hvd_elastic.programs.nvidia import ask_nvidia_smi
+from hvd_elastic.programs.usable import usable_cores, usable_memory
 
 SIOCGIFADDR = 0x8915
 # Limit for all name lookups together, since a resolver can block for much longer.

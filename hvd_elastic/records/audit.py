@@ -130,7 +130,6 @@ class AuditResult:
 
     @property
     def recorded(self) -> bool:
-        """Return whether there are any records to audit."""
         return self.examples > 0 and bool(self.epochs)
 
     @property
@@ -251,7 +250,6 @@ class _Steps:
         self._restored: list[tuple[int, int]] = []  # first generation after it, and its step
 
     def add_record(self, record: Mapping[str, Any]) -> None:
-        """Process the next record."""
         match record.get("kind"):
             case "dataset":
                 self.examples = int(record["n"])

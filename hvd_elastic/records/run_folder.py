@@ -9,7 +9,7 @@
       saved/           files that the script saved by name
       tensorboard/     event files (only with --tensorboard)
       commands/        one file for each request to the leader
-      hosts            hosts that an engine such as Slurm has given to the run
+      hosts            hosts that an engine such as Slurm, or a queue, has given to the run
       leader.lock      locked while a leader is alive
       leader.log       output of a detached leader
 

@@ -22,7 +22,6 @@ def script_collective(
 
     Args:
         kind: function of the script, for messages.
-        name: name of the collective.
         changes_state: whether what follows it in the loop body is run in any case.
     """
     ctx = context.current()

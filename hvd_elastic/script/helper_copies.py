@@ -31,7 +31,6 @@ def dump_value(
 
     Args:
         name: name of the value, for messages.
-        value: the value.
         pickler: makes the copy.
 
     Raises:
@@ -93,7 +92,6 @@ class HelperCopies:
         """Return a copy of the state of an object; None: that would take too long.
 
         Args:
-            name: name of the object.
             item: object with ``state_dict()``.
             always: copy it however long that takes, as at the end of an epoch.
         """

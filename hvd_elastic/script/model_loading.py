@@ -30,7 +30,6 @@ class ModelLoader(ABC):
         """Set a model to the weights in a file.
 
         Args:
-            model: the model.
             path: manifest of a checkpoint, or a file of ``hvd.save`` or the framework.
             name: name of the model in it.
 

@@ -85,7 +85,6 @@ def run_training(ctx: Context, function: Callable[[], Result], name: str) -> Res
 
     Args:
         ctx: training process, in which no function was trained before.
-        function: the training function.
         name: its name, for messages.
 
     Raises:

@@ -38,8 +38,7 @@ def save(name: str, obj: Any) -> None:
     """
     ctx = context.current()
     worker = ctx.worker
-    if ctx.step.is_period and ctx.step.accumulating and not worker.saves.is_warned:
-        worker.saves.is_warned = True
+    if ctx.step.is_period and ctx.step.accumulating:
         worker.warn_once(
             "hvd.save() within a period of hvd.LocalOptimizer saves the weights of rank 0, which "
             "differ from those of the other ranks until the period ends; call it after the loop "
@@ -52,7 +51,6 @@ def save_file(worker: Worker, name: str, write: Write) -> None:
     """Save a file on rank 0; other ranks do nothing, and need not call it.
 
     Args:
-        worker: this process.
         name: name of the file; a later file of that name replaces it.
         write: writes the content to the file it is given.
 

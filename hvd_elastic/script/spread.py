@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hvd_elastic.communicator.interface import Communicator, RingRank
-from hvd_elastic.programs.cores import usable_cores
+from hvd_elastic.programs.usable import usable_cores
 
 _COMPARED_BYTES = 1 << 20
 """Least size of a tensor that is compared: sending a smaller one is faster."""

@@ -315,7 +315,6 @@ class ScriptState(State):
         return ()
 
     def _set_object(self, item: Any, values: Any) -> None:
-        """Set an object to received values."""
         item.load_state_dict(values)
 
     @abstractmethod

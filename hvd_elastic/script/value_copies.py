@@ -20,7 +20,6 @@ def put_back(present: Any, saved: Any, copy_tensor: Callable[[Any, Any], bool]) 
     """Return the saved value, if possible in the present object, which the script may refer to.
 
     Args:
-        present: present value.
         saved: value to restore.
         copy_tensor: overwrites a tensor with another of its type; returns whether that is possible.
     """

@@ -16,11 +16,17 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.model.lr_rules import Adjustment, Rule, scaled_betas, scaled_epsilon
+from hvd_elastic.model.lr_rules import (
+    Adjustment,
+    Rule,
+    chosen_rule,
+    scaled_betas,
+    scaled_epsilon,
+    whole_steps,
+)
 from hvd_elastic.tensorflow.schedule import follows_progress
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
-from hvd_elastic.worker.planning.rate_choice import chosen_rule, whole_steps
 from hvd_elastic.worker.planning.samples import MOMENT_STEPS, Samples
 
 
@@ -92,7 +98,6 @@ class Control(NamedTuple):
         beta_1, beta_2, epsilon: those of Adam.
         progress: scale-invariant progress [whole steps at the initial batch size]; 0 where no
             schedule follows it.
-        ranks: number of ranks.
         examples: number of examples of this pass on this rank.
     """
 

@@ -139,7 +139,7 @@ class HostGroup(fabric.Group):
 
         Args:
             path: path of the hostfile.
-            only: names of hosts to include, such as ``gpu[01-04],login``; None for all.
+            only: names of hosts to include, such as ``gpu[01-04],login,@spot``; None for all.
             exclude: names of hosts to leave out, in the same form.
             options, fanout, timeout_s: as for the class.
 

@@ -119,9 +119,7 @@ class Installation:
     """One installation on many hosts.
 
     Attributes:
-        hosts: the hosts.
         environment: what is installed.
-        options: ssh options.
         dry_run: only find out what would be done.
         fanout: maximum number of hosts at a time.
         wheel: folder of the kept Horovod wheel, which is copied too.
@@ -320,7 +318,6 @@ def why_not(facts: Mapping[str, Any], environment: Environment) -> str:
 
     Args:
         facts: answer of ``describe_environment`` of ``programs/environment.py``.
-        environment: the environment.
     """
     if facts["machine"] != platform.machine():
         return f"its processor is {facts['machine']}, here it is {platform.machine()}{_OF_ITS_OWN}"
@@ -378,10 +375,8 @@ def uninstall(
     """List what this package has on every host, and remove what is under some names.
 
     Args:
-        hosts: the hosts.
         prefix: folder of the environment; "" if there is none.
         names: of ``environment``, ``cache`` and ``runs``, what is removed.
-        options: ssh options.
         fanout: maximum number of hosts at a time.
 
     Yields:

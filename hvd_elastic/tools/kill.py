@@ -73,7 +73,6 @@ class Ended:
     """Processes ended and files removed on a host; in a dry run, those that would be.
 
     Attributes:
-        processes: processes that were found.
         files: files that dead processes had left.
         gpus: a line of text for each process that still holds GPU memory.
     """
@@ -97,9 +96,7 @@ def kill_run(
     except those that any process has open.
 
     Args:
-        hosts: hosts to do it on.
         target: processes to end.
-        options: ssh options.
         grace_s: seconds between TERM and KILL.
         dry_run: only list processes and files.
         fanout: maximum number of hosts at a time.

@@ -68,7 +68,6 @@ def trust_hosts(
 
     Args:
         hosts: hosts of a hostfile.
-        options: ssh options.
         confirm: called with the unknown keys, if any; returns whether to accept them.
         fanout: maximum number of hosts at a time.
         trusted: called with the entries of jump hosts before the hosts behind them are looked at,

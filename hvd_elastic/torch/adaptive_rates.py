@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from hvd_elastic.communicator.interface import Communicator
-from hvd_elastic.model.lr_rules import Rule, scaled_betas, scaled_epsilon
+from hvd_elastic.model.lr_rules import Rule, chosen_rule, scaled_betas, scaled_epsilon
 from hvd_elastic.torch.gradient_buckets import Bucket
 from hvd_elastic.torch.gradient_statistics import GradientStatistics
 from hvd_elastic.worker.context import Context
 from hvd_elastic.worker.planning.adaptive import AdaptivePlanner
-from hvd_elastic.worker.planning.rate_choice import chosen_rule
 
 
 class StepSampling:
@@ -29,7 +28,6 @@ class StepSampling:
         optimizer: optimizer whose gradients are sampled.
 
     Attributes:
-        statistics: what was sampled.
         loss_scale: factor of the loss and so of all gradients of the step; None: 1.
     """
 
@@ -48,7 +46,6 @@ class StepSampling:
             self._context.planner.sampling_cost.step_begins()
 
     def leave_out(self) -> None:
-        """Do not sample this step."""
         self._is_on = False
 
     def see(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -61,8 +58,6 @@ class StepSampling:
         """Sample the gradients of this pass, and add them to their bucket, times a factor.
 
         Args:
-            bucket: their bucket.
-            factor: factor on them.
             checks: see :meth:`Bucket.add_gradients`.
         """
         if bucket.holds or not factor or not self._takes(bucket):
@@ -119,7 +114,6 @@ class AdaptiveRates:
     """The learning rate of an optimizer whose batch may adapt.
 
     Args:
-        optimizer: the optimizer.
         rule: learning-rate rule; None: that which suits the optimizer.
 
     Attributes:

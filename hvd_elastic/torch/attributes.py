@@ -34,7 +34,6 @@ class _Kept:
         self.copied: torch.Tensor = before.copied if unchanged else tensor.detach().clone()
 
     def back(self) -> torch.Tensor:
-        """Return the tensor as it was."""
         if self.tensor.is_inference():
             return self.copied.clone()
         if _version(self.tensor) != self._version:

@@ -101,11 +101,7 @@ which batch normalisation does not tell of its statistics."""
 
 
 class MovingBuffers:
-    """Copies of the buffers of modules, such as the statistics of batch normalisation.
-
-    Args:
-        modules: the modules.
-    """
+    """Copies of the buffers of modules, such as the statistics of batch normalisation."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         parts = {id(part): part for module in modules for part in module.modules()}

@@ -37,7 +37,6 @@ class Packed:
     Args:
         kind: type of 16 bits.
         flat: tensor of the size and on the device of those that are copied.
-        ranks: number of ranks.
     """
 
     def __init__(self, kind: torch.dtype, flat: torch.Tensor, ranks: int) -> None:

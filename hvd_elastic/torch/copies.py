@@ -84,7 +84,6 @@ class OptimizerCopy:
 
     @property
     def is_taken(self) -> bool:
-        """Return whether there is a copy."""
         return self._state is not None
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor | None:

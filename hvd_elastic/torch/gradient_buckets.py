@@ -42,7 +42,6 @@ class Bucket:
         padding: number of elements after the gradients.
 
     Attributes:
-        parameters: its parameters.
         padding: number of elements after the gradients.
         missing: number of gradients that the backward pass has yet to compute.
     """
@@ -111,7 +110,6 @@ class Bucket:
         """Move the parameters' gradients here, times a factor; add them to those of before.
 
         Args:
-            factor: factor on them.
             look: called with all that was moved, in flat pieces, each soon after it was written,
                 while the processor has it in its cache; not allowed if gradients of before are
                 here.
@@ -348,24 +346,24 @@ def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(parameter, device="meta").stride()
 
 
-def memory_of(gradient: torch.Tensor, *, content: bool) -> tuple[int, int, int]:
-    """Return what changes if a gradient is changed in place or is given other memory.
+def memory_of(tensor: torch.Tensor, *, content: bool) -> tuple[int, int, int]:
+    """Return what changes if a gradient or parameter is changed in place or given other memory.
 
-    ``content``: also through ``grad.data``; see :func:`content_of`.
+    ``content``: also through its ``data``; see :func:`content_of`.
     """
-    address = gradient.data_ptr() if _is_dense(gradient) else 0
-    return gradient._version, address, content_of(gradient) if content else 0
+    address = tensor.data_ptr() if _is_dense(tensor) else 0
+    return tensor._version, address, content_of(tensor) if content else 0
 
 
 @torch.no_grad()
-def content_of(gradient: torch.Tensor) -> int:
-    """Return a sum of the bits of a gradient, which changes with any of its numbers.
+def content_of(tensor: torch.Tensor) -> int:
+    """Return a sum of the bits of a tensor, which changes with any of its numbers.
 
-    It shows what its version does not: ``grad.data`` is another tensor with the same memory.
+    It shows what its version does not: ``tensor.data`` is another tensor with the same memory.
     """
-    if not _is_dense(gradient):
+    if not _is_dense(tensor):
         return 0
-    parts = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    parts = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return int(parts.view(_BITS[parts.itemsize]).sum())
 
 

@@ -50,7 +50,6 @@ class LoaderSource(IndexedSource):
 
     Args:
         dataset: the script's data set.
-        examples: number of its examples.
         collate: the script's collate function.
         seed: seed of the data order.
         started: called in a process that was forked to read, with its number.

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.formatting import as_whole
 from hvd_elastic.script.horovod_names import explain_arguments
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.local_steps import LocalAverager
-from hvd_elastic.torch.optimizer import check_optimizer
 from hvd_elastic.torch.streaming import StreamingAverager
+from hvd_elastic.torch.wrapped_optimizer import check_optimizer
 from hvd_elastic.worker import context
+from hvd_elastic.worker.planning.batch_bounds import require_whole
 
 
 @explain_arguments
@@ -68,8 +68,10 @@ def LocalOptimizer(  # noqa: N802  (as DistributedOptimizer)
     with Overlapping Communication, 2025.
     """
     check_optimizer("LocalOptimizer", inner, model, compression)
-    every, fragments = _whole("every", every, 1), _whole("fragments", fragments, 1)
-    delay = _whole("delay", delay, 0)
+    call = "LocalOptimizer"
+    every = require_whole("every", every, 1, "batches after which the ranks meet", call)
+    fragments = require_whole("fragments", fragments, 1, "parts averaged one after the other", call)
+    delay = require_whole("delay", delay, 0, "batches for which training goes on meanwhile", call)
     parameters = [each for group in inner.param_groups for each in group["params"]]
     if outer is None:
         groups = [{"params": list(group["params"])} for group in inner.param_groups]
@@ -102,21 +104,6 @@ def LocalOptimizer(  # noqa: N802  (as DistributedOptimizer)
         each.no_sync = averager.no_sync  # type: ignore[attr-defined]
     inner.skip_synchronize = nullcontext  # type: ignore[attr-defined]
     return inner
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    number = as_whole(value)
-    if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        what = {
-            "every": "the number of batches after which the ranks meet",
-            "fragments": "the number of parts that are averaged one after the other",
-            "delay": "the number of batches for which training goes on meanwhile",
-        }
-        raise ScriptError(
-            f"LocalOptimizer({name}={value!r}): give {what[name]}, a whole number of "
-            f"at least {least}"
-        )
-    return number
 
 
 def _check_streaming(every: int, fragments: int, delay: int, mix: Any, trained: int) -> None:

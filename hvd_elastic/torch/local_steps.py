@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +18,26 @@ from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.compression import Compression
 from hvd_elastic.torch.copies import OptimizerCopy
 from hvd_elastic.torch.optimizer import GradientAverager
+from hvd_elastic.torch.step_gradients import StepGradients
+from hvd_elastic.torch.wrapped_optimizer import leave_as_it_is, refuse_other_scaler, replace_step
+
+
+class PeriodGradients(StepGradients):
+    """What the ranks have learnt in a period, in place of gradients."""
+
+    @property
+    def factor(self) -> float:
+        # Of the examples of the period, not of its last batch.
+        passes = self._context.step.passes
+        examples = sum(each.step_examples for each in passes)
+        weighted = sum(each.step_examples * each.weight for each in passes)
+        return weighted / examples / self._communicator.size
+
+    def hook(self) -> None:
+        """Leave the gradients of this rank alone."""
+
+    def note_known(self) -> None:
+        """Note nothing: what the outer optimizer is given is always there."""
 
 
 class LocalAverager(GradientAverager):
@@ -34,6 +53,7 @@ class LocalAverager(GradientAverager):
 
     local = True
     call = "LocalOptimizer"
+    gradients_type = PeriodGradients
 
     def __init__(
         self,
@@ -50,7 +70,6 @@ class LocalAverager(GradientAverager):
         self._sizes = [len(group["params"]) for group in inner.param_groups]
         self._stepped = 0
         """Number of the batch of the period that the last inner step was for, from 1."""
-        self._is_told = False
         self._ends_whole = False
         """Whether the period ends with the loop over the loader."""
         super().__init__(outer, names, None, compression)
@@ -59,9 +78,7 @@ class LocalAverager(GradientAverager):
         def step(_: torch.optim.Optimizer, *args: Any, **options: Any) -> None:
             self._take_inner_step(take_step, *args, **options)
 
-        if hasattr(take_step, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        inner.step = MethodType(step, inner)  # type: ignore[method-assign]
+        replace_step(inner, step)
 
     @property
     def held(self) -> torch.optim.Optimizer:
@@ -85,23 +102,19 @@ class LocalAverager(GradientAverager):
             ctx.metrics.body_ended(time.monotonic())
         else:
             self._stepped = 0
-        if (
-            ends_epoch
-            and done < self._every
-            and not (ctx.worker.progress.position or self._is_told)
-        ):
-            self._is_told = True
+        if ends_epoch and done < self._every and not ctx.worker.progress.position:
             ctx.worker.warn_once(
                 f"hvd.LocalOptimizer: an epoch has {done} batches, fewer than a period, and with "
                 "hvd.epochs() a period ends with the epoch at the latest, so the ranks meet after "
-                f"{done} batches. With hvd.steps(count, loader) periods go on over the epochs"
+                f"{done} batches. With hvd.steps(count, loader) periods go on over the epochs",
+                of="epochs shorter than a period",
             )
 
     def _take_inner_step(self, take_step: Any, *args: Any, **options: Any) -> None:
         ctx, step = self._context, self._context.step
         self._refuse_what_is_not_averaged(*args, **options)
         if not self.steps:
-            self._refuse_other_scaler()
+            refuse_other_scaler()
         if [len(group["params"]) for group in self._inner.param_groups] != self._sizes:
             raise ScriptError(
                 "optimizer.add_param_group() after LocalOptimizer(...): what is learnt by "
@@ -122,9 +135,10 @@ class LocalAverager(GradientAverager):
         ctx.worker.refuse_aborted()  # else this rank would compute until the period ends
         self._stepped = len(step.passes)
         self._begin_period()
-        self._had_gradient = self._had_gradient or any(p.grad is not None for p in self._names)
+        known = self.gradients.are_known
+        self.gradients.are_known = known or any(p.grad is not None for p in self.gradients.names)
         if step.passes[-1].padding:  # other ranks learn from these examples
-            self._inner._opt_called = True  # type: ignore[attr-defined]
+            leave_as_it_is(self._inner)
         else:
             take_step()
         self._inner_step_taken()
@@ -171,14 +185,6 @@ class LocalAverager(GradientAverager):
                 "between two epochs"
             )
 
-    @property
-    def _factor(self) -> float:
-        # Of the examples of the period, not of its last batch.
-        passes = self._context.step.passes
-        examples = sum(each.step_examples for each in passes)
-        weighted = sum(each.step_examples * each.weight for each in passes)
-        return weighted / examples / self._communicator.size
-
     def skip(self) -> None:
         self._start.restore()  # some moments are not finite
         super().skip()
@@ -189,13 +195,7 @@ class LocalAverager(GradientAverager):
         self._stepped = 0
 
     def forget(self) -> None:
-        self._forget_step()
-
-    def _add_hooks(self) -> None:
-        """Leave the gradients of this rank alone."""
-
-    def _note_gradients(self) -> None:
-        """Note nothing: what the outer optimizer is given is always there."""
+        self.gradients.forget_step()
 
     # -- what scripts call -----------------------------------------------------------------
 

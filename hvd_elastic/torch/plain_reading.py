@@ -70,7 +70,6 @@ class PlainReading:
         """Have the step at ``place`` read next.
 
         Args:
-            worker: this process.
             place: of the step.
             order: returns the dataset indices of each pass from ``place`` on.
         """

@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import (
 )
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.lr_rules import whole_steps
 from hvd_elastic.script.instances import holders_of
 from hvd_elastic.worker import context
 from hvd_elastic.worker.frontend import Schedule
-from hvd_elastic.worker.planning.rate_choice import whole_steps
 from hvd_elastic.worker.worker import Worker
 
 Scheduler = TypeVar("Scheduler", bound=Any)

@@ -128,7 +128,6 @@ class State(ScriptState):
         )
 
     def named_modules(self) -> dict[str, torch.nn.Module]:
-        """Return the modules by name."""
         return {n: i for n, i in self._objects.items() if isinstance(i, torch.nn.Module)}
 
     def trained_sums(self, signs: np.ndarray, number: int | None) -> TrainedSums:
@@ -138,7 +137,6 @@ class State(ScriptState):
         return trained_sums(self.named_modules(), signs, number, shared)
 
     def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """Return the optimizers by name."""
         return {n: i for n, i in self._objects.items() if isinstance(i, torch.optim.Optimizer)}
 
     def storages(self) -> set[int]:

@@ -15,7 +15,7 @@ import torch
 
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.torch.compression import Compression
-from hvd_elastic.torch.local_steps import LocalAverager, gradients_aside
+from hvd_elastic.torch.local_steps import LocalAverager, PeriodGradients, gradients_aside
 from hvd_elastic.torch.reductions import Reductions
 
 
@@ -56,6 +56,18 @@ class SharedWeights:
             self.of[parameter].copy_(state["weights"][name])
 
 
+class FragmentGradients(PeriodGradients):
+    """What the ranks have learnt of a fragment, whose parameters stay the same."""
+
+    def follow(self) -> None:
+        if self.trained.follow():
+            raise ScriptError(
+                "parameters were frozen, unfrozen or converted in a training with "
+                "hvd.LocalOptimizer(fragments=...), whose fragments stay as they are. Do it "
+                "before, or leave fragments, delay and mix out"
+            )
+
+
 class StreamingAverager(LocalAverager):
     """Averages one fragment in a period; see ``LocalOptimizer``.
 
@@ -66,6 +78,8 @@ class StreamingAverager(LocalAverager):
         delay: batches between the beginning of an exchange and the use of its result.
         mix: part of a rank's own parameters in what it goes on with.
     """
+
+    gradients_type = FragmentGradients
 
     def __init__(
         self,
@@ -83,10 +97,10 @@ class StreamingAverager(LocalAverager):
         self._sent: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         """Parameters whose exchange has begun, with what is averaged."""
         super().__init__(inner, outer, names, every, compression)
-        self.shared = SharedWeights(self._names)
-        self._whole, self._all = self._reductions, list(self._names)
-        self._parts = _divide(self._names, parts)
-        group_of = self._sampling.statistics.group_of
+        self.shared = SharedWeights(self.gradients.names)
+        self._whole, self._all = self.gradients.reductions, list(self.gradients.names)
+        self._parts = _divide(self.gradients.names, parts)
+        group_of = self.gradients.sampling.statistics.group_of
         self._fragments = [
             Reductions(self._context.worker, part, group_of, compression) for part in self._parts
         ]
@@ -106,7 +120,7 @@ class StreamingAverager(LocalAverager):
 
     def forget(self) -> None:
         super().forget()
-        self._reductions = self._whole
+        self.gradients.reductions = self._whole
 
     def reset(self) -> None:
         super().reset()
@@ -124,24 +138,26 @@ class StreamingAverager(LocalAverager):
     def _send(self, *, whole: bool) -> None:
         """Begin to average how far this rank is from the shared weights."""
         fragment = self.shared.fragment
-        self._reductions = self._whole if whole else self._fragments[fragment]
+        gradients = self.gradients
+        gradients.reductions = self._whole if whole else self._fragments[fragment]
         parameters = self._all if whole else list(self._parts[fragment])
         with gradients_aside(parameters):
             with torch.no_grad():
                 for parameter in parameters:
                     parameter.grad = self.shared.of[parameter] - parameter
-            if self._communicator.size > 1:
-                self._open_last()
-                for bucket in self._reductions.waiting:
-                    self._sampling.move(bucket, self._factor, checks=self._reductions.checks)
-                    self._reductions.reduce_bucket(bucket, later=False)
+            if self._context.worker.communicator.size > 1:
+                gradients.open_last()
+                for bucket in gradients.reductions.waiting:
+                    checks = gradients.reductions.checks
+                    gradients.sampling.move(bucket, gradients.factor, checks=checks)
+                    gradients.reductions.reduce_bucket(bucket, later=False)
             self._sent = [(parameter, parameter.grad) for parameter in parameters]
 
     def _end_period(self) -> None:
         whole = self._ends_whole
         if whole and self._sent:  # the loop ends before its time: all of it is averaged anew
-            if self._communicator.size > 1:
-                self._reductions.wait()
+            if self._context.worker.communicator.size > 1:
+                self.gradients.reductions.wait()
             self._sent = []
         if not self._sent:
             self._send(whole=whole)
@@ -161,14 +177,6 @@ class StreamingAverager(LocalAverager):
                         parameter.lerp_(mine, self._mix)
             self.shared.fragment = 0 if whole else (self.shared.fragment + 1) % len(self._parts)
         self._start.drop()
-
-    def _follow(self) -> None:
-        if self._trained.follow():
-            raise ScriptError(
-                "parameters were frozen, unfrozen or converted in a training with "
-                "hvd.LocalOptimizer(fragments=...), whose fragments stay as they are. Do it "
-                "before, or leave fragments, delay and mix out"
-            )
 
 
 def _divide(names: Mapping[torch.Tensor, str], parts: int) -> list[dict[torch.Tensor, str]]:

@@ -75,14 +75,13 @@ _NOT_WITH = (
 @contextlib.contextmanager
 def summed_losses_are_added(ctx: Context) -> Iterator[None]:
     """Look at the losses of all backward passes in the block."""
-    backward, told, losses = torch.autograd.backward, set[str](), count(1)
+    backward, losses = torch.autograd.backward, count(1)
 
     def look_first(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
         if isinstance(tensors, torch.Tensor) and ctx.step.passes and _trains(**options):
             rarely = next(losses).bit_count() == 1
             problem = _note_loss(ctx, tensors, is_vector=grad_tensors is not None, may_wait=rarely)
-            if problem and problem not in told:
-                told.add(problem)
+            if problem:
                 ctx.worker.warn_once(problem)
         backward(tensors, grad_tensors, *args, **options)
 

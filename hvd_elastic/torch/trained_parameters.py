@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.torch.gradient_buckets import memory_of
 from hvd_elastic.torch.tensor_forms import form_of, lay_out
 
 
@@ -35,7 +36,7 @@ class TrainedParameters:
         self._addresses: list[int | None] = []
         self._forms: list[tuple[Any, ...]] = []
         self._frozen: list[torch.Tensor] = []
-        self._versions: dict[torch.Tensor, int] = {}
+        self._seen: dict[torch.Tensor, tuple[int, int, int]] = {}
         self._hooks: dict[torch.Tensor, Any] = {}
         self._is_told = False
         self.names: dict[torch.Tensor, str] = {}
@@ -95,18 +96,24 @@ class TrainedParameters:
 
     def watch(self) -> None:
         """Note what the parameters are when a loop body begins, for :meth:`changed`."""
-        self._versions = {parameter: parameter._version for parameter in self.names}
+        self._seen = self._look()
 
     def changed(self) -> str:
-        """Return once the name of a parameter that was changed in place since :meth:`watch`.
+        """Return once the name of a parameter that was changed since :meth:`watch`.
 
-        An empty text: there is none, or one was told before.
+        Also through ``p.data``. An empty text: there is none, or one was told before.
         """
-        versions, self._versions = self._versions, {}
-        found = (p for p, version in versions.items() if p._version != version)
-        name = "" if self._is_told else next((self._every[each] for each in found), "")
-        self._is_told |= bool(name)
+        seen, self._seen = self._seen, {}
+        if self._is_told or not seen:
+            return ""
+        now = self._look()
+        found = (each for each, what in seen.items() if now.get(each, what) != what)
+        name = next((self._every[each] for each in found), "")
+        self._is_told = bool(name)
         return name
+
+    def _look(self) -> dict[torch.Tensor, tuple[int, int, int]]:
+        return {parameter: memory_of(parameter, content=True) for parameter in self.names}
 
     def shared_with(self, other: TrainedParameters) -> str:
         """Return the name of a parameter that another optimizer has too, or ""."""

@@ -112,7 +112,6 @@ class _Rows:
         self._known: dict[str, tuple[tuple[int, int] | None, dict[str, Any]]] = {}
 
     def read_rows(self, folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
-        """Return the row of each run."""
         before, self._known = self._known, {}
         for folder in folders:
             version = _version_of(folder.events)

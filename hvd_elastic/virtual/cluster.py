@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 
 from hvd_elastic.errors import UsageError, VirtualClusterError
 from hvd_elastic.replaced_files import write_whole
-from hvd_elastic.virtual import plan, sshfiles
+from hvd_elastic.virtual import accounts, plan, sshfiles
 from hvd_elastic.virtual.loopback import Loopback, login_user
 from hvd_elastic.virtual.netns import Namespaces, default_shares, hidden_shares, why_no_namespaces
 from hvd_elastic.virtual.processes import find_tool, marked_clusters, marks
@@ -65,6 +66,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         cpus: float | None = None,
         shares: Iterable[str | os.PathLike[str]] = (),
         hostfile: str | os.PathLike[str] | None = None,
+        users: Sequence[str] = (),
     ) -> VirtualCluster:
         """Create a cluster and wait until every host accepts ssh logins.
 
@@ -78,6 +80,7 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
             shares: files and folders under /tmp, /data or /run that all hosts shall see, although
                 each has its own of these. The running Python and this package are always shared.
             hostfile: path of a second copy of the hostfile.
+            users: names of accounts to be made on this machine, which can log in to the hosts.
 
         Raises:
             UsageError: an argument is out of range.
@@ -98,6 +101,11 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
                 "link rates and CPU shares need hosts in network namespaces; leave out --rate and "
                 "--cpus, or make the cluster as root, without --loopback"
             )
+        if users and on_loopback:
+            raise VirtualClusterError(
+                "accounts need hosts in network namespaces; leave out --users, or make the cluster "
+                "as root, without --loopback"
+            )
         with locked(clusters_folder()):
             name = name or _free_name()
             cluster = cls(name)
@@ -106,6 +114,8 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
                     f"a cluster {name} exists in {cluster.folder}; choose another --name, or take "
                     f"it down with: virtclust down --name {name}"
                 )
+            if users:
+                accounts.check_names(users, name)
             state = ClusterState(
                 name=name,
                 backend="loopback" if on_loopback else "netns",
@@ -114,12 +124,15 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
                 rate_bits_per_s=bits,
                 cpus=cpus,
                 shares=() if on_loopback else _all_shares(shares),
+                users=tuple(users),
             )
             try:
                 with _writing(cluster.folder):
                     cluster.folder.mkdir(mode=0o700)
                     save_state(cluster.folder, state)
                     sshfiles.make_keys([cluster.folder / "id_ed25519"])
+                    if users:
+                        accounts.make(cluster.folder, users)
                     state = cluster._backend(state).prepare(state)
                     save_state(cluster.folder, state)
                     if hostfile is not None:
@@ -188,6 +201,11 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
     def hosts(self) -> list[str]:
         """Names of the hosts in the order of the hostfile."""
         return [host.name for host in self.state.hosts]
+
+    @property
+    def users(self) -> list[str]:
+        """Names of the accounts that were made for the cluster."""
+        return list(self.state.users)
 
     @property
     def hostfile(self) -> Path:
@@ -365,9 +383,16 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
                 path.chmod(0o755)  # other users of the host see it, whatever the umask
         sshfiles.make_keys(folder / sshfiles.HOST_KEY for folder in folders)
         login_key = (self.folder / "id_ed25519.pub").read_text()
+        user_keys = {user: accounts.public_key(user) for user in before.users}
         for folder in folders:
             (folder / "authorized_keys").touch(mode=0o600)
             (folder / "authorized_keys").write_text(login_key)
+            for user, key in user_keys.items():
+                path = folder / sshfiles.USER_KEYS / user
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(key)
+                for each in (path.parent, path):  # sshd reads it as that user
+                    each.chmod(0o755)
         running = tuple(replace(host, status="up") for host in new)
         state = replace(before, hosts=(*before.hosts, *running))
         backend.publish(state)
@@ -378,7 +403,9 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
     def _write_files(self, state: ClusterState) -> None:
         self._backend(state).publish(state)
         files = {
-            self.ssh_config: sshfiles.client_config(state, self.folder),
+            self.ssh_config: sshfiles.client_config(
+                state, state.user, self.folder / "id_ed25519", self.folder / "known_hosts"
+            ),
             self.folder / "known_hosts": sshfiles.known_hosts(state, self.folder),
             # The hostfile last: the hosts that it names must be reachable for those who watch it.
             self.hostfile: sshfiles.hostfile_text(state),
@@ -392,6 +419,15 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
                 if path.parent == self.folder:
                     raise unwritable(path, error.strerror) from error
                 raise VirtualClusterError(f"{path} cannot be written: {error.strerror}") from error
+        for user in state.users:
+            home = Path(pwd.getpwnam(user).pw_dir)
+            known = home / ".ssh/known_hosts"
+            own = {
+                ".ssh/config": sshfiles.client_config(state, user, home / accounts.KEY, known),
+                ".ssh/known_hosts": sshfiles.known_hosts(state, self.folder),
+                "hostfile": sshfiles.hostfile_text(state),
+            }
+            accounts.write_files(user, own)
         save_state(self.folder, state)
 
     def _inside(
@@ -425,6 +461,8 @@ class VirtualCluster(AbstractContextManager["VirtualCluster"]):
         for name, backend in _BACKENDS.items():
             if state is None or state.backend == name:
                 backend(self.folder).remove(state)
+        if os.geteuid() == 0:
+            accounts.remove(self.folder)
         if state:
             _remove_copies(state)
         try:

@@ -266,7 +266,12 @@ class Namespaces:
         folder = self.folder / "hosts" / host.name
         (folder / "sshd_config").touch(mode=0o600)
         (folder / "sshd_config").write_text(
-            sshfiles.sshd_config(host, folder=SEEN_IN_HOST, cluster_folder=self.folder)
+            sshfiles.sshd_config(
+                host,
+                folder=SEEN_IN_HOST,
+                cluster_folder=self.folder,
+                with_users=bool(state.users),
+            )
         )
         group = ""
         if state.cpus is not None:

@@ -42,6 +42,10 @@ _PACKAGES = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
     "mount": "mount",
+    "useradd": "passwd",
+    "userdel": "passwd",
+    "groupadd": "passwd",
+    "groupdel": "passwd",
 }
 
 

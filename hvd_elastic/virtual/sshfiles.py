@@ -13,6 +13,8 @@ from hvd_elastic.virtual.processes import find_tool, marks
 from hvd_elastic.virtual.state import ClusterState, HostState, unwritable
 
 HOST_KEY = "ssh_host_ed25519_key"
+USER_KEYS = "users"
+"""Folder of a host with a file for each account, its authorized keys."""
 
 
 def quoted(text: str) -> str:
@@ -49,7 +51,12 @@ def make_keys(paths: Iterable[Path]) -> None:
 
 
 def sshd_config(
-    host: HostState, *, folder: Path, cluster_folder: Path, use_pam: bool = False
+    host: HostState,
+    *,
+    folder: Path,
+    cluster_folder: Path,
+    use_pam: bool = False,
+    with_users: bool = False,
 ) -> str:
     """Return the configuration of one host's sshd.
 
@@ -57,9 +64,13 @@ def sshd_config(
         folder: path of the host's own files, as its sshd sees it.
         cluster_folder: folder of the cluster, part of the mark of sessions.
         use_pam: whether to check accounts with PAM; without it, sshd refuses locked accounts.
+        with_users: whether there are accounts with keys of their own.
     """
     # sshd would read a percent sign in a file name as the start of a token.
-    authorized_keys = quoted(str(folder / "authorized_keys").replace("%", "%%"))
+    keys = [str(folder / "authorized_keys").replace("%", "%%")]
+    if with_users:
+        keys.append(str(folder / USER_KEYS).replace("%", "%%") + "/%u")
+    authorized_keys = " ".join(map(quoted, keys))
     session = " ".join(
         quoted(f"{key}={value}") if " " in value else f"{key}={value}"
         for key, value in marks(cluster_folder, host.name).items()
@@ -96,19 +107,24 @@ def sshd_config(
     return "\n".join(lines) + "\n"
 
 
-def client_config(cluster: ClusterState, folder: Path) -> str:
-    """Return an ssh configuration with an entry for each host (for ``ssh -F``)."""
+def client_config(cluster: ClusterState, user: str, key: Path, known: Path) -> str:
+    """Return an ssh configuration with an entry for each host (for ``ssh -F``).
+
+    Args:
+        user: who logs in, with the key at ``key``.
+        known: path of the file with the hosts' keys.
+    """
     blocks = [f"{VIRTCLUST_MARK} Use it with: ssh -F THIS_FILE HOST\n"]
     for host in cluster.hosts:
         lines = [
             f"Host {host.name}",
             f"    HostName {host.address}",
             f"    Port {host.port}",
-            f"    User {cluster.user}",
-            f"    IdentityFile {quoted(str(folder / 'id_ed25519').replace('%', '%%'))}",
+            f"    User {user}",
+            f"    IdentityFile {quoted(str(key).replace('%', '%%'))}",
             "    IdentitiesOnly yes",
             "    PreferredAuthentications publickey",
-            f"    UserKnownHostsFile {quoted(str(folder / 'known_hosts').replace('%', '%%'))}",
+            f"    UserKnownHostsFile {quoted(str(known).replace('%', '%%'))}",
             "    GlobalKnownHostsFile /dev/null",
             "    StrictHostKeyChecking yes",
             # The post-quantum key exchange would take longer than the rest of a login.

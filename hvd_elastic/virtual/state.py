@@ -57,6 +57,7 @@ class ClusterState:
         cpus: CPU cores that each host may use, or None for no limit.
         shares: paths under /tmp, /data or /run that all hosts share with the machine.
         hostfiles: paths of additional copies of the hostfile.
+        users: accounts that were made for it.
         hosts: hosts in the order of the hostfile.
     """
 
@@ -69,6 +70,7 @@ class ClusterState:
     cpus: float | None = None
     shares: tuple[str, ...] = ()
     hostfiles: tuple[str, ...] = ()
+    users: tuple[str, ...] = ()
     hosts: tuple[HostState, ...] = ()
 
     def host(self, name: str) -> HostState:

@@ -120,7 +120,6 @@ class LeaderIdentity(_Plain):
     """Identity of the leader of a run.
 
     Attributes:
-        run_id: id of the run.
         leader: unique id of the leader.
         led_by: name of the leader for messages to users.
         led_since: time when it began to lead [Unix seconds of its own clock].
@@ -139,7 +138,6 @@ class HeldRun(_Plain):
 
     Attributes:
         generation, members: the generation that was announced last.
-        workers: the workers.
         untold: number of messages that follow at once, which that leader may not have acted upon.
     """
 
@@ -331,7 +329,6 @@ class FileSaved(_FromWorker, tag="saved"):
     seconds: float
 
     def event(self) -> Saved:
-        """Return the event of the run."""
         return self.file.event(self.path, self.seconds)
 
 
@@ -783,7 +780,6 @@ class WorkerEnded(_FromAgent, tag="worker_exited"):
     out_of_memory: bool = False
 
     def event(self) -> WorkerExited:
-        """Return the event for the machine."""
         return WorkerExited(self.worker, self.code, self.signal, self.out_of_memory)
 
 

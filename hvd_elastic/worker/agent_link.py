@@ -133,7 +133,6 @@ class AgentLink:
         return isinstance(self._pending, msg.Leave)
 
     def aborted(self, generation: int) -> bool:
-        """Return whether ``generation`` was aborted."""
         return generation <= self._aborted
 
     def wait(self, generation: int) -> msg.Instruction | None:

@@ -148,7 +148,6 @@ class Context:
         """Register the loader whose batches are the steps.
 
         Args:
-            examples: number of examples in its data set.
             dropped: number of examples that an epoch leaves out.
             planner: divides its steps.
         """

@@ -19,9 +19,7 @@ class Inference(ABC):
 
     Attributes:
         state, load_model: the frontend's.
-        model: the model.
         dataset: the data set, read by index.
-        examples: number of its examples.
     """
 
     state: type[Any]

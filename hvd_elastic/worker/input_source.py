@@ -13,8 +13,6 @@ class Skipped(NamedTuple):
     """An example that was skipped.
 
     Attributes:
-        dataset_index: its index in the data set.
-        example: which one it is.
         reason: why it cannot be decoded.
     """
 
@@ -27,7 +25,6 @@ class Source(Protocol):
     """A source of batches: a loader with its data set, transform and collate function.
 
     Attributes:
-        examples: number of examples.
         fields: checksums of the data set; see :class:`DataDigest`.
     """
 

@@ -163,7 +163,6 @@ def average_over_ranks(
     """Return the numbers of all ranks, averaged by examples; all ranks must call it.
 
     Args:
-        communicator: communicator of all ranks.
         examples: number of examples that this rank has computed its numbers from.
         values: numbers of this rank by name.
         known: what has come out before a failure that this call repeats, on this rank; None: it

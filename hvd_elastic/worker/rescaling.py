@@ -27,7 +27,6 @@ class Rescaling:
     """This process as a member of one generation after the other.
 
     Args:
-        worker: this process.
         step: step in flight.
         rollback: undoes what the script changed when a step fails.
         checkpoints: takes this process's checkpoints.

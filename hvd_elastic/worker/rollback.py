@@ -9,11 +9,13 @@ fails before its end.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
+from hvd_elastic.formatting import count
 from hvd_elastic.worker.debugging.uncaught import script_line
-from hvd_elastic.worker.leftovers import Leftovers
+from hvd_elastic.worker.frontend import State
 from hvd_elastic.worker.progress import AFTER_LOOP, Phase, Progress
 from hvd_elastic.worker.worker import Worker
 
@@ -37,6 +39,7 @@ class SnapshotSource(Protocol):
         """Go back to an earlier :meth:`snapshot`, not necessarily the last one."""
 
 
+_CONTAINERS = (list, dict, set, deque)
 _PARTIAL = 0
 _NEWNESS = {Phase.DONE: 1, Phase.LOOP: 2, Phase.HEAD: 3, Phase.TAIL: 4, Phase.PAUSE: 4}
 """Preference among survivors that have taken the same number of steps: the highest gives its state.
@@ -64,7 +67,7 @@ class Rollback:
         self._stop_reason = ""
         self._random: dict[str, Any] = {}
         """States of the generators of random numbers."""
-        self._leftovers = Leftovers()
+        self._leftovers = _Leftovers()
         self._entered = False
         self._loop = 0
         self._loops_in_turn = 0
@@ -75,7 +78,6 @@ class Rollback:
         the tail on all ranks, so that what only rank 0 does there is done even if it is lost."""
         self._collective: tuple[str, Any, int] | None = None
         self._warned = False
-        self._warned_of_steps = False
         self.partial = False
         """Whether this rank failed in a loop body after its step, so the body's rest is missing."""
         self.commits = False
@@ -116,7 +118,7 @@ class Rollback:
     def optimizer_stepped(self) -> None:
         """Warn once of a step that cannot be undone or repeated as others are."""
         worker = self._worker
-        if self._warned_of_steps or not worker.elastic:
+        if not worker.elastic:
             return
         call = worker.frontend.takes_step
         if worker.progress.phase in AFTER_LOOP:
@@ -136,7 +138,6 @@ class Rollback:
             )
         else:
             return
-        self._warned_of_steps = True
         worker.warn_once(warning)
 
     @property
@@ -354,3 +355,50 @@ class Rollback:
                 "of the body is not run for this step, and the change is missing. Call the "
                 f"collective before {call}, or at the end of the loop body"
             )
+
+
+class _Leftovers:
+    """Finds what an interrupted loop body has left in lists and dicts of the script's modules.
+
+    They are not part of the State, so they are not restored: the body runs again on top of them.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, dict[str, Any], str]] = []
+        self._lengths: list[int] = []
+
+    def find(self, state: State) -> None:
+        """Find the containers; called once a loop, since it visits all modules."""
+        self._found = [
+            (f"{name}.{key}", attributes, key)
+            for name, attributes in state.module_attributes()
+            for key, value in attributes.items()
+            if isinstance(value, _CONTAINERS) and not key.startswith("_")
+        ]
+        self.note_lengths()
+
+    def note_lengths(self) -> None:
+        """Note the lengths; called at the end of each loop body."""
+        if self._found:
+            self._lengths = self._now()
+
+    def _now(self) -> list[int]:
+        return [
+            len(value) if isinstance(value := attributes.get(key), _CONTAINERS) else 0
+            for _, attributes, key in self._found
+        ]
+
+    def left(self) -> str:
+        """Return a warning of what has another length now than was noted last, or ""."""
+        changed = [
+            f"{name} has {count(now, 'entry')} and had {before}"
+            for (name, *_), before, now in zip(self._found, self._lengths, self._now(), strict=True)
+            if before != now
+        ]
+        if not changed:
+            return ""
+        return (
+            f"a loop body was interrupted, and has left behind what is not in the State: "
+            f"{', '.join(changed[:3])} at the end of the body before. The body runs again on top "
+            "of it: empty such objects first in the body, or put what they hold into the State"
+        )

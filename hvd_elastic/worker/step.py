@@ -96,7 +96,6 @@ class Step:
     """The step in flight on this rank.
 
     Attributes:
-        stage: stage of the step.
         passes: passes handed out so far on this rank.
         is_too_large: flag for the exchange: a pass did not fit into this rank's memory.
         is_left_out: flag for the exchange: this rank takes no optimizer step for it.
@@ -236,7 +235,6 @@ class Step:
         as a hash and its square, from whose averages every rank sees whether places differ.
 
         Args:
-            worker: this process.
             wishes: returns this rank's wishes; one holds if any rank has it.
             place: hash of this rank's place in the training data.
             shared: whether the ranks exchange them, or each acts on its own.
@@ -268,7 +266,6 @@ class Step:
         """Wait for the exchange that :meth:`begin_exchange` began; return the combined wishes.
 
         Args:
-            worker: this process.
             adapts: whether the batch adapts: then all ranks exchange gradients even for a step
                 that some leave out, which is found here.
             turn: whether this rank is at the end of an epoch, and not in a step.

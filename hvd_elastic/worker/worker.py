@@ -71,15 +71,12 @@ class Saves:
     """Files that the script has saved in this process.
 
     Attributes:
-        names: their names.
         again: those of the time since an epoch has ended, by name, with what writes them; None:
             the script itself saves them again after a failure.
-        is_warned: whether it was told that it saves while the ranks hold different weights.
     """
 
     names: set[str] = field(default_factory=set)
     again: dict[str, Write] | None = None
-    is_warned: bool = False
 
 
 @dataclass
@@ -255,10 +252,19 @@ class Worker:
         if self.link is None:  # else the leader shows it
             log.warning("%s", message)
 
-    def warn_once(self, message: str) -> None:
-        """Warn of a problem that all ranks see, on rank 0 only."""
-        if self.rank == 0:
+    def warn_once(self, message: str, of: str = "") -> None:
+        """Warn of a problem that all ranks see, on rank 0 only, and there once.
+
+        Args:
+            of: what tells the problem from others; by default the message.
+        """
+        if self.rank == 0 and (of or message) not in self._warned_of:
+            self._warned_of.add(of or message)
             self.warn(message)
+
+    @cached_property
+    def _warned_of(self) -> set[str]:
+        return set()
 
     @property
     def wants_change(self) -> bool:

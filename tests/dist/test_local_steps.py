@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -29,13 +30,17 @@ Kill = tuple[int, int, str]
 
 def run(stage: Stage, start_job: StartJob, *kills: Kill, **variables: str) -> RunningJob:
     """Train with two ranks, two spares, and these kills: rank, step, and before or after it."""
+    sizes = ("--np", "2", "--min-np", "2", "--spares", "2")
+    variables["KILLS"] = json.dumps(kills)
+    return start(start_job, dict.fromkeys(stage.hosts, 1), *sizes, **variables)
+
+
+def start(start_job: StartJob, hosts: dict[str, int], *options: str, **of: str) -> RunningJob:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"KILLS": json.dumps(kills), **variables}.items():
+        for name, value in of.items():
             patch.setenv(name, value)
-        job: RunningJob = start_job(
-            *(dict.fromkeys(stage.hosts, 1), "--np", "2", "--min-np", "2", "--spares", "2"),
-            script=[sys.executable, str(SCRIPT), "FOLDER"],
-        )
+        script = [sys.executable, str(SCRIPT), "FOLDER"]
+        job: RunningJob = start_job(hosts, *options, script=script)
     return job
 
 
@@ -184,3 +189,19 @@ def test_steps_of_sgd_that_meet_each_time_are_synchronous_training(
     (alone,) = tmp_path.glob("end-*.pt")
     found = end_of(run(stage, start_job, (1, 8, "before"), (0, 16, "after"), WAY="sgd"))
     torch.testing.assert_close(found, torch.load(alone), rtol=0, atol=1e-13)
+
+
+@COSTLY
+def test_the_policy_and_plan_know_steps_of_a_period(stage: Stage, start_job: StartJob) -> None:
+    """Examples take the time, so two ranks train twice as fast, also where they meet seldom."""
+    options = ("--policy", "goodput", "--np", "1", "--min-np", "1")
+    job = start(start_job, {stage.hosts[0]: 2}, *options, EXAMPLE_S="0.01", EPOCHS="100")
+    job.wait_size(2)
+    assert "useful examples/s expected" in job.kinds("decision")[0]["reason"]
+    job.wait_for(lambda: job.kinds("decision")[-1]["action"] == "stay", "a decision to stay")
+    (both,) = json.loads(job.command("plan", job.run_id, "--hosts", "1", "--json"))["forecasts"]
+    assert both["seen"]
+    rates = [e["throughput"] for e in job.kinds("metrics") if e["size"] == 2]
+    assert both["low"] / 2 < median(rates) < 2 * both["high"]
+    assert both["throughput"] < 2 / 0.01, "an inner step is of one batch, not of a period of four"
+    end_of(job, 100)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import grp
 import hashlib
 import json
 import os
+import pwd
 import signal
 import socket
 import subprocess
@@ -24,7 +26,7 @@ from hvd_elastic.hosts.fanout import Outcome
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.programs.processes import read_process
 from hvd_elastic.tools.run import commands
-from hvd_elastic.virtual import VirtualCluster, netns, processes
+from hvd_elastic.virtual import VirtualCluster, accounts, netns, processes
 from hvd_elastic.virtual.plan import interface_name
 from hvd_elastic.virtual.processes import CpuGroups, marked_processes
 from hvd_elastic.virtual.state import clusters_folder
@@ -114,6 +116,45 @@ def assert_nothing_left(cluster: VirtualCluster, subnet: str, home: Path) -> Non
         assert not Path(f"/sys/class/net/{interface_name(subnet)}").exists()
     groups = CpuGroups.find(netns.Namespaces(cluster.folder).group_name)
     assert groups is None or not groups.folder.exists()
+
+
+# ---- accounts
+
+
+@pytest.mark.parametrize("users", [["Ada"], ["ada", "ada"], ["-x"], [""]])
+def test_a_name_that_no_account_can_have_is_named(users: list[str]) -> None:
+    with pytest.raises(UsageError, match="--users: '"):
+        accounts.check_names(users, "vc1")
+
+
+@pytest.mark.root
+@pytest.mark.skipif(NO_NAMESPACES is not None, reason=NO_NAMESPACES or "")
+def test_accounts_log_in_with_keys_of_their_own_and_are_removed(home: Path) -> None:
+    name = f"vcu{os.getpid()}"  # no other test has these users and this group
+    ada, eve = f"{name}a", f"{name}e"
+
+    def as_ada(*words: str) -> subprocess.CompletedProcess[str]:
+        options = accounts.as_user(ada)
+        return subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S, **options)
+
+    with VirtualCluster.up(1, 1, name=name, users=[ada, eve]) as cluster:
+        cluster.add(1)
+        for host in cluster.hosts:
+            assert as_ada("ssh", host, "id -Gn").stdout.split() == [ada, name]
+        assert answer(cluster, cluster.hosts[0], "id -un") == "root"
+        assert as_ada("ssh", "-l", eve, cluster.hosts[0], "true").returncode == 255
+        assert "Permission denied" in as_ada("cat", f"/home/{eve}/{accounts.KEY}").stderr
+        assert as_ada("cat", "hostfile").stdout == cluster.hostfile.read_text()
+        started = subprocess.Popen(["sleep", "600"], **accounts.as_user(eve))
+        with pytest.raises(VirtualClusterError, match=f"has a user {eve} already"):
+            VirtualCluster.up(1, 1, users=[eve])
+    assert started.wait(LIMIT_S) == -signal.SIGKILL
+    for user in (ada, eve):
+        with pytest.raises(KeyError):
+            pwd.getpwnam(user)
+        assert not Path(f"/home/{user}").exists()
+    with pytest.raises(KeyError):
+        grp.getgrnam(name)
 
 
 # ---- both kinds

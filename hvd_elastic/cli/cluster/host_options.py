@@ -48,7 +48,7 @@ class HostOptions:
         DEFAULT_FANOUT
     )
     only_hosts: Annotated[
-        str | None, option("Only these, as in gpu[01-04],login.", "--hosts", metavar="LIST")
+        str | None, option("Only these: gpu[01-04],login, @LABEL.", "--hosts", metavar="LIST")
     ] = None
     exclude_hosts: Annotated[
         str | None,

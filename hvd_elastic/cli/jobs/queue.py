@@ -1,4 +1,4 @@
-"""Implement the commands of the queue: queue, why, wait, cancel, requeue and priority."""
+"""Implement the commands of the queue: queue, why, wait, and those that change jobs in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,17 @@ from hvd_elastic.cli.options import AsJson, argument, option, parse_duration, pa
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import bounds_words, count, duration_words
-from hvd_elastic.jobs.job import After, Cancel, Job, JobStatus, Requeue, SetPriority, StopReason
+from hvd_elastic.jobs.job import (
+    After,
+    Cancel,
+    Hold,
+    Job,
+    JobStatus,
+    Release,
+    Requeue,
+    SetPriority,
+    StopReason,
+)
 from hvd_elastic.jobs.place import ClusterFolder, open_cluster
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.records.wording import attempts_words
@@ -95,13 +105,17 @@ def queue_lines(jobs: Sequence[Job], now: float, columns: int | None) -> Iterato
         eta = "" if ends is None else duration_words(max(0.0, ends - now))
         hosts = ", ".join(f"{host}: {slots}" for host, slots in job.held.items())
         line = (
-            f"{job.number:>5}  {job.run_id:<{width}}  {job.status.value:<9}  {job.slots or '':>5}  "
+            f"{job.number:>5}  {job.run_id:<{width}}  {_status(job):<9}  {job.slots or '':>5}  "
             f"{job.request.priority:>4g}  {age:<8}  {eta:<8}  {hosts}"
         )
         yield _cut(line.rstrip(), columns)
         reason = job.message or _reason(job)
         command = _cut(shlex.join(job.request.words), columns and _COMMAND_COLUMNS)
         yield _cut(f"{'':5}  {command}" + (f" · {reason}" if reason else ""), columns)
+
+
+def _status(job: Job) -> str:
+    return "held" if job.request.hold and job.status is JobStatus.QUEUED else job.status.value
 
 
 def _reason(job: Job) -> str:
@@ -144,6 +158,7 @@ def job_fields(job: Job) -> dict[str, Any]:
         "attempts": job.attempts,
         "failures": job.failures,
         "retries": request.retries,
+        "held_by": request.hold or None,
         "stopping": job.stop.value if job.stop else None,
         "submitted": job.submitted_at,
         "started": job.started_at,
@@ -187,7 +202,7 @@ def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
         now: present time [Unix s].
     """
     request = job.request
-    rows = [("job", f"{job.number} ({job.run_id}), {job.status.value}")]
+    rows = [("job", f"{job.number} ({job.run_id}), {_status(job)}")]
     rows.append(("command", shlex.join(request.words)))
     if job.reason:
         rows.append(("reason", _reason(job)))
@@ -214,7 +229,7 @@ def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
                 "end not known: nothing measured now, or no --epochs or --target-examples",
             )
         )
-    elif job.status.value == "queued":
+    elif job.status.value == "queued" and not request.hold:
         which = "that it waits for" if awaits else "before it"
         rows.append(("expected", f"start not known: no job {which} says when it ends"))
     limits = bounds_words(request.min_np, request.max_np, "slot")
@@ -305,6 +320,30 @@ def requeue(
     found = find_numbers(store, place, jobs)
     waits = None if after is None else list(parse_after(after, place))
     _ask(place, Requeue(found, dict(os.environ), waits), as_json)
+
+
+def hold(jobs: JobsArgument, cluster: ClusterOption = None, as_json: AsJson = False) -> None:
+    """Hold jobs back until they are released; those that train end after a checkpoint first.
+
+    Examples:
+      hvd-elastic hold 12
+
+      hvd-elastic hold 20-29
+    """
+    place, store = _open(cluster)
+    found = find_numbers(store, place, jobs, active=True)
+    _ask(place, Hold(found, getpass.getuser()), as_json)
+
+
+def release(jobs: JobsArgument, cluster: ClusterOption = None, as_json: AsJson = False) -> None:
+    """Let jobs go on that are held back; they continue from their last checkpoint.
+
+    Examples:
+      hvd-elastic release 12
+    """
+    place, store = _open(cluster)
+    found = find_numbers(store, place, jobs, active=True)
+    _ask(place, Release(found), as_json)
 
 
 def priority(

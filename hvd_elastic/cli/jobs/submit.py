@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -80,6 +81,7 @@ class SubmitOptions(RunOptions):
     retries: Annotated[
         int, whole_number_option("how often to try again if it fails", "--retries", least=0)
     ] = 0
+    hold: Annotated[bool, option("do not start it before hvd-elastic release", "--hold")] = False
     cluster: ClusterOption = None
     as_json: AsJson = False
 
@@ -112,6 +114,7 @@ class SubmitOptions(RunOptions):
             target_examples=self.target_examples,
             after=parse_after(self.after or [], place),
             retries=self.retries,
+            hold=getpass.getuser() if self.hold else "",
         )
 
     def _most_workers(self) -> int | None:

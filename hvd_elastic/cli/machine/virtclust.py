@@ -96,6 +96,7 @@ def _describe(cluster: VirtualCluster) -> dict[str, Any]:
         ],
         "hostfile": str(cluster.hostfile),
         "ssh_config": str(cluster.ssh_config),
+        "users": list(state.users),
     }
 
 
@@ -133,6 +134,9 @@ def up(
     ),
     share: list[Path] = _SHARE,
     hostfile: Path | None = _COPY,
+    users: str | None = typer.Option(
+        None, help="Accounts to make on this machine, such as ada,grace; down removes them."
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Make a cluster and write its hostfile and ssh configuration.
@@ -150,6 +154,7 @@ def up(
         cpus=cpus,
         shares=share,
         hostfile=hostfile,
+        users=[] if users is None else users.split(","),
     )
     seconds = time.monotonic() - begun
     record = {**_describe(cluster), "seconds": round(seconds, 3)}
@@ -168,6 +173,7 @@ def up(
         f"log in      virtclust run {record['hosts'][0]['name']}   or   "
         f"ssh -F {config} {record['hosts'][0]['name']}",
         f"train       hvd-elastic run -H {listed} -F {config} -- python train.py",
+        *(f"account     su - {user} -c 'ssh {cluster.hosts[0]}'" for user in cluster.users),
         f"end it      virtclust down --name {cluster.name}",
     )
 

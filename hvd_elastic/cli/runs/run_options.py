@@ -46,7 +46,6 @@ class EngineFlags:
 
     @property
     def asked(self) -> str | None:
-        """Return the engine that is asked for."""
         return next((name for name, given in asdict(self).items() if given), None)
 
 
@@ -289,20 +288,10 @@ class RunOptions:
         hosts = self.hosts()
         if hosts is None:
             raise UsageError("--pin-hosts names hosts of a hostfile; give one with --hostfile")
-        found: dict[str, Host] = {}
         try:
-            wanted = expand_hosts(self.pin_hosts)
+            return list(hosts.choose(self.pin_hosts))
         except HostfileError as error:
             raise UsageError(f"--pin-hosts: {error}") from error
-        for name in wanted:
-            host = hosts.get(name)
-            if host is None:
-                raise UsageError(
-                    f"--pin-hosts: host '{name}' is not in {hosts.source}; it has "
-                    f"{', '.join(hosts.names[:8])}{', …' if len(hosts) > 8 else ''}"
-                )
-            found[host.name] = host
-        return list(found.values())
 
     def _input_hosts(self) -> tuple[str, ...]:
         if self.input_hosts is None:

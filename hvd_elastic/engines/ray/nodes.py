@@ -171,7 +171,6 @@ class ClusterRecord:
             write_whole(self._folder / name, text, mode=0o600)
 
     def forget(self) -> None:
-        """Remove the record."""
         for name in ("cluster.json", TOKEN):
             (self._folder / name).unlink(missing_ok=True)
 

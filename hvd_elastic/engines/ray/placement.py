@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hvd_elastic.engines.dialled.hosts import HostProcess, last_error, missing_package
+from hvd_elastic.engines.dial_in.hosts import HostProcess, last_error, missing_package
 from hvd_elastic.engines.ray.data import RowServer, StoredRows
 from hvd_elastic.errors import DataError, RunError
 from hvd_elastic.formatting import count

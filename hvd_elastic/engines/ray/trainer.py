@@ -17,7 +17,7 @@ from hvd_elastic.records.events import as_record
 from hvd_elastic.run_events import Metrics
 
 if TYPE_CHECKING:
-    from hvd_elastic.engines.dialled.hosts import DialledHosts
+    from hvd_elastic.engines.dial_in.hosts import DialInHosts
 
 _ON_HEAD = "node:__internal_head__"
 """Resource that Ray gives to the head node."""
@@ -69,7 +69,7 @@ class ElasticTrainer:
             that keeps them on some nodes.
         run_options: options of ``hvd-elastic run``, such as ``run_id``, ``audit``,
             ``checkpoint_folder`` or ``policy``; see
-            :data:`hvd_elastic.engines.dialled.training.OPTIONS`.
+            :data:`hvd_elastic.engines.dial_in.training.OPTIONS`.
 
     Raises:
         ArgumentError: an argument cannot be used.
@@ -101,8 +101,8 @@ class ElasticTrainer:
         dataset_options: Any = None,
         run_options: Mapping[str, Any] | None = None,
     ) -> None:
-        from hvd_elastic.engines.dialled.task import Task
-        from hvd_elastic.engines.dialled.training import Sizes
+        from hvd_elastic.engines.dial_in.task import Task
+        from hvd_elastic.engines.dial_in.training import Sizes
 
         if (number := getattr(scaling, "num_workers", None)) is not None:
             of_each = getattr(scaling, "resources_per_worker", None)
@@ -143,7 +143,7 @@ class ElasticTrainer:
             RunError: the cluster cannot hold the workers, or the training failed.
             DataError: a data set cannot be prepared.
         """
-        from hvd_elastic.engines.dialled.training import Sizes, train
+        from hvd_elastic.engines.dial_in.training import Sizes, train
         from hvd_elastic.engines.ray.placement import check_room, room_for
         from hvd_elastic.records.run_folder import RunFolder, new_run_id
         from hvd_elastic.records.summary import summarize
@@ -179,7 +179,7 @@ class ElasticTrainer:
         )
 
     @contextlib.contextmanager
-    def _acquire(self, hosts: DialledHosts, spare_cpus: float) -> Iterator[Callable[[], None]]:
+    def _acquire(self, hosts: DialInHosts, spare_cpus: float) -> Iterator[Callable[[], None]]:
         """Have Ray place actors until the context ends; see :data:`training.Acquire`."""
         import ray
 

@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from hvd_elastic.engines.dialled.task import Task
-from hvd_elastic.engines.dialled.training import Acquire, Sizes, on_this_machine, train
+from hvd_elastic.engines.dial_in.task import Task
+from hvd_elastic.engines.dial_in.training import Acquire, Sizes, on_this_machine, train
 from hvd_elastic.engines.spark.dataframe import ROWS_FILE, write_rows
 from hvd_elastic.engines.spark.executors import (
     Executors,
@@ -170,7 +170,6 @@ class TorchDistributor:
         row once an epoch. One with fixed ranks uses ``_get_spark_partition_data_loader``.
 
         Args:
-            train_function: the function.
             spark_dataframe: columns of numbers, arrays of numbers, or vectors. All rows pass
                 through the driver, and each host gets them as a file.
             args, kwargs: arguments of the function.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_elastic.engines.dialled.hosts import DialledHosts, HostProcess, last_error, missing_package
+from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess, last_error, missing_package
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count
 from hvd_elastic.programs.nvidia import ask_nvidia_smi
@@ -65,7 +65,7 @@ class Executors:
         request: what is asked of Spark.
     """
 
-    def __init__(self, spark: Any, hosts: DialledHosts, request: Request) -> None:
+    def __init__(self, spark: Any, hosts: DialInHosts, request: Request) -> None:
         self._spark, self._hosts, self._request = spark, hosts, request
         self._tag = f"hvd_elastic-{os.getpid()}-{id(self):x}"
         self._over = threading.Event()

@@ -213,7 +213,6 @@ class Agents:
         return "127.0.0.1"
 
     def send(self, host: str, message: msg.LeaderToAgent) -> None:
-        """Send a message to the agent of ``host``, if it has one."""
         if host in self.by_host:
             self.by_host[host].send(message)
 

@@ -157,7 +157,6 @@ class Store:
     """Files of a tree, complete or still arriving, that feeders read.
 
     Attributes:
-        tree: the tree.
         digests: known sha256 of files, by index.
         gone: reasons why files will not arrive, by index.
         begun: files whose data has begun to arrive, in that order; one may appear twice.
@@ -304,7 +303,6 @@ class Part:
         os.lseek(number, size, os.SEEK_SET)
 
     def close(self) -> None:
-        """Close its descriptor."""
         if self.number >= 0:
             os.close(self.number)
             self.number = -1

@@ -40,7 +40,6 @@ class Tree(NamedTuple):
 
     Attributes:
         is_folder: whether the source is a folder; otherwise it is the single file.
-        files: files in it.
         folders: (path, mode, mtime in ns) of each folder, parents first.
         links: (path, target, mtime in ns) of each symbolic link.
     """
@@ -277,7 +276,6 @@ class Folders:
         return f"{text if text.startswith('/') else self.shown(text)}: {error.strerror}"
 
     def close(self) -> None:
-        """Close all descriptors."""
         while self._open:
             os.close(self._open.popitem()[1])
 

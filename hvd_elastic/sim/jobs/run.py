@@ -191,7 +191,6 @@ class Outcome:
 
     @property
     def mean_completion_s(self) -> float:
-        """Mean completion time [s]."""
         return float(np.mean(list(self.completion_s.values())))
 
     def percentile_completion_s(self, percent: float) -> float:

@@ -80,7 +80,6 @@ class CheckSettings:
         interface: network interface that the ring shall use; None for the one ssh connects to.
         network: whether to measure the network between the hosts.
         fanout: maximum number of hosts at a time.
-        gpus: whether to check GPUs.
     """
 
     python: str | None = None
@@ -127,7 +126,6 @@ def choose_reference(
     Args:
         leader: "python", "packages", "code" and "package_code" of this machine.
         facts: answer of ``programs/look_at_host.py`` by host.
-        settings: settings of the check.
     """
     whose = {}
     packages = {}
@@ -166,7 +164,6 @@ def check_host(
         host: the host, as in the hostfile.
         facts: answer of ``programs/look_at_host.py``.
         reference: values that it is compared with.
-        settings: settings of the check.
     """
     checks = [_check_python(facts, reference)]
     for package, version in reference.packages.items():

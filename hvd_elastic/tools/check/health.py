@@ -60,9 +60,6 @@ def check_cluster(
     """Check every host, then the network between them.
 
     Args:
-        hosts: hosts to check.
-        options: ssh options.
-        settings: settings of the check.
         on_step: called with a description of each step before it begins.
     """
     options, settings = options or SshOptions(), settings or CheckSettings()

@@ -77,7 +77,6 @@ class NetworkProbe(AbstractContextManager["NetworkProbe"]):
 
     Args:
         hosts: hosts to measure.
-        options: ssh options.
         addresses: addresses to listen on, by host; others listen on the one ssh connects to.
         python: Python interpreter on the hosts.
         fanout: maximum number of connections that are opened at the same time.

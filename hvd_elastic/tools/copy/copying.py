@@ -95,10 +95,8 @@ def copy_to_hosts(
     """Copy a file or folder to the same path on every host.
 
     Args:
-        hosts: hosts to copy to.
         source: path on this machine or on ``source_host``; or what to fetch from a shared store.
         destination: path on the hosts, as returned by :func:`check_destination`.
-        options: ssh options.
         settings: settings of the copy; ``checksum`` and ``shard`` are ignored for a shared store.
         source_host: host that has the source; None for this machine.
         on_progress: called with the progress a few times a second.

@@ -105,11 +105,8 @@ class CopyJob:
     """Everything that defines one copy to many hosts.
 
     Attributes:
-        hosts: hosts to copy to.
         source: path of a file or folder, or what to fetch from a shared store.
         destination: path of the copy on every host.
-        options: ssh options.
-        settings: settings of the copy.
         source_host: host that has the source; None for this machine.
         on_progress: called with the progress a few times a second.
         newcomers: called a few times a second; returns further hosts to copy to.

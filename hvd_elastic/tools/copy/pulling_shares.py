@@ -51,7 +51,6 @@ class Shares:
         """Record what a host has fetched and reassign what it could not fetch.
 
         Args:
-            host: the host.
             came: files that it has fetched.
             failed: files that it could not fetch.
             why: reason of the failure.

@@ -11,10 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hvd_elastic.errors import HostUnreachableError, HvdElasticError, UsageError
+from hvd_elastic.errors import (
+    HostfileError,
+    HostUnreachableError,
+    HvdElasticError,
+    UsageError,
+)
 from hvd_elastic.hosts.connection import Connection, watched
 from hvd_elastic.hosts.fanout import DEFAULT_FANOUT, HostResult, Outcome, Stopper, fan_out
-from hvd_elastic.hosts.hostfile import Host, Hostfile, expand_hosts
+from hvd_elastic.hosts.hostfile import Host, Hostfile
 from hvd_elastic.hosts.process import STRAGGLER_S, CommandTimeoutError, RemoteProcess, Result
 from hvd_elastic.hosts.ssh import SshOptions, connect
 from hvd_elastic.tools.run.capture import Capture
@@ -103,26 +108,21 @@ def select_hosts(hostfile: Hostfile, only: str | None, exclude: str | None) -> l
 
     Args:
         hostfile: hosts to choose from.
-        only: names such as ``gpu[01-04],login``.
+        only: names such as ``gpu[01-04],login``; ``@spot`` is all hosts of that label.
         exclude: names in the same form.
 
     Raises:
-        UsageError: a name is not in the hostfile, or no host is left.
-        HostfileError: a list cannot be parsed.
+        UsageError: a list cannot be parsed, a name or label is not in the hostfile, or no host is
+            left.
     """
     chosen = {host.name for host in hostfile}
     for flag, text in (("--hosts", only), ("--exclude-hosts", exclude)):
         if text is None:
             continue
-        named = set()
-        for name in expand_hosts(text):
-            host = hostfile.get(name)
-            if host is None:
-                raise UsageError(
-                    f"{flag}: host '{name}' is not in {hostfile.source} "
-                    f"({', '.join(hostfile.names[:8])}{', …' if len(hostfile) > 8 else ''})"
-                )
-            named.add(host.name)
+        try:
+            named = {host.name for host in hostfile.choose(text)}
+        except HostfileError as error:
+            raise UsageError(f"{flag}: {error}") from error
         chosen = chosen & named if flag == "--hosts" else chosen - named
     hosts = [host for host in hostfile if host.name in chosen]
     if not hosts:
@@ -145,9 +145,7 @@ def run_on_hosts(
     ended on all hosts. If a command ends by itself, its background children keep running.
 
     Args:
-        hosts: hosts to run it on.
         command: shell text.
-        options: ssh options.
         settings: time limits, environment and other settings.
         stdin: binary file that the command on every host reads from the beginning; None for no
             input.

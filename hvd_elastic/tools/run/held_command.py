@@ -135,7 +135,6 @@ class HeldCommand:
             self._process.stdin.write(len(piece).to_bytes(4, "big") + piece)
 
     def end_input(self) -> None:
-        """Close the input of the command."""
         if not self._feeds:
             return  # it reads /dev/null
         with contextlib.suppress(OSError, EOFError):

@@ -56,15 +56,10 @@ _FORK = multiprocessing.get_context("fork")
 class DataDigest:
     """Fields of a data set that ranks compare, by name.
 
-    Args:
-        dataset: the data set.
-        examples: number of its examples.
-
     Attributes:
         fields: checksums of what the data set holds for each example in lists and arrays of
             integers and texts (indices of a subset, names of files, targets), by the name of the
             attribute.
-        words: the data set in words.
     """
 
     def __init__(self, dataset: Any, examples: int) -> None:

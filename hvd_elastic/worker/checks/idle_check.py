@@ -10,11 +10,7 @@ _PATIENCE_STEPS = 1000
 
 
 class IdleCheck:
-    """Counts the steps of this process, and warns once if none of them has trained anything.
-
-    Args:
-        worker: this process.
-    """
+    """Counts the steps of this process, and warns once if none of them has trained anything."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -52,9 +52,6 @@ class ReplicaCheck:
     square root of the type's machine epsilon: 3e-4 in float32. The norm is estimated from sums with
     random signs, which differ by about that norm (Alon, Matias and Szegedy, STOC 1996, section
     2.2).
-
-    Args:
-        worker: this process.
     """
 
     def __init__(self, worker: Worker) -> None:

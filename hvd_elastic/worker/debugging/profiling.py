@@ -19,9 +19,6 @@ class StepProfile:
     """Profile of this process, if it has the rank that the user has named, and once.
 
     It is recorded between two steps, and saved as by ``hvd.save``, whatever the rank.
-
-    Args:
-        worker: this process.
     """
 
     def __init__(self, worker: Worker) -> None:

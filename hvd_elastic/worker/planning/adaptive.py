@@ -37,7 +37,6 @@ class AdaptivePlanner(ReviewedPlanner):
 
     Args:
         limits: bounds on the batch plan that the user set.
-        examples: number of examples in the data set.
         unequal_shares: whether slow ranks get fewer examples of a step.
         new_event: creates an event on the training device.
 
@@ -76,7 +75,6 @@ class AdaptivePlanner(ReviewedPlanner):
         self._statistics: Samples | None = None
         self._own_memory_bound = math.inf
         self._may_have_shifted = False
-        self._at_odds = ""
         self._schedule_checks = ScheduleChecks()
 
     def attach(self, statistics: Samples, rule: Rule) -> None:
@@ -188,10 +186,8 @@ class AdaptivePlanner(ReviewedPlanner):
         moved = worker.generation != self._generation
         super().review_if_due(worker)
         if moved:
-            # Warn once if the bounds cannot be met, and again if another world has other problems.
-            told, self._at_odds = self._at_odds, bounds_at_odds(self.limits, self._ranks)
-            if self._at_odds not in ("", told):
-                worker.warn_once(self._at_odds)
+            if problem := bounds_at_odds(self.limits, self._ranks):
+                worker.warn_once(problem)
         self.skipped.refuse_many(worker.progress.step, self.rate_advice)
 
     @property

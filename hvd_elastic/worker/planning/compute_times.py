@@ -198,7 +198,6 @@ class SamplingCost:
         self._times = KnownTimes(_KEPT_SAMPLES)
 
     def step_begins(self) -> None:
-        """Begin a step that is sampled."""
         self._spent_s, self._marks = 0.0, []
 
     def __enter__(self) -> None:

@@ -21,28 +21,23 @@ class ScheduleChecks:
 
     def __init__(self) -> None:
         self._seen: dict[str, _Seen] = {}
-        self._told: set[str] = set()
 
     def compare_schedules(self, worker: Worker, limits: BatchLimits, epochs: float) -> None:
         """Compare schedules with the previous call; called between any two steps on all ranks.
 
         Args:
-            worker: this process.
-            limits: limits of the batch.
             epochs: scale-invariant progress in epochs of the initial batch size.
         """
         if worker.state is None or limits.max_batch_size <= limits.initial_batch_size:
             return
         progress = worker.progress
         for name, schedule in worker.state.schedules().items():
-            if name in self._told:
-                continue
             seen = self._seen.setdefault(name, _Seen())
             seen.update(schedule.calls, progress.epoch, progress.step)
             problem = _problem(seen, name, progress.epoch, limits, epochs)
             if problem:
-                self._told.add(name)
-                worker.warn_once(f"scheduler {name!r} ({schedule.described}) {problem}")
+                scheduler = f"scheduler {name!r}"
+                worker.warn_once(f"{scheduler} ({schedule.described}) {problem}", of=scheduler)
 
 
 class _Seen:

@@ -85,7 +85,6 @@ def whose_words(names: Sequence[str], parameters: int) -> str:
 
     Args:
         names: the parameters that they are of, of the last layer first.
-        parameters: number of all parameters.
 
     >>> whose_words(["head.bias", "head.weight"], 6)
     "from 'head.bias' backward, but not those of all parameters"

@@ -3,6 +3,7 @@
 ``KILLS`` holds, for each kill, the rank that kills itself, in which step, and whether before or
 after it takes it. ``PLANNED`` is a step, the last of a period, in which the ranks wait until the
 leader wants other ranks. ``WAY`` is diloco, streaming, sgd (the ranks meet in each step) or plain.
+``EXAMPLE_S`` is how long an example takes at least.
 """
 
 import json
@@ -22,6 +23,7 @@ from hvd_elastic.worker import context
 FOLDER = Path(sys.argv[1])
 KILLS = json.loads(os.environ.get("KILLS", "[]"))
 PLANNED = int(os.environ.get("PLANNED", "0"))
+EXAMPLE_S = float(os.environ.get("EXAMPLE_S", "0"))
 WAY = os.environ.get("WAY", "diloco")
 EPOCHS, EVERY = int(os.environ.get("EPOCHS", "4")), 4
 NAME = f"{os.environ.get('HVD_ELASTIC_WORKER')}-{os.getpid()}"
@@ -71,6 +73,7 @@ def train(state):
                 if worker.wants_change:
                     (FOLDER / "planned").touch()
                 time.sleep(0.05)
+            time.sleep(EXAMPLE_S * len(inputs))
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()

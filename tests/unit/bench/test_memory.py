@@ -8,7 +8,7 @@ import pytest
 
 from hvd_elastic.bench.memory import refuse_too_large
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.programs.memory import Memory
+from hvd_elastic.programs.usable import Memory
 
 
 def holds(most: int) -> tuple[list[int], object]:

@@ -40,6 +40,8 @@ def call(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, s
         (["--failure-timeout", "0"], "--failure-timeout takes a number above 0, not '0'"),
         (["--failure-timeout", "nan"], "--failure-timeout takes a number above 0, not 'nan'"),
         (["--nope"], "no such option: --nope"),
+        (["--pdb", "1"], "no such option: --pdb. Write breakpoint() in the script"),
+        (["--nproc_per_node=2"], "no such option: --nproc_per_node. It is one of torchrun's. Here"),
     ],
 )
 def test_options_say_what_they_take(
@@ -202,7 +204,7 @@ def test_sizes_that_a_resumed_run_cannot_have(
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (["--pin-hosts", "n[1-3]"], "--pin-hosts: host 'n3' is not in hosts; it has n1, n2"),
+        (["--pin-hosts", "n[1-3]"], "--pin-hosts: host 'n3' is not in hosts (n1, n2)"),
         (["--pin-hosts", "n1,n2", "--max-np", "3"], "--max-np 3 is below the 4 slots of the hosts"),
         (
             ["--pin-hosts", "n1", "--mpi"],

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hvd_elastic.cli.jobs.daemon import hosts as print_hosts
@@ -22,11 +23,13 @@ from hvd_elastic.jobs.daemon import Daemon
 from hvd_elastic.jobs.job import (
     Cancel,
     Down,
+    Hold,
     Hosts,
     Job,
     JobKind,
     JobRequest,
     JobStatus,
+    Release,
     Requeue,
     Submit,
 )
@@ -161,6 +164,26 @@ def leads(daemon: Running, number: int) -> bool:
     return False
 
 
+def test_held_job_gives_its_slots_back_and_goes_on_when_released(place: ClusterFolder) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place)
+    daemon.until(lambda: leads(daemon, number))
+    other = submit(place)
+    assert ask_daemon(place, Hold([number], "ann")).message == (
+        f"ending job {number} after a checkpoint; held then"
+    )
+    daemon.until(lambda: leads(daemon, other))
+    held = daemon.job(number)
+    assert held.status is JobStatus.QUEUED
+    assert held.reason.startswith("held by ann")
+    ask_daemon(place, Cancel([other], "ann"))
+    daemon.until(lambda: not daemon.job(other).status.active)
+    assert not leads(daemon, number)
+    ask_daemon(place, Release([number]))
+    daemon.until(lambda: leads(daemon, number))
+    daemon.down(leave_jobs=True)
+
+
 def test_job_goes_on_without_a_daemon_and_the_next_one_takes_it_up(place: ClusterFolder) -> None:
     first = Running(place, hosts(place))
     number = submit(place)
@@ -180,6 +203,21 @@ def test_job_goes_on_without_a_daemon_and_the_next_one_takes_it_up(place: Cluste
     later.down(leave_jobs=False)
     again = later.job(waits)
     assert (again.status, again.reason) == (JobStatus.QUEUED, "the cluster was taken down")
+
+
+def test_keeper_that_is_killed_is_replaced_and_its_jobs_go_on(place: ClusterFolder) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place, TRAINS="1")
+    daemon.until(lambda: leads(daemon, number))
+    (keeper,) = psutil.Process(daemon.pid).children()
+    keeper.kill()
+    hosts(place).write_text("a slots=2\n")
+    later = submit(place)
+    daemon.until(lambda: leads(daemon, later))
+    assert (daemon.job(number).attempts, daemon.job(number).held) == (1, {"a": 1})
+    ask_daemon(place, Cancel([number], "me"))
+    daemon.until(lambda: daemon.job(number).message == "cancelled by me")
+    daemon.down(leave_jobs=False)
 
 
 def test_job_that_a_killed_daemon_was_about_to_start_is_started(place: ClusterFolder) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_elastic.jobs.hosts import Claim, grant_slots
+from hvd_elastic.jobs.slot_plan import Claim, grant_slots
 
 HOSTS = {"a": 2, "b": 2, "c": 3}
 

@@ -72,6 +72,53 @@ def test_job_waits_for_another(made: Recorded, outcome: str, status: JobStatus, 
         assert made.events[-1][0] == "job_finished"
 
 
+def test_held_job_waits_until_it_is_released(made: Recorded) -> None:
+    first, second = made.add(), made.add()
+    made.queue.started(made.queue.active[second], {"a": 1})
+    waiting, running, plain, over = made.queue.hold([first, second], "ann")
+    assert [job.number for job in waiting] == [first]
+    assert [job.stop for job in running] == [StopReason.REQUEUE]
+    assert not plain
+    assert not over
+    made.queue.put_back(running[0], running[0].reason)
+    assert not made.ready()
+    for number in (first, second):
+        assert made.queue.active[number].reason.startswith("held by ann: ")
+    made.queue.rest("the daemon was ended")
+    again = JobQueue(JobStore.create(made.queue.store.path), lambda *_: None)
+    assert not again.ready()
+    assert [job.reason.partition(":")[0] for job in again.active.values()] == ["held by ann"] * 2
+    before = again.active[first].queued_at
+    released, free, _ = again.release([first])
+    assert [job.number for job in released] == [first]
+    assert not free
+    (job,) = again.ready()
+    assert job.number == first
+    assert job.queued_at > before
+    again.requeue([second], {}, None)
+    assert [job.number for job in again.ready()] == [first, second]
+
+
+def test_what_cannot_be_held_or_released(made: Recorded) -> None:
+    number = made.add()
+    with pytest.raises(RunError, match="job 1: not held"):
+        made.queue.release([number])
+    request = JobRequest("echo", SPEC, kind=JobKind.PLAIN)
+    (plain,) = made.queue.add_jobs([request], {})
+    made.queue.started(plain, {"a": 1})
+    with pytest.raises(RunError, match="job 2: a plain command has no checkpoint"):
+        made.queue.hold([plain.number], "ann")
+    made.queue.started(made.queue.active[number], {"a": 1})
+    made.queue.cancel([number], "ann")
+    with pytest.raises(RunError, match="job 1: is being cancelled"):
+        made.queue.hold([number], "ann")
+
+
+def test_held_job_in_the_queue() -> None:
+    job = Job(3, JobRequest("a", SPEC, hold="ann"), "a-3-01ab", reason="held by ann")
+    assert " held " in [*queue_lines([job], 0.0, None)][1]
+
+
 def test_what_waits_in_vain_ends_along_the_chain(made: Recorded) -> None:
     first = made.add()
     second = made.add(After("ok", first))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvd_elastic.jobs.job import Job, JobKind, JobRequest, JobStatus
-from hvd_elastic.jobs.progress import Measured, RunProgress
+from hvd_elastic.jobs.progress import READ_KINDS, Measured, RunProgress
 from hvd_elastic.jobs.slot_plan import Candidate, expected_starts, plan_slots
 from hvd_elastic.policy.schedule.jobs import HostSlots
 from hvd_elastic.records.json_lines import EventLog
@@ -71,6 +71,19 @@ class Written:
             file.write(json.dumps(whole({"t": mono, "mono": mono, "kind": kind, **fields})) + "\n")
 
 
+class Read(RunProgress):
+    """Progress that is read from the events of a run as they are written."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        super().__init__()
+        self._events = folder.follow_events()
+
+    def poll(self) -> bool:
+        """Read what a keeper would send."""
+        self.add(event for event in self._events.poll() if event.kind in READ_KINDS)
+        return super().poll()
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Written:
     return Written(tmp_path / "run")
@@ -108,7 +121,7 @@ def test_a_job_that_waits_says_whether_others_only_came_earlier() -> None:
 
 def test_what_was_not_measured_is_called_expected(run: Written) -> None:
     run.trains({"a": 2}, 0.1)
-    progress = RunProgress(run.folder)
+    progress = Read(run.folder)
     progress.poll()
     one = plan_slots([Candidate(running(1, {"a": 2}, max_np=2), progress.measured)], HOSTS, NOW)
     assert one.reasons[1] == ("keeps 2 slots on 1 host: measured with no other number of slots yet")
@@ -230,7 +243,7 @@ def test_job_that_needs_more_than_the_usable_hosts_have_says_so() -> None:
 
 def test_measured_job_grows_to_twice_what_was_timed_and_tells_when_it_ends(run: Written) -> None:
     run.trains({"a": 1}, step_s=0.1, done=0.25)
-    progress = RunProgress(run.folder)
+    progress = Read(run.folder)
     assert progress.poll(), "a size was measured"
     assert not progress.poll()
     assert progress.measured.slots == 1
@@ -249,7 +262,7 @@ def test_idle_cluster_is_given_to_one_job_and_shared_with_the_next(run: Written)
         [({"a": 1}, 0.2), ({"a": 2}, 0.1), ({"a": 2, "b": 2}, 0.05)], 1
     ):
         run.trains(hosts, step_s, generation, done=0.05)
-    progress = RunProgress(run.folder)
+    progress = Read(run.folder)
     progress.poll()
     alone = Candidate(running(1, {"a": 2, "b": 1}), progress.measured)
     assert sum(plan_slots([alone], HOSTS, NOW).slots[1].values()) == 4
@@ -273,7 +286,7 @@ def test_expected_starts_follow_the_ends_of_those_that_hold_slots() -> None:
 
 
 def test_processes_that_ended_without_a_leader_occupy_no_slots(run: Written) -> None:
-    progress = RunProgress(run.folder)
+    progress = Read(run.folder)
     run.trains({"a": 2}, 0.1)
     run.add("leader_cut_off", 9.0, silent_s=5.0, grace_s=60.0)
     progress.poll()
@@ -289,7 +302,7 @@ def test_processes_that_ended_without_a_leader_occupy_no_slots(run: Written) -> 
 
 
 def test_processes_that_a_new_leader_finds_occupy_their_slots(run: Written) -> None:
-    progress = RunProgress(run.folder)
+    progress = Read(run.folder)
     run.trains({"a": 2, "b": 1}, 0.1)
     run.add("run_started", 80.0)
     run.add("hosts_changed", 81.0, hosts=[["a", 2], ["b", 1]])
@@ -302,7 +315,7 @@ def test_processes_that_a_new_leader_finds_occupy_their_slots(run: Written) -> N
 def test_end_of_a_run_and_lost_hosts_are_told_once(run: Written) -> None:
     run.add("run_started", 1.0)
     run.add("host_lost", 2.0, host="a", cause="the agent ended")
-    progress = RunProgress(run.folder)
+    progress = Read(run.folder)
     progress.poll()
     assert progress.hosts.take_lost() == {"a": "the agent ended"}
     assert progress.hosts.take_lost() == {}

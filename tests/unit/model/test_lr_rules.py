@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_elastic.errors import ScriptError
 from hvd_elastic.model import lr_rules
-from hvd_elastic.model.lr_rules import Situation, adascale_gain, rule_named
+from hvd_elastic.model.lr_rules import Situation, adascale_gain, chosen_rule
 
 POSITIVE = st.floats(1e-6, 1e6)
 
@@ -34,7 +35,7 @@ def test_the_gain_at_its_ends() -> None:
 def test_nothing_changes_at_the_initial_batch_size(
     name: str, norm: float, variance: float, epochs: float
 ) -> None:
-    found = rule_named(name)(Situation(1.0, norm, variance, epochs))
+    found = chosen_rule(name)(Situation(1.0, norm, variance, epochs))
     assert found.factor == pytest.approx(1.0)
     assert found.rate == 1.0
     assert found.gain == pytest.approx(1.0)
@@ -42,7 +43,7 @@ def test_nothing_changes_at_the_initial_batch_size(
 
 @pytest.mark.parametrize(("epochs", "factor"), [(0.0, 1.0), (2.5, 4.5), (5.0, 8.0), (50.0, 8.0)])
 def test_linear_scaling_warms_up(epochs: float, factor: float) -> None:
-    assert rule_named("linear")(Situation(8.0, epochs=epochs)).factor == factor
+    assert chosen_rule("linear")(Situation(8.0, epochs=epochs)).factor == factor
 
 
 def test_legw_warms_up_for_longer_at_larger_batches() -> None:
@@ -52,7 +53,7 @@ def test_legw_warms_up_for_longer_at_larger_batches() -> None:
 
 
 def test_adams_form_rescales_betas_and_leaves_none_below_zero() -> None:
-    found = rule_named("adam_sqrt")(Situation(16.0))
+    found = chosen_rule("adam_sqrt")(Situation(16.0))
     assert (found.factor, found.rate) == (4.0, 16.0)
     assert lr_rules.scaled_betas((0.9, 0.999), 16.0) == (0.0, 0.984)
     assert lr_rules.scaled_betas((0.9, 0.999), 0.5) == (0.95, 0.9995)
@@ -62,12 +63,12 @@ def test_a_rule_of_ones_own() -> None:
     def half(now: Situation) -> lr_rules.Adjustment:
         return lr_rules.Adjustment(now.scale / 2)
 
-    assert rule_named(half)(Situation(8.0)).factor == 4.0
+    assert chosen_rule(half)(Situation(8.0)).factor == 4.0
 
 
 def test_unknown_rules_and_impossible_warmups_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'cubic' is not known; there are adam_sqrt, adascale"):
-        rule_named("cubic")
+    with pytest.raises(ScriptError, match=r"'cubic' is not known; there are adam_sqrt, adascale"):
+        chosen_rule("cubic")
     for wrong in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="must be a number of 0 or more"):
             lr_rules.legw(wrong)

@@ -33,6 +33,17 @@ def test_step_times_come_from_steps_and_time():
     assert evidence.done == pytest.approx(8 * 2 / 0.1 * 32)
 
 
+def test_epochs_that_are_shorter_than_a_window_are_timed_by_their_examples():
+    evidence = Evidence()
+    evidence.formed(["one"])
+    for seen in range(8):  # two epochs of five steps of 8 examples and one of 4 in each 2.2 s
+        progress = {"step": 12 * seen, "examples": 88 * seen, "size": 1}
+        noted(evidence, "metrics", progress, 2.2 * seen)
+    model = evidence.model()
+    assert model is not None
+    assert float(model.step_s(1, 1, 8, 0)) == pytest.approx(0.2, rel=0.05)
+
+
 def test_steps_and_clocks_that_go_back_are_no_measurement():
     evidence = Evidence()
     evidence.formed(["a"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.programs.cores import usable_cores
+from hvd_elastic.programs.usable import usable_cores
 
 
 def written(path: Path, text: str) -> None:

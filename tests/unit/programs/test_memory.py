@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.programs.memory import Memory, memory_kills, usable_memory
+from hvd_elastic.programs.usable import Memory, memory_kills, usable_memory
 from tests.small_group import SMALL_BYTES, inside, small_group
 
 MACHINE = Memory(64 << 30, 48 << 30)
@@ -69,7 +69,7 @@ def test_kills_are_those_of_the_group_or_else_of_the_machine(proc: Path) -> None
 
 LOOK = f"""
 import subprocess, sys
-from hvd_elastic.programs.memory import memory_kills, usable_memory
+from hvd_elastic.programs.usable import memory_kills, usable_memory
 before = memory_kills()
 code = subprocess.call([sys.executable, "-c", "b'x' * {2 * SMALL_BYTES}"])
 print(*usable_memory(), code, memory_kills() - before)

@@ -125,7 +125,7 @@ def torch_rows(
         averager = torch_averager_of(optimizer)
         assert averager is not None
         weights = np.append(model.weight.detach().numpy().ravel(), model.bias.detach().numpy())
-        return averager._sampling.statistics.drain(), weights
+        return averager.gradients.sampling.statistics.drain(), weights
 
 
 def noise_scale(rows: np.ndarray) -> float:

@@ -100,6 +100,7 @@ class FakeContext:
     marked: int = 0
     registered: list[int] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    warned_of: set[str] = field(default_factory=set)
     boundary: Any = None
     rollback: FakeLoopWatch = field(default_factory=FakeLoopWatch)
     step: Step = field(default_factory=Step)
@@ -145,8 +146,9 @@ class FakeContext:
     def register_data(self, examples: int, dropped: int, planner: Planner) -> None:
         self.registered.append(examples)
 
-    def warn_once(self, message: str) -> None:
-        if self.rank == 0:
+    def warn_once(self, message: str, of: str = "") -> None:
+        if self.rank == 0 and (of or message) not in self.warned_of:
+            self.warned_of.add(of or message)
             self.warnings.append(message)
 
     def consume(self) -> None:

@@ -656,8 +656,9 @@ def test_an_optimizer_in_the_wrapped_one_is_a_part_of_it(alone: Context) -> None
     assert not [each for each in training(alone, Nested()) if "takes a step" in each]
 
 
+@pytest.mark.parametrize("through", ["itself", "data", "other data"])
 def test_parameters_that_change_before_the_step_are_warned_of_once(
-    alone: Context, monkeypatch: pytest.MonkeyPatch
+    alone: Context, monkeypatch: pytest.MonkeyPatch, through: str
 ) -> None:
     """As SAM changes them: a failure there would leave the changed values."""
     monkeypatch.setattr(type(alone.worker), "elastic", True)
@@ -671,8 +672,10 @@ def test_parameters_that_change_before_the_step_are_warned_of_once(
         hand_out(alone)
         optimizer.zero_grad()
         with torch.no_grad():
-            if before:
-                model.weight.add_(before)
+            if before and through == "other data":
+                model.weight.data = model.weight.data + before
+            elif before:
+                (model.weight if through == "itself" else model.weight.data).add_(before)
         model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
         with torch.no_grad():

@@ -83,7 +83,9 @@ def test_an_unusable_home_is_named(home: Path) -> None:
 
 
 def test_the_client_configuration_pins_keys_and_identity() -> None:
-    text = sshfiles.client_config(STATE, Path("/state/vc 1"))
+    text = sshfiles.client_config(
+        STATE, "root", Path("/state/vc 1/id_ed25519"), Path("/state/vc 1/known_hosts")
+    )
     first, second = text.split("Host vc1-")[1:]
     assert "HostName 10.99.7.1\n" in first
     assert "Port 2200\n" in second

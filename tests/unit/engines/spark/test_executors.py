@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hvd_elastic.engines.dialled.hosts import DialledHosts, HostProcess
+from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess
 from hvd_elastic.engines.spark import executors
 from hvd_elastic.engines.spark.executors import Executors, Request
 from hvd_elastic.errors import RunError
@@ -77,7 +77,7 @@ class Session:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Any:
-    made = DialledHosts(tmp_path / "hosts", "127.0.0.1", lambda _: None)
+    made = DialInHosts(tmp_path / "hosts", "127.0.0.1", lambda _: None)
     yield made
     made.close()
 

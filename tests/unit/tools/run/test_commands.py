@@ -7,7 +7,7 @@ from hvd_elastic.hosts.hostfile import parse_hosts
 from hvd_elastic.tools.run.capture import LONGEST_LINE_BYTES, Capture, LineSplitter
 from hvd_elastic.tools.run.commands import CommandResult, CommandSettings, _assess, select_hosts
 
-HOSTFILE = parse_hosts("gpu[1-4] slots=2\nlogin", "my.hosts")
+HOSTFILE = parse_hosts("gpu[1-2] slots=2\ngpu[3-4] labels=spot,a100\nlogin", "my.hosts")
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,8 @@ HOSTFILE = parse_hosts("gpu[1-4] slots=2\nlogin", "my.hosts")
         ("login,gpu[2-3]", None, ["gpu2", "gpu3", "login"]),
         (None, "gpu[1-4]", ["login"]),
         ("gpu[1-2]", "gpu1", ["gpu2"]),
+        ("@spot,login", None, ["gpu3", "gpu4", "login"]),
+        (None, "@a100,gpu1", ["gpu2", "login"]),
     ],
 )
 def test_hosts_are_chosen_in_hostfile_order(
@@ -31,6 +33,8 @@ def test_hosts_are_chosen_in_hostfile_order(
         ("gpu9", None, r"--hosts: host 'gpu9' is not in my.hosts \(gpu1, "),
         (None, "nobody", "--exclude-hosts: host 'nobody'"),
         ("gpu1", "gpu1", "leave no host"),
+        ("@h100", None, "--hosts: no host of my.hosts has the label 'h100'; .* spot, a100"),
+        ("@", None, "--hosts: no host of my.hosts has the label ''"),
     ],
 )
 def test_a_choice_that_cannot_be(only: str | None, exclude: str | None, message: str) -> None:

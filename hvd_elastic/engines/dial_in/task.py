@@ -21,7 +21,7 @@ OUTCOME_FILE = "outcome"
 """Name under which rank 0 of an elastic run saves its outcome."""
 LENGTH = struct.Struct("!Q")
 """Precedes an outcome in a pipe, whose end is no sign of its end: children may hold it open."""
-COMMAND = (f"python3.{sys.version_info.minor}", "-m", "hvd_elastic.engines.dialled.run_task")
+COMMAND = (f"python3.{sys.version_info.minor}", "-m", "hvd_elastic.engines.dial_in.run_task")
 """Command of a worker, with the interpreter of the same minor version on its host."""
 
 
@@ -62,7 +62,6 @@ class Outcome:
         return _unpickled(self.value)
 
     def pack(self) -> bytes:
-        """Return the outcome as a pickle."""
         return pickle.dumps(self)
 
     @classmethod

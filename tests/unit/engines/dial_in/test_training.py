@@ -18,10 +18,10 @@ import cloudpickle
 import psutil
 import pytest
 
-from hvd_elastic.engines.dialled.fixed_ranks import MOST_RESTARTS
-from hvd_elastic.engines.dialled.hosts import DialledHosts, HostProcess
-from hvd_elastic.engines.dialled.task import Task
-from hvd_elastic.engines.dialled.training import Sizes, on_this_machine, train
+from hvd_elastic.engines.dial_in.fixed_ranks import MOST_RESTARTS
+from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess
+from hvd_elastic.engines.dial_in.task import Task
+from hvd_elastic.engines.dial_in.training import Sizes, on_this_machine, train
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.run_folder import RunFolder
 from tests.paths import LITTLE_WORK, WORKER_PYTHONPATH
@@ -292,7 +292,7 @@ def test_a_drained_host_that_dialled_in_is_told_to_end_at_once(tmp_path: Path, m
     ended, meanwhile = tmp_path / "ended", list[bool]()
 
     @contextlib.contextmanager
-    def two_hosts(hosts: DialledHosts) -> Iterator[Callable[[], None]]:
+    def two_hosts(hosts: DialInHosts) -> Iterator[Callable[[], None]]:
         env = {**LITTLE_WORK, "PYTHONPATH": WORKER_PYTHONPATH}
         kept, drained = (HostProcess(hosts.dial_in.invitation, name, 1, env) for name in "ab")
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from hvd_elastic.engines.dialled.hosts import HostProcess
+from hvd_elastic.engines.dial_in.hosts import HostProcess
 from hvd_elastic.errors import HostUnreachableError, RunError, SshError
 from hvd_elastic.hosts.certificate import make_certificate
 from hvd_elastic.hosts.connection import Connection
-from hvd_elastic.hosts.dialled import DialIn
+from hvd_elastic.hosts.dial_in import DialIn
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.hosts.transfer import receive_file, send_file
 from hvd_elastic.programs.secure_stream import Kind, SecureStream, dial
@@ -183,16 +183,16 @@ def test_agent_dies_with_its_host_process(connection):
 
 def test_broken_link_is_dialled_again_by_the_same_host(leader, connection):
     changes = leader.changes
-    (dialled,) = leader.dial_in.hosts
-    dialled.control.cut()
+    (remote,) = leader.dial_in.hosts
+    remote.control.cut()
     eventually(lambda: leader.changes > changes and leader.names() == ["here"])
-    assert leader.dial_in.hosts[0].identity == dialled.identity
+    assert leader.dial_in.hosts[0].identity == remote.identity
     assert leader.connect().run("echo again").text == "again"
 
 
 LEADER = """
 import json, sys
-from hvd_elastic.hosts.dialled import DialIn
+from hvd_elastic.hosts.dial_in import DialIn
 from hvd_elastic.hosts.hostfile import Host
 dial_in = DialIn("127.0.0.1", lambda: None, print, grace_s=1.0)
 print(json.dumps(dial_in.invitation), flush=True)

@@ -1,6 +1,6 @@
 """Program of a worker in an engine's run: executes the task that was sent to its host.
 
-``python -m hvd_elastic.engines.dialled.run_task``. Under an agent it is an elastic worker, and rank
+``python -m hvd_elastic.engines.dial_in.run_task``. Under an agent it is an elastic worker, and rank
 0 saves the outcome as a file of the run. Otherwise its ranks are fixed: it reads their variables as
 a line of JSON, and writes its outcome to standard output; what the task prints goes to standard
 error.
@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.engines.dialled.task import (
+from hvd_elastic.engines.dial_in.task import (
     LENGTH,
     OUTCOME_FILE,
     TASK_FILE,

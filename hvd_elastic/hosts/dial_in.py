@@ -43,14 +43,13 @@ _UNREAD_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class DialledHost:
+class DialInHost:
     """A host that has dialled in.
 
     Attributes:
         host: its name, unique among those that are connected, and slots.
         identity: tells its process from others.
         python: path of its interpreter.
-        python_version: version of that.
         folder: folder on the host for files that are sent to it; it ends with the host process.
         control: control connection.
     """
@@ -97,7 +96,7 @@ class DialIn:
         self._address, self._grace_s = address, grace_s
         self._changed, self._warn = changed, warn
         self._lock = threading.Lock()
-        self._by_name: dict[str, DialledHost] = {}
+        self._by_name: dict[str, DialInHost] = {}
         self._awaited: dict[str, queue.SimpleQueue[SecureStream]] = {}
         self._warned: set[str] = set()
         self._closed = False
@@ -117,24 +116,24 @@ class DialIn:
         }
 
     @property
-    def hosts(self) -> list[DialledHost]:
+    def hosts(self) -> list[DialInHost]:
         """Return the hosts that are connected, in the order in which they have dialled in."""
         with self._lock:
             return [*self._by_name.values()]
 
-    def connect(self, host: Host) -> DialledConnection:
+    def connect(self, host: Host) -> DialInConnection:
         """Return a connection to a host.
 
         Raises:
             HostUnreachableError: it is not connected.
         """
         with self._lock:
-            dialled = self._by_name.get(host.name)
-        if dialled is None:
+            remote = self._by_name.get(host.name)
+        if remote is None:
             raise HostUnreachableError(
                 f"host {host.name}: its link is lost; it is used again when it dials in"
             )
-        return DialledConnection(self, host, dialled)
+        return DialInConnection(self, host, remote)
 
     def close(self) -> None:
         """Tell all hosts that there is nothing more to do, and stop listening."""
@@ -142,11 +141,11 @@ class DialIn:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for dialled in self.hosts:
+        for remote in self.hosts:
             with contextlib.suppress(OSError):
-                dialled.send({"end": True})
+                remote.send({"end": True})
 
-    def open_command(self, dialled: DialledHost, number: str, command: str) -> SecureStream:
+    def open_command(self, remote: DialInHost, number: str, command: str) -> SecureStream:
         """Start a command on a host; return the connection that the host has opened for it.
 
         Raises:
@@ -154,9 +153,9 @@ class DialIn:
         """
         opened: queue.SimpleQueue[SecureStream] = queue.SimpleQueue()
         self._awaited[number] = opened
-        failed = f"host {dialled.host.name}: no command can be started"
+        failed = f"host {remote.host.name}: no command can be started"
         try:
-            dialled.send({"start": number, "command": command})
+            remote.send({"start": number, "command": command})
             return opened.get(timeout=_START_S)
         except OSError as error:
             raise SshError(f"{failed}: {error}") from error
@@ -204,38 +203,38 @@ class DialIn:
         stream.has_begun(PATIENCE_S)
         opened.put(stream)
 
-    def _register(self, stream: SecureStream, hello: dict[str, Any]) -> DialledHost:
+    def _register(self, stream: SecureStream, hello: dict[str, Any]) -> DialInHost:
         identity = hello["control"]
         with self._lock:
             before = next((h for h in self._by_name.values() if h.identity == identity), None)
             name = before.host.name if before else _unique(hello["name"], self._by_name)
             host = Host(name, slots=hello["slots"])
             told = {field: hello[field] for field in ("python", "python_version", "folder")}
-            dialled = DialledHost(host, identity, **told, control=stream)
-            self._by_name[name] = dialled
+            remote = DialInHost(host, identity, **told, control=stream)
+            self._by_name[name] = remote
         if before is not None:
             before.control.cut()
         stream.send(Kind.MESSAGE, b"{}")
         stream.has_begun(CONTROL_PATIENCE_S)
-        return dialled
+        return remote
 
-    def _attend(self, dialled: DialledHost) -> None:
+    def _attend(self, remote: DialInHost) -> None:
         """Wait until a host has gone."""
         self._changed()
         with contextlib.suppress(OSError):
             while True:
-                dialled.control.receive()
-        dialled.control.close()
-        name = dialled.host.name
+                remote.control.receive()
+        remote.control.close()
+        name = remote.host.name
         with self._lock:
-            is_known = self._by_name.get(name) is dialled
+            is_known = self._by_name.get(name) is remote
             if is_known:
                 del self._by_name[name]
         if is_known and not self._closed:
             self._changed()
 
 
-def _unique(name: str, taken: dict[str, DialledHost]) -> str:
+def _unique(name: str, taken: dict[str, DialInHost]) -> str:
     """Return the name, with a number if another host has it: several may share a machine."""
     number = 1
     unique = name
@@ -245,27 +244,27 @@ def _unique(name: str, taken: dict[str, DialledHost]) -> str:
     return unique
 
 
-class DialledConnection(Connection):
+class DialInConnection(Connection):
     """A host that has dialled in.
 
     Args:
         dial_in: where it has dialled in.
         host: the host, as in the hostfile.
-        dialled: what has dialled in.
+        remote: what has dialled in.
     """
 
-    def __init__(self, dial_in: DialIn, host: Host, dialled: DialledHost) -> None:
+    def __init__(self, dial_in: DialIn, host: Host, remote: DialInHost) -> None:
         self.host = host
-        self.peer_address = dialled.control.peer_address
-        self.python = dialled.python
+        self.peer_address = remote.control.peer_address
+        self.python = remote.python
         self._dial_in = dial_in
-        self.dialled = dialled
+        self.remote = remote
         self._streams: list[SecureStream] = []
         self._closed = False
 
     @property
     def alive(self) -> bool:
-        return not self._closed and self.dialled in self._dial_in.hosts
+        return not self._closed and self.remote in self._dial_in.hosts
 
     def start(
         self, command: Command, on_stderr: Sink = None, on_stdout: Sink = None
@@ -274,9 +273,9 @@ class DialledConnection(Connection):
             raise SshError(f"host {self.host.name}: the connection is closed")
         command = as_command(command)
         number = secrets.token_hex(8)
-        stream = self._dial_in.open_command(self.dialled, number, command)
+        stream = self._dial_in.open_command(self.remote, number, command)
         self._streams = [known for known in self._streams if known.fileno() >= 0] + [stream]
-        ends = _StreamEnds(stream, self.dialled, number)
+        ends = _StreamEnds(stream, self.remote, number)
         return RemoteProcess(ends, command, self.host.name, on_stderr, on_stdout)
 
     def close(self) -> None:
@@ -288,9 +287,9 @@ class DialledConnection(Connection):
 class _StreamEnds:
     """Pipes of a command on a host that has dialled in."""
 
-    def __init__(self, stream: SecureStream, dialled: DialledHost, number: str) -> None:
+    def __init__(self, stream: SecureStream, remote: DialInHost, number: str) -> None:
         self._stream = stream
-        self._dialled, self._number = dialled, number
+        self._remote, self._number = remote, number
         self._output = {
             Kind.STDOUT: ByteStream(_UNREAD_BYTES),
             Kind.STDERR: ByteStream(_UNREAD_BYTES),
@@ -298,7 +297,7 @@ class _StreamEnds:
         self._status = -1
         """Exit status; as over ssh -1 if the connection was lost before it came."""
         self._ended = threading.Event()
-        name = f"from {dialled.host.name}"
+        name = f"from {remote.host.name}"
         threading.Thread(target=self._receive, name=name, daemon=True).start()
 
     def read_stdout(self, size: int) -> bytes:
@@ -326,7 +325,7 @@ class _StreamEnds:
         return self._status if self._ended.wait(timeout) else None
 
     def signal(self, name: str) -> None:
-        self._dialled.send({"signal": self._number, "name": name})
+        self._remote.send({"signal": self._number, "name": name})
 
     def close(self) -> None:
         self._stream.cut()

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.connection import Connection
-from hvd_elastic.hosts.dialled import DialIn, DialledConnection, DialledHost
+from hvd_elastic.hosts.dial_in import DialIn, DialInConnection, DialInHost
 from hvd_elastic.hosts.hostfile import Host, write_hostfile
 from hvd_elastic.hosts.transfer import send_file
 
@@ -35,7 +35,7 @@ class HostProcess:
     the process that has made this object.
 
     Args:
-        invitation: of :class:`hvd_elastic.hosts.dialled.DialIn`; it goes through a pipe.
+        invitation: of :class:`hvd_elastic.hosts.dial_in.DialIn`; it goes through a pipe.
         name: name to propose for the host, such as its address; the leader adds a number if another
             host has it.
         env: variables for all that runs here, beside those of this process.
@@ -68,7 +68,6 @@ class HostProcess:
 
     @property
     def ended(self) -> bool:
-        """Return whether the process has ended."""
         return self._process.poll() is not None
 
     def wait(self) -> None:
@@ -135,7 +134,7 @@ _START_S = 600.0
 """How long enough hosts are waited for [s]."""
 
 
-class DialledHosts:
+class DialInHosts:
     """An engine whose hosts are those that have dialled in.
 
     Args:
@@ -173,7 +172,7 @@ class DialledHosts:
         self.dial_in = DialIn(address, self._write, warn)
 
     @property
-    def hosts(self) -> list[DialledHost]:
+    def hosts(self) -> list[DialInHost]:
         """Return the hosts that are connected, without those that were told to end."""
         return [each for each in self.dial_in.hosts if each.identity not in self._released]
 
@@ -216,14 +215,14 @@ class DialledHosts:
         The leader ends its agent as on any host that is no longer in the hostfile.
         """
         others = [each for each in self.hosts if each.host.name != name]
-        for dialled in self.hosts:
-            if others and dialled.host.name == name:
+        for remote in self.hosts:
+            if others and remote.host.name == name:
                 with self._changed:
-                    self._released.add(dialled.identity)
+                    self._released.add(remote.identity)
                     self._not_replaced += 1
                 self._write()
                 with contextlib.suppress(OSError):  # it has gone by itself
-                    dialled.send({"end": True})
+                    remote.send({"end": True})
 
     def take_released(self) -> bool:
         """Return whether a host that has ended was released, so that no other takes its place."""
@@ -239,18 +238,18 @@ class DialledHosts:
             SshError: the host is not connected, or a file cannot be sent.
         """
         connection = self.dial_in.connect(host)
-        with self._provided.setdefault(connection.dialled.identity, threading.Lock()):
-            if connection.dialled.identity not in self._ready:
+        with self._provided.setdefault(connection.remote.identity, threading.Lock()):
+            if connection.remote.identity not in self._ready:
                 self._provide(connection)
-                self._ready.add(connection.dialled.identity)
+                self._ready.add(connection.remote.identity)
         return connection
 
-    def _provide(self, connection: DialledConnection) -> None:
+    def _provide(self, connection: DialInConnection) -> None:
         for name, file in self._files.items():
             file.flush()
             # Opened anew, since each host reads it from the beginning.
             path = Path(f"/proc/self/fd/{file.fileno()}")
-            send_file(connection, path, f"{connection.dialled.folder}/{name}")
+            send_file(connection, path, f"{connection.remote.folder}/{name}")
 
     def address_towards(self, hosts: list[Host]) -> str:
         """Return the address of this machine."""

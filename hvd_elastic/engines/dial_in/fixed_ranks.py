@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_elastic.engines.dialled.hosts import DialledHosts
-from hvd_elastic.engines.dialled.task import LENGTH, Outcome
+from hvd_elastic.engines.dial_in.hosts import DialInHosts
+from hvd_elastic.engines.dial_in.task import LENGTH, Outcome
 from hvd_elastic.errors import RunError, SshError
 from hvd_elastic.formatting import count
 from hvd_elastic.hosts.connection import Connection
-from hvd_elastic.hosts.dialled import DialledHost
+from hvd_elastic.hosts.dial_in import DialInHost
 from hvd_elastic.hosts.process import CHUNK_BYTES, RemoteProcess
 
 MOST_RESTARTS = 3
@@ -76,7 +76,7 @@ class FixedRanks:
 
     def __init__(
         self,
-        hosts: DialledHosts,
+        hosts: DialInHosts,
         size: int,
         show: Show,
         tell: Callable[[str], None],
@@ -121,8 +121,7 @@ class FixedRanks:
             self._check()
             time.sleep(_LOOK_S)
 
-    def _places(self) -> list[tuple[DialledHost, int]]:
-        """Return host and slot of each rank."""
+    def _places(self) -> list[tuple[DialInHost, int]]:
         places = [(host, slot) for host in self._hosts.hosts for slot in range(host.host.slots)]
         return places[: self._size]
 
@@ -141,7 +140,7 @@ class FixedRanks:
 class _Attempt:
     """One start of all ranks."""
 
-    def __init__(self, places: list[tuple[DialledHost, int]], show: Show) -> None:
+    def __init__(self, places: list[tuple[DialInHost, int]], show: Show) -> None:
         self._places = places
         self._show = show
         self._events: queue.SimpleQueue[_Line | _Told | _Ended] = queue.SimpleQueue()
@@ -149,19 +148,18 @@ class _Attempt:
         self._connections: dict[str, Connection] = {}
 
     def name(self, rank: int) -> str:
-        """Return the rank and its host."""
         return f"{rank} on host {self._places[rank][0].host.name}"
 
-    def run(self, hosts: DialledHosts, run_id: str, restarts: int) -> list[_Ended]:
+    def run(self, hosts: DialInHosts, run_id: str, restarts: int) -> list[_Ended]:
         """Run all ranks until they have ended; return their ends in that order.
 
         Ranks that had to be ended because another has failed are left out.
         """
         ended: list[_Ended] = []
         try:
-            for dialled, _ in self._places:
-                if dialled.host.name not in self._connections:
-                    self._connections[dialled.host.name] = hosts.connect(dialled.host)
+            for remote, _ in self._places:
+                if remote.host.name not in self._connections:
+                    self._connections[remote.host.name] = hosts.connect(remote.host)
             variables = self._variables(run_id, restarts)
             for rank in range(len(self._places)):
                 self._start(rank, variables[rank])
@@ -200,37 +198,36 @@ class _Attempt:
             return None
 
     def _variables(self, run_id: str, restarts: int) -> list[dict[str, str]]:
-        """Return the variables of each rank."""
         first = self._places[0][0]
         master = first.control.peer_address
         port = self._connections[first.host.name].run([first.python, "-c", _FREE_PORT, master])
         if not port.ok:
             raise SshError(f"host {first.host.name}: no port is free on {master}: {port.stderr!r}")
-        hosts = [dialled.host.name for dialled, _ in self._places]
+        hosts = [remote.host.name for remote, _ in self._places]
         nodes = [*dict.fromkeys(hosts)]
         return [
             {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(slot),
                 "WORLD_SIZE": str(len(self._places)),
-                "LOCAL_WORLD_SIZE": str(hosts.count(dialled.host.name)),
-                "NODE_RANK": str(nodes.index(dialled.host.name)),
+                "LOCAL_WORLD_SIZE": str(hosts.count(remote.host.name)),
+                "NODE_RANK": str(nodes.index(remote.host.name)),
                 # As torchrun sets them; Lightning looks at these.
-                "GROUP_RANK": str(nodes.index(dialled.host.name)),
+                "GROUP_RANK": str(nodes.index(remote.host.name)),
                 "TORCHELASTIC_RUN_ID": run_id,
                 "TORCHELASTIC_RESTART_COUNT": str(restarts),
                 "TORCHELASTIC_MAX_RESTARTS": str(MOST_RESTARTS),
                 "MASTER_ADDR": master,
                 "MASTER_PORT": port.text,
             }
-            for rank, (dialled, slot) in enumerate(self._places)
+            for rank, (remote, slot) in enumerate(self._places)
         ]
 
     def _start(self, rank: int, variables: dict[str, str]) -> None:
-        dialled, _ = self._places[rank]
+        remote, _ = self._places[rank]
         lines = _Lines(lambda text: self._events.put(_Line(rank, text)))
-        process = self._connections[dialled.host.name].start(
-            ["exec", dialled.python, "-m", "hvd_elastic.engines.dialled.run_task"],
+        process = self._connections[remote.host.name].start(
+            ["exec", remote.python, "-m", "hvd_elastic.engines.dial_in.run_task"],
             on_stderr=lines.feed,
         )
         self._processes[rank] = process

@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hvd_elastic.engines.base import repeating
-from hvd_elastic.engines.dialled.fixed_ranks import FixedRanks
-from hvd_elastic.engines.dialled.hosts import DialledHosts, HostProcess
-from hvd_elastic.engines.dialled.task import COMMAND, OUTCOME_FILE, TASK_FILE, Outcome, Task
+from hvd_elastic.engines.dial_in.fixed_ranks import FixedRanks
+from hvd_elastic.engines.dial_in.hosts import DialInHosts, HostProcess
+from hvd_elastic.engines.dial_in.task import COMMAND, OUTCOME_FILE, TASK_FILE, Outcome, Task
 from hvd_elastic.errors import ArgumentError, RunError
 from hvd_elastic.formatting import count
 from hvd_elastic.leader.leader import lead
@@ -52,7 +52,7 @@ _LOOK_S = 1.0
 
 Check = Callable[[], None]
 """Raises an error if no more hosts are to come."""
-Acquire = Callable[[DialledHosts], AbstractContextManager[Check]]
+Acquire = Callable[[DialInHosts], AbstractContextManager[Check]]
 """Has the engine give hosts, which dial in, until the context ends."""
 
 
@@ -183,7 +183,7 @@ def on_this_machine(slots: int, env: Mapping[str, str] | None = None) -> Acquire
     """
 
     @contextlib.contextmanager
-    def acquire(hosts: DialledHosts) -> Iterator[Check]:
+    def acquire(hosts: DialInHosts) -> Iterator[Check]:
         process = HostProcess(hosts.dial_in.invitation, "localhost", slots, env)
 
         def check() -> None:
@@ -202,10 +202,10 @@ def on_this_machine(slots: int, env: Mapping[str, str] | None = None) -> Acquire
 @contextlib.contextmanager
 def _hosts(
     address: str, acquire: Acquire, files: Mapping[str, BinaryIO], hostfile: Path | None
-) -> Iterator[tuple[DialledHosts, Check]]:
+) -> Iterator[tuple[DialInHosts, Check]]:
     """Yield the hosts that dial in, and a check whether more are to come."""
     try:
-        hosts = DialledHosts(hostfile, address, _tell, files)
+        hosts = DialInHosts(hostfile, address, _tell, files)
     except OSError as error:
         raise RunError(
             f"hosts cannot dial in at {address}: {error.strerror}. It has to be an address of this "
@@ -221,7 +221,7 @@ def _hosts(
         hosts.close()
 
 
-def _lead(spec: RunSpec, folder: RunFolder, hosts: DialledHosts, check: Check) -> Any:
+def _lead(spec: RunSpec, folder: RunFolder, hosts: DialInHosts, check: Check) -> Any:
     """Lead an elastic run; return the function's value."""
     failure: list[ScriptFailed] = []
     leaving = set[str]()

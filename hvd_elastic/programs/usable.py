@@ -1,13 +1,18 @@
-"""Memory that a process may use, and how often the kernel has killed a process for lack of it."""
+"""What of this machine a process may use, which its control groups may limit: cores and memory.
+
+In a container it sees all of the machine and may use less.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from hvd_elastic.programs.control_groups import GROUPS, PROC, control_groups
-
+PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_VERSION_1 = ("quota", "period")
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     2: ("memory.max", "memory.current"),
@@ -19,11 +24,61 @@ _CACHES = {1: ("total_active_file", "total_inactive_file"), 2: ("active_file", "
 """Names in ``memory.stat`` of what a group has in use that the kernel can take back."""
 
 
+def control_groups(controller: str, proc: Path, groups: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the folders of the control groups that this process is in, the innermost first.
+
+    Args:
+        controller: what they control, such as ``cpu``.
+        proc, groups: where the kernel shows processes and control groups.
+
+    Yields:
+        Folder, which may lack the files of the controller, and version.
+    """
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = groups / controller if controllers else groups
+        folder = mount / path.lstrip("/")
+        # In a container the path can be that of the machine, where the mount is the container's.
+        for each in (folder, *folder.parents):
+            if mount in (each, *each.parents):
+                yield each, 1 if controllers else 2
+
+
+def usable_cores(proc: Path = PROC, groups: Path = GROUPS) -> int:
+    """Return the number of cores that this process may use, at least 1.
+
+    That is its CPU affinity, or the quota of its control groups, rounded up, if that is less: a
+    container can be limited to 4 cores on a machine whose 64 it sees.
+    """
+    quota = min(_quotas(proc, groups), default=math.inf)
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores, math.ceil(quota))) if quota < math.inf else cores
+
+
+def _quotas(proc: Path, groups: Path) -> Iterator[float]:
+    """Yield the CPU quota of each control group of this process that has one [cores]."""
+    for folder, version in control_groups("cpu", proc, groups):
+        try:
+            if version == 1:
+                used, period = ((folder / f"cpu.cfs_{n}_us").read_text() for n in _VERSION_1)
+            else:
+                used, period = (folder / "cpu.max").read_text().split()
+            if used != "max" and float(used) > 0:
+                yield float(used) / float(period)
+        except (OSError, ValueError):
+            continue
+
+
 class Memory(NamedTuple):
     """Memory [bytes].
 
     Attributes:
-        total: all of it.
         available: that can be had without swapping: free, or used by caches of files.
     """
 

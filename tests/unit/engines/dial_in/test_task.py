@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_elastic.engines.dialled.task import Outcome, Task
-from hvd_elastic.engines.dialled.training import Sizes
+from hvd_elastic.engines.dial_in.task import Outcome, Task
+from hvd_elastic.engines.dial_in.training import Sizes
 from hvd_elastic.errors import RunError, UsageError
 
 

@@ -1,0 +1,378 @@
+"""The keeper: a process of a user that leads the runs of that user's jobs, as the daemon asks.
+
+It opens the run folders, starts the leaders and reads their events, so that the daemon opens no
+path of a user. All that the two say to each other goes over one connection. A keeper that dies
+takes nothing with it: the leaders go on, and the next keeper finds their runs by their folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from hvd_elastic.config import runs_folder
+from hvd_elastic.errors import RunError
+from hvd_elastic.jobs.progress import READ_KINDS
+from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.records.json_lines import LineFollower
+from hvd_elastic.records.run_folder import RunFolder, check_run_id
+from hvd_elastic.replaced_files import write_whole
+from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, encode
+
+BeginLeader = Callable[[RunSpec, RunFolder, Mapping[str, str], bool], int]
+"""Starts the leader of a run in a process of its own that outlives this one; returns its process
+id. Arguments: specification, run folder, environment, whether the run had a leader before."""
+
+STARTING_S = 5.0
+"""How long a leader that an earlier keeper started may take to lock its run folder [s]."""
+_LOOK_S = 0.2
+"""Time between two looks at the runs [s]."""
+_PART_BYTES = 4 << 20
+"""About how many bytes of events are sent at once."""
+_MOST_READS = 64
+"""Reads in a row from one connection, while others wait."""
+_LOG_BYTES = 4096
+
+
+# -- what daemon and keeper say to each other ---------------------------------------------------
+
+
+class Follow(msgspec.Struct, tag="follow"):
+    """Report on a run that an earlier keeper has started.
+
+    ``offset`` is what the daemon has read of its events [bytes], ``hosts`` the hostfile of its
+    leader; None: it has no leader.
+    """
+
+    run_id: str
+    attempt: int
+    offset: int
+    hosts: str | None
+
+
+class Lead(msgspec.Struct, tag="lead"):
+    """Start a leader for a run, or one that leads it on.
+
+    ``fields`` are those of its specification, ``origin`` is for run.json: cluster and job.
+    """
+
+    run_id: str
+    attempt: int
+    offset: int
+    hosts: str
+    fields: dict[str, Any]
+    origin: dict[str, Any]
+    environment: dict[str, str]
+
+
+class Grant(msgspec.Struct, tag="grant"):
+    """Give a run other slots: the hostfile that its leader watches."""
+
+    run_id: str
+    hosts: str
+
+
+class StopRun(msgspec.Struct, tag="stop"):
+    """Ask the leader of a run to end it with a last checkpoint."""
+
+    run_id: str
+    reason: str
+
+
+class Forget(msgspec.Struct, tag="forget"):
+    """Report on a run no more: it has ended."""
+
+    run_id: str
+
+
+ToKeeper = Follow | Lead | Grant | StopRun | Forget
+
+
+class News(msgspec.Struct, tag="news"):
+    """What is new of a run.
+
+    Attributes:
+        offset: end of ``lines`` in the file of the events [bytes].
+        lines: new events.
+        is_all: whether there are no more of them now.
+        led: whether a process leads the run, or is about to.
+        is_own: whether this keeper has started the leader of this attempt, and it was not killed.
+        last_line: what a leader that this keeper started has written last; empty while it lives.
+    """
+
+    run_id: str
+    attempt: int
+    offset: int
+    lines: list[str]
+    is_all: bool
+    led: bool
+    is_own: bool
+    last_line: str = ""
+
+
+class Trouble(msgspec.Struct, tag="trouble"):
+    """Something that the keeper cannot do now, and tries again."""
+
+    message: str
+
+
+FromKeeper = News | Trouble
+Message = TypeVar("Message")
+
+
+class Link(Generic[Message]):
+    """An end of the connection of daemon and keeper.
+
+    Args:
+        connection: it; what is sent without blocking waits here until the other end reads.
+        union: types of the messages that come from the other end.
+        sender: who sends them, for error messages.
+    """
+
+    def __init__(self, connection: socket.socket, union: Any, sender: str) -> None:
+        self._connection = connection
+        self._decoder: MessageDecoder[Message] = MessageDecoder(union, sender)
+        self._lines = LineSplitter(sender)
+        self._unsent = bytearray()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the connection."""
+        return self._connection.fileno()
+
+    def send(self, *messages: object) -> None:
+        """Send messages, and what could not be sent before."""
+        for message in messages:
+            self._unsent += encode(message)
+        # What the other end does not take now is sent later; that it is gone, receive() tells.
+        with contextlib.suppress(OSError):
+            while self._unsent:
+                del self._unsent[: self._connection.send(self._unsent)]
+
+    def receive(self) -> list[Message] | None:
+        """Return the messages that are there; None: the other end is gone.
+
+        Raises:
+            ProtocolError: what came is no message.
+        """
+        found: list[Message] = []
+        for _ in range(_MOST_READS):
+            try:
+                data = self._connection.recv(1 << 20, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError:  # it was killed with unread messages
+                data = b""
+            if not data:
+                return found or None  # the next call tells that it is gone
+            found += map(self._decoder.decode, self._lines.feed(data))
+        return found
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+class _Kind(msgspec.Struct):
+    kind: str
+
+
+_kind = msgspec.json.Decoder(_Kind)
+
+
+# -- the process ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _Run:
+    """A run that the keeper reports on.
+
+    Attributes:
+        child: process id of its leader, if this keeper started it.
+        hosts: hostfile that is still to be written.
+        lead: what its leader is still to be started with.
+        stop: what its leader is still to be told.
+        told: what was said last about its leader.
+        until: when the keeper stops looking at it, as it has no leader [s, monotonic].
+    """
+
+    folder: RunFolder
+    attempt: int
+    lines: LineFollower
+    until: float
+    child: int | None = None
+    is_own: bool = False
+    hosts: str | None = None
+    lead: Lead | None = None
+    stop: str | None = None
+    told: tuple[bool, bool] | None = None
+
+
+class Keeper:
+    """Leads the runs of this user's jobs.
+
+    Args:
+        connection: to the daemon.
+        begin_leader: starts a leader.
+    """
+
+    def __init__(self, connection: socket.socket, begin_leader: BeginLeader) -> None:
+        self._link: Link[ToKeeper] = Link(connection, ToKeeper, "the daemon")
+        self._begin_leader = begin_leader
+        self._runs: dict[str, _Run] = {}
+        self._trouble = ""
+
+    def serve(self) -> None:
+        """Do what the daemon says, and tell it what is new, until it is gone."""
+        read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        while True:
+            is_busy = any(map(self._is_watched, self._runs.values()))
+            select.select([self._link.fileno(), read_end], [], [], _LOOK_S if is_busy else None)
+            with contextlib.suppress(BlockingIOError):
+                os.read(read_end, 4096)
+            messages = self._link.receive()
+            if messages is None:
+                return
+            for message in messages:
+                self._handle(message)
+            self._link.send(*self._news())
+
+    def _handle(self, message: ToKeeper) -> None:
+        known = self._runs.get(message.run_id)
+        match message:
+            case Follow(run_id, attempt, offset, hosts) | Lead(run_id, attempt, offset, hosts):
+                run = self._runs[run_id] = _new_run(run_id, attempt, offset, hosts)
+                if isinstance(message, Lead):
+                    run.lead = message
+                elif known is not None and known.attempt == attempt:  # of another daemon
+                    run.child, run.is_own, run.lead = known.child, known.is_own, known.lead
+            case Grant(_, hosts) if known is not None:
+                known.hosts = hosts
+            case StopRun(_, reason) if known is not None:
+                known.stop = reason
+            case Forget(run_id) if known is not None:
+                known.folder.hosts.unlink(missing_ok=True)
+                del self._runs[run_id]
+
+    @staticmethod
+    def _is_watched(run: _Run) -> bool:
+        is_led = run.told is None or run.told[0]
+        return bool(is_led or run.hosts or run.stop or time.monotonic() < run.until)
+
+    def _news(self) -> list[FromKeeper]:
+        """Do what is left to be done for the runs; return what is new of them."""
+        found: list[FromKeeper] = []
+        trouble = ""
+        for run in filter(self._is_watched, list(self._runs.values())):
+            try:
+                self._do_what_is_due(run)
+            except RunError as error:  # a full disk, most likely: it is tried again
+                trouble = str(error)
+            found += self._news_of(run)
+        if trouble and trouble != self._trouble:
+            found.append(Trouble(trouble))
+        self._trouble = trouble
+        return found
+
+    def _do_what_is_due(self, run: _Run) -> None:
+        if run.lead is not None:
+            self._start(run, run.lead)
+            run.lead = None
+        elif run.hosts is not None and run.folder.path.exists():
+            _write_hosts(run)
+        if run.stop is not None and run.folder.leader_alive():
+            run.folder.send_request("stop", {"reason": run.stop})
+            run.stop = None
+
+    def _start(self, run: _Run, lead: Lead) -> None:
+        folder = run.folder
+        fields = {**lead.fields, "hostfile": str(folder.hosts)}
+        spec = RunSpec.from_dict(fields, run.folder.run_id)
+        if not folder.path.exists():
+            RunFolder.create(folder.run_id, {**spec.as_dict(), **lead.origin})
+        _write_hosts(run)
+        resumed = folder.events.exists()
+        run.is_own = True
+        run.child = self._begin_leader(spec, folder, lead.environment, resumed)
+
+    def _news_of(self, run: _Run) -> list[FromKeeper]:
+        """Return what is new of a run, of many events the first ones."""
+        led = self._is_led(run)  # before reading, so that its last events are read too
+        before = run.lines.offset
+        lines = run.lines.poll(_PART_BYTES)
+        is_all = run.lines.offset < before + _PART_BYTES
+        state = led or not is_all, run.is_own
+        if not lines and state == run.told:
+            return []
+        run.told = state
+        return [
+            News(
+                run.folder.run_id,
+                run.attempt,
+                run.lines.offset,
+                [line.decode(errors="replace") for line in lines if _is_read(line)],
+                is_all,
+                *state,
+                last_line=_last_line(run.folder) if state == (False, True) else "",
+            )
+        ]
+
+    @staticmethod
+    def _is_led(run: _Run) -> bool:
+        """Return whether a process leads a run, or is about to."""
+        if run.lead is not None:
+            return True
+        if run.child is not None:
+            with contextlib.suppress(ChildProcessError):
+                ended, status = os.waitpid(run.child, os.WNOHANG)
+                if not ended:
+                    return True
+                if os.WIFSIGNALED(status):  # it was killed, which is no fault of the job
+                    run.is_own = False
+            run.child = None
+        return run.folder.leader_alive()
+
+
+def _new_run(run_id: str, attempt: int, offset: int, hosts: str | None) -> _Run:
+    folder = RunFolder(runs_folder() / check_run_id(run_id))
+    lines = LineFollower(folder.events, offset=offset)
+    return _Run(folder, attempt, lines, time.monotonic() + STARTING_S, hosts=hosts)
+
+
+def _write_hosts(run: _Run) -> None:
+    path = run.folder.hosts
+    try:
+        write_whole(path, run.hosts or "", mode=0o600)
+    except OSError as error:
+        raise RunError(f"cannot write the hostfile {path}: {error.strerror}") from error
+    run.hosts = None
+
+
+def _is_read(line: bytes) -> bool:
+    """Return whether the daemon reads an event; the others are the user's own affair."""
+    with contextlib.suppress(msgspec.DecodeError):
+        return _kind.decode(line).kind in READ_KINDS
+    return False
+
+
+def _last_line(folder: RunFolder) -> str:
+    """Return the last line that the leader of a run has written."""
+    try:
+        with folder.leader_log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1].removeprefix("error: ") if lines else ""
