@@ -12,12 +12,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.errors import RunError
+from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import clock_words, count
 from hvd_elastic.jobs.health import HostHealth
 from hvd_elastic.jobs.hosts import ClusterHosts, Use
@@ -30,6 +30,7 @@ from hvd_elastic.jobs.job import (
     Job,
     JobKind,
     JobStatus,
+    Look,
     Release,
     Request,
     Requeue,
@@ -41,6 +42,7 @@ from hvd_elastic.jobs.keeper import BeginLeader
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.queue import JobQueue, ending_words, eta_moved, jobs_words, over_words
+from hvd_elastic.jobs.rights import numbers_of, of_user, read_for, user_name
 from hvd_elastic.jobs.runs import JobRuns
 from hvd_elastic.jobs.server import RequestServer
 from hvd_elastic.jobs.slot_plan import (
@@ -67,6 +69,8 @@ _DECIDE_S = 10.0
 _CUT_OFF_S = 2.0
 """How long other runs still hear from their hosts when one hears from none of its own [s], unless
 the network of this machine has failed."""
+_ORPHAN_S = 30.0
+"""How long a job without keeper and leader keeps its slots, beside its leader's grace [s]."""
 _TAKEN_DOWN = "the cluster was taken down"
 _MOST_REASONS = 100
 """Waiting jobs up to which the events tell why each of them waits."""
@@ -90,6 +94,7 @@ class Daemon:
         hostfile: the cluster's hostfile; it is read again whenever it is saved.
         ssh_config: ssh configuration of the cluster; None: the user's own.
         policy: decides which job has how many slots.
+        operators: ids of users who may change the jobs of others.
 
     Raises:
         HostfileError: the hostfile cannot be used.
@@ -103,7 +108,9 @@ class Daemon:
         ssh_config: str | None,
         begin_leader: BeginLeader,
         policy: Policy = decide,
+        operators: Collection[int] = (),
     ) -> None:
+        self._operators = operators
         self._place = place
         self._policy = policy
         self._hosts = ClusterHosts(hostfile, self._warn)
@@ -122,6 +129,8 @@ class Daemon:
         self._unknown: set[int] = set()
         """Jobs of which it is not known yet which slots their runs occupy: they keep what they
         hold."""
+        self._orphans: dict[int, float] = {}
+        """Jobs with neither keeper nor leader, with the time since when [Unix s]."""
         self._is_told = False
         """Whether the last decision, and what was done about it, is recorded."""
         self._losses: dict[int, _Losses] = {}
@@ -159,7 +168,9 @@ class Daemon:
     def _is_over(self) -> bool:
         if self._down is None:
             return False
-        return self._down.leave_jobs or not self._queue.with_status(JobStatus.RUNNING)
+        running = self._queue.with_status(JobStatus.RUNNING)
+        ends = any(self._runs.has_keeper(job.request.user) for job in running)
+        return self._down.leave_jobs or not ends
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -188,6 +199,8 @@ class Daemon:
     def _do_what_is_due(self) -> float:
         """Do what is due; return how long to wait until the next look [s]."""
         self._runs.send_rest()
+        if self._runs.take_moved():
+            self._queue.changed = True
         if self._hosts.changed():
             self._tell_hosts()
             self._health.forget_others(self._hosts.listed)
@@ -200,6 +213,7 @@ class Daemon:
         self._unknown = unknown
         for job in running:
             self._look_at_run(job)
+        self._put_back_orphans(running, now)
         self._suspect_silent_hosts(now)
         if self._queue.changed or now >= self._decide_at:
             self._queue.changed = False
@@ -215,12 +229,18 @@ class Daemon:
         """Follow the run of a job; act on its end."""
         progress = self._runs.progress(job)
         if job.number in self._unknown:
-            progress.poll()  # a part of its events
             return
         led = self._runs.is_led(job)  # before reading, so that its last events are read too
-        occupied = progress.hosts.occupied
+        occupied = self._runs.occupied(job)
         # A slot that is empty now may be better for a job than one that it waits for.
-        self._queue.changed |= progress.poll() | (progress.hosts.occupied != occupied)
+        try:
+            moved = progress.poll()
+        except Exception as error:  # events of a user who means no good must not end the daemon
+            if job.request.user is None:
+                raise
+            self._runs.distrust(job, repr(error))
+            return
+        self._queue.changed |= moved | (self._runs.occupied(job) != occupied)
         self._note_lost(job, progress)
         if progress.trained_at is not None:
             for host in progress.hosts.used:
@@ -241,11 +261,28 @@ class Daemon:
         else:
             self._lead_on(job)
 
+    def _put_back_orphans(self, running: list[Job], now: float) -> None:
+        """Put jobs back that have neither keeper nor leader, when nothing of them is left."""
+        for job in running:
+            lost = not self._runs.has_keeper(job.request.user) and self._runs.has_lost_leader(job)
+            since = self._orphans.setdefault(job.number, now) if lost else now
+            if not lost:
+                self._orphans.pop(job.number, None)
+            elif now - since > job.request.spec.get("leader_grace_s", 0.0) + _ORPHAN_S:
+                del self._orphans[job.number]
+                self._wanted.pop(job.number, None)
+                self._queue.put_back(job, "its keeper and its leader are gone")
+                self._runs.release(job, ended=True)
+
     def _note_lost(self, job: Job, progress: RunProgress) -> None:
         """Take out the hosts that a run has lost; where the job may be at fault, after a try."""
+        is_others = job.request.user is not None  # then only what was given to it is tried
         for host, cause in progress.hosts.take_lost().items():
+            if is_others and host not in job.held:
+                continue
             if host in self._hosts.listed and host not in self._health.lost:
                 suspicion = host in progress.hosts.unfit and progress.trained_at is None
+                suspicion |= is_others
                 now = time.monotonic()
                 self._health.host_lost(host, cause, now, _python(job), is_suspicion=suspicion)
                 self._queue.changed = True
@@ -272,6 +309,8 @@ class Daemon:
                 continue
             cause = f"no answer since {clock_words(min(silent.values()))}"
             hosts = silent.keys() & self._hosts.listed.keys() - heard
+            if job.request.user is not None:
+                hosts &= job.held.keys()
             if heard and not progress.is_tried and now >= progress.cut_off_at + _CUT_OFF_S:
                 progress.is_tried = True
                 at = time.monotonic()
@@ -356,14 +395,15 @@ class Daemon:
         if self._down is not None:
             self._stop_all()
             return
-        ready = self._queue.ready()
+        ready = self._with_keepers(self._queue.ready())
+        self._runs.dismiss_others({job.request.user for job in self._queue.active.values()})
         held_back = self._queue.active.keys() - {job.number for job in ready}
         for job in self._queue.with_status(JobStatus.QUEUED):
             if job.number in held_back:  # slots that it was to have before
                 self._wanted.pop(job.number, None)
         running = self._queue.with_status(JobStatus.RUNNING)
         candidates = [
-            Candidate(job, progress.measured, progress.hosts.occupied, progress.hosts.unheard)
+            Candidate(job, progress.measured, self._runs.occupied(job), progress.hosts.unheard)
             if (progress := self._runs.progress(job) if job.attempts else None)
             else Candidate(job)
             for job in [*(job for job in running if not self._is_bound(job)), *ready]
@@ -404,6 +444,20 @@ class Daemon:
         ]
         self._queue.update(stopping)
 
+    def _with_keepers(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs whose keepers are there; say of the others that they wait for them."""
+        found, waiting = [], []
+        for job in jobs:
+            if self._runs.has_keeper(job.request.user):
+                found.append(job)
+                continue
+            name = user_name(job.request.user)
+            reason = f"waits for the keeper of user {name}, which the next submit by {name} starts"
+            if job.reason != reason or job.eta is not None:
+                waiting.append(replace(job, reason=reason, eta=None))
+        self._queue.update(waiting)
+        return found
+
     def _is_bound(self, job: Job) -> bool:
         """Return whether the slots of a job that runs cannot be changed now."""
         return bool(job.stop) or job.number in self._unknown
@@ -412,9 +466,8 @@ class Daemon:
         """Return what the jobs that run use of the hosts."""
         uses = []
         for job in self._queue.with_status(JobStatus.RUNNING):
-            hosts = self._runs.progress(job).hosts
-            occupied = job.held if job.number in self._unknown else hosts.occupied
-            uses.append(Use(job, occupied, hosts.lost))
+            occupied = job.held if job.number in self._unknown else self._runs.occupied(job)
+            uses.append(Use(job, occupied, self._runs.progress(job).hosts.lost))
         return uses
 
     def _usable_slots(self) -> dict[str, int]:
@@ -489,7 +542,20 @@ class Daemon:
 
     # -- requests --------------------------------------------------------------------------
 
-    def _handle(self, request: Request) -> Answer:
+    def _handle(self, request: Request, user: int) -> Answer:
+        """Answer what a user asks for."""
+        if user == os.getuid():
+            return self._act(request)
+        named = self._store.jobs(numbers_of(request))
+        request = of_user(request, user, self._operators, named)
+        if isinstance(request, Look):
+            return Answer("", data=read_for(self._store, request, user))
+        answer = self._act(request)
+        starts = isinstance(request, (Submit, Requeue, Release))
+        answer.needs_keeper = starts and not self._runs.has_keeper(user)
+        return answer
+
+    def _act(self, request: Request) -> Answer:
         queue = self._queue
         match request:
             case Submit(jobs, environment):
@@ -545,6 +611,8 @@ class Daemon:
                 return Answer(
                     "", data=self._hosts.rows(self._uses(), self._health.lost, self._silent)
                 )
+            case Look():
+                raise UsageError("the queue of this user's own daemon is read from its database")
 
     def _refuse_impossible(self, request: Submit) -> None:
         hosts = self._hosts.listed
@@ -591,5 +659,7 @@ def _drain(descriptor: int) -> None:
 
 
 def _python(job: Job) -> str:
-    """Return the interpreter of the agents of a job's run."""
+    """Return the interpreter of the agents of a job's run; the daemon runs none of other users'."""
+    if job.request.user is not None:
+        return sys.executable
     return str(job.request.spec.get("python") or sys.executable)

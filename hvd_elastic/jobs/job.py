@@ -82,6 +82,9 @@ class JobRequest:
         epochs, target_examples: length of training as the user states it; None: not stated.
         retries: how often it is run again if it fails.
         array_index: its index in an array of jobs; None: it is not of an array.
+        user: id of the user whose job it is; None: of the daemon's. The daemon sets it.
+        secret: name of the file with its specification and environment, which its user's keeper
+            has; None: the daemon has them.
         hold: who holds it back, so that it is not started; empty: nobody.
     """
 
@@ -97,6 +100,8 @@ class JobRequest:
     after: tuple[After, ...] = ()
     retries: int = 0
     array_index: int | None = None
+    user: int | None = None
+    secret: str | None = None
     hold: str = ""
 
     @property
@@ -208,7 +213,14 @@ class Hosts(msgspec.Struct, tag="hosts"):
     """Ask for the hosts and who holds their slots."""
 
 
-Request = Submit | Cancel | Requeue | Hold | Release | SetPriority | Down | Hosts
+class Look(msgspec.Struct, tag="look"):
+    """Read the queue: a method of the store with its arguments."""
+
+    what: str
+    values: list[Any] = []
+
+
+Request = Submit | Cancel | Requeue | Hold | Release | SetPriority | Down | Hosts | Look
 
 
 class Answer(msgspec.Struct):
@@ -216,6 +228,7 @@ class Answer(msgspec.Struct):
 
     Attributes:
         jobs: numbers of the jobs that were added or changed.
+        needs_keeper: whether the user who asked has to start a keeper for them.
     """
 
     message: str
@@ -223,3 +236,4 @@ class Answer(msgspec.Struct):
     exit_status: int = 1
     jobs: list[int] = []
     data: Any = None
+    needs_keeper: bool = False

@@ -17,7 +17,7 @@ Emit = Callable[[str, Mapping[str, Any]], None]
 
 _ETA_MOVED_S = 5.0
 """Change of an expected time that is stored [s]."""
-_OUTCOMES = {"ok": "to succeed", "fail": "to fail", "any": "to end"}
+OUTCOMES = {"ok": "to succeed", "fail": "to fail", "any": "to end"}
 
 
 class JobQueue:
@@ -142,7 +142,8 @@ class JobQueue:
             if job.status is JobStatus.RUNNING:
                 changed.append(replace(job, stop=StopReason.REQUEUE, reason="asked to by requeue"))
                 continue
-            job = self.store.renew_environment(job, environment)
+            if job.request.user is None:  # its user's keeper has that of another one
+                job = self.store.renew_environment(job, environment)
             changed.append(
                 replace(
                     job,
@@ -383,9 +384,9 @@ def _dependencies(job: Job, statuses: Mapping[int, JobStatus]) -> tuple[bool | N
         met = False if status is None else each.met(status)
         if met is False:
             ended = "is gone" if status is None else _ended_words(status)
-            return False, f"it waited for job {each.job} {_OUTCOMES[each.outcome]}, which {ended}"
+            return False, f"it waited for job {each.job} {OUTCOMES[each.outcome]}, which {ended}"
         if met is None and status is not None:
-            waits = f"waits for job {each.job} {_OUTCOMES[each.outcome]}; it is {status.value}"
+            waits = f"waits for job {each.job} {OUTCOMES[each.outcome]}; it is {status.value}"
     return (None, waits) if waits else (True, "")
 
 

@@ -27,7 +27,7 @@ from hvd_elastic.records.json_lines import read_records
 from tests.dist import jobs
 from tests.dist.jobs import START_S, assert_nothing_left, audit_of, call, hostfile_of, write_script
 from tests.dist.running import Stage
-from tests.paths import ALL, LIMIT_S
+from tests.paths import ALL, COSTLY, LIMIT_S
 
 pytestmark = pytest.mark.dist
 shared = jobs.shared
@@ -220,6 +220,7 @@ def test_jobs_outlive_a_daemon_that_is_killed_again_and_again(
     assert_nothing_left(run_id=run_id)
 
 
+@COSTLY
 def test_jobs_share_hosts_lose_one_and_leave_nothing(
     stage: Stage, shared: Path, tmp_path: Path
 ) -> None:

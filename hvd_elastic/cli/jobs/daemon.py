@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,6 +37,16 @@ def up(
     policy: Annotated[
         str, option("who gets how many slots: goodput, equal (shares), or fifo")
     ] = "goodput",
+    group: Annotated[
+        str | None, option("group whose members may use the cluster; needs --place", "--group")
+    ] = None,
+    place: Annotated[
+        Path | None, option("folder of a cluster that a group shares", "--place", metavar="FOLDER")
+    ] = None,
+    operators: Annotated[
+        str | None,
+        option("users who may change all jobs, such as ada,grace", "--operators", metavar="USERS"),
+    ] = None,
     ssh_config: SshConfigOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -47,6 +58,8 @@ def up(
     Examples:
       hvd-elastic up hosts --detach
 
+      hvd-elastic up hosts --group vision --place /srv/queue
+
       hvd-elastic submit -- python train.py
 
       hvd-elastic queue
@@ -55,20 +68,31 @@ def up(
     from hvd_elastic.hosts.hostfile import parse_hostfile
     from hvd_elastic.hosts.ssh_config import ssh_config_for
     from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile
+    from hvd_elastic.jobs.rights import user_id
     from hvd_elastic.policy.schedule.policies import POLICIES
 
     check_ssh_config(ssh_config)
     if policy not in POLICIES:
         raise UsageError(f"--policy {policy!r} is not known; valid: {', '.join(POLICIES)}")
     parse_hostfile(hostfile)  # an error is told before anything is made
-    name = name or name_of_hostfile(hostfile)
+    if (group is None) != (place is None):
+        raise UsageError("a group shares a cluster in a folder: give --group and --place")
+    if place is not None and name not in (None, place.name):
+        raise UsageError(f"--name is the last part of --place, {place.name}: leave it out")
+    if operators is not None and place is None:
+        raise UsageError("--operators is for a cluster that a group shares, with --group, --place")
+    chosen = [user_id(each) for each in (operators or "").split(",") if each]
+    name = place.name if place is not None else name or name_of_hostfile(hostfile)
     _refuse_shared_hosts(name, hostfile)  # before it has a folder, which would count as a cluster
-    place = ClusterFolder.create(name)
+    if place is None or group is None:
+        folder = ClusterFolder.create(name)
+    else:
+        folder = ClusterFolder.create_shared(place, group)
     config = ssh_config_for(hostfile, ssh_config)
-    serve = functools.partial(_serve, place, hostfile, config, POLICIES[policy])
-    on_up = functools.partial(_tell_up, place, hostfile, as_json)
+    serve = functools.partial(_serve, folder, hostfile, config, POLICIES[policy], chosen)
+    on_up = functools.partial(_tell_up, folder, hostfile, as_json)
     if detach:
-        begin_in_background("daemon", place.log, serve)
+        begin_in_background("daemon", folder.log, serve)
         on_up()
     else:
         serve(on_up)
@@ -79,6 +103,7 @@ def _serve(
     hostfile: Path,
     config: str | None,
     policy: Policy,
+    operators: Collection[int],
     on_up: Callable[[], None],
 ) -> int:
     """Be the daemon until it is to end; ``on_up`` is called when it serves."""
@@ -88,7 +113,7 @@ def _serve(
     with place.lock():
         _refuse_shared_hosts(place.name, hostfile)
         hostfile = hostfile.absolute()
-        daemon = Daemon(place, hostfile, config, begin_leader, policy)
+        daemon = Daemon(place, hostfile, config, begin_leader, policy, operators)
         place.describe_daemon(hostfile)
         on_up()
         daemon.run()
@@ -122,6 +147,8 @@ def _tell_up(place: ClusterFolder, hostfile: Path, as_json: bool) -> None:
         print(json.dumps(told), flush=True)
         return
     print(f"cluster {place.name} is up, with the hosts of hostfile {hostfile}", flush=True)
+    if place.shared:
+        print(f"its group finds it with: export HVD_ELASTIC_CLUSTER={place.path}", file=sys.stderr)
     print(
         "submit jobs with: hvd-elastic submit -- python train.py   see them with: hvd-elastic "
         "queue",
@@ -178,7 +205,8 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
 
     place = open_cluster(cluster)
     is_up = place.daemon_alive()
-    rows = ask_daemon(place, Hosts()).data if is_up else rows_without_daemon(place)
+    ask = is_up or place.is_others
+    rows = ask_daemon(place, Hosts()).data if ask else rows_without_daemon(place)
     if not is_up and not as_json:
         warn_of_no_daemon(place)
     if as_json:
@@ -191,6 +219,32 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
             f"{row['host']:<{width}}  {row['state']:<7}  {row['slots']:>5}  {row['free']:>4}  "
             f"{_jobs_on(row)}"
         )
+
+
+def start_keeper(place: ClusterFolder) -> None:
+    """Start this user's keeper for the cluster of another user's daemon.
+
+    Raises:
+        typer.Exit: it could not begin; the reason was printed.
+    """
+    from hvd_elastic.cli.runs.run import begin_leader
+    from hvd_elastic.jobs.keeper import JobSecrets, Keeper
+    from hvd_elastic.own_files import private_folder
+    from hvd_elastic.records.process_lock import take_lock
+
+    def work(begun: Callable[[], None]) -> int:
+        lock = take_lock(place.keeper / "lock")
+        begun()
+        if lock is None:  # another one is there, and about to reach the daemon
+            return 0
+        with lock:
+            lock.truncate(0)
+            lock.write(json.dumps({"pid": os.getpid()}).encode())
+            Keeper(begin_leader, JobSecrets(place)).keep(place)
+        return 0
+
+    private_folder(place.keeper.parent)
+    begin_in_background("keeper", private_folder(place.keeper) / "keeper.log", work)
 
 
 def warn_of_no_daemon(place: ClusterFolder) -> None:

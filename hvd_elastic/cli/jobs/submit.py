@@ -182,7 +182,9 @@ def submit(options: SubmitOptions) -> None:
 
       hvd-elastic submit --plain --after ok:resnet -- python evaluate.py
     """
+    from hvd_elastic.cli.jobs.daemon import start_keeper
     from hvd_elastic.jobs.job import Submit
+    from hvd_elastic.jobs.keeper import JobSecrets
     from hvd_elastic.jobs.place import open_cluster
     from hvd_elastic.jobs.server import ask_daemon
 
@@ -190,7 +192,14 @@ def submit(options: SubmitOptions) -> None:
     place = open_cluster(options.cluster)
     request = options.request(place)
     requests = [request] if options.array is None else _array(request, options.array)
-    answer = ask_daemon(place, Submit(requests, dict(os.environ)))
+    environment = dict(os.environ)
+    if place.is_others:  # whose daemon is not to know it
+        secrets = JobSecrets(place)
+        requests = [secrets.keep(each, environment) for each in requests]
+        environment = {}
+    answer = ask_daemon(place, Submit(requests, environment))
+    if answer.needs_keeper:
+        start_keeper(place)
     if options.as_json:
         print(json.dumps({"jobs": answer.jobs, "run_ids": answer.data, "cluster": place.name}))
         return
