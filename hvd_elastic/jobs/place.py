@@ -48,6 +48,7 @@ class ClusterFolder:
         self.events = path / "events.jsonl"
         self.log = path / "daemon.log"
         self.hostfiles = path / "hostfiles"
+        self.operator_state = path / "operator.json"
         self._lock = path / "daemon.lock"
 
     @classmethod
