@@ -8,21 +8,28 @@ takes nothing with it: the leaders go on, and the next keeper finds their runs b
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import secrets
 import select
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from hvd_elastic.config import runs_folder
-from hvd_elastic.errors import RunError
+from hvd_elastic.errors import RunError, StrangerError
+from hvd_elastic.jobs.job import JobRequest
+from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import READ_KINDS
+from hvd_elastic.json_text import parse_json
 from hvd_elastic.leader.spec import RunSpec
+from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.json_lines import LineFollower
 from hvd_elastic.records.run_folder import RunFolder, check_run_id
 from hvd_elastic.replaced_files import write_whole
@@ -34,6 +41,15 @@ id. Arguments: specification, run folder, environment, whether the run had a lea
 
 STARTING_S = 5.0
 """How long a leader that an earlier keeper started may take to lock its run folder [s]."""
+INDEX_VARIABLE = "HVD_ELASTIC_ARRAY_INDEX"
+"""Environment variable with the index of a job in its array."""
+_SIZES = ("min_np", "np", "max_np", "plain", "policy")
+"""Fields of a specification that a daemon of another user decides."""
+TOLD_OF_SPEC = ("input_hosts", "leader_grace_s")
+"""Fields of a job's specification that a daemon of another user is told beside the command's first
+word."""
+_AGAIN_S = 1.0
+"""Time between two tries to reach the daemon [s]."""
 _LOOK_S = 0.2
 """Time between two looks at the runs [s]."""
 _PART_BYTES = 4 << 20
@@ -41,6 +57,8 @@ _PART_BYTES = 4 << 20
 _MOST_READS = 64
 """Reads in a row from one connection, while others wait."""
 _LOG_BYTES = 4096
+_SUBMITTING_S = 120.0
+"""Longest time from the writing of a job's file to its place in the queue [s]."""
 
 
 # -- what daemon and keeper say to each other ---------------------------------------------------
@@ -62,7 +80,8 @@ class Follow(msgspec.Struct, tag="follow"):
 class Lead(msgspec.Struct, tag="lead"):
     """Start a leader for a run, or one that leads it on.
 
-    ``fields`` are those of its specification, ``origin`` is for run.json: cluster and job.
+    ``fields`` are those of its specification. With a ``secret``, this user's file of that name has
+    the rest of the specification, and the environment.
     """
 
     run_id: str
@@ -70,8 +89,10 @@ class Lead(msgspec.Struct, tag="lead"):
     offset: int
     hosts: str
     fields: dict[str, Any]
-    origin: dict[str, Any]
+    cluster: str
+    job: int
     environment: dict[str, str]
+    secret: str | None = None
 
 
 class Grant(msgspec.Struct, tag="grant"):
@@ -94,7 +115,11 @@ class Forget(msgspec.Struct, tag="forget"):
     run_id: str
 
 
-ToKeeper = Follow | Lead | Grant | StopRun | Forget
+class Leave(msgspec.Struct, tag="leave"):
+    """End, as the user has no job left."""
+
+
+ToKeeper = Follow | Lead | Grant | StopRun | Forget | Leave
 
 
 class News(msgspec.Struct, tag="news"):
@@ -107,6 +132,7 @@ class News(msgspec.Struct, tag="news"):
         led: whether a process leads the run, or is about to.
         is_own: whether this keeper has started the leader of this attempt, and it was not killed.
         last_line: what a leader that this keeper started has written last; empty while it lives.
+        pid: process id of the leader; 0: none, or not known.
     """
 
     run_id: str
@@ -117,6 +143,7 @@ class News(msgspec.Struct, tag="news"):
     led: bool
     is_own: bool
     last_line: str = ""
+    pid: int = 0
 
 
 class Trouble(msgspec.Struct, tag="trouble"):
@@ -176,6 +203,11 @@ class Link(Generic[Message]):
             found += map(self._decoder.decode, self._lines.feed(data))
         return found
 
+    @property
+    def unsent(self) -> int:
+        """Bytes that the other end has not taken yet."""
+        return len(self._unsent)
+
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
@@ -186,6 +218,82 @@ class _Kind(msgspec.Struct):
 
 
 _kind = msgspec.json.Decoder(_Kind)
+
+
+class JobSecrets:
+    """What only a user's own processes know of jobs on a cluster of another user's daemon.
+
+    It has a file for each job, with its specification and environment.
+    """
+
+    def __init__(self, place: ClusterFolder) -> None:
+        self._folder = place.keeper / "jobs"
+        self._cluster = place.path.resolve().name
+
+    def keep(self, request: JobRequest, environment: Mapping[str, str]) -> JobRequest:
+        """Write what the daemon is not to know; return what is said to it.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
+        name = request.secret or secrets.token_hex(8)
+        self.write(name, request.spec, environment)
+        told = {"command": request.words[:1]}
+        told |= {key: request.spec[key] for key in TOLD_OF_SPEC if key in request.spec}
+        return replace(request, spec=told, secret=name)
+
+    def write(self, name: str, spec: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        """Write the file of a job.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        content = {"spec": spec, "environment": dict(environment)}
+        try:
+            private_folder(self._folder.parent)
+            private_folder(self._folder)
+            write_whole(self._folder / name, json.dumps(content, default=str), mode=0o600)
+        except OSError as error:
+            raise RunError(f"cannot write {self._folder / name}: {error.strerror}") from error
+
+    def read(self, name: str) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return specification and environment of a job.
+
+        Raises:
+            RunError: they cannot be read.
+        """
+        path = self._folder / Path(name).name
+        try:
+            found = parse_json(path.read_bytes())
+            return dict(found["spec"]), dict(found["environment"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"what to run cannot be read from {path} ({error}). Submit the job again"
+            ) from error
+
+    def complete(self, lead: Lead) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return specification and environment of a run; the daemon decides its sizes alone.
+
+        Raises:
+            RunError: they cannot be read.
+        """
+        own, variables = self.read(lead.secret or "")
+        fields = {key: lead.fields[key] for key in _SIZES if key in lead.fields}
+        index = {key: lead.environment[key] for key in [INDEX_VARIABLE] if key in lead.environment}
+        return {**own, **fields}, {**variables, **index}
+
+    def allows(self, run_id: str) -> bool:
+        """Return whether a run is a job of this cluster, or there is none of that name yet."""
+        folder = RunFolder(runs_folder() / check_run_id(run_id))
+        told = folder.read_run()
+        return not folder.path.exists() or (told.get("cluster") == self._cluster and "job" in told)
+
+    def forget_environments(self) -> None:
+        """Drop the environments of all jobs, which have ended; a requeue brings new ones."""
+        for path in self._folder.iterdir():
+            with contextlib.suppress(OSError, RunError):
+                if time.time() - path.stat().st_mtime > _SUBMITTING_S:  # else it may be a new one
+                    self.write(path.name, self.read(path.name)[0], {})
 
 
 # -- the process ---------------------------------------------------------------------------------
@@ -220,18 +328,36 @@ class Keeper:
     """Leads the runs of this user's jobs.
 
     Args:
-        connection: to the daemon.
         begin_leader: starts a leader.
+        secrets: what only this user's processes know of the jobs; None: the daemon tells all.
     """
 
-    def __init__(self, connection: socket.socket, begin_leader: BeginLeader) -> None:
-        self._link: Link[ToKeeper] = Link(connection, ToKeeper, "the daemon")
+    def __init__(self, begin_leader: BeginLeader, secrets: JobSecrets | None = None) -> None:
         self._begin_leader = begin_leader
+        self._secrets = secrets
         self._runs: dict[str, _Run] = {}
         self._trouble = ""
 
-    def serve(self) -> None:
-        """Do what the daemon says, and tell it what is new, until it is gone."""
+    def keep(self, place: ClusterFolder) -> None:
+        """Serve a daemon of another user, and the next one when it is gone, until it says so."""
+        while place.path.is_dir():
+            try:
+                connection = place.connect("keepers.sock", None)
+            except (OSError, StrangerError):  # the daemon is not there
+                time.sleep(_AGAIN_S)
+                continue
+            with connection:
+                if self.serve(connection):
+                    return
+            time.sleep(_AGAIN_S)
+
+    def serve(self, connection: socket.socket) -> bool:
+        """Do what the daemon says, and tell it what is new, until it is gone.
+
+        Returns:
+            Whether it has said that the keeper is to end.
+        """
+        link: Link[ToKeeper] = Link(connection, ToKeeper, "the daemon")
         read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
@@ -239,18 +365,27 @@ class Keeper:
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         while True:
             is_busy = any(map(self._is_watched, self._runs.values()))
-            select.select([self._link.fileno(), read_end], [], [], _LOOK_S if is_busy else None)
+            select.select([link.fileno(), read_end], [], [], _LOOK_S if is_busy else None)
             with contextlib.suppress(BlockingIOError):
                 os.read(read_end, 4096)
-            messages = self._link.receive()
-            if messages is None:
-                return
-            for message in messages:
+            messages = link.receive()
+            for message in messages or ():
+                if isinstance(message, Leave):
+                    if self._secrets is not None:
+                        self._secrets.forget_environments()
+                    return True
                 self._handle(message)
-            self._link.send(*self._news())
+            if messages is None:
+                signal.set_wakeup_fd(-1)
+                os.close(read_end)
+                os.close(write_end)
+                return False
+            link.send(*self._news())
 
-    def _handle(self, message: ToKeeper) -> None:
+    def _handle(self, message: Follow | Lead | Grant | StopRun | Forget) -> None:
         known = self._runs.get(message.run_id)
+        if self._secrets is not None and not self._secrets.allows(message.run_id):
+            return  # the daemon has no say about this user's other runs
         match message:
             case Follow(run_id, attempt, offset, hosts) | Lead(run_id, attempt, offset, hosts):
                 run = self._runs[run_id] = _new_run(run_id, attempt, offset, hosts)
@@ -298,14 +433,18 @@ class Keeper:
 
     def _start(self, run: _Run, lead: Lead) -> None:
         folder = run.folder
-        fields = {**lead.fields, "hostfile": str(folder.hosts)}
+        fields, environment = lead.fields, lead.environment
+        if self._secrets is not None:
+            fields, environment = self._secrets.complete(lead)
+        fields = {**fields, "hostfile": str(folder.hosts)}
         spec = RunSpec.from_dict(fields, run.folder.run_id)
         if not folder.path.exists():
-            RunFolder.create(folder.run_id, {**spec.as_dict(), **lead.origin})
+            origin = {"cluster": lead.cluster, "job": lead.job}
+            RunFolder.create(folder.run_id, {**spec.as_dict(), **origin})
         _write_hosts(run)
         resumed = folder.events.exists()
         run.is_own = True
-        run.child = self._begin_leader(spec, folder, lead.environment, resumed)
+        run.child = self._begin_leader(spec, folder, environment, resumed)
 
     def _news_of(self, run: _Run) -> list[FromKeeper]:
         """Return what is new of a run, of many events the first ones."""
@@ -326,6 +465,7 @@ class Keeper:
                 is_all,
                 *state,
                 last_line=_last_line(run.folder) if state == (False, True) else "",
+                pid=run.child or (int(run.folder.leader().get("pid") or 0) if led else 0),
             )
         ]
 

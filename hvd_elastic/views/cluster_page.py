@@ -357,7 +357,7 @@ class LiveClusters:
     def render(self) -> str:
         """Return the pictures and tables of all clusters that have had jobs, as HTML."""
         with self._lock:
-            folders = list_clusters()
+            folders = [each for each in list_clusters() if not each.is_others]
             live = [self._known.setdefault(each.name, _LiveCluster(each)) for each in folders]
             return "".join(each.render() for each in live)
 
