@@ -48,6 +48,7 @@ class ClusterFolder:
         self.events = path / "events.jsonl"
         self.log = path / "daemon.log"
         self.hostfiles = path / "hostfiles"
+        self.limits = path / "limits.toml"
         self._lock = path / "daemon.lock"
 
     @classmethod
