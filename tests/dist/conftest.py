@@ -25,16 +25,19 @@ def styles(*always: str) -> pytest.MarkDecorator:
     """Have a test run with PyTorch, with ``model.fit``, and with a TensorFlow loop of its own.
 
     Args:
-        always: which of the latter two are no costly variants.
+        always: which of "torch", "fit" and "loop" are no costly variants.
     """
-    every: list[Any] = ["torch"]
-    for name in ("fit", "loop"):
-        marks = [NEEDS_TENSORFLOW, *([] if name in always else [COSTLY])]
+    every: list[Any] = []
+    for name in ("torch", "fit", "loop"):
+        marks = [
+            *([] if name == "torch" else [NEEDS_TENSORFLOW]),
+            *([] if name in always else [COSTLY]),
+        ]
         every.append(pytest.param(name, marks=marks))
     return pytest.mark.parametrize("style", every, indirect=True, scope="module")
 
 
-EVERY_STYLE = styles()
+EVERY_STYLE = styles("torch")
 
 StartJob = Callable[..., RunningJob]
 

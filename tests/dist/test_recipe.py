@@ -132,15 +132,12 @@ def test_pictures_are_learned_with_a_join_and_a_kill(recipe: Recipe) -> None:
     assert float(passes[-1][1]) < 1.2, "the pictures are learned (a guess has 2.3)"
     assert float(passes[-1][2]) > 0.4, "and so are those it has not seen (a guess has 0.1)"
 
-    # Evaluated by one process, three, and from the file of the best model.
+    # Evaluated by three processes, and by one from the file of the best model.
     data = ("--", "--data", recipe.pictures, *SMALL, "--batch-size", 32)
-    alone = recipe.call("eval_imagenet.sh", "net", *data)
     together = recipe.call("eval_imagenet.sh", "net", "-H", recipe.hostfile, *data)
-    found = [_ACCURACY.search(each) for each in (alone, together)]
-    assert found[0] is not None, alone
-    assert found[1] is not None, together
-    assert found[0].groups() == found[1].groups()
-    assert found[0][1] == f"{float(passes[-1][2]):.4f}", "the last one of training"
+    found = _ACCURACY.search(together)
+    assert found is not None, together
+    assert found[1] == f"{float(passes[-1][2]):.4f}", "the last one of training"
     best = recipe.folder / "home" / "runs" / "net" / "saved" / "best.pt"
     of_best = _ACCURACY.search(recipe.call("eval_imagenet.sh", best, *data))
     assert of_best is not None
@@ -183,7 +180,10 @@ def test_the_recipe_of_keras_trains_and_evaluates(recipe: Recipe) -> None:
         (("train_imagenet.sh",), "N, the number of workers, comes first"),
         (("train_imagenet.sh", "two"), "N, the number of workers, comes first"),
         (("train_imagenet.sh", "2", "--framework", "jax"), "it is torch or tensorflow"),
-        (("train_imagenet.sh", "2", "--", "--data", "none"), "there is no folder train in it"),
+        pytest.param(
+            *(("train_imagenet.sh", "2", "--", "--data", "none"), "there is no folder train in it"),
+            marks=COSTLY,
+        ),
         (("eval_imagenet.sh",), "the run, or a file of weights, comes first"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,21 @@ def check_ends_as(found: Any, expected: Any) -> None:
     assert differences(found, expected, within=1e-6) == []
 
 
+def killed_at(places: Sequence[str], rng: random.Random) -> list[tuple[str, int, int]]:
+    """Place, epoch and rank of each death; the one that saves has the files."""
+    return [
+        (place, number, 0 if place == "saving" else rng.choice((0, 1)))
+        for number, place in enumerate(places)
+    ]
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=COSTLY) for seed in range(1, 6))])
 def test_kill_9_in_each_part_changes_nothing(
     stage: Stage, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     rng = random.Random(seed)
     places = PLACES[:3] if seed == 0 else rng.choices(PLACES, k=5)
-    kills = [
-        (place, number, 0 if place == "saving" else rng.choice((0, 1)))
-        for number, place in enumerate(places)
-    ]
+    kills = killed_at(places, rng)
     monkeypatch.setenv("KILLS", json.dumps(kills))
     a, b, *_ = stage.hosts
     job = start_job({a: 1, b: 1}, "--np", "2", script=[sys.executable, str(SCRIPT), "FOLDER"])
@@ -44,6 +51,32 @@ def test_kill_9_in_each_part_changes_nothing(
     died = sorted(job.folder.glob("killed-*"))
     assert len(died) == len(kills), f"{[path.name for path in died]} of {kills}: {job.story()}"
     assert job.check_audit(finished=True).complete_epochs == 4
+    monkeypatch.delenv("KILLS")
+    check_ends_as(outcome(job.folder), alone(tmp_path / "alone", SCRIPT))
+
+
+@COSTLY
+@pytest.mark.timeout(1800)
+def test_twenty_changes_at_random_places_change_nothing(
+    stage: Stage, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fourteen ranks die, after each of which another one joins; meanwhile three leave and join."""
+    rng = random.Random(20)
+    kills = killed_at(rng.choices(PLACES, k=14), rng)
+    monkeypatch.setenv("KILLS", json.dumps(kills))
+    monkeypatch.setenv("EPOCHS", "15")
+    a, b, *_ = stage.hosts
+    script = [sys.executable, str(SCRIPT), "FOLDER"]
+    job = start_job({a: 1, b: 1}, "--np", "2", "--min-np", "1", script=script)
+    for after in (3, 7, 11):
+        last = job.folder / f"killed-{after - 1}"
+        job.wait_for(last.exists, f"{after} deaths", WAIT_S)
+        for size in (2, 1, 2):
+            job.command("scale", job.run_id, str(size))
+            job.wait_for(partial(lambda size: job.size() == size, size), f"size {size}", WAIT_S)
+    assert job.wait(3 * WAIT_S) == 0, job.story()
+    assert len([*job.folder.glob("killed-*")]) == len(kills), job.story()
+    assert job.check_audit(finished=True).complete_epochs == 15
     monkeypatch.delenv("KILLS")
     check_ends_as(outcome(job.folder), alone(tmp_path / "alone", SCRIPT))
 
@@ -69,7 +102,10 @@ def test_stopped_after_a_rank_has_left_and_resumed_at_another_size(
     check_ends_as(outcome(job.folder), alone(tmp_path / "alone", SCRIPT))
 
 
-OTHERS = ("classification", "lengths", "batch metrics", "plateau", "checkpointing", "sft")
+OTHERS = (
+    *("classification", "lengths", "batch metrics", "plateau", "checkpointing", "streams", "sft"),
+    "preferences",
+)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +122,7 @@ def test_two_ranks_end_as_one(
     assert differences(outcome(job.folder), expected, within=2e-5) == []
 
 
-def test_alone_it_computes_what_the_plain_trainer_does(tmp_path: Path) -> None:
-    plain = alone(tmp_path / "plain", FEATURES, "in order", PLAIN="1")
-    assert differences(alone(tmp_path / "ours", FEATURES, "in order"), plain, within=2e-5) == []
+@pytest.mark.parametrize("feature", ["in order", pytest.param("rewards", marks=COSTLY)])
+def test_alone_it_computes_what_the_plain_trainer_does(tmp_path: Path, feature: str) -> None:
+    plain = alone(tmp_path / "plain", FEATURES, feature, PLAIN="1")
+    assert differences(alone(tmp_path / "ours", FEATURES, feature), plain, within=2e-5) == []

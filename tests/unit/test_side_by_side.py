@@ -70,12 +70,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
         )
         for name in ("one", "two"):
             (tmp_path / f"test_{name}.py").write_text(tests)
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "no:cacheprovider"]
         started.append(
             subprocess.Popen(
                 [*command, "-n", "2", "--dist=loadfile"],
                 cwd=tmp_path,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
                 start_new_session=True,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

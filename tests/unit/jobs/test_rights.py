@@ -7,20 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from hvd_elastic.errors import HvdElasticError, RunError
 from hvd_elastic.jobs.job import (
     After,
     Cancel,
     Down,
+    DrainHost,
     Job,
     JobRequest,
     JobStatus,
     Look,
+    Pause,
     Request,
     Requeue,
     SetPriority,
     Submit,
+    UndrainHost,
 )
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.rights import of_user, read_for
@@ -46,6 +50,7 @@ def test_what_a_user_submits_is_theirs_and_without_what_the_daemon_need_not_know
     [
         *({"name": "../../x"}, {"name": ""}, {"secret": None}, {"secret": "../../x"}),
         *({"min_np": 0}, {"min_np": 3, "max_np": 2}, {"retries": -1}),
+        {"time_limit_s": float("nan")},
         *({"priority": 0.0}, {"priority": 1e9}, {"epochs": -1.0}, {"deadline": 0.0}),
         {"after": (After("never", 1),)},
         {"spec": {"command": ["x"], "leader_grace_s": "long"}},
@@ -63,8 +68,16 @@ def test_a_job_is_changed_by_its_user_and_operators_alone(request_: Request) -> 
         of_user(request_, EVE, (), OF_BOB)
     for user, operators in ((BOB, ()), (EVE, (EVE,))):
         of_user(request_, user, operators, OF_BOB)
-    with pytest.raises(RunError, match="the daemon is that of user"):
-        of_user(Down(leave_jobs=True), BOB, (EVE,), {})
+
+
+def test_the_cluster_is_changed_by_operators_alone_and_in_their_own_name() -> None:
+    drain = DrainHost("a", "bad DIMM", "ann", 1.0)
+    for request in (Down(leave_jobs=True), drain, UndrainHost("a", "ann"), Pause("ann"), Pause("")):
+        with pytest.raises(RunError, match="the daemon is that of user"):
+            of_user(request, BOB, (EVE,), {})
+        asked: Any = of_user(request, EVE, (EVE,), {})
+        if getattr(request, "by", ""):
+            assert asked == structs.replace(request, by=str(EVE))
 
 
 def test_others_see_of_a_job_what_the_queue_shows(tmp_path: Path) -> None:

@@ -176,6 +176,8 @@ def test_tensorflow_scripts_import_no_pytorch_and_run_no_operation() -> None:
     """
     program = (
         "import sys, hvd_elastic.keras, hvd_elastic.tensorflow as hvd, tensorflow as tf\n"
+        "import horovod.tensorflow, hvd_elastic.records.tensorboard as tensorboard\n"
+        "tensorboard.check_tensorboard('a test')\n"
         "from tensorflow.python.eager import context\n"
         "assert context.context()._context_handle is None\n"
         "assert 'torch' not in sys.modules\n"
