@@ -44,7 +44,8 @@ BLOCK = 10
 """Steps of a block with ``--in-turn``."""
 WARM_BLOCKS = 4
 START_LIMIT_S = 300.0
-LOOPS = ("plain", "lightning")
+LOOPS = {"plain": "", "lightning": "Lightning's", "transformers": "Hugging Face's"}
+"""What trains, and whose Trainer it is."""
 LAUNCHERS = {"ddp": TORCHRUN, "horovod": STATIC, "ours": OURS}
 
 
@@ -140,9 +141,12 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = chosen.build()
     examples = TensorDataset(torch.randn(chosen.share * RANKS * 64, *chosen.example))
-    sgd = torch.optim.SGD(model.parameters(), lr=1e-4)
-    if args.loop == "lightning":
-        _train_lightning(args, model, sgd, examples, chosen.share)
+    sgd: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
+    if args.loop != "plain":
+        if args.launcher != "ours":
+            sgd.world_size = lambda: args.ranks  # read by the marks
+        trainers = {"lightning": _train_lightning, "transformers": _train_transformers}
+        trainers[args.loop](args, model, sgd, examples, chosen.share)
         return
     how = {"ddp": _train_ddp, "horovod": _train_horovod, "ours": _train_ours}[args.launcher]
     how(args, model, sgd, examples, chosen.share)
@@ -210,8 +214,6 @@ def _train_lightning(args: Any, model: Any, sgd: Any, examples: Any, share: int)
         from hvd_elastic.lightning import ElasticStrategy
 
         nodes, strategy = 1, ElasticStrategy(as_on=args.ranks)
-    else:
-        sgd.world_size = lambda: args.ranks  # read by the marks
     quiet = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
@@ -224,6 +226,45 @@ def _train_lightning(args: Any, model: Any, sgd: Any, examples: Any, share: int)
         **quiet,
     )
     trainer.fit(Module(), DataLoader(examples, share, shuffle=True))
+
+
+def _train_transformers(args: Any, model: Any, sgd: Any, examples: Any, share: int) -> None:
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def forward(self, inputs: Any) -> Any:
+            return {"loss": self.net(inputs).square().mean()}
+
+    options = {}
+    if args.launcher == "ours":
+        from hvd_elastic.transformers import Trainer
+
+        options = {"as_on": args.ranks}
+    arguments = TrainingArguments(
+        output_dir="out",
+        num_train_epochs=10_000,
+        per_device_train_batch_size=share,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        use_cpu=True,
+    )
+    trainer = Trainer(
+        model=Module(),
+        args=arguments,
+        train_dataset=examples,
+        data_collator=lambda rows: {"inputs": torch.stack([each for (each,) in rows])},
+        optimizers=(sgd, None),
+        **options,
+    )
+    trainer.train()
 
 
 def _train_ours(args: Any, model: Any, sgd: Any, examples: Any, share: int) -> None:
@@ -433,10 +474,10 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
     check_names("--peers", options.peers, ("ddp", "horovod"))
     own = options.loop == "plain"
     if own and options.ranks != RANKS:
-        raise UsageError("--ranks 1 is for --loop lightning")
+        raise UsageError("--ranks 1 is for --loop lightning or transformers")
     if not own and ("horovod" in options.peers or options.in_turn or options.trace):
-        raise UsageError("--loop lightning is for --peers ddp, without --in-turn and --trace")
-    for package in ("torch", "horovod", *(() if own else ("lightning",))):
+        raise UsageError(f"--loop {options.loop} is for --peers ddp, without --in-turn and --trace")
+    for package in ("torch", "horovod", *(() if own else (options.loop,))):
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"{package} is missing: make {'horovod' if own else 'test-trainers'}")
     load_before = os.getloadavg()
@@ -472,9 +513,9 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
                 rows += _rows(name, rate, found)
     ranks = "Two ranks" if options.ranks > 1 else "One rank"
     note = f"{ranks} with one thread each; every job's figure is the slower rank's median step."
-    if options.loop == "lightning":
-        beside = "with its DDP strategy" if options.ranks > 1 else "alone"
-        note += f" Lightning's Trainer trains; the row ddp is the Trainer {beside}."
+    if not own:
+        beside = "with its DDP" if options.ranks > 1 else "alone"
+        note += f" {LOOPS[options.loop]} Trainer trains; the row ddp is the Trainer {beside}."
     if options.in_turn:
         note += f" Ours and DDP in turn in one job, {BLOCK} steps each"
         note += f", after {options.settle} steps of ours." if options.settle else "."
@@ -541,7 +582,7 @@ def main() -> int:
     told = "variants of ours: plain, adaptive, bf16, audit, checkpoints"
     parser.add_argument("--variants", type=names, default=["plain"], help=told)
     parser.add_argument("--peers", type=names, default=["ddp", "horovod"], help="ddp, horovod")
-    told = "what trains: a loop of the script's own, or Lightning's Trainer"
+    told = "what trains: a loop of the script's own, or a Trainer"
     parser.add_argument("--loop", choices=LOOPS, default="plain", help=told)
     parser.add_argument("--ranks", type=int, choices=(1, RANKS), default=RANKS)
     told = "jobs of each launcher; 12 at least decide a ratio"

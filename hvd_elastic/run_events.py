@@ -2,8 +2,8 @@
 
 What has happened is built as its type, written and read by :mod:`hvd_elastic.records.events`, and
 told apart by ``match``. Workers report some of it as it is, in place of a message. Written as plain
-fields, it is the public interface for readers; the tests check the events of all their runs with
-:func:`hvd_elastic.records.events.check_event`.
+fields, it is the public interface for readers; the tests compare the events of all their runs with
+these types.
 """
 
 from __future__ import annotations

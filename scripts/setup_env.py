@@ -10,6 +10,7 @@ build of each.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import os
 import shutil
@@ -27,15 +28,15 @@ if str(ROOT) not in sys.path:
 from hvd_elastic.config import home, nearest_existing  # noqa: E402
 from hvd_elastic.errors import BuildError, HvdElasticError  # noqa: E402
 from hvd_elastic.install.prerequisites import (  # noqa: E402
+    BROWSERS,
     BUILD_REQUIREMENTS,
-    DEVELOPER_PREREQUISITES,
-    ENGINE_PREREQUISITES,
     PREREQUISITES,
     RUN_REQUIREMENTS,
     Prerequisite,
     Purpose,
     apt_command,
     check_build_space,
+    find_program,
     has_apt,
     machine_and_libc,
     missing,
@@ -47,6 +48,27 @@ from hvd_elastic.records.process_lock import lock_held  # noqa: E402
 BASE_PACKAGES = ("pip", *BUILD_REQUIREMENTS, *RUN_REQUIREMENTS)
 PATCH = next((ROOT / "hvd_elastic" / "install").glob("horovod-*.patch"))
 APT_LISTS = Path("/var/lib/apt/lists")
+ENGINE_PREREQUISITES = tuple(
+    Prerequisite(name, functools.partial(find_program, name), (package,), Purpose.ENGINES, True)
+    for name, package in (
+        ("slurmctld", "slurmctld"),
+        ("slurmd", "slurmd"),
+        ("srun", "slurm-client"),
+        ("munged", "munge"),
+        ("java", "openjdk-17-jre-headless"),
+    )
+)
+"""What the tests of the engines need; a user's engine brings its own."""
+DEVELOPER_PREREQUISITES = (
+    Prerequisite(
+        "chromium",
+        lambda: find_program(*BROWSERS),
+        ("chromium",),
+        Purpose.BROWSER,
+        optional=True,
+    ),
+)
+"""What tests need, and of users few."""
 
 
 def ensure_system_packages(log: Path, wanted: Sequence[Prerequisite], build: bool) -> None:

@@ -5,7 +5,6 @@ Standard library only, since the set-up runs this before anything is installed.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import platform
@@ -109,31 +108,8 @@ PREREQUISITES: tuple[Prerequisite, ...] = (
     ),
 )
 
-ENGINE_PREREQUISITES: tuple[Prerequisite, ...] = tuple(
-    Prerequisite(name, functools.partial(find_program, name), (package,), Purpose.ENGINES, True)
-    for name, package in (
-        ("slurmctld", "slurmctld"),
-        ("slurmd", "slurmd"),
-        ("srun", "slurm-client"),
-        ("munged", "munge"),
-        ("java", "openjdk-17-jre-headless"),
-    )
-)
-"""What the tests of the engines need; a user's engine brings its own."""
-
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 """Programs that draw pages without a window."""
-
-DEVELOPER_PREREQUISITES: tuple[Prerequisite, ...] = (
-    Prerequisite(
-        "chromium",
-        lambda: find_program(*BROWSERS),
-        ("chromium",),
-        Purpose.BROWSER,
-        optional=True,
-    ),
-)
-"""What tests need, and of users few."""
 
 
 def machine_and_libc() -> str:

@@ -12,35 +12,43 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.errors import RunError
-from hvd_elastic.formatting import clock_words, count
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.formatting import clock_words, count, date_words
 from hvd_elastic.jobs.health import HostHealth
 from hvd_elastic.jobs.hosts import ClusterHosts, Use
 from hvd_elastic.jobs.job import (
     Answer,
     Cancel,
     Down,
+    DrainHost,
     Hold,
     Hosts,
     Job,
     JobKind,
     JobStatus,
+    Look,
+    Pause,
     Release,
     Request,
     Requeue,
     SetPriority,
     StopReason,
     Submit,
+    UndrainHost,
 )
 from hvd_elastic.jobs.keeper import BeginLeader
+from hvd_elastic.jobs.limits import Limits, within_limits
+from hvd_elastic.jobs.notify import Notifier
+from hvd_elastic.jobs.operator_state import Drained, OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.queue import JobQueue, ending_words, eta_moved, jobs_words, over_words
+from hvd_elastic.jobs.rights import numbers_of, of_user, read_for, user_name
 from hvd_elastic.jobs.runs import JobRuns
 from hvd_elastic.jobs.server import RequestServer
 from hvd_elastic.jobs.slot_plan import (
@@ -67,6 +75,8 @@ _DECIDE_S = 10.0
 _CUT_OFF_S = 2.0
 """How long other runs still hear from their hosts when one hears from none of its own [s], unless
 the network of this machine has failed."""
+_ORPHAN_S = 30.0
+"""How long a job without keeper and leader keeps its slots, beside its leader's grace [s]."""
 _TAKEN_DOWN = "the cluster was taken down"
 _MOST_REASONS = 100
 """Waiting jobs up to which the events tell why each of them waits."""
@@ -90,10 +100,13 @@ class Daemon:
         hostfile: the cluster's hostfile; it is read again whenever it is saved.
         ssh_config: ssh configuration of the cluster; None: the user's own.
         policy: decides which job has how many slots.
+        operators: ids of users who may change the jobs of others.
+        notify: shell command that is told of events; empty: none.
 
     Raises:
         HostfileError: the hostfile cannot be used.
         StoreError: the database cannot be used.
+        UsageError: the limits make no sense.
     """
 
     def __init__(
@@ -103,10 +116,19 @@ class Daemon:
         ssh_config: str | None,
         begin_leader: BeginLeader,
         policy: Policy = decide,
+        operators: Collection[int] = (),
+        notify: str = "",
     ) -> None:
+        self._operators = operators
         self._place = place
         self._policy = policy
         self._hosts = ClusterHosts(hostfile, self._warn)
+        self._notifier = Notifier(notify, self._warn)
+        self._told_lost: Mapping[str, str] = {}
+        """Lost hosts of which it was told."""
+        self._operator_state = OperatorState(place.operator_state)
+        self._closed: set[str] = set()
+        """Hosts that are drained."""
         self._store = JobStore.create(place.database)
         self._events = EventLog(place.events)
         self._queue = JobQueue(self._store, self._emit)
@@ -122,6 +144,9 @@ class Daemon:
         self._unknown: set[int] = set()
         """Jobs of which it is not known yet which slots their runs occupy: they keep what they
         hold."""
+        self._limits, self._limits_stamp = Limits.read(place.limits), (0, 0, 0)
+        self._orphans: dict[int, float] = {}
+        """Jobs with neither keeper nor leader, with the time since when [Unix s]."""
         self._is_told = False
         """Whether the last decision, and what was done about it, is recorded."""
         self._losses: dict[int, _Losses] = {}
@@ -153,13 +178,16 @@ class Daemon:
         self._runs.close()
         self._server.close()
         self._health.close()
+        self._notifier.close()
         self._events.close()
         self._store.close()
 
     def _is_over(self) -> bool:
         if self._down is None:
             return False
-        return self._down.leave_jobs or not self._queue.with_status(JobStatus.RUNNING)
+        running = self._queue.with_status(JobStatus.RUNNING)
+        ends = any(self._runs.has_keeper(job.request.user) for job in running)
+        return self._down.leave_jobs or not ends
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -188,10 +216,17 @@ class Daemon:
     def _do_what_is_due(self) -> float:
         """Do what is due; return how long to wait until the next look [s]."""
         self._runs.send_rest()
+        self._read_limits()
+        if self._runs.take_moved():
+            self._queue.changed = True
         if self._hosts.changed():
             self._tell_hosts()
             self._health.forget_others(self._hosts.listed)
             self._queue.changed = True
+        if (closed := self._operator_state.closed(time.time())) != self._closed:
+            self._closed = closed
+            self._queue.changed = True
+        self._notifier.work()
         self._health.retry_lost_hosts(time.monotonic(), self._host_changed)
         now = time.time()
         running = self._queue.with_status(JobStatus.RUNNING)
@@ -200,7 +235,9 @@ class Daemon:
         self._unknown = unknown
         for job in running:
             self._look_at_run(job)
+        self._put_back_orphans(running, now)
         self._suspect_silent_hosts(now)
+        self._tell_lost()
         if self._queue.changed or now >= self._decide_at:
             self._queue.changed = False
             self._decide_at = now + _DECIDE_S
@@ -215,19 +252,28 @@ class Daemon:
         """Follow the run of a job; act on its end."""
         progress = self._runs.progress(job)
         if job.number in self._unknown:
-            progress.poll()  # a part of its events
             return
         led = self._runs.is_led(job)  # before reading, so that its last events are read too
-        occupied = progress.hosts.occupied
+        occupied = self._runs.occupied(job)
         # A slot that is empty now may be better for a job than one that it waits for.
-        self._queue.changed |= progress.poll() | (progress.hosts.occupied != occupied)
+        try:
+            moved = progress.poll()
+        except Exception as error:  # events of a user who means no good must not end the daemon
+            if job.request.user is None:
+                raise
+            self._runs.distrust(job, repr(error))
+            return
+        self._queue.changed |= moved | (self._runs.occupied(job) != occupied)
         self._note_lost(job, progress)
         if progress.trained_at is not None:
             for host in progress.hosts.used:
                 self._health.host_works(host, _python(job))
         self._runs.release(job)
+        job = self._queue.limit_time(job)
         if led:
-            if job.stop is not None:
+            if job.stop is StopReason.TIME_LIMIT:
+                self._runs.stop(job, "it has run as long as it may (submit --time)")
+            elif job.stop is not None:
                 self._runs.stop(job, f"{job.stop.value} asked for by the queue")
             if progress.trained_at is not None:
                 self._losses.pop(job.number, None)
@@ -241,11 +287,28 @@ class Daemon:
         else:
             self._lead_on(job)
 
+    def _put_back_orphans(self, running: list[Job], now: float) -> None:
+        """Put jobs back that have neither keeper nor leader, when nothing of them is left."""
+        for job in running:
+            lost = not self._runs.has_keeper(job.request.user) and self._runs.has_lost_leader(job)
+            since = self._orphans.setdefault(job.number, now) if lost else now
+            if not lost:
+                self._orphans.pop(job.number, None)
+            elif now - since > job.request.spec.get("leader_grace_s", 0.0) + _ORPHAN_S:
+                del self._orphans[job.number]
+                self._wanted.pop(job.number, None)
+                self._queue.put_back(job, "its keeper and its leader are gone")
+                self._runs.release(job, ended=True)
+
     def _note_lost(self, job: Job, progress: RunProgress) -> None:
         """Take out the hosts that a run has lost; where the job may be at fault, after a try."""
+        is_others = job.request.user is not None  # then only what was given to it is tried
         for host, cause in progress.hosts.take_lost().items():
+            if is_others and host not in job.held:
+                continue
             if host in self._hosts.listed and host not in self._health.lost:
                 suspicion = host in progress.hosts.unfit and progress.trained_at is None
+                suspicion |= is_others
                 now = time.monotonic()
                 self._health.host_lost(host, cause, now, _python(job), is_suspicion=suspicion)
                 self._queue.changed = True
@@ -272,6 +335,8 @@ class Daemon:
                 continue
             cause = f"no answer since {clock_words(min(silent.values()))}"
             hosts = silent.keys() & self._hosts.listed.keys() - heard
+            if job.request.user is not None:
+                hosts &= job.held.keys()
             if heard and not progress.is_tried and now >= progress.cut_off_at + _CUT_OFF_S:
                 progress.is_tried = True
                 at = time.monotonic()
@@ -299,6 +364,9 @@ class Daemon:
             ended = self._queue.ended(job, JobStatus.SUCCEEDED, message)
         elif job.stop is StopReason.CANCEL:
             ended = self._queue.ended(job, JobStatus.CANCELLED, job.reason.partition(":")[0])
+        elif job.stop is StopReason.TIME_LIMIT:
+            also = "" if status == "stopped" else f"; it ended with: {message}"
+            ended = self._queue.ended(job, JobStatus.FAILED, job.reason + also)
         elif status == "stopped" and job.stop is StopReason.REQUEUE:
             self._queue.put_back(job, job.reason)
             self._runs.release(job, ended=True)
@@ -356,14 +424,18 @@ class Daemon:
         if self._down is not None:
             self._stop_all()
             return
-        ready = self._queue.ready()
+        ready = self._with_keepers(self._queue.ready())
+        self._runs.dismiss_others({job.request.user for job in self._queue.active.values()})
+        if by := self._operator_state.paused_by:
+            self._queue.tell_waiting(ready, f"waits: {by} has paused the cluster (up --pause)")
+            ready = []
         held_back = self._queue.active.keys() - {job.number for job in ready}
         for job in self._queue.with_status(JobStatus.QUEUED):
             if job.number in held_back:  # slots that it was to have before
                 self._wanted.pop(job.number, None)
         running = self._queue.with_status(JobStatus.RUNNING)
         candidates = [
-            Candidate(job, progress.measured, progress.hosts.occupied, progress.hosts.unheard)
+            Candidate(job, progress.measured, self._runs.occupied(job), progress.hosts.unheard)
             if (progress := self._runs.progress(job) if job.attempts else None)
             else Candidate(job)
             for job in [*(job for job in running if not self._is_bound(job)), *ready]
@@ -374,8 +446,33 @@ class Daemon:
             for name, slots in self._usable_slots().items()
         ]
         usable = [host for host in hosts if host.slots > 0]
-        plan = plan_slots(candidates, usable, now, self._policy)
-        self._adopt(plan, [each.job for each in candidates])
+        allowed, held = within_limits(candidates, [use.job for use in bound], self._limits)
+        plan = plan_slots(allowed, usable, now, self._policy)
+        self._adopt(plan, [each.job for each in candidates if each.job.number not in held])
+        self._hold_to_limits(held)
+
+    def _hold_to_limits(self, held: Mapping[int, str]) -> None:
+        """Have jobs wait whose users may have no more, and say so."""
+        for number in held:
+            self._wanted.pop(number, None)
+        jobs = [self._queue.active[number] for number in held]
+        changed = [job for job in jobs if (job.reason, job.eta) != (held[job.number], None)]
+        self._queue.update(replace(job, reason=held[job.number], eta=None) for job in changed)
+
+    def _read_limits(self) -> None:
+        """Read the limits if their file was saved; those that make no sense change nothing."""
+        try:
+            found = self._place.limits.stat()
+            stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
+        except OSError:
+            stamp = (0, 0, 0)
+        if stamp != self._limits_stamp:
+            self._limits_stamp = stamp
+            self._queue.changed = True
+            try:
+                self._limits = Limits.read(self._place.limits)
+            except UsageError as error:
+                self._warn(f"{error}; the earlier ones stay")
 
     def _adopt(self, plan: Plan, jobs: list[Job]) -> None:
         changed = []
@@ -404,6 +501,20 @@ class Daemon:
         ]
         self._queue.update(stopping)
 
+    def _with_keepers(self, jobs: Sequence[Job]) -> list[Job]:
+        """Return the jobs whose keepers are there; say of the others that they wait for them."""
+        found, waiting = [], []
+        for job in jobs:
+            if self._runs.has_keeper(job.request.user):
+                found.append(job)
+                continue
+            name = user_name(job.request.user)
+            reason = f"waits for the keeper of user {name}, which the next submit by {name} starts"
+            if job.reason != reason or job.eta is not None:
+                waiting.append(replace(job, reason=reason, eta=None))
+        self._queue.update(waiting)
+        return found
+
     def _is_bound(self, job: Job) -> bool:
         """Return whether the slots of a job that runs cannot be changed now."""
         return bool(job.stop) or job.number in self._unknown
@@ -412,15 +523,15 @@ class Daemon:
         """Return what the jobs that run use of the hosts."""
         uses = []
         for job in self._queue.with_status(JobStatus.RUNNING):
-            hosts = self._runs.progress(job).hosts
-            occupied = job.held if job.number in self._unknown else hosts.occupied
-            uses.append(Use(job, occupied, hosts.lost))
+            occupied = job.held if job.number in self._unknown else self._runs.occupied(job)
+            uses.append(Use(job, occupied, self._runs.progress(job).hosts.lost))
         return uses
 
     def _usable_slots(self) -> dict[str, int]:
         """Return the slots of the hosts that no run has lost; silent ones have no free ones."""
         uses = self._uses()
-        found = {h: n for h, n in self._hosts.slots(uses).items() if h not in self._health.lost}
+        slots = self._hosts.slots(uses, self._closed)
+        found = {h: n for h, n in slots.items() if h not in self._health.lost}
         for host in self._silent.keys() & found.keys():
             found[host] = min(found[host], sum(use.taken(host) for use in uses))
         return found
@@ -438,7 +549,7 @@ class Daemon:
         for job in self._queue.with_status(JobStatus.QUEUED):
             if planned := self._wanted.get(job.number):
                 claims[str(job.number)] = Claim(planned, {}, {}, job.request.min_np)
-        granted = grant_slots(claims, self._hosts.slots(uses))
+        granted = grant_slots(claims, self._hosts.slots(uses, self._closed))
         awaited = awaited_slots(claims, granted)
         changed = []
         for name, held in granted.items():
@@ -489,7 +600,20 @@ class Daemon:
 
     # -- requests --------------------------------------------------------------------------
 
-    def _handle(self, request: Request) -> Answer:
+    def _handle(self, request: Request, user: int) -> Answer:
+        """Answer what a user asks for."""
+        if user == os.getuid():
+            return self._act(request)
+        named = self._store.jobs(numbers_of(request))
+        request = of_user(request, user, self._operators, named)
+        if isinstance(request, Look):
+            return Answer("", data=read_for(self._store, request, user))
+        answer = self._act(request)
+        starts = isinstance(request, (Submit, Requeue, Release))
+        answer.needs_keeper = starts and not self._runs.has_keeper(user)
+        return answer
+
+    def _act(self, request: Request) -> Answer:
         queue = self._queue
         match request:
             case Submit(jobs, environment):
@@ -529,6 +653,24 @@ class Daemon:
                 words = f"{jobs_words(changed)}: priority {priority:g}"
                 words += f"; {over_words(over)}" if over else ""
                 return Answer(words, jobs=[job.number for job in changed])
+            case DrainHost(host, reason, by, at):
+                return self._drain(host, Drained(reason, by, at))
+            case UndrainHost(host, by):
+                self._operator_state.undrain(host)
+                self._emit("host_undrained", {"host": host, "by": by})
+                away = "" if host in self._hosts.listed else "; it is not in the hostfile"
+                if (cause := self._health.lost.get(host)) is not None:
+                    away = f"; it is lost ({cause}), and used when it answers"
+                return Answer(f"host {host} is given back to the jobs{away}")
+            case Pause(by):
+                self._operator_state.pause(by)
+                queue.changed = True
+                name = self._place.name
+                return Answer(
+                    f"cluster {name} is paused: jobs that run go on, none is started"
+                    if by
+                    else f"cluster {name} starts jobs again"
+                )
             case Down(leave_jobs):
                 self._down = request
                 queue.changed = True
@@ -542,9 +684,28 @@ class Daemon:
                         told += ", plain commands from their beginning"
                 return Answer(f"the daemon ends{told}", jobs=[job.number for job in running])
             case Hosts():
-                return Answer(
-                    "", data=self._hosts.rows(self._uses(), self._health.lost, self._silent)
+                rows = self._hosts.rows(
+                    self._uses(), self._health.lost, self._silent, self._operator_state.drained
                 )
+                return Answer(self._operator_state.paused_by, data=rows)
+            case Look():
+                raise UsageError("the queue of this user's own daemon is read from its database")
+
+    def _drain(self, host: str, drained: Drained) -> Answer:
+        listed = self._hosts.listed
+        if host not in listed:
+            raise RunError(
+                f"cluster {self._place.name} has no host {host!r}; it has {', '.join(listed)}"
+            )
+        self._operator_state.drain(host, drained)
+        fields = {"reason": drained.reason, "by": drained.by, "at": drained.at}
+        self._emit("host_drained", {"host": host, **fields})
+        when = ""
+        if drained.at > time.time():
+            when = f" from {date_words(drained.at)} on"
+        elif self._closed >= listed.keys() - {host}:
+            when = "; it is the last host, so jobs wait until one is given back"
+        return Answer(f"host {host} is drained{when}: {drained.reason}")
 
     def _refuse_impossible(self, request: Submit) -> None:
         hosts = self._hosts.listed
@@ -570,7 +731,18 @@ class Daemon:
         slots = {host.name: host.slots for host in self._hosts.listed.values()}
         self._emit("cluster_hosts", {"hosts": slots})
 
+    def _tell_lost(self) -> None:
+        """Record which hosts were lost, and which can be used again."""
+        lost = self._health.lost
+        for host in lost.keys() - self._told_lost.keys():
+            self._emit("host_lost", {"host": host, "cause": lost[host]})
+        for host in (self._told_lost.keys() - lost.keys()) & self._hosts.listed.keys():
+            self._emit("host_back", {"host": host})
+        self._told_lost = lost
+
     def _emit(self, kind: str, fields: Mapping[str, Any]) -> None:
+        told = {"t": time.time(), "cluster": self._place.name, "kind": kind, **fields}
+        self._notifier.tell(told)
         try:
             self._events.append(kind, fields)
         except RunError as error:  # the first of several that are lost
@@ -591,5 +763,7 @@ def _drain(descriptor: int) -> None:
 
 
 def _python(job: Job) -> str:
-    """Return the interpreter of the agents of a job's run."""
+    """Return the interpreter of the agents of a job's run; the daemon runs none of other users'."""
+    if job.request.user is not None:
+        return sys.executable
     return str(job.request.spec.get("python") or sys.executable)

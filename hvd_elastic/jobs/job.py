@@ -42,6 +42,7 @@ class StopReason(str, enum.Enum):
 
     CANCEL = "cancel"
     REQUEUE = "requeue"
+    TIME_LIMIT = "time limit"
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,11 @@ class JobRequest:
         epochs, target_examples: length of training as the user states it; None: not stated.
         retries: how often it is run again if it fails.
         array_index: its index in an array of jobs; None: it is not of an array.
+        user: id of the user whose job it is; None: of the daemon's. The daemon sets it.
+        secret: name of the file with its specification and environment, which its user's keeper
+            has; None: the daemon has them.
         hold: who holds it back, so that it is not started; empty: nobody.
+        time_limit_s: how long it may run, all its attempts together [s]; None: no limit.
     """
 
     name: str
@@ -97,7 +102,10 @@ class JobRequest:
     after: tuple[After, ...] = ()
     retries: int = 0
     array_index: int | None = None
+    user: int | None = None
+    secret: str | None = None
     hold: str = ""
+    time_limit_s: float | None = None
 
     @property
     def words(self) -> list[str]:
@@ -117,6 +125,7 @@ class Job:
             present or last attempt started.
         eta: when it is expected to start, or to end if it runs [Unix s]; None: not known.
         attempts: how often its run was started or resumed.
+        ran_s: how long it ran before its present or next attempt [s].
         stop: why its run is being ended; None: it is not.
         held: slots on each host that its run may use.
         environment: number of its environment in the store; None: it was removed.
@@ -138,6 +147,13 @@ class Job:
     stop: StopReason | None = None
     held: Mapping[str, int] = field(default_factory=dict)
     environment: int | None = None
+    ran_s: float = 0.0
+
+    def run_s(self, now: float) -> float:
+        """Return how long it has run, its present attempt included [s]."""
+        if self.status is not JobStatus.RUNNING or self.started_at is None:
+            return self.ran_s
+        return self.ran_s + max(0.0, now - self.started_at)
 
     @property
     def name(self) -> str:
@@ -195,6 +211,31 @@ class SetPriority(msgspec.Struct, tag="priority"):
     priority: float
 
 
+class DrainHost(msgspec.Struct, tag="drain"):
+    """Have jobs leave a host, and keep them off it.
+
+    ``at``: from when on [Unix s].
+    """
+
+    host: str
+    reason: str
+    by: str
+    at: float
+
+
+class UndrainHost(msgspec.Struct, tag="undrain"):
+    """Give a drained host back to the jobs."""
+
+    host: str
+    by: str
+
+
+class Pause(msgspec.Struct, tag="pause"):
+    """Start no job; or start them again, if ``by`` is empty."""
+
+    by: str
+
+
 class Down(msgspec.Struct, tag="down"):
     """End the daemon.
 
@@ -208,7 +249,15 @@ class Hosts(msgspec.Struct, tag="hosts"):
     """Ask for the hosts and who holds their slots."""
 
 
-Request = Submit | Cancel | Requeue | Hold | Release | SetPriority | Down | Hosts
+class Look(msgspec.Struct, tag="look"):
+    """Read the queue: a method of the store with its arguments."""
+
+    what: str
+    values: list[Any] = []
+
+
+_OfJobs = Submit | Cancel | Requeue | Hold | Release | SetPriority
+Request = _OfJobs | DrainHost | UndrainHost | Pause | Down | Hosts | Look
 
 
 class Answer(msgspec.Struct):
@@ -216,6 +265,7 @@ class Answer(msgspec.Struct):
 
     Attributes:
         jobs: numbers of the jobs that were added or changed.
+        needs_keeper: whether the user who asked has to start a keeper for them.
     """
 
     message: str
@@ -223,3 +273,4 @@ class Answer(msgspec.Struct):
     exit_status: int = 1
     jobs: list[int] = []
     data: Any = None
+    needs_keeper: bool = False

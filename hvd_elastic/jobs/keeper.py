@@ -15,18 +15,31 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from hvd_elastic.config import runs_folder
-from hvd_elastic.errors import RunError
+from hvd_elastic.errors import RunError, StrangerError
+from hvd_elastic.jobs.keeper_link import (
+    Follow,
+    Forget,
+    FromKeeper,
+    Grant,
+    Lead,
+    Leave,
+    Link,
+    News,
+    StopRun,
+    ToKeeper,
+    Trouble,
+)
+from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import READ_KINDS
+from hvd_elastic.jobs.secrets import JobSecrets
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.records.json_lines import LineFollower
 from hvd_elastic.records.run_folder import RunFolder, check_run_id
 from hvd_elastic.replaced_files import write_whole
-from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, encode
 
 BeginLeader = Callable[[RunSpec, RunFolder, Mapping[str, str], bool], int]
 """Starts the leader of a run in a process of its own that outlives this one; returns its process
@@ -34,151 +47,13 @@ id. Arguments: specification, run folder, environment, whether the run had a lea
 
 STARTING_S = 5.0
 """How long a leader that an earlier keeper started may take to lock its run folder [s]."""
+_AGAIN_S = 1.0
+"""Time between two tries to reach the daemon [s]."""
 _LOOK_S = 0.2
 """Time between two looks at the runs [s]."""
 _PART_BYTES = 4 << 20
 """About how many bytes of events are sent at once."""
-_MOST_READS = 64
-"""Reads in a row from one connection, while others wait."""
 _LOG_BYTES = 4096
-
-
-# -- what daemon and keeper say to each other ---------------------------------------------------
-
-
-class Follow(msgspec.Struct, tag="follow"):
-    """Report on a run that an earlier keeper has started.
-
-    ``offset`` is what the daemon has read of its events [bytes], ``hosts`` the hostfile of its
-    leader; None: it has no leader.
-    """
-
-    run_id: str
-    attempt: int
-    offset: int
-    hosts: str | None
-
-
-class Lead(msgspec.Struct, tag="lead"):
-    """Start a leader for a run, or one that leads it on.
-
-    ``fields`` are those of its specification, ``origin`` is for run.json: cluster and job.
-    """
-
-    run_id: str
-    attempt: int
-    offset: int
-    hosts: str
-    fields: dict[str, Any]
-    origin: dict[str, Any]
-    environment: dict[str, str]
-
-
-class Grant(msgspec.Struct, tag="grant"):
-    """Give a run other slots: the hostfile that its leader watches."""
-
-    run_id: str
-    hosts: str
-
-
-class StopRun(msgspec.Struct, tag="stop"):
-    """Ask the leader of a run to end it with a last checkpoint."""
-
-    run_id: str
-    reason: str
-
-
-class Forget(msgspec.Struct, tag="forget"):
-    """Report on a run no more: it has ended."""
-
-    run_id: str
-
-
-ToKeeper = Follow | Lead | Grant | StopRun | Forget
-
-
-class News(msgspec.Struct, tag="news"):
-    """What is new of a run.
-
-    Attributes:
-        offset: end of ``lines`` in the file of the events [bytes].
-        lines: new events.
-        is_all: whether there are no more of them now.
-        led: whether a process leads the run, or is about to.
-        is_own: whether this keeper has started the leader of this attempt, and it was not killed.
-        last_line: what a leader that this keeper started has written last; empty while it lives.
-    """
-
-    run_id: str
-    attempt: int
-    offset: int
-    lines: list[str]
-    is_all: bool
-    led: bool
-    is_own: bool
-    last_line: str = ""
-
-
-class Trouble(msgspec.Struct, tag="trouble"):
-    """Something that the keeper cannot do now, and tries again."""
-
-    message: str
-
-
-FromKeeper = News | Trouble
-Message = TypeVar("Message")
-
-
-class Link(Generic[Message]):
-    """An end of the connection of daemon and keeper.
-
-    Args:
-        connection: it; what is sent without blocking waits here until the other end reads.
-        union: types of the messages that come from the other end.
-        sender: who sends them, for error messages.
-    """
-
-    def __init__(self, connection: socket.socket, union: Any, sender: str) -> None:
-        self._connection = connection
-        self._decoder: MessageDecoder[Message] = MessageDecoder(union, sender)
-        self._lines = LineSplitter(sender)
-        self._unsent = bytearray()
-
-    def fileno(self) -> int:
-        """Return the descriptor of the connection."""
-        return self._connection.fileno()
-
-    def send(self, *messages: object) -> None:
-        """Send messages, and what could not be sent before."""
-        for message in messages:
-            self._unsent += encode(message)
-        # What the other end does not take now is sent later; that it is gone, receive() tells.
-        with contextlib.suppress(OSError):
-            while self._unsent:
-                del self._unsent[: self._connection.send(self._unsent)]
-
-    def receive(self) -> list[Message] | None:
-        """Return the messages that are there; None: the other end is gone.
-
-        Raises:
-            ProtocolError: what came is no message.
-        """
-        found: list[Message] = []
-        for _ in range(_MOST_READS):
-            try:
-                data = self._connection.recv(1 << 20, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                break
-            except OSError:  # it was killed with unread messages
-                data = b""
-            if not data:
-                return found or None  # the next call tells that it is gone
-            found += map(self._decoder.decode, self._lines.feed(data))
-        return found
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
 
 
 class _Kind(msgspec.Struct):
@@ -186,9 +61,6 @@ class _Kind(msgspec.Struct):
 
 
 _kind = msgspec.json.Decoder(_Kind)
-
-
-# -- the process ---------------------------------------------------------------------------------
 
 
 @dataclass
@@ -220,18 +92,36 @@ class Keeper:
     """Leads the runs of this user's jobs.
 
     Args:
-        connection: to the daemon.
         begin_leader: starts a leader.
+        secrets: what only this user's processes know of the jobs; None: the daemon tells all.
     """
 
-    def __init__(self, connection: socket.socket, begin_leader: BeginLeader) -> None:
-        self._link: Link[ToKeeper] = Link(connection, ToKeeper, "the daemon")
+    def __init__(self, begin_leader: BeginLeader, secrets: JobSecrets | None = None) -> None:
         self._begin_leader = begin_leader
+        self._secrets = secrets
         self._runs: dict[str, _Run] = {}
         self._trouble = ""
 
-    def serve(self) -> None:
-        """Do what the daemon says, and tell it what is new, until it is gone."""
+    def keep(self, place: ClusterFolder) -> None:
+        """Serve a daemon of another user, and the next one when it is gone, until it says so."""
+        while place.path.is_dir():
+            try:
+                connection = place.connect("keepers.sock", None)
+            except (OSError, StrangerError):  # the daemon is not there
+                time.sleep(_AGAIN_S)
+                continue
+            with connection:
+                if self.serve(connection):
+                    return
+            time.sleep(_AGAIN_S)
+
+    def serve(self, connection: socket.socket) -> bool:
+        """Do what the daemon says, and tell it what is new, until it is gone.
+
+        Returns:
+            Whether it has said that the keeper is to end.
+        """
+        link: Link[ToKeeper] = Link(connection, ToKeeper, "the daemon")
         read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
@@ -239,18 +129,27 @@ class Keeper:
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         while True:
             is_busy = any(map(self._is_watched, self._runs.values()))
-            select.select([self._link.fileno(), read_end], [], [], _LOOK_S if is_busy else None)
+            select.select([link.fileno(), read_end], [], [], _LOOK_S if is_busy else None)
             with contextlib.suppress(BlockingIOError):
                 os.read(read_end, 4096)
-            messages = self._link.receive()
-            if messages is None:
-                return
-            for message in messages:
+            messages = link.receive()
+            for message in messages or ():
+                if isinstance(message, Leave):
+                    if self._secrets is not None:
+                        self._secrets.forget_environments()
+                    return True
                 self._handle(message)
-            self._link.send(*self._news())
+            if messages is None:
+                signal.set_wakeup_fd(-1)
+                os.close(read_end)
+                os.close(write_end)
+                return False
+            link.send(*self._news())
 
-    def _handle(self, message: ToKeeper) -> None:
+    def _handle(self, message: Follow | Lead | Grant | StopRun | Forget) -> None:
         known = self._runs.get(message.run_id)
+        if self._secrets is not None and not self._secrets.allows(message.run_id):
+            return  # the daemon has no say about this user's other runs
         match message:
             case Follow(run_id, attempt, offset, hosts) | Lead(run_id, attempt, offset, hosts):
                 run = self._runs[run_id] = _new_run(run_id, attempt, offset, hosts)
@@ -298,14 +197,18 @@ class Keeper:
 
     def _start(self, run: _Run, lead: Lead) -> None:
         folder = run.folder
-        fields = {**lead.fields, "hostfile": str(folder.hosts)}
+        fields, environment = lead.fields, lead.environment
+        if self._secrets is not None:
+            fields, environment = self._secrets.complete(lead.secret or "", fields, environment)
+        fields = {**fields, "hostfile": str(folder.hosts)}
         spec = RunSpec.from_dict(fields, run.folder.run_id)
         if not folder.path.exists():
-            RunFolder.create(folder.run_id, {**spec.as_dict(), **lead.origin})
+            origin = {"cluster": lead.cluster, "job": lead.job}
+            RunFolder.create(folder.run_id, {**spec.as_dict(), **origin})
         _write_hosts(run)
         resumed = folder.events.exists()
         run.is_own = True
-        run.child = self._begin_leader(spec, folder, lead.environment, resumed)
+        run.child = self._begin_leader(spec, folder, environment, resumed)
 
     def _news_of(self, run: _Run) -> list[FromKeeper]:
         """Return what is new of a run, of many events the first ones."""
@@ -326,6 +229,7 @@ class Keeper:
                 is_all,
                 *state,
                 last_line=_last_line(run.folder) if state == (False, True) else "",
+                pid=run.child or (int(run.folder.leader().get("pid") or 0) if led else 0),
             )
         ]
 

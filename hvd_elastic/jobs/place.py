@@ -3,42 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import grp
 import json
 import os
 import re
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from hvd_elastic.config import home
-from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.errors import RunError, StrangerError, UsageError
 from hvd_elastic.json_text import parse_json
-from hvd_elastic.own_files import private_folder, socket_in
+from hvd_elastic.own_files import private_folder, socket_in, user_words, who_else_writes
+from hvd_elastic.programs.peers import connect_own
 from hvd_elastic.records.process_lock import is_locked, take_lock
 
 CLUSTER_VARIABLE = "HVD_ELASTIC_CLUSTER"
 """Environment variable with the name of the cluster to use."""
+_LOOK_S = 10.0
+"""Longest wait for a daemon of another user to accept a connection [s]."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _UNSUITABLE = re.compile(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+")
 
 
 class ClusterFolder:
-    """The folder of one cluster: ``$HVD_ELASTIC_HOME/clusters/NAME``.
+    """The folder of one cluster: ``$HVD_ELASTIC_HOME/clusters/NAME``, or one that a group shares.
 
     Attributes:
-        path: the folder; only its owner can enter it.
+        path: the folder; only its owner, and the group that shares it, can enter it.
+        shared: whether this user has named a folder that may be another user's.
         hostfiles: folder with the hostfile of each job that holds slots.
+        keeper: folder of this user's keeper of the cluster.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
         self.path = path
+        self.shared = shared or path.is_symlink()
+        self.keeper = home() / "keepers" / path.name
         self.name = path.name
         self.database = path / "queue.sqlite"
         self.events = path / "events.jsonl"
         self.log = path / "daemon.log"
         self.hostfiles = path / "hostfiles"
+        self.limits = path / "limits.toml"
+        self.operator_state = path / "operator.json"
         self._lock = path / "daemon.lock"
 
     @classmethod
@@ -56,6 +67,11 @@ class ClusterFolder:
                 ". _ - and starts with a letter or a digit"
             )
         folder = cls(clusters_folder() / name)
+        if folder.shared:
+            raise UsageError(
+                f"cluster {name} is in a folder that a group shares, {folder.path.resolve()}. Name "
+                "both again: --place FOLDER --group GROUP"
+            )
         try:
             for path in (clusters_folder(), folder.path, folder.hostfiles):
                 private_folder(path)
@@ -65,6 +81,89 @@ class ClusterFolder:
                 "permissions there, or set HVD_ELASTIC_HOME to a folder elsewhere."
             ) from error
         return folder
+
+    @classmethod
+    def create_shared(cls, path: Path, group: str) -> ClusterFolder:
+        """Create the folder of a cluster that a group shares, or return the existing one.
+
+        A link in this user's folder of clusters leads to it.
+
+        Raises:
+            UsageError: there is no such group, this user is not in it, or the name is not valid.
+            StrangerError: the folder, or one above it, is not this user's alone to write.
+            RunError: it cannot be made.
+        """
+        path = path.absolute()
+        if not _NAME.fullmatch(path.name):
+            raise UsageError(f"--place {path}: its last part is the cluster's name, and not valid")
+        try:
+            gid = grp.getgrnam(group).gr_gid
+        except KeyError:
+            raise UsageError(
+                f"--group {group}: this machine has no such group; see: getent group"
+            ) from None
+        if os.geteuid() != 0 and gid not in (os.getegid(), *os.getgroups()):
+            raise UsageError(
+                f"--group {group}: you are not in it, as far as this login goes; see: id -Gn"
+            )
+        folder = cls(path, shared=True)
+        try:
+            if not path.exists():
+                path.mkdir(mode=0o700)
+            if who := who_else_writes(path):
+                raise StrangerError(
+                    f"--place {path}: {who}, so the daemon's files could be replaced by others'. "
+                    "Take that away, or choose a folder that only you can write"
+                )
+            os.chown(path, -1, gid)
+            path.chmod(0o750)
+            private_folder(folder.hostfiles)
+            folder.link()
+        except OSError as error:
+            raise RunError(f"cannot use the folder {path}: {error.strerror}") from error
+        return folder
+
+    def link(self) -> None:
+        """Have this user's later commands find a cluster that was named by its path."""
+        place = clusters_folder() / self.name
+        private_folder(place.parent)
+        if not place.exists():
+            place.unlink(missing_ok=True)  # it leads nowhere
+            place.symlink_to(self.path.absolute())
+
+    @property
+    def group(self) -> int | None:
+        """Id of the group that may use the cluster; None: its user alone."""
+        found = self.path.stat()
+        return found.st_gid if found.st_mode & stat.S_IXGRP else None
+
+    @property
+    def is_others(self) -> bool:
+        """Whether the daemon is that of another user."""
+        with contextlib.suppress(OSError):
+            return self.shared and self.path.stat().st_uid != os.geteuid()
+        return False
+
+    def check_own(self, what: str) -> None:
+        """Check that the daemon is this user's.
+
+        Raises:
+            RunError: it is not, and what is asked for is in files that only its user can read.
+        """
+        if self.is_others:
+            owner = user_words(self.path.stat().st_uid)
+            raise RunError(f"{what} of cluster {self.name} is for the user of its daemon, {owner}")
+
+    def connect(self, name: str, timeout_s: float | None) -> socket.socket:
+        """Return a connection to a socket of the daemon.
+
+        Raises:
+            StrangerError: it is not that of the folder's owner. Nothing was sent to it.
+            OSError: nobody listens there.
+        """
+        with self.socket_address(name) as address:
+            owner = self.path.stat().st_uid if self.shared else None
+            return connect_own(address, timeout_s, owner)
 
     # -- the daemon ------------------------------------------------------------------------
 
@@ -103,13 +202,16 @@ class ClusterFolder:
     def daemon_alive(self) -> bool:
         """Return whether a process is the daemon of this cluster now."""
         try:
+            if self.is_others:
+                self.connect("daemon.sock", _LOOK_S).close()
+                return True
             return is_locked(self._lock)
-        except OSError:  # of another user
+        except (OSError, StrangerError):  # of another user
             return False
 
-    def socket_address(self) -> AbstractContextManager[str]:
-        """Return a context with an address of the daemon's socket, as :func:`socket_in`."""
-        return socket_in(self.path, "daemon.sock")
+    def socket_address(self, name: str = "daemon.sock") -> AbstractContextManager[str]:
+        """Return a context with an address of a socket of the daemon, as :func:`socket_in`."""
+        return socket_in(self.path, name, of_anybody=self.shared)
 
 
 def clusters_folder() -> Path:
@@ -144,6 +246,8 @@ def likely_clusters(name: str | None = None) -> list[ClusterFolder]:
         RunError: there is no cluster of that name; the message names those that there are.
     """
     name = name or os.environ.get(CLUSTER_VARIABLE) or None
+    if name is not None and "/" in name:
+        return [_shared_cluster(Path(name))]
     known = list_clusters()
     if name is None:
         return [cluster for cluster in known if cluster.daemon_alive()] or known
@@ -157,8 +261,19 @@ def likely_clusters(name: str | None = None) -> list[ClusterFolder]:
     return named
 
 
+def _shared_cluster(path: Path) -> ClusterFolder:
+    """Return the cluster of a folder that a user has named, and note it for later commands."""
+    if not path.is_dir():
+        raise RunError(f"--cluster {path}: there is no such folder, or you may not look there")
+    found = ClusterFolder(path.absolute(), shared=True)
+    found.link()
+    return found
+
+
 def open_cluster(name: str | None) -> ClusterFolder:
     """Return the cluster of a name; without one, that of the environment, or the only one.
+
+    A name with a slash is the path of a folder that a group shares.
 
     Raises:
         RunError: there is no such cluster, or there are several; the message names them.

@@ -26,6 +26,8 @@ READ_KINDS = frozenset(
 )
 """Kinds of events from which the progress of a run is read."""
 
+_MOST_SLOTS = 4096
+"""Slots of one host, far above what there is: events may be those of a user who means no good."""
 _WARMING_S = 1.0
 """Training time that a change of slots costs beside its pause [slot seconds]: the new processes
 warm up in their slots meanwhile."""
@@ -277,7 +279,8 @@ class RunHosts:
             case ev.RescaleStarted(hosts=hosts, slots=slots):
                 # Members of a taken-over run have no event of their own in this leader's life.
                 for host, number in zip(hosts, slots, strict=False):
-                    self._processes |= {(host, slot): True for slot in range(number)}
+                    slots_here = range(min(number, _MOST_SLOTS))
+                    self._processes |= {(host, slot): True for slot in slots_here}
             case ev.RescaleFinished():
                 self.silent.clear()
             case ev.WorkerStarted(host=host, local_rank=slot):

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import psutil
 
 from hvd_elastic.errors import HostfileError, RunError
 from hvd_elastic.hosts.hostfile import Host, format_hostfile, parse_hostfile, write_hostfile
 from hvd_elastic.jobs.job import Job, JobKind
-from hvd_elastic.jobs.keeper import (
-    STARTING_S,
-    BeginLeader,
-    Follow,
-    Forget,
-    Grant,
-    Lead,
-    News,
-    StopRun,
-    Trouble,
-)
-from hvd_elastic.jobs.keepers import OwnKeeper
+from hvd_elastic.jobs.keeper import STARTING_S, BeginLeader
+from hvd_elastic.jobs.keeper_link import Follow, Forget, Grant, Lead, News, StopRun, Trouble
+from hvd_elastic.jobs.keepers import Keepers
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
+from hvd_elastic.jobs.secrets import INDEX_VARIABLE
 from hvd_elastic.jobs.server import RequestServer
+from hvd_elastic.own_files import user_words
+from hvd_elastic.programs.processes import read_process
 from hvd_elastic.records.events import decode_event
 from hvd_elastic.records.json_lines import decoded
 
-INDEX_VARIABLE = "HVD_ELASTIC_ARRAY_INDEX"
-"""Environment variable with the index of a job in its array."""
+_MOST_TOLD = 1000
+"""Characters of what a keeper warns of that are told."""
 
 
 @dataclass
@@ -42,14 +39,19 @@ class _Run:
         is_known: whether its progress is known, as far as its events go.
         news: the last of this keeper; None: there are none yet.
         asked_to_stop: last attempt that was asked to end.
+        pid: process id of its leader; 0: not known.
+        given: most slots of each host that this attempt was given; None: not known.
     """
 
+    user: int | None = None
     progress: RunProgress = field(default_factory=RunProgress)
     offset: int = 0
     is_followed: bool = False
     is_known: bool = False
     news: News | None = None
     asked_to_stop: int = 0
+    pid: int = 0
+    given: dict[str, int] | None = None
 
 
 class JobRuns:
@@ -72,52 +74,94 @@ class JobRuns:
     ) -> None:
         self._place = place
         self._ssh_config = ssh_config
-        self._keeper = OwnKeeper(begin_leader, server, self.receive)
+        self._keepers = Keepers(place, begin_leader, server, self.receive, warn)
         self._warn = warn
-        self._began_at = time.monotonic()
+        self._begun = time.monotonic()
+        self._began_at: dict[int | None, float] = {}
+        self._moved = False
         self._runs: dict[str, _Run] = {}
         self._devices = Devices()
 
     def receive(self) -> None:
-        """Take what the keeper has said."""
-        told = self._keeper.receive()
-        if told is None:  # there is another one now
-            self._began_at = time.monotonic()
+        """Take what the keepers have said."""
+        told = self._keepers.receive()
+        for user in self._keepers.take_moved():
+            self._began_at[user] = time.monotonic()
+            self._moved = True
             for run in self._runs.values():
-                run.is_followed, run.news, run.asked_to_stop = False, None, 0
-        for message in told or ():
+                if run.user == user:
+                    run.is_followed, run.news, run.asked_to_stop = False, None, 0
+        for user, message in told:
             if isinstance(message, Trouble):
-                self._warn(message.message)
-            elif message.run_id in self._runs:
-                run = self._runs[message.run_id]
+                whose = "" if user is None else f"the keeper of {user_words(user)}: "
+                self._warn(whose + " ".join(message.message[:_MOST_TOLD].split()))
+                continue
+            run = self._runs.get(message.run_id, _Run())
+            if run.is_followed and run.user == user:
+                run.pid = message.pid
                 lines = [line.encode() for line in message.lines]
                 run.progress.add(decoded(lines, decode_event))
                 run.offset, run.is_known = message.offset, run.is_known or message.is_all
                 message.lines.clear()
                 run.news = message
 
+    def take_moved(self) -> bool:
+        """Return whether keepers have come or gone since the last call."""
+        found, self._moved = self._moved, False
+        return found
+
     def send_rest(self) -> None:
-        """Send what the keeper could not take before."""
-        self._keeper.send()
+        """Send what keepers could not take before."""
+        self._keepers.send_rest()
+
+    def has_keeper(self, user: int | None) -> bool:
+        """Return whether the keeper of a user is there; None is the daemon's user."""
+        return self._keepers.has(user)
+
+    def dismiss_others(self, users: Collection[int | None]) -> None:
+        """End the keepers of all users but the daemon's and these."""
+        for user in [user for user in self._keepers.others if user not in users]:
+            self._keepers.dismiss(user)
+
+    def distrust(self, job: Job, why: str) -> None:
+        """Send the keeper of a job's user away, since what it has said makes no sense."""
+        if (user := job.request.user) is not None and self._keepers.has(user):
+            self._keepers.drop(user, why)
 
     def close(self) -> None:
-        """End the keeper; the leaders go on."""
-        self._keeper.close()
+        """End the keeper of this user; the leaders go on."""
+        self._keepers.close()
 
     def progress(self, job: Job) -> RunProgress:
         """Return what the events of the job's run say; new ones are read by its ``poll``."""
         return self._run(job).progress
 
+    def occupied(self, job: Job) -> Mapping[str, int]:
+        """Return the slots in which processes of a job live; of other users', as far as given."""
+        run = self._run(job)
+        found = run.progress.hosts.occupied
+        if run.user is None or run.given is None:
+            return found
+        return {host: min(n, run.given[host]) for host, n in found.items() if host in run.given}
+
     def is_known(self, job: Job) -> bool:
         """Return whether it is known which slots the run of a job occupies."""
-        return self._run(job).is_known
+        return self._run(job).is_known and self.has_keeper(job.request.user)
+
+    def has_lost_leader(self, job: Job) -> bool:
+        """Return whether a job whose keeper is gone has certainly no leader on this machine."""
+        if pid := self._run(job).pid:
+            found = read_process(pid)
+            return found is None or user_of(pid) != job.request.user
+        return psutil.boot_time() > (job.started_at or 0.0)
 
     def _run(self, job: Job) -> _Run:
-        run = self._runs.setdefault(job.run_id, _Run())
-        if not run.is_followed:
+        user = job.request.user
+        run = self._runs.setdefault(job.run_id, _Run(user))
+        if not run.is_followed and self.has_keeper(user):
             run.is_followed = True
             hosts = format_hostfile(self.written_hosts(job)) if job.held else ""
-            self._keeper.send(Follow(job.run_id, job.attempts, run.offset, hosts or None))
+            self._keepers.send(user, Follow(job.run_id, job.attempts, run.offset, hosts or None))
         return run
 
     def forget(self, job: Job) -> None:
@@ -151,9 +195,9 @@ class JobRuns:
         if ended:
             self._devices.forget(job.run_id)
             self.hostfile(job).unlink(missing_ok=True)
-            self._keeper.send(Forget(job.run_id))
+            self._keepers.send(job.request.user, Forget(job.run_id))
         else:
-            self._devices.release(job.run_id, job.held, self.progress(job).hosts.occupied)
+            self._devices.release(job.run_id, job.held, self.occupied(job))
 
     def start(self, job: Job, hosts: Iterable[Host], environment: Mapping[str, str]) -> None:
         """Start a leader for a job that holds slots, or one that leads its run on.
@@ -168,21 +212,27 @@ class JobRuns:
         request = job.request
         fields = {
             **request.spec,
-            "ssh_config": request.spec.get("ssh_config") or self._ssh_config,
             "min_np": request.min_np,
             "np": None,
             "max_np": None,
             "plain": request.kind is JobKind.PLAIN,
             "policy": "fixed",
         }
+        if request.user is None:
+            fields["ssh_config"] = request.spec.get("ssh_config") or self._ssh_config
+        else:  # all of this is in the file that its keeper has
+            for key in request.spec:
+                del fields[key]
+            environment = {}
         if request.array_index is not None:
             environment = {**environment, INDEX_VARIABLE: str(request.array_index)}
-        run = self._runs.setdefault(job.run_id, _Run())
+        run = self._runs.setdefault(job.run_id, _Run(request.user))
         run.is_followed = run.is_known = True
-        run.news = None
-        origin = {"cluster": self._place.name, "job": job.number}
-        told = (fields, origin, dict(environment))
-        self._keeper.send(Lead(job.run_id, job.attempts, run.offset, text, *told))
+        run.news, run.pid, run.given = None, 0, dict(job.held)
+        origin = (self._place.name, job.number)
+        told = (fields, *origin, dict(environment), request.secret)
+        lead = Lead(job.run_id, job.attempts, run.offset, text, *told)
+        self._keepers.send(request.user, lead)
 
     def is_led(self, job: Job) -> bool:
         """Return whether a process leads the run of a job, or is about to."""
@@ -193,7 +243,8 @@ class JobRuns:
             return False
         # A daemon or a keeper that was killed may just have started it.
         fresh = job.started_at is not None and time.time() - job.started_at < STARTING_S
-        started_before = time.monotonic() - self._began_at < STARTING_S
+        began_at = self._began_at.get(job.request.user, self._begun)
+        started_before = time.monotonic() - began_at < STARTING_S
         return fresh and started_before and not self._has_begun(job)
 
     def failed_to_begin(self, job: Job) -> bool:
@@ -213,7 +264,7 @@ class JobRuns:
         run = self._run(job)
         if run.asked_to_stop != job.attempts:
             run.asked_to_stop = job.attempts
-            self._keeper.send(StopRun(job.run_id, reason))
+            self._keepers.send(job.request.user, StopRun(job.run_id, reason))
 
     def why_not_begun(self, job: Job) -> str:
         """Return the last line that a leader wrote before it ended without an event."""
@@ -232,7 +283,11 @@ class JobRuns:
         Raises:
             RunError: its hostfile cannot be written.
         """
-        self._keeper.send(Grant(job.run_id, self._write_hostfile(job, hosts)))
+        run = self._run(job)
+        if run.given is not None:
+            for host, slots in job.held.items():
+                run.given[host] = max(slots, run.given.get(host, 0))
+        self._keepers.send(job.request.user, Grant(job.run_id, self._write_hostfile(job, hosts)))
 
     def _write_hostfile(self, job: Job, hosts: Iterable[Host]) -> str:
         """Note the slots and GPUs that a job has, for the next daemon; return the hostfile."""
@@ -252,6 +307,13 @@ class JobRuns:
         except OSError as error:
             raise RunError(f"cannot write the hostfile {path}: {error.strerror}") from error
         return format_hostfile(lines)
+
+
+def user_of(pid: int) -> int | None:
+    """Return the user id of a process; None: it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}").stat().st_uid
+    return None
 
 
 class Devices:

@@ -1,4 +1,4 @@
-"""Serves requests over a unix socket that only its user can reach; one JSON message each way."""
+"""Serves requests over a unix socket that its user, or a group, can reach; one message each way."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import selectors
 import socket
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,8 @@ import msgspec
 from hvd_elastic.errors import HvdElasticError, RunError, StrangerError
 from hvd_elastic.jobs.job import Answer, Request
 from hvd_elastic.jobs.place import ClusterFolder
-from hvd_elastic.programs.peers import connect_own, peer_uid
+from hvd_elastic.own_files import user_words
+from hvd_elastic.programs.peers import peer_groups, peer_uid
 
 _LARGEST_BYTES = 256 * 1024 * 1024
 """Largest request; a submission of 10,000 jobs is far smaller."""
@@ -32,6 +34,7 @@ _decoder = msgspec.json.Decoder(Request)
 @dataclass
 class _Client:
     socket: socket.socket
+    user: int
     deadline: float
     received: bytearray = field(default_factory=bytearray)
     answer: bytes | None = None
@@ -43,28 +46,15 @@ class RequestServer:
     """Accepts requests and passes them to ``handle``, all in the thread of the caller.
 
     Args:
-        handle: answers a request; an HvdElasticError is sent as the answer.
+        handle: answers a request of a user, who is given by id; an HvdElasticError is sent as the
+            answer.
     """
 
-    def __init__(self, place: ClusterFolder, handle: Callable[[Request], Answer]) -> None:
+    def __init__(self, place: ClusterFolder, handle: Callable[[Request, int], Answer]) -> None:
         self._handle = handle
+        self._group = place.group
         self._selector = selectors.DefaultSelector()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        with place.socket_address() as address:
-            with contextlib.suppress(FileNotFoundError):
-                Path(address).unlink()  # of a daemon that was killed; the caller holds the lock
-            before = os.umask(0o177)
-            try:
-                self._listener.bind(address)
-            except OSError as error:
-                raise RunError(
-                    f"cannot make the socket of cluster {place.name} in {place.path}: "
-                    f"{error.strerror}"
-                ) from error
-            finally:
-                os.umask(before)
-        self._listener.listen(64)
-        self._listener.setblocking(False)
+        self._listener = listen_in(place, "daemon.sock")
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def watch(self, descriptor: int, read: Callable[[], object]) -> None:
@@ -103,10 +93,10 @@ class RequestServer:
         except OSError:
             return
         user = peer_uid(connection)
-        client = _Client(connection, time.monotonic() + _PATIENCE_S)
+        client = _Client(connection, user, time.monotonic() + _PATIENCE_S)
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, client)
-        if user != os.getuid():
+        if not may_use(connection, self._group):
             text = f"this daemon belongs to another user (id {os.getuid()}); you have id {user}"
             client.refusal = Answer(text, ok=False)
 
@@ -129,15 +119,18 @@ class RequestServer:
         if len(client.received) > _LARGEST_BYTES:
             self._reply(client, Answer("the request is too large", ok=False))
         elif not chunk:
-            self._reply(client, client.refusal or self._answer(bytes(client.received)))
+            self._reply(client, client.refusal or self._answer(client))
 
-    def _answer(self, received: bytes) -> Answer:
+    def _answer(self, client: _Client) -> Answer:
         try:
-            return self._handle(_decoder.decode(received))
+            return self._handle(_decoder.decode(bytes(client.received)), client.user)
         except msgspec.MsgspecError as error:
             return Answer(f"the request is not valid: {error}", ok=False)
         except HvdElasticError as error:
             return Answer(str(error), ok=False, exit_status=error.exit_status)
+        except Exception as error:  # noqa: BLE001  # what one user asks must not end the daemon
+            traceback.print_exc()
+            return Answer(f"the request cannot be handled: {error!r}", ok=False)
 
     def _reply(self, client: _Client, answer: Answer) -> None:
         client.answer = msgspec.json.encode(answer)
@@ -150,17 +143,50 @@ class RequestServer:
         client.socket.close()
 
 
+def listen_in(place: ClusterFolder, name: str) -> socket.socket:
+    """Return a socket in a cluster's folder at which its user, and its group, can connect.
+
+    Raises:
+        RunError: it cannot be made.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    with place.socket_address(name) as address:
+        with contextlib.suppress(FileNotFoundError):
+            Path(address).unlink()  # of a daemon that was killed; the caller holds the lock
+        before = os.umask(0o177)
+        try:
+            listener.bind(address)
+            if place.group is not None:
+                os.chown(address, -1, place.group)
+                Path(address).chmod(0o660)
+        except OSError as error:
+            raise RunError(
+                f"cannot make the socket of cluster {place.name} in {place.path}: {error.strerror}"
+            ) from error
+        finally:
+            os.umask(before)
+    listener.listen(64)
+    listener.setblocking(False)
+    return listener
+
+
+def may_use(connection: socket.socket, group: int | None) -> bool:
+    """Return whether the peer of a connection is this user, or in the group of the cluster."""
+    if peer_uid(connection) == os.getuid():
+        return True
+    return group is not None and group in peer_groups(connection)
+
+
 def _connect(place: ClusterFolder) -> socket.socket:
     """Connect to a daemon, at which others may be waiting to be let in as well."""
     deadline = time.monotonic() + _ANSWER_S
-    with place.socket_address() as address:
-        while True:
-            try:
-                return connect_own(address, _ANSWER_S)
-            except BlockingIOError:  # its backlog is full
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_FULL_S)
+    while True:
+        try:
+            return place.connect("daemon.sock", _ANSWER_S)
+        except BlockingIOError:  # its backlog is full
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_FULL_S)
 
 
 def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
@@ -171,6 +197,9 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
             to them nothing was sent.
     """
     ask = f"Start it with: hvd-elastic up HOSTFILE --name {place.name}"
+    if place.is_others:
+        owner = user_words(place.path.stat().st_uid)
+        ask = f"{owner} starts it with: hvd-elastic up HOSTFILE --place {place.path} --group GROUP"
     try:
         with _connect(place) as connection:
             connection.sendall(msgspec.json.encode(request))
@@ -183,7 +212,7 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
     except (PermissionError, StrangerError) as error:
         raise RunError(
             f"the daemon of cluster {place.name} belongs to another user: {place.path} is "
-            "theirs alone. Submit from that account, or start a cluster of your own"
+            "theirs, or their group's too. Submit from that account, or start a cluster of your own"
         ) from error
     except OSError as error:
         raise RunError(

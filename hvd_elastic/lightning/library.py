@@ -35,11 +35,12 @@ _SIGNATURES = {
 """What is called or overridden: methods of classes, and their parameters."""
 
 
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+
+
 def _name() -> str:
     """Return the name of the library that the script has imported, else of one that is there."""
-    names = ["lightning.pytorch", "pytorch_lightning"]
-    names.sort(key=lambda name: name not in sys.modules)
-    for name in names:
+    for name in sorted(_NAMES, key=lambda name: name not in sys.modules):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             return name
     raise ScriptError(
@@ -50,6 +51,11 @@ def _name() -> str:
 
 NAME = _name()
 """Import name of the library."""
+
+
+def other_imported() -> str:
+    """Return the name of the library that the script has imported too; empty: it has not."""
+    return next((name for name in _NAMES if name != NAME and name in sys.modules), "")
 
 
 def part(module: str) -> Any:

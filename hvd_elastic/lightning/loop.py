@@ -107,6 +107,8 @@ class ElasticFitLoop(_FitLoop):
         if not self._started:
             strategy.alone = True  # a worker that joins is alone here
             self.on_run_start()
+            if ctx.worker.link is not None and ctx.worker.progress.step == 0:
+                _do_as_rank_0(trainer)
             strategy.alone, self._started = False, True
             for name, each in _objects(trainer, self._kept).items():
                 raise ScriptError(
@@ -114,8 +116,6 @@ class ElasticFitLoop(_FitLoop):
                     "joins could not take over its state. Make it in on_fit_start()"
                 )
             if ctx.worker.progress.step == 0:
-                if ctx.worker.link is not None and trainer.enable_autolog_hparams:
-                    _log_hyperparams(trainer)  # not done before, without a rank
                 rank_zero_info(strategy.batch_words(self._loader))
         train_by_parts(self, self._loader)
         self.on_run_end()
@@ -219,6 +219,20 @@ def _go_on(logger: Any) -> None:
     if written:
         path.write_bytes(written)
         writer.metrics_keys = written.decode().partition("\n")[0].strip().split(",")
+
+
+def _do_as_rank_0(trainer: Any) -> None:
+    """Do what the library does on rank 0 before it trains, where no process had a rank yet."""
+    if not trainer.is_global_zero:
+        return
+    for callback in trainer.callbacks:
+        names = {base.__name__ for base in type(callback).__mro__}
+        if "SaveConfigCallback" in names:
+            callback.setup(trainer, trainer.lightning_module, "fit")
+        if "ModelSummary" in names:
+            callback.on_fit_start(trainer, trainer.lightning_module)
+    if getattr(trainer, "enable_autolog_hparams", True):  # 2.5.0 has it not
+        _log_hyperparams(trainer)
 
 
 def _objects(trainer: Any, kept: Mapping[str, Any]) -> dict[str, Any]:

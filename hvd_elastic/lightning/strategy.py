@@ -15,7 +15,7 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.communicator.interface import GenerationBrokenError
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.lightning.checks import check_script, refuse_checkpoint
-from hvd_elastic.lightning.library import part
+from hvd_elastic.lightning.library import NAME, other_imported, part
 from hvd_elastic.lightning.loaders import EvaluationLoader, training_loader
 from hvd_elastic.lightning.loop import ElasticEpochLoop, ElasticFitLoop
 from hvd_elastic.lightning.results import EvaluationResults, TrainingResults
@@ -57,7 +57,7 @@ class ElasticStrategy(ParallelStrategy):
         *,
         max_batch_size: int | None = None,
         lr_rule: Any = None,
-        compression: Any = hvd.Compression.none,
+        compression: hvd.Compression = hvd.Compression.none,
     ) -> None:
         hvd.init()
         as_on = require_whole("as_on", as_on, 1, "the number of devices", "ElasticStrategy")
@@ -66,6 +66,11 @@ class ElasticStrategy(ParallelStrategy):
         self._loader_options = {} if max_batch_size is None else {"max_batch_size": max_batch_size}
         self._optimizer_options = {"lr_rule": lr_rule, "compression": compression}
         self._worker = context.current().worker
+        if other := other_imported():
+            self._worker.warn_once(
+                f"{other} is imported too, and ElasticStrategy is for the Trainer of {NAME}. "
+                f"For that of {other}, import it before hvd_elastic.lightning"
+            )
         self.failed: GenerationBrokenError | None = None
         """Failure of another rank after a step was taken, until the batch's hooks have ended."""
         self.slots: dict[str, int] = {}
@@ -209,10 +214,22 @@ class ElasticStrategy(ParallelStrategy):
             )
         if getattr(self.precision_plugin, "scaler", None) is not None:
             self.precision_plugin.scaler = hvd.GradScaler.like(self.precision_plugin.scaler)
+        if several:
+            self._have_averages_clipped()
         loop = trainer.fit_loop
         loop.__class__, loop.epoch_loop.__class__ = ElasticFitLoop, ElasticEpochLoop
         loop.epoch_loop._results = TrainingResults()
         loop.epoch_loop.val_loop._results = EvaluationResults(training=False)
+
+    def _have_averages_clipped(self) -> None:
+        """Have ``clip_gradients()`` of the module clip averages, as with DDP."""
+        clip = self.precision_plugin.clip_gradients
+
+        def clip_averages(optimizer: Any, *args: Any, **options: Any) -> None:
+            optimizer.synchronize()
+            clip(optimizer, *args, **options)
+
+        self.precision_plugin.clip_gradients = clip_averages
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a loader that gives each rank its part."""
@@ -287,6 +304,8 @@ class ElasticStrategy(ParallelStrategy):
             result = closure()
             if module.automatic_optimization:
                 module.trainer.fit_loop.sums.finish_sum()
+            elif self._worker.in_train:
+                optimizer.synchronize()  # for on_before_optimizer_step()
             return result
 
         if getattr(precision, "scaler", None) is not None:

@@ -18,6 +18,8 @@ from hvd_elastic.own_files import user_words
 Address = tuple[Any, ...]
 """Address of a TCP socket, as ``getpeername()`` returns it; the first two entries are used."""
 
+_SO_PEERGROUPS = 59  # <asm-generic/socket.h>; not in the module socket
+_MOST_GROUPS = 256  # getsockopt of Python returns 1024 bytes at most
 # The kernel answers at once; this only prevents a hang.
 _TIMEOUT_S = 1.0
 # <linux/inet_diag.h>, <linux/sock_diag.h>, <linux/netlink.h>
@@ -40,12 +42,31 @@ def peer_uid(connection: socket.socket) -> int:
     return int(uid)
 
 
-def connect_own(address: str, timeout_s: float | None = None) -> socket.socket:
-    """Return a connection to a unix socket of this user.
+def peer_groups(connection: socket.socket) -> set[int]:
+    """Return the ids of the groups of the peer of a unix socket, as reported by the kernel.
+
+    They are those that it had when it connected.
+    """
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
+    _pid, _uid, gid = struct.unpack("3i", credentials)
+    try:
+        found = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MOST_GROUPS * 4)
+    except OSError:  # it has more of them
+        return {gid}
+    return {gid, *struct.unpack(f"{len(found) // 4}I", found)}
+
+
+def connect_own(
+    address: str, timeout_s: float | None = None, owner: int | None = None
+) -> socket.socket:
+    """Return a connection to a unix socket of this user, or of another one who is named.
 
     Args:
         address: path of the socket, or a zero byte and its name in the abstract namespace.
         timeout_s: time limit for connecting, and for whatever follows [s]; None: no limit.
+        owner: id of the user whose socket it is to be; None: this user.
 
     Raises:
         StrangerError: a process of another user listens there. Nothing was sent to it.
@@ -55,11 +76,11 @@ def connect_own(address: str, timeout_s: float | None = None) -> socket.socket:
     try:
         connection.settimeout(timeout_s)
         connection.connect(address)
-        owner = peer_uid(connection)
-        if owner != os.getuid():
+        found = peer_uid(connection)
+        if found != (os.getuid() if owner is None else owner):
             name = address.lstrip("\0")
             raise StrangerError(
-                f"{user_words(owner)} holds the local socket {name}, which is not theirs. Nothing "
+                f"{user_words(found)} holds the local socket {name}, which is not theirs. Nothing "
                 "was sent to it. End their process, or ask an administrator to do so"
             )
     except BaseException:

@@ -1,10 +1,8 @@
-"""Reads, writes and checks the events of a run: each line of ``events.jsonl`` is its type."""
+"""Reads and writes the events of a run: each line of ``events.jsonl`` is its type."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 
@@ -84,39 +82,3 @@ def decode_output(line: bytes) -> Output | None:
         return _OUTPUT.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def check_event(record: Mapping[str, Any]) -> None:
-    """Check one record of ``events.jsonl`` against its type.
-
-    Raises:
-        ValueError: the kind is unknown, or a field is missing, unknown or of another type; names
-            it.
-
-    >>> check_event({"t": 1.0, "mono": 2.0, "kind": "host_drained", "host": "node1"})
-    """
-    event = msgspec.convert(record, Event)
-    unknown = record.keys() - _FIELDS[type(event)]
-    if unknown and not isinstance(event, OpenEvent):
-        raise ValueError(
-            f"event {event.kind} has fields that are not documented: {sorted(unknown)}"
-        )
-    if missing := {"t", "mono"} - record.keys():
-        raise ValueError(f"event {event.kind} has no {sorted(missing)}")
-
-
-def event_schema() -> dict[str, Any]:
-    """Return the JSON schema of a line of ``events.jsonl``."""
-    schema = msgspec.json.schema(Event)
-    for kind in schema["$defs"].values():
-        if "kind" in kind.get("properties", {}):
-            kind["required"] = ["kind", "t", "mono", *kind["required"][1:]]
-            kind["properties"].pop("values", None)  # they are written under their own names
-        if "description" in kind:  # Python 3.13 keeps docstrings without their indentation
-            kind["description"] = inspect.cleandoc(kind["description"])
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "A line of events.jsonl",
-        "anyOf": schema["anyOf"],
-        "$defs": schema["$defs"],
-    }

@@ -213,8 +213,11 @@ class Reductions:
         number = torch.zeros((1,) * (3 + unaveraged), dtype=torch.float32, device=device)
         return self._reduce(0, number)
 
-    def note_alone(self) -> None:
-        """Note the gradients that the backward pass of a single rank has left."""
+    def note_all(self) -> None:
+        """Note the gradients that a backward pass has left whose end begins no reduction.
+
+        So it is at a single rank, and with several optimizers.
+        """
         self._noted = {None: self._note(self._names)}
 
     def _note(self, parameters: Iterable[torch.Tensor]) -> list[_Noted]:

@@ -56,6 +56,8 @@ class StepGradients:
         self._absorbed = -1
         self._computed: set[torch.Tensor] = set()
         """Parameters whose gradients the last pass of a single rank has computed."""
+        self._passing = False
+        """Whether the end of the present backward pass will be noted; with several optimizers."""
         self._check = GradientCheck(self.names)
 
     @property
@@ -81,6 +83,7 @@ class StepGradients:
         self.hook()
 
     def forget_step(self) -> None:
+        self._passing = False
         self.reductions.begin_step()
         self._computed.clear()
         self._absorbed = -1
@@ -241,7 +244,7 @@ class StepGradients:
     def hook(self) -> None:
         """Have each gradient counted that a backward pass computes."""
         several = self._context.worker.averagers.several
-        self.trained.hook(self._refuse_second_pass if several else self._ready)
+        self.trained.hook(self._note_pass if several else self._ready)
 
     def _ready(self, parameter: torch.Tensor) -> None:
         # Called for each gradient: what holds for all of a pass is looked at with the first one.
@@ -270,7 +273,7 @@ class StepGradients:
                 self.reductions.refuse_twice(parameter)
             if not self._computed and self.reductions.looks:
                 engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self.reductions.note_alone)
+                engine.queue_callback(self.reductions.note_all)
             self._computed.add(parameter)
             return False
         if self.reductions.are_done:
@@ -295,6 +298,10 @@ class StepGradients:
         several = self._context.worker.averagers.several
         carried = self.reductions.carrier is not None and not several
         return carried and bool(self._context.step.passes)
+
+    def _pass_ends(self) -> None:
+        self._passing = False
+        self.reductions.note_all()
 
     # -- what may be wrong with them -------------------------------------------------------
 
@@ -326,8 +333,16 @@ class StepGradients:
         names = [name for parameter, name in self.names.items() if parameter in bad]
         return whose_words(names[::-1], len(self.names))
 
-    def _refuse_second_pass(self, parameter: torch.Tensor) -> None:
-        """Raise ScriptError if a backward pass adds to a gradient that is averaged already."""
+    def _note_pass(self, parameter: torch.Tensor) -> None:
+        """Note what a backward pass leaves, with several optimizers, whose steps average it.
+
+        Raises:
+            ScriptError: it adds to a gradient that is averaged already.
+        """
+        if self.reductions.looks and not self._passing:
+            self._passing = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._pass_ends)
         self._left.added(parameter)
         if self.reductions.are_done and parameter in self.names:
             raise ScriptError(

@@ -29,12 +29,24 @@ class ElasticAccelerator(Accelerator):
 
     Attributes:
         loss_factor: factor on the loss of the pass that runs.
-        rows: number of this rank's examples in the batch that is evaluated; 0: the rank has none
-            left, and computes one again for the sake of the collectives; None: no evaluation.
+        rows: number of this rank's examples in a short batch that is evaluated; 0: the rank has
+            none left, and computes one again for the sake of the collectives; None: as many as
+            there are.
     """
 
     loss_factor: float = 1.0
     rows: int | None = None
+
+    @property
+    def is_main_process(self) -> bool:
+        """Return whether this is rank 0; before there are ranks, each process works for itself.
+
+        So each writes the files that it reads then, such as those of TRL's reference model.
+        """
+        worker = context.current().worker
+        return not worker.has_ranks or worker.rank == 0
+
+    is_local_main_process = is_main_process
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Compute the gradients of a pass, weighted by its part of the rank's share of the step."""
@@ -43,18 +55,20 @@ class ElasticAccelerator(Accelerator):
     def gather(self, tensor: Any) -> Any:
         """Return the rows of all ranks, in rank order; a number counts as a row."""
         if not together():
-            return tensor if self.rows is None else recursively_apply(self._own, tensor)
+            return tensor
         return recursively_apply(
-            lambda each: hvd.allgather(self._own(_row(each)), _NAME),
+            lambda each: hvd.allgather(_row(each)[: 0 if self.rows == 0 else None], _NAME),
             tensor,
             error_on_other_type=True,
         )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the rows of all ranks, each example of an evaluation once; also of objects."""
-        tensors = not use_gather_object and _has_tensors_only(input_data)
-        if tensors:
-            return self.gather(input_data)
+        if not use_gather_object and _has_tensors_only(input_data):
+            cut = recursively_apply(
+                lambda each: each[: self.rows] if each.dim() else each, input_data
+            )
+            return self.gather(cut)
         if not together():
             return input_data
         own = [] if self.rows == 0 else [input_data]
@@ -62,16 +76,14 @@ class ElasticAccelerator(Accelerator):
         return [row for each in found for row in each] if isinstance(input_data, list) else found
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the sum, mean or maximum of the ranks."""
-        if reduction not in ("sum", "mean", "max", "none"):
-            raise ScriptError(f"reduce(reduction={reduction!r}): use sum, mean, max or none")
+        """Return the sum or the mean of the ranks."""
+        if reduction not in ("sum", "mean", "none"):
+            raise ScriptError(f"reduce(reduction={reduction!r}): use sum, mean or none")
         if not together() or reduction == "none":
             return tensor
 
         def reduced(own: torch.Tensor) -> torch.Tensor:
             every = hvd.allgather(own[None][: self.rows], _NAME)
-            if reduction == "max":
-                return every.amax(0)
             total = every.sum(0, dtype=every.dtype)
             return total / len(every) if reduction == "mean" else total
 
@@ -99,10 +111,6 @@ class ElasticAccelerator(Accelerator):
     def wait_for_everyone(self) -> None:
         """Wait for the other ranks, between two steps."""
         self.gather(torch.zeros(1))
-
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows without those that fill a batch up."""
-        return tensor if self.rows is None or not tensor.dim() else tensor[: self.rows]
 
 
 def together() -> bool:

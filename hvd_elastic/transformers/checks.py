@@ -8,13 +8,24 @@ from typing import Any, NoReturn
 import transformers
 from transformers import TrainingArguments
 
-import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.worker import context
 
-_GENERATE = ("GRPO", "RLOO", "PPO", "Online", "Distillation", "GKD", "Nash", "XPO")
-"""Beginnings of the names of TRL's trainers that generate what they train on."""
-_LOOPS = ("_inner_training_loop", "_run_epoch")
+_GENERATE = ("PPO", "Online", "GKD", "Nash", "XPO")
+"""Beginnings of the names of TRL's trainers that generate in a step what they train on."""
+_GENERATING = ("_prepare_inputs", "get_train_dataloader")
+"""Methods that those of TRL override which generate before a step."""
+_LOOP = (
+    "a training loop of its own, and the loop is where hosts join. Override compute_loss or "
+    "training_step instead"
+)
+_OWN = {
+    "_inner_training_loop": _LOOP,
+    "_run_epoch": _LOOP,
+    "get_train_dataloader": "a loader of its own, which says nothing of which rank reads which "
+    "example. Override _get_train_sampler() for another order, or leave it out",
+}
+"""Methods that cannot be overridden, and why."""
 _SHARDED = (
     "it shards the model over the ranks itself, and here each rank has the whole model, so that it "
     "outlives the others. Leave it out; activation checkpointing, bf16 and PEFT's LoRA save memory"
@@ -42,19 +53,18 @@ def check_class(trainer: Any) -> None:
             "the class and not an object of it"
         )
     bases = [each for each in trainer.__mro__ if each.__module__.startswith("trl.")]
-    if any(each.__name__.startswith(_GENERATE) for each in bases):
+    if any(
+        each.__name__.startswith(_GENERATE) or not vars(each).keys().isdisjoint(_GENERATING)
+        for each in bases
+    ):
         raise ScriptError(
             f"elastic({trainer.__name__}): it generates the examples that it trains on, so these "
             "cannot be used exactly once. SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer can"
         )
-    for name in _LOOPS:
+    for name, why in _OWN.items():
         owner = next(each for each in trainer.__mro__ if name in vars(each))
         if not owner.__module__.startswith(("transformers.", "hvd_elastic.")):
-            raise ScriptError(
-                f"elastic({trainer.__name__}): {owner.__name__} has a training loop of its own "
-                f"({name}), and the loop is where hosts join. Override compute_loss or "
-                "training_step instead"
-            )
+            raise ScriptError(f"elastic({trainer.__name__}): {owner.__name__}.{name} is {why}")
 
 
 def check_script(
@@ -72,7 +82,7 @@ def check_script(
     args = next((each for each in every if isinstance(each, TrainingArguments)), None)
     model = options.get("model", given[0] if given else None)
     placed = {str(each) for each in (getattr(model, "hf_device_map", None) or {}).values()}
-    if len(placed) > 1 or placed & {"cpu", "disk"}:
+    if len(placed) > 1 or "disk" in placed:
         raise ScriptError(
             f'the model is on several devices ({", ".join(sorted(placed))}), as device_map="auto" '
             "puts it, and a rank has one. Load it without device_map"
@@ -82,7 +92,8 @@ def check_script(
     for name, why in _REFUSED.items():
         value = getattr(args, name, None)
         if value:
-            raise ScriptError(f"TrainingArguments({name}={value!r}): {why}")
+            shown = repr(value) if isinstance(value, (bool, str)) else "..."
+            raise ScriptError(f"TrainingArguments({name}={shown}): {why}")
     if adapts and args.gradient_accumulation_steps > 1:
         raise ScriptError(
             f"TrainingArguments(gradient_accumulation_steps={args.gradient_accumulation_steps}) "
@@ -91,19 +102,13 @@ def check_script(
         )
 
 
-def check_training(loader: Any) -> None:
-    """Raise ScriptError for what is known when training begins; says what to do."""
+def check_training() -> None:
+    """Raise ScriptError if the script has trained before."""
     if context.current().has_trained:
         raise ScriptError(
             "trainer.train() is called a second time, and a script has one: it is where hosts "
             "join, a failure is undone, and a resumed run goes on. Give the first more epochs, or "
             "start another script, which begins with from_pretrained(...)"
-        )
-    if not isinstance(loader, hvd.DataLoader):
-        raise ScriptError(
-            f"get_train_dataloader() returns a {type(loader).__name__}, which says nothing of "
-            "which rank reads which example. Override _get_train_sampler() for another order; or "
-            "leave it out"
         )
 
 

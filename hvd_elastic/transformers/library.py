@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -15,12 +16,26 @@ from hvd_elastic.frameworks import (
 )
 from hvd_elastic.worker import launch
 
+_OFFLINE = (
+    "If this host has no network, set HF_HUB_OFFLINE=1: what is on its disk is used, and a name of "
+    "which nothing is there fails at once. Or give the path of a folder in place of the name."
+)
+
 
 def check_versions() -> None:
     """Raise ScriptError if a library is missing, or of a release whose Trainer is not known."""
     why = why_no_transformers(version_of("transformers"), version_of("accelerate"))
     if why is not None:
         raise ScriptError(f"{why}; run: {install_command(*TRANSFORMERS_REQUIREMENTS)}")
+    # It tries for half a minute to reach the hub, and says what it does after each try.
+    logging.getLogger("huggingface_hub.utils._http").addFilter(_say_how_to_stay_offline)
+
+
+def _say_how_to_stay_offline(record: logging.LogRecord) -> bool:
+    """Add to the message of a first try what to do where there is no network."""
+    if "[Retry 1/" in (said := record.getMessage()):
+        record.msg, record.args = f"{said} {_OFFLINE}", ()
+    return True
 
 
 def see_own_gpu() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from itertools import chain, islice, pairwise
+from itertools import chain, count, islice, pairwise
 from typing import Any
 
 import torch
@@ -11,10 +12,14 @@ from accelerate.state import GradientState
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 import hvd_elastic.torch as hvd
+from hvd_elastic.data import Stream
 from hvd_elastic.errors import ScriptError
+from hvd_elastic.model.sharding import attribute_of
 from hvd_elastic.transformers.accelerator import ElasticAccelerator, together
 from hvd_elastic.worker import context
 
+_KEPT = ("collate_fn", "num_workers", "pin_memory")
+"""Arguments of a loader that one of an evaluation keeps."""
 Passes = list[tuple[int, Any]]
 """The passes in which a rank computes its share of a step: number of examples, and inputs."""
 
@@ -52,29 +57,41 @@ def training_loader(
         options: further arguments of :class:`hvd_elastic.torch.DataLoader`.
 
     Raises:
-        ScriptError: the data or the sampler cannot be read by index.
+        ScriptError: the sampler gives no indices, or the batch of a stream is to adapt.
     """
-    if isinstance(dataset, IterableDataset):
-        raise ScriptError(
-            f"train_dataset is a {type(dataset).__name__}, a stream: its examples have no index, "
-            "so none could be read exactly once. Use a map-style data set (of the datasets "
-            "library: load_dataset(..., streaming=False)), or one of hvd_elastic.data "
-            "(docs/data.md), which also streams"
-        )
     adapts = options.get("max_batch_size") is not None
+    batch_size = args.train_batch_size * args.gradient_accumulation_steps * as_on
     seed = args.seed if args.data_seed is None else args.data_seed
-    first = sampler()
-    kind = type(first)
+    kind: type | None = None
     order = None
-    if kind not in (RandomSampler, SequentialSampler) or getattr(first, "replacement", False):
-        if not hasattr(first, "__len__") or hasattr(first, "batch_size_per_rank"):
-            raise ScriptError(f"the sampler of the training data is a {kind.__name__}")
-        order = _order_of(sampler, seed)
+    if isinstance(dataset, IterableDataset):
+        if adapts:
+            raise ScriptError(
+                f"train_dataset is a {type(dataset).__name__}, a stream, and max_batch_size is "
+                "given: how many examples it has must be known. Leave max_batch_size out, or use "
+                "a map-style data set (of the datasets library: streaming=False)"
+            )
+        repeated = functools.partial(_repeated, dataset)
+        dataset = Stream(
+            lambda _, __, start: islice(repeated(), start, None), length=args.max_steps * batch_size
+        )
+    else:
+        first = sampler()
+        kind = type(first)
+        if kind not in (RandomSampler, SequentialSampler) or getattr(first, "replacement", False):
+            order = _order_of(sampler, seed)
+            if not hasattr(first, "__len__") or isinstance(next(iter(first), 0), (list, tuple)):
+                raise ScriptError(
+                    f"the sampler of the training data is a {kind.__name__}, and which rank reads "
+                    "which example is decided by the library. Use train_sampling_strategy "
+                    "random, sequential or group_by_length, or have _get_train_sampler() return a "
+                    "sampler of indices"
+                )
     workers = args.dataloader_num_workers
     return hvd.DataLoader(
         dataset,
-        args.train_batch_size * args.gradient_accumulation_steps * as_on,
-        shuffle=order is None and kind is RandomSampler,
+        batch_size,
+        shuffle=order is None and kind is RandomSampler and not attribute_of(dataset, "ordered"),
         seed=seed,
         order=order,
         drop_last=args.dataloader_drop_last,
@@ -85,6 +102,19 @@ def training_loader(
         persistent_workers=args.dataloader_persistent_workers and workers > 0,
         **options,
     )
+
+
+def _repeated(stream: Any) -> Iterator[Any]:
+    """Yield the examples of a stream, which begins again where it ends, as for Trainer."""
+    for epoch in count():
+        if hasattr(stream, "set_epoch"):
+            stream.set_epoch(epoch)
+        is_empty = True
+        for example in stream:
+            is_empty = False
+            yield example
+        if is_empty:
+            return
 
 
 def _order_of(sampler: Callable[[], Any], seed: int) -> Callable[[int], list[int]]:
@@ -139,7 +169,8 @@ class EvaluationLoader:
             while before is not None:
                 following = next(rounds, None)
                 self.end_of_dataloader = following is None
-                accelerator.rows, batch = before
+                rows, batch = before
+                accelerator.rows = None if rows == self.batch_size else rows
                 yield batch
                 before = following
         finally:
@@ -157,17 +188,14 @@ class EvaluationLoader:
         rounds = -(-len(batches) // size)
         own = batches[rank::size]
         lacks = [batches[0][:1]] if len(own) < rounds else []
-        reader = DataLoader(
-            loader.dataset,
-            batch_sampler=own + lacks,
-            collate_fn=loader.collate_fn,
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-        )
+        given = {name: getattr(loader, name) for name in _KEPT}
+        reader = DataLoader(loader.dataset, batch_sampler=own + lacks, **given)
         yield from zip([*map(len, own), *([0] * len(lacks))], reader, strict=True)
 
     def _of_stream(self, rank: int, size: int) -> Iterator[tuple[int, Any]]:
-        batches = iter(self._loader)
+        # Not accelerate's, which reads in the process with rank 0 alone.
+        given = {name: getattr(self._loader, name) for name in _KEPT}
+        batches = iter(DataLoader(self.dataset, self.batch_size, **given))
         for first in batches:
             group = [first, *islice(batches, size - 1)]
             has = rank < len(group)

@@ -107,12 +107,11 @@ class ElasticLoop:
         if more:
             self._call("on_substep_end")
             return False
-        left, total = self._loader.steps_left(), len(self._loader)
+        place.last = self._loader.steps_left() <= 1
         self._step()
         state = trainer.state
         state.global_step += 1
-        state.epoch = place.epochs + (total - left + 1) / total
-        place.last = left <= 1
+        state.epoch = place.epochs + (1 if place.last else self._part_of_epoch())
         ends = place.last and place.epochs + 1 >= state.num_train_epochs
         if ends and trainer.args.max_steps <= 0:
             state.max_steps = state.global_step  # an epoch may be a step shorter than on one rank
@@ -133,6 +132,14 @@ class ElasticLoop:
         place.check = control.should_evaluate or control.should_save
         place.due = place.check or place.last or control.should_training_stop
         return bool(place.due)
+
+    def _part_of_epoch(self) -> float:
+        """Return how much of the epoch is over: as theirs, counted in passes of one rank."""
+        loader, passes = self._loader, self._trainer.args.gradient_accumulation_steps
+        size = 1 if context.current().planner.adapts else loader.batch_size // passes
+        examples = len(loader.dataset)
+        whole = examples // size if loader.drop_last else -(-examples // size)
+        return min(loader.position / size / whole, 1)
 
     def follow(self) -> None:
         """Evaluate, write a checkpoint, and end the epoch."""

@@ -101,7 +101,7 @@ class ElasticMixin:
 
     def set_initial_training_values(self: Any, args: Any, dataloader: Any) -> Any:
         """Count a batch of our loader as a whole update step."""
-        check_training(dataloader)
+        check_training()
         passes, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
         try:
             return super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
@@ -118,16 +118,12 @@ class ElasticMixin:
 
     # -- training --------------------------------------------------------------------------
 
-    def create_optimizer(self: Any, *args: Any, **options: Any) -> Any:
+    def _prepare_for_training(self: Any, *args: Any, **options: Any) -> Any:
         """Have the optimizer average its gradients over the ranks."""
-        super().create_optimizer(*args, **options)  # type: ignore[misc]
+        result = super()._prepare_for_training(*args, **options)  # type: ignore[misc]
         self.inner_optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if not hasattr(self.inner_optimizer, "synchronize"):  # else the script has done it
             hvd.DistributedOptimizer(self.inner_optimizer, self.model, **self._optimizer_options)
-        return self.optimizer
-
-    def _prepare_for_training(self: Any, *args: Any, **options: Any) -> Any:
-        result = super()._prepare_for_training(*args, **options)  # type: ignore[misc]
         if context.current().planner.adapts:
             hvd.follow_progress(self.lr_scheduler)
         # Called again where this worker has a rank.

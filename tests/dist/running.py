@@ -22,10 +22,10 @@ import psutil
 from typing_extensions import Self
 
 from hvd_elastic.records.audit import AuditResult, check_audit
-from hvd_elastic.records.events import check_event
 from hvd_elastic.records.json_lines import Follower, Record, decode_record, read_records
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.virtual import VirtualCluster
+from tests.checked_events import check_event
 from tests.paths import LIMIT_S, LITTLE_WORK, ROOT, WORKER_PYTHONPATH
 
 __all__ = ["CLEAN_S", "RunningJob", "Stage", "WorkerProcess", "processes_with"]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.dist.running import RunningJob
 from tests.paths import ROOT, WORKER_PYTHONPATH
 
 SCRIPTS = ROOT / "tests" / "trainers" / "scripts"
@@ -43,3 +47,20 @@ def differences(found: Any, expected: Any, place: str = "", within: float = 1e-8
         same = found == pytest.approx(expected, abs=within, nan_ok=True)
         return [] if same else [f"{place}: {found}, not {expected}"]
     return [each for pair in pairs for each in differences(*pair, within)]
+
+
+def killed_at(places: Sequence[str], rng: random.Random) -> list[tuple[str, int, int]]:
+    """Place, epoch and rank of each death; the one that saves has the files."""
+    return [
+        (place, number, 0 if place == "saving" else rng.choice((0, 1)))
+        for number, place in enumerate(places)
+    ]
+
+
+def leave_and_join(job: RunningJob, *deaths: int) -> None:
+    """Have one of two ranks leave, and another one join, after each of these numbers of deaths."""
+    for after in deaths:
+        job.wait_for((job.folder / f"killed-{after - 1}").exists, f"{after} deaths", WAIT_S)
+        for size in (2, 1, 2):
+            job.command("scale", job.run_id, str(size))
+            job.wait_for(partial(lambda size: job.size() == size, size), f"size {size}", WAIT_S)

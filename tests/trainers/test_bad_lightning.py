@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,19 @@ class Model(L.LightningModule):
 
     def configure_optimizers(self):
         return self.optimizer(self.parameters(), lr=0.1)
+
+
+class Manual(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
+        optimizer.step()
 
 
 class Stream(utils.data.IterableDataset[Any]):
@@ -143,6 +157,10 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"callbacks": Averaging()},
         r"Averaging\.average, a AveragedModel, is made when training begins",
     ),
+    "clipped": (
+        lambda: {"model": Manual()},
+        r"'net\.weight' was changed .* call optimizer\.synchronize\(\)",
+    ),
     "rest of the epoch": (lambda: {"model": Skipping()}, "has returned -1, to leave out the rest"),
     "adaptive": (
         lambda: {"strategy": {"max_batch_size": 16}, "accumulate_grad_batches": 2},
@@ -177,6 +195,14 @@ def test_devices_and_nodes_are_said_not_to_be_used(caplog: pytest.LogCaptureFixt
     trainer = fit(devices=4, num_nodes=2)
     assert trainer.global_step == 10
     assert "Trainer(devices=4, num_nodes=2) is not used" in caplog.text
+
+
+def test_the_trainer_of_the_other_package_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", L)
+    fit()
+    assert "For that of pytorch_lightning, import it before hvd_elastic.lightning" in caplog.text
 
 
 def test_another_release_is_refused_with_those_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:

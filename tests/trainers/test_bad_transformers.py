@@ -88,8 +88,8 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "jit": (lambda: {"enable_jit_checkpoint": True}, r"enable_jit_checkpoint=True\): a host"),
     "stream": (
-        lambda: {"given": {"train_dataset": Stream()}, "max_steps": 2},
-        "a Stream, a stream: its examples",
+        lambda: {"given": {"train_dataset": Stream(), "max_batch_size": 16}, "max_steps": 2},
+        "a Stream, a stream, and max_batch_size is given",
     ),
     "devices": (
         lambda: {"given": {"model": model(hf_device_map={"a": 0, "b": "cpu"})}},
@@ -103,8 +103,15 @@ BAD: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"given": {"max_batch_size": 16}, "gradient_accumulation_steps": 2},
         "the batch adapts, and the number of passes of a step with it",
     ),
+    "sampler": (
+        lambda: {"train_sampling_strategy": "batch_rebalance"},
+        r"is a BatchRebalanceSampler, .* random, sequential or group_by_length",
+    ),
     "as_on": (lambda: {"given": {"as_on": 0}}, r"Trainer\(as_on=0\): it must be"),
-    "loader": (lambda: {"kind": OwnLoader}, r"returns a DataLoader.*_get_train_sampler\(\)"),
+    "loader": (
+        lambda: {"kind": OwnLoader},
+        r"OwnLoader\.get_train_dataloader is a loader of its own, .*_get_train_sampler\(\)",
+    ),
     "rest of the epoch": (
         lambda: {"given": {"callbacks": [Skipping]}},
         "has set control.should_epoch_stop",
@@ -122,17 +129,29 @@ def test_what_cannot_be_used_is_explained(name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Loop, r"elastic\(Loop\): Loop has a training loop of its own"),
+        (Loop, r"elastic\(Loop\): Loop\._inner_training_loop is a training loop of its own"),
         (dict, r"elastic\(dict\): give a subclass of transformers\.Trainer"),
-        (
-            type("GRPOTrainer", (transformers.Trainer,), {"__module__": "trl.trainer"}),
-            r"elastic\(GRPOTrainer\): it generates the examples",
-        ),
     ],
 )
 def test_classes_that_cannot_be_elastic_are_explained(kind: Any, message: str) -> None:
     with pytest.raises(ScriptError, match=message):
         elastic(kind)
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO", "Distillation"])
+def test_trainers_that_generate_are_explained(name: str) -> None:
+    trl = pytest.importorskip("trl")
+    kind = getattr(trl, f"{name}Trainer")
+    with pytest.raises(ScriptError, match=rf"elastic\({name}Trainer\): it generates the exam"):
+        elastic(kind)
+
+
+def test_an_unreachable_hub_is_explained_at_the_first_try(caplog: pytest.LogCaptureFixture) -> None:
+    http = importlib.import_module("huggingface_hub.utils._http")
+    caplog.set_level("WARNING", http.logger.name)
+    with pytest.raises(Exception, match=r"[Cc]onnect"):
+        http.http_backoff("HEAD", "http://127.0.0.1:9/a", max_retries=2, base_wait_time=0)
+    assert caplog.text.count("set HF_HUB_OFFLINE=1") == 1
 
 
 def test_a_second_training_is_explained() -> None:

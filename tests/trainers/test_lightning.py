@@ -12,7 +12,15 @@ import pytest
 from tests.dist.conftest import StartJob
 from tests.dist.running import Stage
 from tests.paths import COSTLY
-from tests.trainers.outcomes import SCRIPTS, WAIT_S, alone, differences, outcome
+from tests.trainers.outcomes import (
+    SCRIPTS,
+    WAIT_S,
+    alone,
+    differences,
+    killed_at,
+    leave_and_join,
+    outcome,
+)
 
 pytest.importorskip("lightning", reason="Lightning is not installed: make test-trainers")
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
@@ -26,11 +34,7 @@ def test_kill_9_in_each_part_changes_nothing(
     stage: Stage, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     rng = random.Random(seed)
-    places = PLACES[:3] if seed == 0 else rng.choices(PLACES, k=5)
-    kills = [
-        (place, number, 0 if place == "saving" else rng.choice((0, 1)))
-        for number, place in enumerate(places)
-    ]
+    kills = killed_at(PLACES[:3] if seed == 0 else rng.choices(PLACES, k=5), rng)
     monkeypatch.setenv("KILLS", json.dumps(kills))
     a, b, *_ = stage.hosts
     job = start_job({a: 1, b: 1}, "--np", "2", script=[sys.executable, str(SCRIPT), "FOLDER"])
@@ -38,6 +42,27 @@ def test_kill_9_in_each_part_changes_nothing(
     died = sorted(job.folder.glob("killed-*"))
     assert len(died) == len(kills), f"{[path.name for path in died]} of {kills}: {job.story()}"
     assert job.check_audit(finished=True).complete_epochs == 8
+    monkeypatch.delenv("KILLS")
+    assert differences(outcome(job.folder), alone(tmp_path / "alone", SCRIPT)) == []
+
+
+@COSTLY
+@pytest.mark.timeout(1800)
+def test_twenty_changes_at_random_places_change_nothing(
+    stage: Stage, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fourteen ranks die, after each of which another one joins; meanwhile three leave and join."""
+    rng = random.Random(20)
+    kills = killed_at(rng.choices(PLACES, k=14), rng)
+    monkeypatch.setenv("KILLS", json.dumps(kills))
+    monkeypatch.setenv("EPOCHS", "16")
+    a, b, *_ = stage.hosts
+    script = [sys.executable, str(SCRIPT), "FOLDER"]
+    job = start_job({a: 1, b: 1}, "--np", "2", "--min-np", "1", script=script)
+    leave_and_join(job, 3, 7, 11)
+    assert job.wait(3 * WAIT_S) == 0, job.story()
+    assert len([*job.folder.glob("killed-*")]) == len(kills), job.story()
+    assert job.check_audit(finished=True).complete_epochs == 16
     monkeypatch.delenv("KILLS")
     assert differences(outcome(job.folder), alone(tmp_path / "alone", SCRIPT)) == []
 
@@ -96,7 +121,7 @@ def test_kill_9_in_a_gan_changes_nothing(
         "loaders",
         *(
             pytest.param(name, marks=COSTLY)
-            for name in ("accumulate", "as_on", "checkpoints", "loggers", "stopping")
+            for name in ("accumulate", "as_on", "batch_norm", "checkpoints", "loggers", "stopping")
         ),
     ],
 )

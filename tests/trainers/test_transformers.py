@@ -13,7 +13,15 @@ import pytest
 from tests.dist.conftest import StartJob
 from tests.dist.running import Stage
 from tests.paths import COSTLY
-from tests.trainers.outcomes import SCRIPTS, WAIT_S, alone, differences, outcome
+from tests.trainers.outcomes import (
+    SCRIPTS,
+    WAIT_S,
+    alone,
+    differences,
+    killed_at,
+    leave_and_join,
+    outcome,
+)
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test-trainers")
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
@@ -33,10 +41,7 @@ def test_kill_9_in_each_part_changes_nothing(
 ) -> None:
     rng = random.Random(seed)
     places = PLACES[:3] if seed == 0 else rng.choices(PLACES, k=5)
-    kills = [
-        (place, number, 0 if place == "saving" else rng.choice((0, 1)))
-        for number, place in enumerate(places)
-    ]
+    kills = killed_at(places, rng)
     monkeypatch.setenv("KILLS", json.dumps(kills))
     a, b, *_ = stage.hosts
     job = start_job({a: 1, b: 1}, "--np", "2", script=[sys.executable, str(SCRIPT), "FOLDER"])
@@ -44,6 +49,27 @@ def test_kill_9_in_each_part_changes_nothing(
     died = sorted(job.folder.glob("killed-*"))
     assert len(died) == len(kills), f"{[path.name for path in died]} of {kills}: {job.story()}"
     assert job.check_audit(finished=True).complete_epochs == 4
+    monkeypatch.delenv("KILLS")
+    check_ends_as(outcome(job.folder), alone(tmp_path / "alone", SCRIPT))
+
+
+@COSTLY
+@pytest.mark.timeout(1800)
+def test_twenty_changes_at_random_places_change_nothing(
+    stage: Stage, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fourteen ranks die, after each of which another one joins; meanwhile three leave and join."""
+    rng = random.Random(20)
+    kills = killed_at(rng.choices(PLACES, k=14), rng)
+    monkeypatch.setenv("KILLS", json.dumps(kills))
+    monkeypatch.setenv("EPOCHS", "15")
+    a, b, *_ = stage.hosts
+    script = [sys.executable, str(SCRIPT), "FOLDER"]
+    job = start_job({a: 1, b: 1}, "--np", "2", "--min-np", "1", script=script)
+    leave_and_join(job, 3, 7, 11)
+    assert job.wait(3 * WAIT_S) == 0, job.story()
+    assert len([*job.folder.glob("killed-*")]) == len(kills), job.story()
+    assert job.check_audit(finished=True).complete_epochs == 15
     monkeypatch.delenv("KILLS")
     check_ends_as(outcome(job.folder), alone(tmp_path / "alone", SCRIPT))
 
@@ -69,7 +95,10 @@ def test_stopped_after_a_rank_has_left_and_resumed_at_another_size(
     check_ends_as(outcome(job.folder), alone(tmp_path / "alone", SCRIPT))
 
 
-OTHERS = ("classification", "lengths", "batch metrics", "plateau", "checkpointing", "sft")
+OTHERS = (
+    *("classification", "lengths", "batch metrics", "plateau", "checkpointing", "streams", "sft"),
+    "preferences",
+)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +115,7 @@ def test_two_ranks_end_as_one(
     assert differences(outcome(job.folder), expected, within=2e-5) == []
 
 
-def test_alone_it_computes_what_the_plain_trainer_does(tmp_path: Path) -> None:
-    plain = alone(tmp_path / "plain", FEATURES, "in order", PLAIN="1")
-    assert differences(alone(tmp_path / "ours", FEATURES, "in order"), plain, within=2e-5) == []
+@pytest.mark.parametrize("feature", ["in order", pytest.param("rewards", marks=COSTLY)])
+def test_alone_it_computes_what_the_plain_trainer_does(tmp_path: Path, feature: str) -> None:
+    plain = alone(tmp_path / "plain", FEATURES, feature, PLAIN="1")
+    assert differences(alone(tmp_path / "ours", FEATURES, feature), plain, within=2e-5) == []

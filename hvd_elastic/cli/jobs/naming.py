@@ -125,12 +125,12 @@ def source_of(words: str) -> str:
 
 
 def _jobs_named(words: str) -> list[Job]:
-    from hvd_elastic.jobs.store import JobStore  # takes time, and most words are run ids
+    from hvd_elastic.jobs.rights import open_queue  # takes time, and most words are run ids
 
     found = []
     for place in likely_clusters():
         with contextlib.suppress(RunError):  # a queue that cannot be read says so to its own verbs
-            store = JobStore.read_only(place.database)
+            store = open_queue(place)
             with contextlib.closing(store):
                 jobs = store.find(words)
                 found += submitted_last(jobs) if jobs else []

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.jobs.daemon import ClusterOption, warn_of_no_daemon
+from hvd_elastic.cli.jobs.daemon import ClusterOption, start_keeper, warn_of_no_daemon
 from hvd_elastic.cli.jobs.naming import find_numbers, need_one, submitted_last
 from hvd_elastic.cli.options import AsJson, argument, option, parse_duration, parse_number
 from hvd_elastic.cli.output import print_json
@@ -32,6 +32,8 @@ from hvd_elastic.jobs.job import (
     StopReason,
 )
 from hvd_elastic.jobs.place import ClusterFolder, open_cluster
+from hvd_elastic.jobs.rights import open_queue, user_name
+from hvd_elastic.jobs.secrets import JobSecrets
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.records.wording import attempts_words
 
@@ -111,6 +113,8 @@ def queue_lines(jobs: Sequence[Job], now: float, columns: int | None) -> Iterato
         yield _cut(line.rstrip(), columns)
         reason = job.message or _reason(job)
         command = _cut(shlex.join(job.request.words), columns and _COMMAND_COLUMNS)
+        if job.request.user is not None:
+            command = f"{user_name(job.request.user)}: {command}"
         yield _cut(f"{'':5}  {command}" + (f" · {reason}" if reason else ""), columns)
 
 
@@ -153,6 +157,7 @@ def job_fields(job: Job) -> dict[str, Any]:
         "min_np": request.min_np,
         "max_np": request.max_np,
         "deadline": request.deadline,
+        "time_limit_s": request.time_limit_s,
         "after": [f"{each.outcome}:{each.job}" for each in request.after],
         "array_index": request.array_index,
         "attempts": job.attempts,
@@ -164,6 +169,7 @@ def job_fields(job: Job) -> dict[str, Any]:
         "started": job.started_at,
         "ended": job.ended_at,
         "command": request.words,
+        "user": None if request.user is None else user_name(request.user),
         "cwd": request.spec.get("cwd"),
     }
 
@@ -203,6 +209,8 @@ def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
     """
     request = job.request
     rows = [("job", f"{job.number} ({job.run_id}), {_status(job)}")]
+    if request.user is not None:
+        rows.append(("user", user_name(request.user)))
     rows.append(("command", shlex.join(request.words)))
     if job.reason:
         rows.append(("reason", _reason(job)))
@@ -238,6 +246,11 @@ def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
         left_s = request.deadline - now
         left = f"in {duration_words(left_s)}" if left_s > 0 else "over"
         limits += f", deadline {left}"
+    if request.time_limit_s is not None:
+        limits += f", time limit {duration_words(request.time_limit_s)}"
+        if job.status.active:
+            left_s = max(0.0, request.time_limit_s - job.run_s(now))
+            limits += f" ({duration_words(left_s)} left)"
     rows.append(("asked", limits))
     if request.after:
         rows.append(("after", ", ".join(f"{each.outcome}:{each.job}" for each in request.after)))
@@ -319,7 +332,12 @@ def requeue(
     place, store = _open(cluster)
     found = find_numbers(store, place, jobs)
     waits = None if after is None else list(parse_after(after, place))
-    _ask(place, Requeue(found, dict(os.environ), waits), as_json)
+    if place.is_others:
+        secrets = JobSecrets(place)
+        for job in store.jobs(found).values():
+            if (name := job.request.secret) is not None:  # a job of this user
+                secrets.write(name, secrets.read(name)[0], os.environ)
+    _ask(place, Requeue(found, {} if place.is_others else dict(os.environ), waits), as_json)
 
 
 def hold(jobs: JobsArgument, cluster: ClusterOption = None, as_json: AsJson = False) -> None:
@@ -367,6 +385,8 @@ def _ask(place: ClusterFolder, request: Any, as_json: bool) -> None:
     from hvd_elastic.jobs.server import ask_daemon
 
     answer = ask_daemon(place, request)
+    if answer.needs_keeper:
+        start_keeper(place)
     if as_json:
         print(json.dumps({"ok": True, "message": answer.message, "jobs": answer.jobs}))
     else:
@@ -375,7 +395,7 @@ def _ask(place: ClusterFolder, request: Any, as_json: bool) -> None:
 
 def _open(cluster: str | None) -> tuple[ClusterFolder, JobStore]:
     place = open_cluster(cluster)
-    return place, JobStore.read_only(place.database)
+    return place, open_queue(place)
 
 
 def parse_after(texts: Sequence[str], place: ClusterFolder) -> tuple[After, ...]:
@@ -391,7 +411,7 @@ def parse_after(texts: Sequence[str], place: ClusterFolder) -> tuple[After, ...]
             raise UsageError(
                 f"--after {text!r} is not valid: give ok:JOB, any:JOB or fail:JOB, such as ok:12"
             )
-        known = JobStore.read_only(place.database).find(job)
+        known = open_queue(place).find(job)
         if not known:
             raise UsageError(f"--after {text}: there is no job {job!r}; see: hvd-elastic queue")
         found += [After(outcome, each.number) for each in submitted_last(known)]

@@ -59,6 +59,10 @@ class SubmitOptions(RunOptions):
     deadline: Annotated[
         str | None, option("finish within, such as 6h or 90m", "--deadline", metavar="TIME")
     ] = None
+    time: Annotated[
+        str | None,
+        option("end it, after a checkpoint, when it has run for, such as 8h", metavar="TIME"),
+    ] = None
     epochs: Annotated[
         float | None, number_option("epochs that it will train", "--epochs", above=True)
     ] = None
@@ -115,6 +119,7 @@ class SubmitOptions(RunOptions):
             after=parse_after(self.after or [], place),
             retries=self.retries,
             hold=getpass.getuser() if self.hold else "",
+            time_limit_s=None if self.time is None else parse_duration("--time", self.time),
         )
 
     def _most_workers(self) -> int | None:
@@ -182,15 +187,24 @@ def submit(options: SubmitOptions) -> None:
 
       hvd-elastic submit --plain --after ok:resnet -- python evaluate.py
     """
+    from hvd_elastic.cli.jobs.daemon import start_keeper
     from hvd_elastic.jobs.job import Submit
     from hvd_elastic.jobs.place import open_cluster
+    from hvd_elastic.jobs.secrets import JobSecrets
     from hvd_elastic.jobs.server import ask_daemon
 
     options.check()
     place = open_cluster(options.cluster)
     request = options.request(place)
     requests = [request] if options.array is None else _array(request, options.array)
-    answer = ask_daemon(place, Submit(requests, dict(os.environ)))
+    environment = dict(os.environ)
+    if place.is_others:  # whose daemon is not to know it
+        secrets = JobSecrets(place)
+        requests = [secrets.keep(each, environment) for each in requests]
+        environment = {}
+    answer = ask_daemon(place, Submit(requests, environment))
+    if answer.needs_keeper:
+        start_keeper(place)
     if options.as_json:
         print(json.dumps({"jobs": answer.jobs, "run_ids": answer.data, "cluster": place.name}))
         return

@@ -118,7 +118,7 @@ train_loader = utils.data.DataLoader(pictures(300, 1), batch_size=16, shuffle=Tr
 val_loader = utils.data.DataLoader(pictures(131, 2), batch_size=32)
 remembering, averaging = Remembering(), Averaging()
 trainer = L.Trainer(
-    max_epochs=8,
+    max_epochs=int(os.environ.get("EPOCHS", "8")),
     strategy=ElasticStrategy(),
     accelerator="cpu",
     precision="64-true",

@@ -37,6 +37,10 @@ class Ours(Trainer):
         if self.is_in_train:
             may_die_in_epoch(int(self.state.epoch), place, before)
 
+    def create_optimizer(self, *_):
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), self.args.learning_rate)
+        return self.optimizer
+
     def compute_loss(self, model, inputs, **options):
         if model.training and (self.state.global_step % 10 == 3):
             self.may_die("before the step")
@@ -100,7 +104,7 @@ def main() -> None:
             per_device_train_batch_size=8,
             per_device_eval_batch_size=8,
             gradient_accumulation_steps=int(os.environ.get("ACCUMULATE", "2")),
-            num_train_epochs=4,
+            num_train_epochs=int(os.environ.get("EPOCHS", "4")),
             learning_rate=1e-3,
             lr_scheduler_type="cosine",
             warmup_steps=5,

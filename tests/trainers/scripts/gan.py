@@ -50,6 +50,7 @@ class GAN(L.LightningModule):
         self.real_score = MeanMetric()
         self.largest = Largest()
         self.of_epochs: list[float] = []
+        self.norms = 0.0
 
     def training_step(self, batch, batch_idx):
         real, noise = batch
@@ -64,7 +65,9 @@ class GAN(L.LightningModule):
         real_loss = entropy(score, ones)
         fake_loss = entropy(self.discriminator(self.generator(noise).detach()), 0 * ones)
         second.zero_grad()
-        self.manual_backward(real_loss + fake_loss)
+        self.manual_backward(real_loss)
+        self.manual_backward(fake_loss)
+        self.clip_gradients(second, 0.1, "norm")
         second.step()
         self.untoggle_optimizer(second)
         if batch_idx == 2:
@@ -84,6 +87,10 @@ class GAN(L.LightningModule):
         self.largest.update(score.detach())
         self.log("real_score", self.real_score, on_step=False, on_epoch=True)
         self.log_dict({"g_loss": loss, "d_loss": real_loss + fake_loss}, on_epoch=True)
+
+    def on_before_optimizer_step(self, optimizer):
+        (group,) = optimizer.param_groups
+        self.norms += sum(float(each.grad.norm()) for each in group["params"])
 
     def on_train_epoch_end(self):
         self.of_epochs.append(float(self.largest.compute()))
@@ -135,5 +142,6 @@ if trainer.global_rank == 0:
             if not name.endswith("step") and name not in ("g_loss", "d_loss")
         },
         "largest": gan.of_epochs,
+        "norms": gan.norms,
     }
     (FOLDER / "end.json").write_text(json.dumps(found))

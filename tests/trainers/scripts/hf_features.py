@@ -73,9 +73,9 @@ def language_model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=len(WORDS), **size, **DROPOUT, **ends))
 
 
-def classifier() -> BertForSequenceClassification:
+def classifier(labels: int = 3) -> BertForSequenceClassification:
     size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=len(WORDS), intermediate_size=32, num_labels=3, **size)
+    config = BertConfig(vocab_size=len(WORDS), intermediate_size=32, num_labels=labels, **size)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     return BertForSequenceClassification(config)
 
@@ -91,13 +91,13 @@ def classification(**options) -> Trainer:
     tokenizer = make_tokenizer()
     compute = options.pop("compute", accuracy)
     given = {
+        "train_dataset": labelled(94, 1, tokenizer),
         "eval_dataset": labelled(37, 2, tokenizer),
         "compute_metrics": compute,
     } | options.pop("given", {})
     return Trainer(
         model=classifier(),
         args=TrainingArguments(**(ARGUMENTS | options)),
-        train_dataset=labelled(94, 1, tokenizer),
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
         **given,
@@ -122,6 +122,43 @@ def supervised(**options):
         eval_dataset=Dataset.from_dict({"text": texts(37, 2)}),
         processing_class=make_tokenizer(),
         **given,
+    )
+
+
+def preferences(number: int, seed: int) -> Dataset:
+    pairs = {"chosen": texts(number, seed), "rejected": texts(number, seed + 10)}
+    return Dataset.from_dict({"prompt": texts(number, seed + 20), **pairs})
+
+
+def preferring(**options):
+    """TRL's DPOTrainer, with the outputs of the first model computed once."""
+    from trl import DPOConfig, DPOTrainer
+
+    folder, tokenizer = FOLDER / f"model-{os.getpid()}", make_tokenizer()
+    language_model().save_pretrained(folder)
+    arguments = ARGUMENTS | {"max_length": 16, "gradient_checkpointing": False} | options
+    return elastic(DPOTrainer)(
+        model=GPT2LMHeadModel.from_pretrained(folder),
+        args=DPOConfig(**arguments),
+        train_dataset=preferences(96, 1),
+        eval_dataset=preferences(37, 2),
+        processing_class=tokenizer,
+    )
+
+
+def rewarding(**options):
+    """TRL's RewardTrainer."""
+    from trl import RewardConfig, RewardTrainer
+
+    arguments = ARGUMENTS | {"max_length": 16, "gradient_checkpointing": False} | options
+    model = classifier(1)
+    model.config.pad_token_id = 0
+    return elastic(RewardTrainer)(
+        model=model,
+        args=RewardConfig(**arguments),
+        train_dataset=preferences(96, 1).remove_columns("prompt"),
+        eval_dataset=preferences(37, 2).remove_columns("prompt"),
+        processing_class=make_tokenizer(),
     )
 
 
@@ -160,6 +197,17 @@ def make() -> Trainer:
         )
     if FEATURE == "adaptive":
         return classification(given={"max_batch_size": 32}, num_train_epochs=6)
+    if FEATURE == "streams":
+        tokenizer = make_tokenizer()
+        given = {
+            "train_dataset": labelled(50, 1, tokenizer).to_iterable_dataset().shuffle(seed=1),
+            "eval_dataset": labelled(37, 2, tokenizer).to_iterable_dataset(),
+        }
+        return classification(given=given, max_steps=20, eval_strategy="steps", eval_steps=7)
+    if FEATURE == "preferences":
+        return preferring(precompute_ref_log_probs=True)
+    if FEATURE == "rewards":
+        return rewarding(train_sampling_strategy="sequential")
     if FEATURE == "sft":
         return supervised()
     if FEATURE == "in order":
@@ -186,7 +234,11 @@ def main() -> None:
     if trainer.is_world_process_zero():
         times = ("_runtime", "_per_second", "preparation_time", "total_flos")
         history = [
-            {k: v for k, v in each.items() if not k.endswith(times) and k not in OF_PASSES}
+            {
+                k: v
+                for k, v in each.items()
+                if not k.endswith(times) and k not in OF_PASSES and "/" not in k
+            }
             for each in trainer.state.log_history
         ]
         found = {

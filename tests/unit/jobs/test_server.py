@@ -20,7 +20,8 @@ from hvd_elastic.jobs.server import RequestServer, ask_daemon
 from tests import other_user
 
 
-def handle(request: Request) -> Answer:
+def handle(request: Request, user: int) -> Answer:
+    assert user == os.getuid()
     match request:
         case Cancel(jobs, by):
             return Answer(f"{by}: {jobs}", jobs=jobs)

@@ -17,10 +17,11 @@ from hvd_elastic.leader import input_hosts
 from hvd_elastic.leader.input_hosts import InputHosts
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.input import Reading
-from hvd_elastic.records.events import as_record, check_event
+from hvd_elastic.records.events import as_record
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.run_events import Event, InputHostJoined
 from hvd_elastic.wire import messages as msg
+from tests.checked_events import check_event
 from tests.unit.records.made_events import fields_of
 
 CPU1 = Host("cpu1", slots=0, cpus=3, labels=("input",))

@@ -84,6 +84,27 @@ def test_each_averages_its_own_gradients_in_its_own_step(alone: Context, two: Re
     assert two.names.count("hvd_elastic.change") == 1, "flags are exchanged once a body"
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_that_are_clipped_before_they_are_averaged_are_an_error(
+    alone: Context, size: int
+) -> None:
+    alone.worker.communicator = LocalCommunicator() if size == 1 else Recording(other=3.0)
+    generator, discriminator = linear(), linear()
+    first, second = sgd(generator), sgd(discriminator)
+    hand_out(alone)
+    for optimizer, model in ((first, generator), (second, discriminator)):
+        optimizer.zero_grad()
+        discriminator(generator(torch.ones(1, 1))).sum().backward()
+        if optimizer is first:
+            optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if optimizer is first:
+            first.step()
+    assert generator.weight.item() == pytest.approx(0.5)
+    with pytest.raises(ScriptError, match=r"call optimizer\.synchronize\(\) after backward"):
+        second.step()
+
+
 def test_a_body_counts_when_it_ends(alone: Context, two: Recording) -> None:
     models = linear(), linear()
     first, second = map(sgd, models)

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from benchmarks.testbed.replay import Replay
-from hvd_elastic.records.events import check_event
 from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.records.summary import RunSummary, summarize
 from hvd_elastic.run_events import HostSample
 from hvd_elastic.views.allocation import hosts_section
 from hvd_elastic.views.costs import cost_so_far, forecast_words, predict_end, time_section
 from hvd_elastic.views.prometheus import prometheus_text
+from tests.checked_events import check_event
 from tests.unit.records.made_events import summarized
 
 

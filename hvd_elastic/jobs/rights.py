@@ -1,0 +1,240 @@
+"""Who may do and see what, where several users share a cluster."""
+
+from __future__ import annotations
+
+import math
+import os
+import pwd
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, cast
+
+import msgspec
+from msgspec import structs
+
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.jobs.job import (
+    After,
+    Cancel,
+    DrainHost,
+    Hold,
+    Hosts,
+    Job,
+    JobRequest,
+    JobStatus,
+    Look,
+    Pause,
+    Release,
+    Request,
+    Requeue,
+    SetPriority,
+    Submit,
+    UndrainHost,
+)
+from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.jobs.queue import OUTCOMES
+from hvd_elastic.jobs.server import ask_daemon
+from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.records.run_folder import check_run_id
+
+_MOST_SHOWN = 100
+"""Characters of a command's first word that others see."""
+_MOST_PRIORITY = 1000.0
+"""Largest priority that a user may give jobs beside those of others."""
+
+
+def user_name(uid: int | None) -> str:
+    """Return the name of a user; None is the daemon's own."""
+    uid = os.getuid() if uid is None else uid
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def user_id(name: str) -> int:
+    """Return the id of a user.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        raise UsageError(f"this machine has no user {name!r}; see: getent passwd") from None
+
+
+def of_user(
+    request: Request, user: int, operators: Collection[int], jobs: Mapping[int, Job]
+) -> Request:
+    """Return a request as this user may ask for it.
+
+    Args:
+        user: who asks, another one than the daemon's.
+        jobs: the jobs that it names, as far as there are any.
+
+    Raises:
+        RunError: the user may not.
+        UsageError: it asks for what no job can have.
+    """
+    match request:
+        case Submit(wanted, _):
+            return Submit([_job_of(each, user) for each in wanted], {})
+        case Cancel(numbers, _):
+            request = Cancel(numbers, user_name(user))
+        case Hold(numbers, _):
+            request = Hold(numbers, user_name(user))
+        case Requeue(numbers, _, after):
+            _check_after(after or ())
+            request = Requeue(numbers, {}, after)
+        case SetPriority(_, priority):
+            _check_priority(priority)
+        case DrainHost() | UndrainHost() if user in operators:
+            request = structs.replace(request, by=user_name(user))
+        case Pause(by) if user in operators:
+            request = Pause(user_name(user) if by else "")
+        case Hosts() | Look() | Release():
+            pass
+        case _ if user not in operators:
+            raise RunError(
+                f"the daemon is that of user {user_name(None)}, who ends and pauses it and drains "
+                "hosts, as may operators (hvd-elastic up --operators)"
+            )
+    for job in jobs.values():
+        if job.request.user != user and user not in operators:
+            raise RunError(
+                f"job {job.number} ({job.run_id}) is that of user {user_name(job.request.user)}, "
+                "who may change it, as may operators (hvd-elastic up --operators). Nothing was "
+                "changed"
+            )
+    return request
+
+
+def numbers_of(request: Request) -> list[int]:
+    """Return the jobs that a request would change."""
+    return [] if isinstance(request, Submit) else getattr(request, "jobs", [])
+
+
+class _Told(msgspec.Struct):
+    """What a daemon is told of the specification of another user's job, and reads itself."""
+
+    input_hosts: list[str] = []
+    leader_grace_s: Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0)] = 60.0
+
+
+def _job_of(request: JobRequest, user: int) -> JobRequest:
+    check_run_id(request.name)
+    if request.secret is None:
+        raise UsageError("a job of another user than the daemon's is submitted by its own submit")
+    check_run_id(request.secret)
+    _check_priority(request.priority)
+    _check_after(request.after)
+    lengths = (*(request.epochs, request.target_examples, request.deadline, request.time_limit_s),)
+    if any(each is not None and not 0 < each < math.inf for each in lengths):
+        raise UsageError(f"job {request.name}: a length, a deadline or a time limit is not valid")
+    most = request.max_np
+    if request.min_np < 1 or request.retries < 0 or (most is not None and most < request.min_np):
+        raise UsageError(f"job {request.name}: its numbers of slots or retries are not valid")
+    try:
+        told = msgspec.convert(request.spec, _Told)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"job {request.name}: its specification is not valid: {error}") from None
+    command = [word[:_MOST_SHOWN] for word in request.words[:1]]
+    spec = {"command": command, **structs.asdict(told)}
+    hold = user_name(user) if request.hold else ""
+    return replace(request, spec=spec, user=user, hold=hold)
+
+
+def _check_after(after: Iterable[After]) -> None:
+    for each in after:
+        if each.outcome not in OUTCOMES:
+            raise UsageError(f"--after {each.outcome!r} is not known; valid: {', '.join(OUTCOMES)}")
+
+
+def _check_priority(priority: float) -> None:
+    if not 0 < priority <= _MOST_PRIORITY:
+        raise UsageError(
+            f"a priority is above 0 and at most {_MOST_PRIORITY:g} where users share a cluster"
+        )
+
+
+# -- reading the queue ---------------------------------------------------------------------------
+
+_READS = {
+    "with_status": list[Job],
+    "ended": list[Job],
+    "counts": dict[JobStatus, int],
+    "numbers": list[int],
+    "find": list[Job],
+    "jobs": dict[int, Job],
+    "statuses": dict[int, JobStatus],
+}
+"""Methods of the store that others may call over the socket, and what they return."""
+
+
+def read_for(store: JobStore, look: Look, user: int) -> Any:
+    """Return what a user may see of the queue.
+
+    Raises:
+        UsageError: the request is not valid.
+    """
+    if look.what not in _READS:
+        raise UsageError(f"{look.what!r} cannot be read; what can: {', '.join(_READS)}")
+    values = look.values
+    try:
+        if look.what == "with_status":
+            values = [JobStatus(values[0]), *values[1:]]
+        found = getattr(store, look.what)(*values)
+    except (TypeError, ValueError, LookupError) as error:
+        raise UsageError(f"the request is not valid: {error}") from None
+    if isinstance(found, list):
+        found = [_seen(each, user) if isinstance(each, Job) else each for each in found]
+    elif look.what == "jobs":
+        found = {number: _seen(job, user) for number, job in found.items()}
+    return msgspec.to_builtins(found, str_keys=True)
+
+
+def _seen(job: Job, user: int) -> Job:
+    """Return a job as another user sees it: without its output and what only its owner says."""
+    if job.request.user == user:
+        return job
+    spec = {"command": job.request.words[:1]}
+    reason = "is tried again after a failure" if job.reason.startswith("failed") else job.reason
+    message = job.message if job.status is JobStatus.CANCELLED else ""
+    request = replace(job.request, spec=spec, secret=None)
+    return replace(job, request=request, reason=reason, message=message, environment=None)
+
+
+class _OverSocket:
+    """What can be read of a store whose daemon is that of another user."""
+
+    def __init__(self, place: ClusterFolder) -> None:
+        self._place = place
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _READS:
+            raise AttributeError(name)
+
+        def read(*values: Any) -> Any:
+            plain = [
+                [*each] if isinstance(each, Iterable) and not isinstance(each, str) else each
+                for each in values
+            ]
+            data = ask_daemon(self._place, Look(name, plain)).data
+            return msgspec.convert(data, _READS[name], strict=False)
+
+        return read
+
+    def close(self) -> None:
+        """Do nothing: each call has a connection of its own."""
+
+
+def open_queue(place: ClusterFolder) -> JobStore:
+    """Return the queue of a cluster for reading; that of another user's daemon over its socket.
+
+    Raises:
+        StoreError: it cannot be used, or there is none.
+    """
+    if place.is_others:
+        return cast("JobStore", _OverSocket(place))
+    return JobStore.read_only(place.database)

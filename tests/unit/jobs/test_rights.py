@@ -1,0 +1,116 @@
+"""Who may do and see what, where several users share a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from hvd_elastic.errors import HvdElasticError, RunError
+from hvd_elastic.jobs.job import (
+    After,
+    Cancel,
+    Down,
+    DrainHost,
+    Job,
+    JobRequest,
+    JobStatus,
+    Look,
+    Pause,
+    Request,
+    Requeue,
+    SetPriority,
+    Submit,
+    UndrainHost,
+)
+from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.jobs.rights import of_user, read_for
+from hvd_elastic.jobs.secrets import INDEX_VARIABLE, JobSecrets
+from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.records.run_folder import RunFolder
+
+BOB, EVE = 4001, 4002
+ASKED = JobRequest("train", {"command": ["python", "t.py", "--key", "k"], "cwd": "/"}, secret="ab")
+OF_BOB = {7: Job(7, replace(ASKED, user=BOB), "train-7-00ff")}
+
+
+def test_what_a_user_submits_is_theirs_and_without_what_the_daemon_need_not_know() -> None:
+    asked = of_user(Submit([replace(ASKED, user=EVE)], {"TOKEN": "t"}), BOB, (), {})
+    assert isinstance(asked, Submit)
+    (job,) = asked.jobs
+    assert (job.user, job.words, asked.environment) == (BOB, ["python"], {})
+    assert job.spec.keys() == {"command", "input_hosts", "leader_grace_s"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"name": "../../x"}, {"name": ""}, {"secret": None}, {"secret": "../../x"}),
+        *({"min_np": 0}, {"min_np": 3, "max_np": 2}, {"retries": -1}),
+        {"time_limit_s": float("nan")},
+        *({"priority": 0.0}, {"priority": 1e9}, {"epochs": -1.0}, {"deadline": 0.0}),
+        {"after": (After("never", 1),)},
+        {"spec": {"command": ["x"], "leader_grace_s": "long"}},
+        {"spec": {"command": ["x"], "input_hosts": 3}},
+    ],
+)
+def test_what_no_job_can_have_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(HvdElasticError):
+        of_user(Submit([replace(ASKED, **change)], {}), BOB, (), {})
+
+
+@pytest.mark.parametrize("request_", [Cancel([7], "x"), Requeue([7], {}), SetPriority([7], 2.0)])
+def test_a_job_is_changed_by_its_user_and_operators_alone(request_: Request) -> None:
+    with pytest.raises(RunError, match=r"job 7 \(train-7-00ff\) is that of user 4001"):
+        of_user(request_, EVE, (), OF_BOB)
+    for user, operators in ((BOB, ()), (EVE, (EVE,))):
+        of_user(request_, user, operators, OF_BOB)
+
+
+def test_the_cluster_is_changed_by_operators_alone_and_in_their_own_name() -> None:
+    drain = DrainHost("a", "bad DIMM", "ann", 1.0)
+    for request in (Down(leave_jobs=True), drain, UndrainHost("a", "ann"), Pause("ann"), Pause("")):
+        with pytest.raises(RunError, match="the daemon is that of user"):
+            of_user(request, BOB, (EVE,), {})
+        asked: Any = of_user(request, EVE, (EVE,), {})
+        if getattr(request, "by", ""):
+            assert asked == structs.replace(request, by=str(EVE))
+
+
+def test_others_see_of_a_job_what_the_queue_shows(tmp_path: Path) -> None:
+    store = JobStore.create(tmp_path / "queue.sqlite")
+    (job,) = store.add_jobs([replace(ASKED, user=BOB)], {}, 1.0)
+    store.save([replace(job, status=JobStatus.FAILED, message="its last line of output")])
+    (own,) = read_for(store, Look("find", ["train"]), BOB)
+    (others,) = read_for(store, Look("find", ["train"]), EVE)
+    assert (own["message"], own["request"]["secret"]) == ("its last line of output", "ab")
+    assert (others["message"], others["request"]["secret"]) == ("", None)
+    assert others["request"]["spec"] == {"command": ["python"]}
+    for what, values in (("add_jobs", []), ("jobs", [3]), ("find", []), ("with_status", ["odd"])):
+        with pytest.raises(HvdElasticError):
+            read_for(store, Look(what, values), EVE)
+
+
+def test_a_daemon_of_another_user_decides_sizes_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path / "home"))
+    (tmp_path / "queue").mkdir()
+    secrets = JobSecrets(ClusterFolder(tmp_path / "queue", shared=True))
+    told = secrets.keep(replace(ASKED, secret=None), {"TOKEN": "t"})
+    assert told.spec == {"command": ["python"]}
+    fields = {"command": ["evil"], "python": "/evil", "min_np": 2}
+    bad = {"LD_PRELOAD": "/evil.so", INDEX_VARIABLE: "3"}
+    spec, environment = secrets.complete(told.secret or "", fields, bad)
+    assert spec == {**ASKED.spec, "min_np": 2}
+    assert environment == {"TOKEN": "t", INDEX_VARIABLE: "3"}
+    assert secrets.allows("train-1-00ff")
+    RunFolder.create("mine", {"command": ["x"]})
+    RunFolder.create("other-1-00ff", {"cluster": "other", "job": 1})
+    assert not secrets.allows("mine")
+    assert not secrets.allows("other-1-00ff")
+    with pytest.raises(RunError, match="Submit the job again"):
+        secrets.complete("../../mine/run.json", {}, {})
