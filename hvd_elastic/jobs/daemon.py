@@ -18,27 +18,33 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import clock_words, count
+from hvd_elastic.formatting import clock_words, count, date_words
 from hvd_elastic.jobs.health import HostHealth
 from hvd_elastic.jobs.hosts import ClusterHosts, Use
 from hvd_elastic.jobs.job import (
     Answer,
     Cancel,
     Down,
+    DrainHost,
     Hold,
     Hosts,
     Job,
     JobKind,
     JobStatus,
     Look,
+    Pause,
     Release,
     Request,
     Requeue,
     SetPriority,
     StopReason,
     Submit,
+    UndrainHost,
 )
 from hvd_elastic.jobs.keeper import BeginLeader
+from hvd_elastic.jobs.limits import Limits, within_limits
+from hvd_elastic.jobs.notify import Notifier
+from hvd_elastic.jobs.operator_state import Drained, OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.queue import JobQueue, ending_words, eta_moved, jobs_words, over_words
@@ -95,10 +101,12 @@ class Daemon:
         ssh_config: ssh configuration of the cluster; None: the user's own.
         policy: decides which job has how many slots.
         operators: ids of users who may change the jobs of others.
+        notify: shell command that is told of events; empty: none.
 
     Raises:
         HostfileError: the hostfile cannot be used.
         StoreError: the database cannot be used.
+        UsageError: the limits make no sense.
     """
 
     def __init__(
@@ -109,11 +117,18 @@ class Daemon:
         begin_leader: BeginLeader,
         policy: Policy = decide,
         operators: Collection[int] = (),
+        notify: str = "",
     ) -> None:
         self._operators = operators
         self._place = place
         self._policy = policy
         self._hosts = ClusterHosts(hostfile, self._warn)
+        self._notifier = Notifier(notify, self._warn)
+        self._told_lost: Mapping[str, str] = {}
+        """Lost hosts of which it was told."""
+        self._operator_state = OperatorState(place.operator_state)
+        self._closed: set[str] = set()
+        """Hosts that are drained."""
         self._store = JobStore.create(place.database)
         self._events = EventLog(place.events)
         self._queue = JobQueue(self._store, self._emit)
@@ -129,6 +144,7 @@ class Daemon:
         self._unknown: set[int] = set()
         """Jobs of which it is not known yet which slots their runs occupy: they keep what they
         hold."""
+        self._limits, self._limits_stamp = Limits.read(place.limits), (0, 0, 0)
         self._orphans: dict[int, float] = {}
         """Jobs with neither keeper nor leader, with the time since when [Unix s]."""
         self._is_told = False
@@ -162,6 +178,7 @@ class Daemon:
         self._runs.close()
         self._server.close()
         self._health.close()
+        self._notifier.close()
         self._events.close()
         self._store.close()
 
@@ -199,12 +216,17 @@ class Daemon:
     def _do_what_is_due(self) -> float:
         """Do what is due; return how long to wait until the next look [s]."""
         self._runs.send_rest()
+        self._read_limits()
         if self._runs.take_moved():
             self._queue.changed = True
         if self._hosts.changed():
             self._tell_hosts()
             self._health.forget_others(self._hosts.listed)
             self._queue.changed = True
+        if (closed := self._operator_state.closed(time.time())) != self._closed:
+            self._closed = closed
+            self._queue.changed = True
+        self._notifier.work()
         self._health.retry_lost_hosts(time.monotonic(), self._host_changed)
         now = time.time()
         running = self._queue.with_status(JobStatus.RUNNING)
@@ -215,6 +237,7 @@ class Daemon:
             self._look_at_run(job)
         self._put_back_orphans(running, now)
         self._suspect_silent_hosts(now)
+        self._tell_lost()
         if self._queue.changed or now >= self._decide_at:
             self._queue.changed = False
             self._decide_at = now + _DECIDE_S
@@ -246,8 +269,11 @@ class Daemon:
             for host in progress.hosts.used:
                 self._health.host_works(host, _python(job))
         self._runs.release(job)
+        job = self._queue.limit_time(job)
         if led:
-            if job.stop is not None:
+            if job.stop is StopReason.TIME_LIMIT:
+                self._runs.stop(job, "it has run as long as it may (submit --time)")
+            elif job.stop is not None:
                 self._runs.stop(job, f"{job.stop.value} asked for by the queue")
             if progress.trained_at is not None:
                 self._losses.pop(job.number, None)
@@ -338,6 +364,9 @@ class Daemon:
             ended = self._queue.ended(job, JobStatus.SUCCEEDED, message)
         elif job.stop is StopReason.CANCEL:
             ended = self._queue.ended(job, JobStatus.CANCELLED, job.reason.partition(":")[0])
+        elif job.stop is StopReason.TIME_LIMIT:
+            also = "" if status == "stopped" else f"; it ended with: {message}"
+            ended = self._queue.ended(job, JobStatus.FAILED, job.reason + also)
         elif status == "stopped" and job.stop is StopReason.REQUEUE:
             self._queue.put_back(job, job.reason)
             self._runs.release(job, ended=True)
@@ -397,6 +426,9 @@ class Daemon:
             return
         ready = self._with_keepers(self._queue.ready())
         self._runs.dismiss_others({job.request.user for job in self._queue.active.values()})
+        if by := self._operator_state.paused_by:
+            self._queue.tell_waiting(ready, f"waits: {by} has paused the cluster (up --pause)")
+            ready = []
         held_back = self._queue.active.keys() - {job.number for job in ready}
         for job in self._queue.with_status(JobStatus.QUEUED):
             if job.number in held_back:  # slots that it was to have before
@@ -414,8 +446,33 @@ class Daemon:
             for name, slots in self._usable_slots().items()
         ]
         usable = [host for host in hosts if host.slots > 0]
-        plan = plan_slots(candidates, usable, now, self._policy)
-        self._adopt(plan, [each.job for each in candidates])
+        allowed, held = within_limits(candidates, [use.job for use in bound], self._limits)
+        plan = plan_slots(allowed, usable, now, self._policy)
+        self._adopt(plan, [each.job for each in candidates if each.job.number not in held])
+        self._hold_to_limits(held)
+
+    def _hold_to_limits(self, held: Mapping[int, str]) -> None:
+        """Have jobs wait whose users may have no more, and say so."""
+        for number in held:
+            self._wanted.pop(number, None)
+        jobs = [self._queue.active[number] for number in held]
+        changed = [job for job in jobs if (job.reason, job.eta) != (held[job.number], None)]
+        self._queue.update(replace(job, reason=held[job.number], eta=None) for job in changed)
+
+    def _read_limits(self) -> None:
+        """Read the limits if their file was saved; those that make no sense change nothing."""
+        try:
+            found = self._place.limits.stat()
+            stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
+        except OSError:
+            stamp = (0, 0, 0)
+        if stamp != self._limits_stamp:
+            self._limits_stamp = stamp
+            self._queue.changed = True
+            try:
+                self._limits = Limits.read(self._place.limits)
+            except UsageError as error:
+                self._warn(f"{error}; the earlier ones stay")
 
     def _adopt(self, plan: Plan, jobs: list[Job]) -> None:
         changed = []
@@ -473,7 +530,8 @@ class Daemon:
     def _usable_slots(self) -> dict[str, int]:
         """Return the slots of the hosts that no run has lost; silent ones have no free ones."""
         uses = self._uses()
-        found = {h: n for h, n in self._hosts.slots(uses).items() if h not in self._health.lost}
+        slots = self._hosts.slots(uses, self._closed)
+        found = {h: n for h, n in slots.items() if h not in self._health.lost}
         for host in self._silent.keys() & found.keys():
             found[host] = min(found[host], sum(use.taken(host) for use in uses))
         return found
@@ -491,7 +549,7 @@ class Daemon:
         for job in self._queue.with_status(JobStatus.QUEUED):
             if planned := self._wanted.get(job.number):
                 claims[str(job.number)] = Claim(planned, {}, {}, job.request.min_np)
-        granted = grant_slots(claims, self._hosts.slots(uses))
+        granted = grant_slots(claims, self._hosts.slots(uses, self._closed))
         awaited = awaited_slots(claims, granted)
         changed = []
         for name, held in granted.items():
@@ -595,6 +653,24 @@ class Daemon:
                 words = f"{jobs_words(changed)}: priority {priority:g}"
                 words += f"; {over_words(over)}" if over else ""
                 return Answer(words, jobs=[job.number for job in changed])
+            case DrainHost(host, reason, by, at):
+                return self._drain(host, Drained(reason, by, at))
+            case UndrainHost(host, by):
+                self._operator_state.undrain(host)
+                self._emit("host_undrained", {"host": host, "by": by})
+                away = "" if host in self._hosts.listed else "; it is not in the hostfile"
+                if (cause := self._health.lost.get(host)) is not None:
+                    away = f"; it is lost ({cause}), and used when it answers"
+                return Answer(f"host {host} is given back to the jobs{away}")
+            case Pause(by):
+                self._operator_state.pause(by)
+                queue.changed = True
+                name = self._place.name
+                return Answer(
+                    f"cluster {name} is paused: jobs that run go on, none is started"
+                    if by
+                    else f"cluster {name} starts jobs again"
+                )
             case Down(leave_jobs):
                 self._down = request
                 queue.changed = True
@@ -608,11 +684,28 @@ class Daemon:
                         told += ", plain commands from their beginning"
                 return Answer(f"the daemon ends{told}", jobs=[job.number for job in running])
             case Hosts():
-                return Answer(
-                    "", data=self._hosts.rows(self._uses(), self._health.lost, self._silent)
+                rows = self._hosts.rows(
+                    self._uses(), self._health.lost, self._silent, self._operator_state.drained
                 )
+                return Answer(self._operator_state.paused_by, data=rows)
             case Look():
                 raise UsageError("the queue of this user's own daemon is read from its database")
+
+    def _drain(self, host: str, drained: Drained) -> Answer:
+        listed = self._hosts.listed
+        if host not in listed:
+            raise RunError(
+                f"cluster {self._place.name} has no host {host!r}; it has {', '.join(listed)}"
+            )
+        self._operator_state.drain(host, drained)
+        fields = {"reason": drained.reason, "by": drained.by, "at": drained.at}
+        self._emit("host_drained", {"host": host, **fields})
+        when = ""
+        if drained.at > time.time():
+            when = f" from {date_words(drained.at)} on"
+        elif self._closed >= listed.keys() - {host}:
+            when = "; it is the last host, so jobs wait until one is given back"
+        return Answer(f"host {host} is drained{when}: {drained.reason}")
 
     def _refuse_impossible(self, request: Submit) -> None:
         hosts = self._hosts.listed
@@ -638,7 +731,18 @@ class Daemon:
         slots = {host.name: host.slots for host in self._hosts.listed.values()}
         self._emit("cluster_hosts", {"hosts": slots})
 
+    def _tell_lost(self) -> None:
+        """Record which hosts were lost, and which can be used again."""
+        lost = self._health.lost
+        for host in lost.keys() - self._told_lost.keys():
+            self._emit("host_lost", {"host": host, "cause": lost[host]})
+        for host in (self._told_lost.keys() - lost.keys()) & self._hosts.listed.keys():
+            self._emit("host_back", {"host": host})
+        self._told_lost = lost
+
     def _emit(self, kind: str, fields: Mapping[str, Any]) -> None:
+        told = {"t": time.time(), "cluster": self._place.name, "kind": kind, **fields}
+        self._notifier.tell(told)
         try:
             self._events.append(kind, fields)
         except RunError as error:  # the first of several that are lost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.jobs.job import Job, JobKind, JobStatus
+from hvd_elastic.jobs.operator_state import Drained, OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.slot_plan import Slots
@@ -77,19 +79,20 @@ class ClusterHosts:
         """Note hosts that a job may still use, although the hostfile has them no more."""
         self._removed |= {host.name: host for host in hosts}
 
-    def slots(self, uses: Iterable[Use]) -> dict[str, int]:
+    def slots(self, uses: Iterable[Use], closed: Collection[str] = ()) -> dict[str, int]:
         """Return the slots of each host that may be held.
 
         A plain command cannot move, so it keeps its slot until it ends, whatever the hostfile says.
 
         Args:
             uses: what each job that runs uses.
+            closed: hosts that are drained.
         """
         kept: Counter[str] = Counter()
         for use in uses:
             if use.job.request.kind is JobKind.PLAIN:
                 kept.update({h: n for h, n in use.job.held.items() if h not in use.lost})
-        found = {host.name: host.slots for host in self.listed.values()}
+        found = {name: host.slots for name, host in self.listed.items() if name not in closed}
         return {host: max(found.get(host, 0), kept[host]) for host in {**found, **kept}}
 
     def rows(
@@ -97,19 +100,33 @@ class ClusterHosts:
         uses: Iterable[Use],
         lost: Mapping[str, str],
         silent: Mapping[str, str] | None = None,
+        drained: Mapping[str, Drained] | None = None,
     ) -> list[dict[str, Any]]:
         """Return what there is to say of each host that has slots or is used.
 
         Args:
             lost: hosts that cannot be used, with the cause.
             silent: hosts of which it is not known whether they are lost, with the cause.
+            drained: hosts that are drained or will be.
         """
+        drained, now = drained or {}, time.time()
         away = {host: ("silent", cause) for host, cause in (silent or {}).items()}
         away |= {host: ("lost", cause) for host, cause in lost.items()}
         uses = [*uses]
         names = dict.fromkeys(self.listed)
         names |= dict.fromkeys(h for use in uses for h in [*use.job.held, *use.occupied])
-        return [self._row(name, uses, away.get(name)) for name in names]
+        rows = []
+        for name in names:
+            row = self._row(name, uses, away.get(name))
+            if (why := drained.get(name)) is not None:
+                begins = "drained" if why.at <= now else "will be drained"
+                also = f"; {row['cause']}" if row["cause"] else ""
+                row["cause"] = f"{begins}: {why.words(now)}{also}"
+                if why.at <= now:
+                    used = row["jobs"] or row["occupied"]
+                    row |= {"free": 0, "state": "leaving" if used else "drained"}
+            rows.append(row)
+        return rows
 
     def _row(self, name: str, uses: Iterable[Use], away: tuple[str, str] | None) -> dict[str, Any]:
         here = [use for use in uses if use.taken(name)]
@@ -154,5 +171,6 @@ def rows_without_daemon(place: ClusterFolder) -> list[dict[str, Any]]:
         progress.poll()
         uses.append(Use(job, progress.hosts.occupied, progress.hosts.lost))
     store.close()
-    rows = ClusterHosts(Path(hostfile), lambda _: None).rows(uses, {})
+    drained = OperatorState(place.operator_state).drained
+    rows = ClusterHosts(Path(hostfile), lambda _: None).rows(uses, {}, drained=drained)
     return [{**row, "state": "unknown" if row["state"] == "up" else row["state"]} for row in rows]

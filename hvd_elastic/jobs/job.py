@@ -42,6 +42,7 @@ class StopReason(str, enum.Enum):
 
     CANCEL = "cancel"
     REQUEUE = "requeue"
+    TIME_LIMIT = "time limit"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class JobRequest:
         secret: name of the file with its specification and environment, which its user's keeper
             has; None: the daemon has them.
         hold: who holds it back, so that it is not started; empty: nobody.
+        time_limit_s: how long it may run, all its attempts together [s]; None: no limit.
     """
 
     name: str
@@ -103,6 +105,7 @@ class JobRequest:
     user: int | None = None
     secret: str | None = None
     hold: str = ""
+    time_limit_s: float | None = None
 
     @property
     def words(self) -> list[str]:
@@ -122,6 +125,7 @@ class Job:
             present or last attempt started.
         eta: when it is expected to start, or to end if it runs [Unix s]; None: not known.
         attempts: how often its run was started or resumed.
+        ran_s: how long it ran before its present or next attempt [s].
         stop: why its run is being ended; None: it is not.
         held: slots on each host that its run may use.
         environment: number of its environment in the store; None: it was removed.
@@ -143,6 +147,13 @@ class Job:
     stop: StopReason | None = None
     held: Mapping[str, int] = field(default_factory=dict)
     environment: int | None = None
+    ran_s: float = 0.0
+
+    def run_s(self, now: float) -> float:
+        """Return how long it has run, its present attempt included [s]."""
+        if self.status is not JobStatus.RUNNING or self.started_at is None:
+            return self.ran_s
+        return self.ran_s + max(0.0, now - self.started_at)
 
     @property
     def name(self) -> str:
@@ -200,6 +211,31 @@ class SetPriority(msgspec.Struct, tag="priority"):
     priority: float
 
 
+class DrainHost(msgspec.Struct, tag="drain"):
+    """Have jobs leave a host, and keep them off it.
+
+    ``at``: from when on [Unix s].
+    """
+
+    host: str
+    reason: str
+    by: str
+    at: float
+
+
+class UndrainHost(msgspec.Struct, tag="undrain"):
+    """Give a drained host back to the jobs."""
+
+    host: str
+    by: str
+
+
+class Pause(msgspec.Struct, tag="pause"):
+    """Start no job; or start them again, if ``by`` is empty."""
+
+    by: str
+
+
 class Down(msgspec.Struct, tag="down"):
     """End the daemon.
 
@@ -220,7 +256,8 @@ class Look(msgspec.Struct, tag="look"):
     values: list[Any] = []
 
 
-Request = Submit | Cancel | Requeue | Hold | Release | SetPriority | Down | Hosts | Look
+_OfJobs = Submit | Cancel | Requeue | Hold | Release | SetPriority
+Request = _OfJobs | DrainHost | UndrainHost | Pause | Down | Hosts | Look
 
 
 class Answer(msgspec.Struct):

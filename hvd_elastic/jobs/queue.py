@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import count
+from hvd_elastic.formatting import count, duration_words
 from hvd_elastic.jobs.job import After, Job, JobKind, JobRequest, JobStatus, StopReason
 from hvd_elastic.jobs.store import JobStore
 
@@ -17,6 +17,8 @@ Emit = Callable[[str, Mapping[str, Any]], None]
 
 _ETA_MOVED_S = 5.0
 """Change of an expected time that is stored [s]."""
+_LAST_PART = 0.1
+"""Part of a job's time limit before whose end it is told that it is near."""
 OUTCOMES = {"ok": "to succeed", "fail": "to fail", "any": "to end"}
 
 
@@ -34,6 +36,8 @@ class JobQueue:
         self.changed = True
         self._held_back: set[int] = set()
         """Jobs that waited for others when it was last looked."""
+        self._near_limit: set[int] = set()
+        """Jobs of which it was told that their time limit is near."""
 
     def with_status(self, status: JobStatus) -> list[Job]:
         """Return the active jobs of a state, oldest first."""
@@ -68,6 +72,7 @@ class JobQueue:
                     "min_np": request.min_np,
                     "max_np": request.max_np,
                     "deadline": request.deadline,
+                    "time_limit_s": request.time_limit_s,
                 },
             )
         self.changed = True
@@ -120,9 +125,10 @@ class JobQueue:
             job = found.get(number)
             if job is None:
                 raise RunError(f"there is no job {number}; see: hvd-elastic queue --all")
-            if job.stop is StopReason.CANCEL:
+            if job.stop in (StopReason.CANCEL, StopReason.TIME_LIMIT):
+                how = "cancelled" if job.stop is StopReason.CANCEL else "ended at its time limit"
                 raise RunError(
-                    f"job {number} ({job.run_id}) is being cancelled. Queue it again when it has "
+                    f"job {number} ({job.run_id}) is being {how}. Queue it again when it has "
                     f"ended: hvd-elastic wait {number}"
                 )
         if after is not None:
@@ -156,11 +162,12 @@ class JobQueue:
                     failures=0,
                     stop=None,
                     held={},
+                    ran_s=job.ran_s if job.status.active else 0.0,
                 )
             )
         self._save(changed)
         for job in changed:
-            self._emit("job_requeued", {"job": job.number, "reason": "asked to by requeue"})
+            self._emit("job_requeued", {**_named(job), "reason": "asked to by requeue"})
         return changed
 
     def hold(
@@ -302,6 +309,10 @@ class JobQueue:
         known = [end for end in ends if end is not None]
         return max(known) if known and len(known) == len(ends) else None
 
+    def tell_waiting(self, jobs: Iterable[Job], reason: str) -> None:
+        """Tell why jobs wait that wait for nothing of their own."""
+        self.update(replace(job, reason=reason, eta=None) for job in jobs if job.reason != reason)
+
     def rest(self, reason: str) -> None:
         """Tell why jobs wait while no daemon decides about them, until the next ``up``."""
         self.ready()
@@ -317,10 +328,12 @@ class JobQueue:
 
     def started(self, job: Job, held: Mapping[str, int]) -> Job:
         """Record that the run of a job is about to be started or led on; return the job."""
+        now = time.time()
         started = replace(
             job,
             status=JobStatus.RUNNING,
-            started_at=time.time(),
+            started_at=now,
+            ran_s=job.run_s(now),
             held=dict(held),
             attempts=job.attempts + 1,
         )
@@ -336,20 +349,51 @@ class JobQueue:
         self._tell_ended([ended])
         return ended
 
+    def limit_time(self, job: Job) -> Job:
+        """Begin to end a job that has run as long as it may, and tell once that it soon has.
+
+        Returns:
+            The job, which has :attr:`StopReason.TIME_LIMIT` then.
+        """
+        limit_s = job.request.time_limit_s
+        if limit_s is None or job.stop is not None:
+            return job
+        left_s = limit_s - job.run_s(time.time())
+        if left_s > limit_s * _LAST_PART:
+            return job
+        if job.number not in self._near_limit:
+            self._near_limit.add(job.number)
+            self._emit("time_limit_near", {**_named(job), "left_s": max(0.0, left_s)})
+        if left_s > 0:
+            return job
+        goes_on = "starts it from its beginning"
+        if job.request.kind is not JobKind.PLAIN:
+            goes_on = "lets it go on from its checkpoint"
+        job = replace(
+            job,
+            stop=StopReason.TIME_LIMIT,
+            reason=f"time limit of {duration_words(limit_s)}: hvd-elastic requeue {job.number} "
+            + goes_on,
+        )
+        self._save([job])
+        return job
+
     def put_back(self, job: Job, reason: str, *, failed: bool = False) -> Job:
         """Record that a job whose run has ended waits again; return the job."""
+        now = time.time()
         waiting = replace(
             job,
             status=JobStatus.QUEUED,
             reason=reason,
-            queued_at=time.time(),
+            queued_at=now,
+            ran_s=job.run_s(now),
             eta=None,
             held={},
             stop=None,
             failures=job.failures + failed,
         )
         self._save([waiting])
-        self._emit("job_requeued", {"job": job.number, "reason": reason})
+        self._emit("job_requeued", {**_named(job), "reason": reason})
         return waiting
 
     def update(self, jobs: Iterable[Job]) -> None:
@@ -369,7 +413,8 @@ class JobQueue:
 
     def _tell_ended(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            fields = {"job": job.number, "status": job.status.value, "message": job.message}
+            self._near_limit.discard(job.number)
+            fields = {**_named(job), "status": job.status.value, "message": job.message}
             self._emit("job_finished", fields)
 
 
@@ -388,6 +433,10 @@ def _dependencies(job: Job, statuses: Mapping[int, JobStatus]) -> tuple[bool | N
         if met is None and status is not None:
             waits = f"waits for job {each.job} {OUTCOMES[each.outcome]}; it is {status.value}"
     return (None, waits) if waits else (True, "")
+
+
+def _named(job: Job) -> dict[str, Any]:
+    return {"job": job.number, "name": job.name, "run_id": job.run_id}
 
 
 def _held_words(by: str) -> str:

@@ -16,17 +16,20 @@ from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.jobs.job import (
     After,
     Cancel,
+    DrainHost,
     Hold,
     Hosts,
     Job,
     JobRequest,
     JobStatus,
     Look,
+    Pause,
     Release,
     Request,
     Requeue,
     SetPriority,
     Submit,
+    UndrainHost,
 )
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.queue import OUTCOMES
@@ -58,9 +61,7 @@ def user_id(name: str) -> int:
     try:
         return pwd.getpwnam(name).pw_uid
     except KeyError:
-        raise UsageError(
-            f"--operators: this machine has no user {name!r}; see: getent passwd"
-        ) from None
+        raise UsageError(f"this machine has no user {name!r}; see: getent passwd") from None
 
 
 def of_user(
@@ -88,12 +89,16 @@ def of_user(
             request = Requeue(numbers, {}, after)
         case SetPriority(_, priority):
             _check_priority(priority)
+        case DrainHost() | UndrainHost() if user in operators:
+            request = structs.replace(request, by=user_name(user))
+        case Pause(by) if user in operators:
+            request = Pause(user_name(user) if by else "")
         case Hosts() | Look() | Release():
             pass
         case _ if user not in operators:
             raise RunError(
-                f"the daemon is that of user {user_name(None)}, who ends it, as do its operators "
-                "(hvd-elastic up --operators)"
+                f"the daemon is that of user {user_name(None)}, who ends and pauses it and drains "
+                "hosts, as may operators (hvd-elastic up --operators)"
             )
     for job in jobs.values():
         if job.request.user != user and user not in operators:
@@ -124,9 +129,9 @@ def _job_of(request: JobRequest, user: int) -> JobRequest:
     check_run_id(request.secret)
     _check_priority(request.priority)
     _check_after(request.after)
-    lengths = (request.epochs, request.target_examples, request.deadline)
+    lengths = (*(request.epochs, request.target_examples, request.deadline, request.time_limit_s),)
     if any(each is not None and not 0 < each < math.inf for each in lengths):
-        raise UsageError(f"job {request.name}: a length of training or a deadline is not valid")
+        raise UsageError(f"job {request.name}: a length, a deadline or a time limit is not valid")
     most = request.max_np
     if request.min_np < 1 or request.retries < 0 or (most is not None and most < request.min_np):
         raise UsageError(f"job {request.name}: its numbers of slots or retries are not valid")

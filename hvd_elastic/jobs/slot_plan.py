@@ -115,7 +115,8 @@ def plan_slots(
     ]
     starts = expected_starts(holders, [job.request.min_np for job in left_out], capacity)
     # Who gets slots that others have to leave starts as soon as those have changed their size.
-    longest_s = max((jobs[str(each.job.number)].rescale_s for each in running), default=0.0)
+    moved = running if capacity else []
+    longest_s = max((jobs[str(each.job.number)].rescale_s for each in moved), default=0.0)
     soon = [each.job.number for each in waiting if plan.slots[each.job.number]]
     plan.etas.update({**ends, **dict.fromkeys(soon, now + longest_s)})
     plan.etas.update({job.number: at for job, at in zip(left_out, starts, strict=True)})
@@ -160,6 +161,8 @@ def grant_slots(claims: Mapping[str, Claim], hosts: Slots) -> dict[str, dict[str
     for name, claim in claims.items():
         now = dict(kept[name])
         for host, wanted in claim.wanted.items():
+            if host not in free:  # it is ending there, and the host was taken out or is drained
+                continue
             has = now.get(host, 0)
             own = max(0, claim.occupied.get(host, 0) - has)  # it is about to leave them
             more = min(wanted - has, own + max(0, free.get(host, 0)))

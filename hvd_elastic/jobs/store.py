@@ -18,7 +18,7 @@ import msgspec
 from hvd_elastic.errors import RunError
 from hvd_elastic.jobs.job import Job, JobRequest, JobStatus, StopReason
 
-VERSION = 2
+VERSION = 3
 """Version of the tables; a database of another version is refused."""
 _TABLES = """
 CREATE TABLE environments (
@@ -42,7 +42,8 @@ CREATE TABLE jobs (
     attempts INTEGER NOT NULL DEFAULT 0,
     failures INTEGER NOT NULL DEFAULT 0,
     stop TEXT,
-    held TEXT NOT NULL DEFAULT '{}'
+    held TEXT NOT NULL DEFAULT '{}',
+    ran_s REAL NOT NULL DEFAULT 0
 );
 CREATE INDEX jobs_by_status ON jobs (status);
 CREATE INDEX jobs_by_name ON jobs (name);
@@ -60,7 +61,7 @@ _BUSY, _LOCKED, _READONLY, _IOERR, _CORRUPT, _FULL, _CANTOPEN, _PERM, _NOTADB = 
 _COLUMNS = (
     *("number", "run_id", "request", "environment", "status", "reason", "message"),
     *("submitted_at", "queued_at", "started_at", "ended_at"),
-    *("eta", "attempts", "failures", "stop", "held"),
+    *("eta", "attempts", "failures", "stop", "held", "ran_s"),
 )
 
 _requests = msgspec.json.Decoder(JobRequest)
@@ -183,13 +184,15 @@ class JobStore:
                         *(job.run_id, _encode(job.request), environment, job.status.value),
                         *(job.reason, job.message, job.submitted_at, job.queued_at),
                         *(job.started_at, job.ended_at, job.eta, job.attempts, job.failures),
-                        *(job.stop and job.stop.value, json.dumps(dict(job.held)), job.number),
+                        *(job.stop and job.stop.value, json.dumps(dict(job.held)), job.ran_s),
+                        job.number,
                     )
                 )
             self._db.executemany(
                 "UPDATE jobs SET run_id = ?, request = ?, environment = ?, status = ?, reason = ?,"
                 " message = ?, submitted_at = ?, queued_at = ?, started_at = ?, ended_at = ?,"
-                " eta = ?, attempts = ?, failures = ?, stop = ?, held = ? WHERE number = ?",
+                " eta = ?, attempts = ?, failures = ?, stop = ?, held = ?, ran_s = ?"
+                " WHERE number = ?",
                 rows,
             )
             removed = 0

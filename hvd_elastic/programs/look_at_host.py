@@ -26,6 +26,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
+from hvd_elastic.programs.hardware import read_hardware
 from hvd_elastic.programs.nvidia import ask_nvidia_smi
 from hvd_elastic.programs.usable import usable_cores, usable_memory
 
@@ -234,6 +235,7 @@ def main() -> None:
         "code": None if code is None else digest_of(Path(code)),
         "package_code": package_code(),
         **gpus(),
+        "hardware": read_hardware(),
         "cpus": usable_cores(),
     }
     sys.stdout.write(json.dumps(answer))

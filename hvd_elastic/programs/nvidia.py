@@ -23,14 +23,19 @@ class Answer(NamedTuple):
     error: str
 
 
-def ask_nvidia_smi(query: str) -> Answer | None:
-    """Return the answer to a query such as ``--query-gpu=name``; None if nvidia-smi is missing."""
+def ask_nvidia_smi(query: str, *form: str) -> Answer | None:
+    """Return the answer of nvidia-smi; None if it is missing.
+
+    Args:
+        query: what is asked, such as ``--query-gpu=name``.
+        form: options for the form of the answer, by default plain values with commas between.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
     try:
         done = subprocess.run(
-            [program, query, "--format=csv,noheader,nounits"],
+            [program, query, *(form or ("--format=csv,noheader,nounits",))],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=LIMIT_S,

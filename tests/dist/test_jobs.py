@@ -6,6 +6,7 @@ import contextlib
 import json
 import operator
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -167,6 +168,55 @@ def test_plain_commands_wait_for_slots_for_each_other_and_end_as_they_say(
     for path in local.folder.iterdir():
         assert not path.is_file() or b"s3cret-value" not in path.read_bytes(), path
     _refuses_mistakes(local)
+
+
+def test_nothing_is_lost_at_a_time_limit_and_by_a_drain(local: Cluster, tmp_path: Path) -> None:
+    script, go = write_script(tmp_path), tmp_path / "go"
+    train = ("--audit", "--", "python", script, "--step-time", "0.02", "--until", go)
+    number = local.submit("--time", "8s", "--retries", "3", *train)
+    until(lambda: local.job(number)["status"] == "failed", "it is at its time limit")
+    ended = local.job(number)
+    assert ended["message"].startswith("time limit of 8.0 s: hvd-elastic requeue")
+    assert ended["attempts"] == 1
+    go.touch()
+    for _ in range(10):  # on a slow machine its time is over before it has begun to train
+        local.call("requeue", number)
+        if local.call("wait", number, check=False).returncode == 0:
+            break
+    assert local.job(number)["status"] == "succeeded"
+    assert audit_of(tmp_path / "runs" / ended["run_id"]).ok
+
+    go.unlink()
+    number = local.submit(*train)
+    run_id = local.job(number)["run_id"]
+    until(lambda: local.events("metrics", run_id), "it trains")
+    status, shown = in_terminal(
+        tmp_path, ["shell", f"{number}.0"], b"echo $((6 * 7)) $PWD; exit 5\n"
+    )
+    assert status == 5, shown
+    assert f"42 {tmp_path}" in shown
+    local.call("drain", "localhost", "--reason", "a test")
+    assert local.states() == ["drained"]
+    assert local.job(number)["status"] == "queued"
+    local.call("undrain", "localhost")
+    go.touch()
+    local.call("wait", number)
+    assert audit_of(tmp_path / "runs" / run_id).ok
+
+
+def in_terminal(home: Path, arguments: Sequence[object], keys: bytes) -> tuple[int, str]:
+    """Run a command of ours in a terminal of its own, and press keys."""
+    argv = jobs.command(*arguments)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(argv[0], argv, jobs.environment(home))
+    os.write(terminal, keys)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal tells that nobody writes any more
+        while data := os.read(terminal, 4096):
+            shown += data
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), shown.decode(errors="replace")
 
 
 def _refuses_mistakes(local: Cluster) -> None:

@@ -281,6 +281,52 @@ def test_bytes_that_are_no_text_and_a_command_that_is_not_there(tools: Tools) ->
     )
 
 
+def test_each_host_has_an_input_of_its_own(tools: Tools, tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"of node{number}").write_text(f"{number}\n" * 100_000)
+    arguments = [str(tools.hostfile), "--hosts", "node[1-2]", "--stdin-each"]
+    result = tools("runclust", *arguments, f"{tmp_path}/of {{host}}", "uniq -c")
+    assert result.returncode == 0, result.stderr
+    assert sorted(line.split() for line in result.stdout.splitlines()) == [
+        ["node1:", "100000", "1"],
+        ["node2:", "100000", "2"],
+    ]
+    result = tools("runclust", *arguments, f"{tmp_path}/of {{host}}", "head -n 1")
+    assert result.returncode == 0, result.stderr
+    for pattern, message in [
+        (f"{tmp_path}/no {{host}}", f"there is no file {tmp_path}/no node1, {tmp_path}/no node2"),
+        (f"{tmp_path}/of node1", "has no {host}"),
+    ]:
+        result = tools("runclust", *arguments, pattern, "cat")
+        assert result.returncode == 2
+        assert message in result.stderr
+
+
+def test_a_command_has_the_terminal(tools: Tools) -> None:
+    command = "test -t 0 && read line && echo got:$line && exit 3"
+    argv = tools.argv("runclust", str(tools.hostfile), "--hosts", "node1", "--pty", command)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ.update(tools.environment)
+        os.execv(argv[0], argv)
+    os.write(terminal, b"words\n")
+    shown = b""
+    with contextlib.suppress(OSError):
+        while data := os.read(terminal, 4096):
+            shown += data
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 3, shown
+    assert b"got:words" in shown
+    for arguments, message in [
+        (("--hosts", "node1", "--pty", "true"), "are no terminal here"),
+        (("--pty", "true"), "--pty is for one host, not 8"),
+        (("--hosts", "node1", "--pty", "--cwd", "/", "true"), "--pty does not go with --env"),
+    ]:
+        result = tools("runclust", str(tools.hostfile), *arguments)
+        assert result.returncode == 2
+        assert message in result.stderr
+
+
 def test_no_password_is_ever_asked_for(tmp_path: Path) -> None:
     folder = tmp_path / "sshd"
     folder.mkdir()

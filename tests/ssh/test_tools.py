@@ -34,6 +34,36 @@ server, tools = shared.server, shared.tools
 NOBODY = 65534
 
 
+def test_a_file_of_each_host_is_fetched(tools: Tools, tmp_path: Path) -> None:
+    source = tmp_path / "it's a.log"
+    data = os.urandom(3_000_000)
+    source.write_bytes(data)
+    logs = tmp_path / "logs"
+    arguments = [str(source), str(logs), "--from-each", "--hosts", "node[1-2]"]
+    result = tools("copyclust", str(tools.hostfile), *arguments)
+    assert result.returncode == 0, result.stderr
+    for name in ("node1", "node2"):
+        assert (logs / name / source.name).read_bytes() == data
+        assert [path.name for path in (logs / name).iterdir()] == [source.name]
+    source.write_bytes(b"")
+    found = records(tools("copyclust", str(tools.hostfile), *arguments, "--json"))
+    assert found["node1"]["bytes"] == 0
+    source.unlink()
+    result = tools("copyclust", str(tools.hostfile), *arguments)
+    assert result.returncode == 1
+    assert "No such file" in result.stderr
+    assert [path.name for path in (logs / "node1").iterdir()] == [source.name]
+    for more, message in [
+        (["--delete"], "--delete does not go with --from-each"),
+        (["--hosts", "node1", "x"], "give SRC, a file of each host, and DST"),
+    ]:
+        result = tools("copyclust", str(tools.hostfile), *arguments, *more)
+        assert result.returncode == 2
+        assert message in result.stderr
+    result = tools("copyclust", str(tools.hostfile), "logs/", str(logs), "--from-each")
+    assert (result.returncode, "give the path of a file" in result.stderr) == (2, True)
+
+
 def test_copy_a_folder(tools: Tools, tmp_path: Path) -> None:
     source = tmp_path / "a set"
     (source / "empty").mkdir(parents=True)

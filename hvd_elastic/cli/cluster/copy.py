@@ -41,6 +41,14 @@ def copy(
             metavar="PATTERN",
         ),
     ] = None,
+    include: Annotated[
+        list[str] | None,
+        option(
+            "Take files that --exclude skips (all others, without it) after all; may be repeated.",
+            "--include",
+            metavar="PATTERN",
+        ),
+    ] = None,
     checksum: Annotated[bool, option("Compare contents, not size and time.", "--checksum")] = False,
     bwlimit: Annotated[
         float, number_option("Most that each host sends; 0: no limit.", "--bwlimit", metavar="MB/S")
@@ -55,6 +63,9 @@ def copy(
     source_host: Annotated[
         str | None, option("The host that has SRC.", "--from", metavar="HOST")
     ] = None,
+    from_each: Annotated[
+        bool, option("Fetch the file SRC of each host into DST/HOST/ here.", "--from-each")
+    ] = False,
     pull: Annotated[
         str | None,
         option(
@@ -89,6 +100,8 @@ def copy(
 
       copyclust hosts digits/ /data/digits/ --from gpu07 --bwlimit 50
 
+      copyclust hosts '~/job/train.log' logs --from-each
+
       copyclust hosts --pull 'aws s3 sync s3://bucket/set {dst}' /data/set
 
       copyclust hosts --pull 'aws s3 cp s3://bucket/set/{path} {dst}/{path}' --list names /data/set
@@ -108,7 +121,7 @@ def copy(
             )
     settings = CopySettings(
         delete=delete,
-        exclude=tuple(exclude or ()),
+        exclude=_patterns(exclude or (), include or ()),
         checksum=checksum,
         plain=plain,
         compress=compress,
@@ -117,6 +130,21 @@ def copy(
         dry_run=chosen.dry_run,
         fanout=chosen.fanout,
     )
+    if from_each:
+        given = {
+            "--delete": delete,
+            "--exclude": exclude,
+            "--include": include,
+            "--checksum": checksum,
+            "--bwlimit": bwlimit,
+            "--plain": plain,
+            "--shard": shard,
+            "--from": source_host,
+            "--pull": pull,
+            "--list": listed,
+        }
+        _fetch(chosen, places, [name for name, value in given.items() if value])
+        return
     start, pulled = None, None
     if pull is not None:
         pulled, target = _read_pull(pull, places, listed, jobs, settings, source_host)
@@ -145,6 +173,46 @@ def copy(
             lambda result: describe_copied(result, target, pulled is not None),
             lambda result: copied_in_words(result, chosen, printer, pulled),
         )
+
+
+def _patterns(exclude: Sequence[str], include: Sequence[str]) -> tuple[str, ...]:
+    from hvd_elastic.programs.copy.tree import TAKES
+
+    skipped = exclude or (["*"] if include else [])
+    return (*skipped, *(TAKES + pattern for pattern in include))
+
+
+def _fetch(chosen: HostOptions, places: Sequence[str], others: Sequence[str]) -> None:
+    """Fetch a file of each host.
+
+    Args:
+        others: options that were given, and have no meaning then.
+    """
+    from hvd_elastic.tools.copy.fetching import fetch_from_each
+
+    if others:
+        raise UsageError(f"{others[0]} does not go with --from-each; leave it out")
+    if len(places) != 2:
+        raise UsageError("with --from-each give SRC, a file of each host, and DST, a folder here")
+    source, folder = places[0], Path(places[1]).expanduser()
+    printer = Printer(chosen.hosts)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"destination {folder} is a file; with --from-each it is a folder here")
+    if chosen.dry_run:
+        for host in chosen.hosts:
+            printer.lines(host, "stdout", f"would fetch {source} to {folder / host.name}/")
+        return
+    finish(
+        chosen,
+        fetch_from_each(chosen.hosts, source, folder, chosen.ssh, chosen.fanout),
+        printer,
+        lambda result: {
+            "path": str(result.value.path) if result.value else None,
+            "bytes": result.value.size_bytes if result.value else 0,
+        },
+        lambda result: f"{result.answer.path}, {bytes_words(result.answer.size_bytes)}",
+        tell_reasons=True,
+    )
 
 
 def _read_places(

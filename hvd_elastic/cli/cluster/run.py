@@ -7,13 +7,17 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Annotated
+
+import typer
 
 from hvd_elastic.cli.cluster.command_output import describe_command, show_gathered, show_plan
 from hvd_elastic.cli.cluster.host_options import HostOptions
 from hvd_elastic.cli.cluster.host_report import Printer, finish
 from hvd_elastic.cli.options import argument, command, number_option, option, whole_number_option
 from hvd_elastic.errors import UsageError
+from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.tools.run.commands import CommandSettings, HowToRun, join_command, run_on_hosts
 
 
@@ -58,6 +62,15 @@ def run(
     retries: Annotated[
         int, whole_number_option("Further attempts to connect to a host.", "--retries", least=0)
     ] = 0,
+    pty: Annotated[
+        bool, option("Give the command on the one host of --hosts this terminal.", "--pty")
+    ] = False,
+    stdin_each: Annotated[
+        str | None,
+        option(
+            "A file for each host as its input; {host} in its name.", "--stdin-each", metavar="FILE"
+        ),
+    ] = None,
     no_stdin: Annotated[
         bool, option("No input for the command; else it gets this one's.", "--no-stdin", "-n")
     ] = False,
@@ -75,22 +88,30 @@ def run(
       runclust hosts --env HF_TOKEN --cwd /data -- python3 fetch.py
 
       runclust hosts 'cat > job.yaml' < job.yaml
+
+      runclust hosts --stdin-each 'settings/{host}.yaml' 'cat > job.yaml'
+
+      runclust hosts --hosts gpu3 --pty htop
     """
     text = join_command(command)
     how = HowToRun(_read_environment(env or ()), cwd or "", sudo)
     if chosen.dry_run:
         show_plan(chosen, text, how)
         return
+    if pty:
+        _run_with_terminal(chosen, text, how)
+        return
     settings = CommandSettings(how, chosen.fanout, timeout, total_timeout, retries)
     printer = Printer(chosen.hosts)
     # What the user's own command prints may have colours.
     on_lines = None if chosen.as_json or gather else partial(printer.lines, raw=True)
     has_stdin = not no_stdin and sys.stdin is not None and not sys.stdin.isatty()
-    has_stdin = has_stdin and not _is_nothing(0)
+    has_stdin = has_stdin and not _is_nothing(0) and stdin_each is None
+    inputs = None if stdin_each is None else _inputs(stdin_each, chosen.hosts)
     # Not sys.stdin: a background thread that reads it would delay the end of this process.
     with open(0, "rb", buffering=0, closefd=False) if has_stdin else nullcontext() as stdin:
         results = run_on_hosts(
-            chosen.hosts, text, chosen.ssh, settings, stdin, on_lines, printer.waiting
+            chosen.hosts, text, chosen.ssh, settings, stdin, on_lines, printer.waiting, inputs
         )
         finish(
             chosen,
@@ -100,6 +121,33 @@ def run(
             gather=partial(show_gathered, chosen.hosts) if gather and not chosen.as_json else None,
             tell_reasons=True,
         )
+
+
+def _inputs(pattern: str, hosts: Sequence[Host]) -> dict[str, Path]:
+    """Return the file that each host reads, by its name."""
+    if "{host}" not in pattern:
+        raise UsageError(
+            f"--stdin-each '{pattern}' has no {{host}}, so all hosts would have the same; write "
+            f"{{host}} for the name of each, or < {pattern}"
+        )
+    found = {host.name: Path(pattern.replace("{host}", host.name)).expanduser() for host in hosts}
+    missing = [str(path) for path in found.values() if not path.is_file()]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise UsageError(f"--stdin-each: there is no file {', '.join(missing[:3])}{more}")
+    return found
+
+
+def _run_with_terminal(chosen: HostOptions, text: str, how: HowToRun) -> None:
+    from hvd_elastic.hosts.terminal import run_in_terminal
+
+    if len(chosen.hosts) != 1:
+        raise UsageError(f"--pty is for one host, not {len(chosen.hosts)}: name it with --hosts")
+    if not how.is_plain:
+        raise UsageError("--pty does not go with --env, --cwd and --sudo: write them in COMMAND")
+    status = run_in_terminal(chosen.hosts[0], text, chosen.ssh)
+    if status:
+        raise typer.Exit(status)
 
 
 def _read_environment(words: Sequence[str]) -> dict[str, str]:

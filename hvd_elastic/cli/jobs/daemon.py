@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import getpass
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +19,7 @@ from hvd_elastic.cli.runs.run import begin_in_background
 from hvd_elastic.errors import HostfileError, RunError, UsageError
 
 if TYPE_CHECKING:
+    from hvd_elastic.jobs.job import Answer
     from hvd_elastic.jobs.place import ClusterFolder
     from hvd_elastic.policy.schedule.policies import Policy
 
@@ -37,6 +40,16 @@ def up(
     policy: Annotated[
         str, option("who gets how many slots: goodput, equal (shares), or fifo")
     ] = "goodput",
+    pause: Annotated[
+        bool | None,
+        option(
+            "start no job until up --no-pause, also of a cluster that is up", "--pause/--no-pause"
+        ),
+    ] = None,
+    notify: Annotated[
+        str | None,
+        option("run for events, with each as JSON on its input", "--notify", metavar="COMMAND"),
+    ] = None,
     group: Annotated[
         str | None, option("group whose members may use the cluster; needs --place", "--group")
     ] = None,
@@ -67,13 +80,18 @@ def up(
     from hvd_elastic.cli.runs.run_options import check_ssh_config
     from hvd_elastic.hosts.hostfile import parse_hostfile
     from hvd_elastic.hosts.ssh_config import ssh_config_for
+    from hvd_elastic.jobs.job import Pause
+    from hvd_elastic.jobs.operator_state import OperatorState
     from hvd_elastic.jobs.place import ClusterFolder, name_of_hostfile
     from hvd_elastic.jobs.rights import user_id
+    from hvd_elastic.jobs.server import ask_daemon
     from hvd_elastic.policy.schedule.policies import POLICIES
 
     check_ssh_config(ssh_config)
     if policy not in POLICIES:
         raise UsageError(f"--policy {policy!r} is not known; valid: {', '.join(POLICIES)}")
+    if notify is not None and not notify.strip():
+        raise UsageError("--notify is empty: give a shell command, such as 'cat >> events'")
     parse_hostfile(hostfile)  # an error is told before anything is made
     if (group is None) != (place is None):
         raise UsageError("a group shares a cluster in a folder: give --group and --place")
@@ -88,8 +106,15 @@ def up(
         folder = ClusterFolder.create(name)
     else:
         folder = ClusterFolder.create_shared(place, group)
+    if pause is not None and folder.daemon_alive():
+        _answer(ask_daemon(folder, Pause(getpass.getuser() if pause else "")), as_json)
+        return
+    if pause is not None:
+        OperatorState(folder.operator_state).pause(getpass.getuser() if pause else "")
     config = ssh_config_for(hostfile, ssh_config)
-    serve = functools.partial(_serve, folder, hostfile, config, POLICIES[policy], chosen)
+    serve = functools.partial(
+        _serve, folder, hostfile, config, POLICIES[policy], chosen, notify or ""
+    )
     on_up = functools.partial(_tell_up, folder, hostfile, as_json)
     if detach:
         begin_in_background("daemon", folder.log, serve)
@@ -104,6 +129,7 @@ def _serve(
     config: str | None,
     policy: Policy,
     operators: Collection[int],
+    notify: str,
     on_up: Callable[[], None],
 ) -> int:
     """Be the daemon until it is to end; ``on_up`` is called when it serves."""
@@ -113,7 +139,7 @@ def _serve(
     with place.lock():
         _refuse_shared_hosts(place.name, hostfile)
         hostfile = hostfile.absolute()
-        daemon = Daemon(place, hostfile, config, begin_leader, policy, operators)
+        daemon = Daemon(place, hostfile, config, begin_leader, policy, operators, notify)
         place.describe_daemon(hostfile)
         on_up()
         daemon.run()
@@ -142,11 +168,20 @@ def _refuse_shared_hosts(name: str, hostfile: Path) -> None:
 
 
 def _tell_up(place: ClusterFolder, hostfile: Path, as_json: bool) -> None:
+    from hvd_elastic.jobs.operator_state import OperatorState
+
     if as_json:
         told = {"cluster": place.name, **place.daemon(), "folder": str(place.path)}
         print(json.dumps(told), flush=True)
         return
     print(f"cluster {place.name} is up, with the hosts of hostfile {hostfile}", flush=True)
+    if by := OperatorState(place.operator_state).paused_by:
+        print(
+            f"{by} has paused it, so no job is started: hvd-elastic up {hostfile} --no-pause "
+            "ends that",
+            file=sys.stderr,
+            flush=True,
+        )
     if place.shared:
         print(f"its group finds it with: export HVD_ELASTIC_CLUSTER={place.path}", file=sys.stderr)
     print(
@@ -200,6 +235,7 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
     """
     from hvd_elastic.jobs.hosts import rows_without_daemon
     from hvd_elastic.jobs.job import Hosts
+    from hvd_elastic.jobs.operator_state import OperatorState
     from hvd_elastic.jobs.place import open_cluster
     from hvd_elastic.jobs.server import ask_daemon
 
@@ -207,6 +243,9 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
     is_up = place.daemon_alive()
     ask = is_up or place.is_others
     rows = ask_daemon(place, Hosts()).data if ask else rows_without_daemon(place)
+    if not place.is_others and not as_json:
+        if by := OperatorState(place.operator_state).paused_by:
+            print(f"cluster {place.name} starts no job: {by} has paused it", file=sys.stderr)
     if not is_up and not as_json:
         warn_of_no_daemon(place)
     if as_json:
@@ -221,6 +260,63 @@ def hosts(cluster: ClusterOption = None, as_json: AsJson = False) -> None:
         )
 
 
+def drain_host(
+    host: str, reason: str, at: float | None, cluster: str | None, wait: bool, as_json: bool
+) -> None:
+    """Have all jobs of a cluster leave a host, and keep them off it until it is given back.
+
+    Args:
+        at: from when on [Unix s]; None: at once.
+        wait: whether to wait until nothing of a job is left there.
+    """
+    from hvd_elastic.jobs.job import DrainHost, Hosts
+    from hvd_elastic.jobs.place import open_cluster
+    from hvd_elastic.jobs.server import ask_daemon
+
+    if not reason.strip() or not reason.isprintable():
+        raise UsageError(
+            f"--reason {reason!r} is not valid: it is one line of text, shown beside the host"
+        )
+    place = open_cluster(cluster)
+    asked = DrainHost(host, reason.strip(), getpass.getuser(), time.time() if at is None else at)
+    answer = ask_daemon(place, asked)
+
+    def is_drained() -> bool:
+        rows = ask_daemon(place, Hosts()).data
+        states = [row["state"] for row in rows if row["host"] == host]
+        return states in ([], ["drained"])
+
+    if wait and at is None:
+        wait_until(
+            is_drained,
+            f"jobs still have slots of host {host}; a plain command keeps its slot until it ends. "
+            "Ctrl-C ends the waiting alone; see: hvd-elastic hosts",
+        )
+    _answer(answer, as_json)
+
+
+def undrain(
+    host: Annotated[str, argument("a host that is drained", "HOST")],
+    cluster: ClusterOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give a host of the cluster back to the jobs after hvd-elastic drain.
+
+    Examples:
+      hvd-elastic undrain gpu3
+    """
+    from hvd_elastic.jobs.job import UndrainHost
+    from hvd_elastic.jobs.place import open_cluster
+    from hvd_elastic.jobs.server import ask_daemon
+
+    place = open_cluster(cluster)
+    _answer(ask_daemon(place, UndrainHost(host, getpass.getuser())), as_json)
+
+
+def _answer(answer: Answer, as_json: bool) -> None:
+    print(json.dumps({"ok": True, "message": answer.message}) if as_json else answer.message)
+
+
 def start_keeper(place: ClusterFolder) -> None:
     """Start this user's keeper for the cluster of another user's daemon.
 
@@ -228,7 +324,8 @@ def start_keeper(place: ClusterFolder) -> None:
         typer.Exit: it could not begin; the reason was printed.
     """
     from hvd_elastic.cli.runs.run import begin_leader
-    from hvd_elastic.jobs.keeper import JobSecrets, Keeper
+    from hvd_elastic.jobs.keeper import Keeper
+    from hvd_elastic.jobs.secrets import JobSecrets
     from hvd_elastic.own_files import private_folder
     from hvd_elastic.records.process_lock import take_lock
 

@@ -31,9 +31,9 @@ from hvd_elastic.jobs.job import (
     SetPriority,
     StopReason,
 )
-from hvd_elastic.jobs.keeper import JobSecrets
 from hvd_elastic.jobs.place import ClusterFolder, open_cluster
 from hvd_elastic.jobs.rights import open_queue, user_name
+from hvd_elastic.jobs.secrets import JobSecrets
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.records.wording import attempts_words
 
@@ -157,6 +157,7 @@ def job_fields(job: Job) -> dict[str, Any]:
         "min_np": request.min_np,
         "max_np": request.max_np,
         "deadline": request.deadline,
+        "time_limit_s": request.time_limit_s,
         "after": [f"{each.outcome}:{each.job}" for each in request.after],
         "array_index": request.array_index,
         "attempts": job.attempts,
@@ -245,6 +246,11 @@ def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
         left_s = request.deadline - now
         left = f"in {duration_words(left_s)}" if left_s > 0 else "over"
         limits += f", deadline {left}"
+    if request.time_limit_s is not None:
+        limits += f", time limit {duration_words(request.time_limit_s)}"
+        if job.status.active:
+            left_s = max(0.0, request.time_limit_s - job.run_s(now))
+            limits += f" ({duration_words(left_s)} left)"
     rows.append(("asked", limits))
     if request.after:
         rows.append(("after", ", ".join(f"{each.outcome}:{each.job}" for each in request.after)))

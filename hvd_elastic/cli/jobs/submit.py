@@ -59,6 +59,10 @@ class SubmitOptions(RunOptions):
     deadline: Annotated[
         str | None, option("finish within, such as 6h or 90m", "--deadline", metavar="TIME")
     ] = None
+    time: Annotated[
+        str | None,
+        option("end it, after a checkpoint, when it has run for, such as 8h", metavar="TIME"),
+    ] = None
     epochs: Annotated[
         float | None, number_option("epochs that it will train", "--epochs", above=True)
     ] = None
@@ -115,6 +119,7 @@ class SubmitOptions(RunOptions):
             after=parse_after(self.after or [], place),
             retries=self.retries,
             hold=getpass.getuser() if self.hold else "",
+            time_limit_s=None if self.time is None else parse_duration("--time", self.time),
         )
 
     def _most_workers(self) -> int | None:
@@ -184,8 +189,8 @@ def submit(options: SubmitOptions) -> None:
     """
     from hvd_elastic.cli.jobs.daemon import start_keeper
     from hvd_elastic.jobs.job import Submit
-    from hvd_elastic.jobs.keeper import JobSecrets
     from hvd_elastic.jobs.place import open_cluster
+    from hvd_elastic.jobs.secrets import JobSecrets
     from hvd_elastic.jobs.server import ask_daemon
 
     options.check()

@@ -8,6 +8,7 @@ works from any shell of the same user, even after the run's terminal was lost.
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+from hvd_elastic.cli.jobs.daemon import ClusterOption, drain_host
 from hvd_elastic.cli.jobs.naming import open_run
 from hvd_elastic.cli.options import (
     AsJson,
@@ -99,8 +101,19 @@ def policy(
 
 
 def drain(
-    run: RequiredRun,
-    host: Annotated[str, argument("A host of the run's hostfile.", "HOST")],
+    names: Annotated[
+        list[str],
+        argument("A host of the cluster; or a run, and a host of its hostfile.", "[RUN] HOST"),
+    ],
+    reason: Annotated[
+        str | None, option("Why a host of the cluster is drained, shown by hosts", "--reason")
+    ] = None,
+    at: Annotated[
+        str | None,
+        option(
+            "From when on a host of the cluster is drained, such as 22:00", "--at", metavar="TIME"
+        ),
+    ] = None,
     leave_in: Annotated[
         str | None,
         option(
@@ -110,17 +123,43 @@ def drain(
         ),
     ] = None,
     undo: Annotated[bool, option("Give the host back to the run.", "--undo")] = False,
-    wait: Annotated[bool, option("Wait until the run has left the host.")] = True,
+    wait: Annotated[bool, option("Wait until the host is left.")] = True,
+    cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a run's processes from a host, and do not use it again until --undo.
+    """Have all jobs of the cluster leave a host until undrain; or one run until --undo.
 
     \b
     Examples:
+      hvd-elastic drain node2 --reason "bad DIMM"
       hvd-elastic drain digits-3 node2
       hvd-elastic drain digits-3 node2 --in 120s --no-wait
       hvd-elastic drain digits-3 node2 --undo
     """
+    if len(names) > 2:
+        raise UsageError(f"drain takes a host, or a run and a host, not {' '.join(names)}")
+    if len(names) == 1:
+        if undo:
+            raise UsageError(
+                f"--undo gives a host back to a run; of the cluster do: hvd-elastic undrain "
+                f"{names[0]}"
+            )
+        if reason is None:
+            raise UsageError(
+                f"--reason is missing: drain {names[0]} --reason TEXT has all jobs of the cluster "
+                f"leave it; one run leaves it by: hvd-elastic drain RUN {names[0]}"
+            )
+        if at is not None and leave_in is not None:
+            raise UsageError("--at is a time of the clock, --in a time from now: give one of them")
+        begins = None if at is None else _parse_time("--at", at)
+        if leave_in is not None:
+            begins = time.time() + parse_duration("--in", leave_in)
+        drain_host(names[0], reason, begins, cluster, wait, as_json)
+        return
+    run, host = names
+    for name, value in {"--reason": reason, "--at": at}.items():
+        if value is not None:
+            raise UsageError(f"{name} is of a host of the cluster: leave it out, or the run")
     if undo and leave_in is not None:
         raise UsageError("--undo gives a host back, --in says when it goes: give one of them")
     leave_in_s = None if leave_in is None else parse_duration("--in", leave_in)
@@ -140,6 +179,22 @@ def drain(
             raise
         message = f"nothing of run {folder.run_id} is left on host {host}"
     _answer(as_json, message, folder, host=host, drained=drained, undone=undo)
+
+
+def _parse_time(name: str, text: str) -> float:
+    """Return a time of the clock [Unix s]: today or tomorrow, or of a day that is named."""
+    now = dt.datetime.now().astimezone()
+    with contextlib.suppress(ValueError):
+        clock = dt.time.fromisoformat(text)
+        at = now.replace(hour=clock.hour, minute=clock.minute, second=clock.second, microsecond=0)
+        if clock.tzinfo is None:
+            return (at if at > now else at + dt.timedelta(days=1)).timestamp()
+    with contextlib.suppress(ValueError):
+        at = dt.datetime.fromisoformat(text).astimezone()
+        if at <= now:
+            raise UsageError(f"{name} {text} is over; leave it out to drain the host at once")
+        return at.timestamp()
+    raise UsageError(f"{name} takes a time such as 22:00 or '2026-12-24 22:00', not {text!r}")
 
 
 def _wait_until_drained(

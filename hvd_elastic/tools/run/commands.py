@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import (
@@ -24,7 +25,7 @@ from hvd_elastic.hosts.process import STRAGGLER_S, CommandTimeoutError, RemotePr
 from hvd_elastic.hosts.ssh import SshOptions, connect
 from hvd_elastic.tools.run.capture import Capture
 from hvd_elastic.tools.run.held_command import HeldCommand, HowToRun, NotHeldError
-from hvd_elastic.tools.run.input_spool import Spool
+from hvd_elastic.tools.run.input_spool import FileInput, Spool
 
 __all__ = [
     "CommandResult",
@@ -138,6 +139,7 @@ def run_on_hosts(
     stdin: Any = None,
     on_lines: Callable[[Host, str, str], None] | None = None,
     on_wait: Callable[[Mapping[str, float], int], None] | None = None,
+    inputs: Mapping[str, Path] | None = None,
 ) -> Iterator[HostResult[CommandResult]]:
     """Run a shell command on every host.
 
@@ -153,6 +155,7 @@ def run_on_hosts(
             text is all whole lines that arrived together, without the last line break; bytes that
             are no UTF-8 are surrogates (``surrogateescape``).
         on_wait: see :func:`hvd_elastic.hosts.fanout.fan_out`.
+        inputs: instead of ``stdin``, the file that the command reads, by name of the host.
 
     Yields:
         One result for each host as it ends; FAILED if the exit status is not 0.
@@ -160,7 +163,7 @@ def run_on_hosts(
     options, settings = options or SshOptions(), settings or CommandSettings()
     with contextlib.ExitStack() as stack:
         spool = None if stdin is None else stack.enter_context(Spool(stdin))
-        task = _Task(command, options, settings, spool, on_lines)
+        task = _Task(command, options, settings, spool, inputs or {}, on_lines)
         yield from fan_out(
             hosts,
             task.run,
@@ -197,12 +200,14 @@ class _Task:
         options: SshOptions,
         settings: CommandSettings,
         spool: Spool | None,
+        inputs: Mapping[str, Path],
         on_lines: Callable[[Host, str, str], None] | None,
     ) -> None:
         self._command = command
         self._options = options
         self._settings = settings
         self._spool = spool
+        self._inputs = inputs
         self._on_lines = on_lines
         total_s = settings.total_timeout_s
         self._deadline = None if total_s is None else time.monotonic() + total_s
@@ -231,7 +236,7 @@ class _Task:
                     connection,
                     self._command,
                     self._settings.how,
-                    self._spool is not None,
+                    self._input(host) is not None,
                     out.take_piece,
                     err.take_piece,
                 )
@@ -272,12 +277,13 @@ class _Task:
         """Return the exit status (None if it timed out) and whether it has certainly ended."""
         stopper.add_action(running.stop)
         failures: list[HvdElasticError] = []
-        if self._spool is None:
+        given = self._input(host)
+        if given is None:
             running.end_input()
         else:
             threading.Thread(
                 target=_feed,
-                args=(running, self._spool, failures),
+                args=(running, given, failures),
                 name=f"stdin of {host.name}",
                 daemon=True,
             ).start()
@@ -299,6 +305,10 @@ class _Task:
             seen = written()
         running.close()
         return status, True
+
+    def _input(self, host: Host) -> Spool | FileInput | None:
+        path = self._inputs.get(host.name)
+        return self._spool if path is None else FileInput(path)
 
     def _connect(self, host: Host, stopper: Stopper) -> Connection:
         given_up = threading.Event()
@@ -333,12 +343,14 @@ class _Task:
 
 
 def _feed(
-    running: HeldCommand | _PlainCommand, spool: Spool, failures: list[HvdElasticError]
+    running: HeldCommand | _PlainCommand,
+    given: Spool | FileInput,
+    failures: list[HvdElasticError],
 ) -> None:
     # A command may end without reading all of its input, as head does; that is not an error.
     with contextlib.suppress(OSError, EOFError):
         try:
-            for piece in spool.pieces():
+            for piece in given.pieces():
                 running.feed(piece)
         except HvdElasticError as error:
             failures.append(error)

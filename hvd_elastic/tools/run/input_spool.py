@@ -7,11 +7,32 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import HvdElasticError
 
 PIECE_BYTES = 64 * 1024
+
+
+class FileInput:
+    """The input of one reader: a regular file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield all of the file.
+
+        Raises:
+            HvdElasticError: it cannot be read.
+        """
+        try:
+            with self._path.open("rb") as file:
+                while data := file.read(PIECE_BYTES):
+                    yield data
+        except OSError as error:
+            raise HvdElasticError(f"{self._path} cannot be read: {error.strerror}") from error
 
 
 class Spool(AbstractContextManager["Spool"]):

@@ -404,6 +404,19 @@ def test_drain(call: Call) -> None:
 
     with leader(folder, note) as log:
         write(log, "run_started", {"run_id": "live", "hosts": [["n1", 1], ["n2", 2]]})
+        for arguments, message in [
+            (("n2",), "--reason is missing: drain n2 --reason TEXT"),
+            (("n2", "--undo"), "of the cluster do: hvd-elastic undrain n2"),
+            (("n2", "--reason", "a\nb"), "it is one line of text"),
+            (("n2", "--reason", " "), "it is one line of text"),
+            (("n2", "--reason", "a", "--at", "noon"), "--at takes a time such as 22:00"),
+            (("n2", "--reason", "a", "--at", "2020-01-01 22:00"), "is over"),
+            (("n2", "--reason", "a", "--at", "22:00", "--in", "2h"), "give one of them"),
+            (("live", "n2", "--reason", "a"), "--reason is of a host of the cluster"),
+        ]:
+            wrong = call("drain", *arguments)
+            assert wrong.status == 2
+            assert message in wrong.err
         done = call("drain", "live", "n2", "--in", "90s")
         assert done.out == "nothing of run live is left on host n2\n"
         assert "draining     n2: drained (asked to)\n" in call("status", "live").out

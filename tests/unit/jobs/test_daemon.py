@@ -23,15 +23,18 @@ from hvd_elastic.jobs.daemon import Daemon
 from hvd_elastic.jobs.job import (
     Cancel,
     Down,
+    DrainHost,
     Hold,
     Hosts,
     Job,
     JobKind,
     JobRequest,
     JobStatus,
+    Pause,
     Release,
     Requeue,
     Submit,
+    UndrainHost,
 )
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.queue import JobQueue
@@ -99,7 +102,7 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
 class Running:
     """A daemon in a process of its own."""
 
-    def __init__(self, place: ClusterFolder, hostfile: Path) -> None:
+    def __init__(self, place: ClusterFolder, hostfile: Path, notify: str = "") -> None:
         self.place = place
         self.pid = os.fork()
         if not self.pid:
@@ -107,7 +110,7 @@ class Running:
             try:
                 with place.lock():
                     place.describe_daemon(hostfile)
-                    Daemon(place, hostfile, None, begin).run()
+                    Daemon(place, hostfile, None, begin, notify=notify).run()
                 status = 0
             finally:
                 os._exit(status)
@@ -182,6 +185,77 @@ def test_held_job_gives_its_slots_back_and_goes_on_when_released(place: ClusterF
     ask_daemon(place, Release([number]))
     daemon.until(lambda: leads(daemon, number))
     daemon.down(leave_jobs=True)
+
+
+def test_job_at_its_time_limit_ends_and_goes_on_when_it_is_queued_again(
+    place: ClusterFolder,
+) -> None:
+    daemon = Running(place, hosts(place))
+    request = JobRequest("train", SPEC, kind=JobKind.FIXED, max_np=1, retries=3, time_limit_s=1.0)
+    (number,) = ask_daemon(place, Submit([request], {})).jobs
+    daemon.until(lambda: daemon.job(number).status is JobStatus.FAILED)
+    ended = daemon.job(number)
+    assert (ended.attempts, ended.message) == (
+        1,
+        "time limit of 1.0 s: hvd-elastic requeue 1 lets it go on from its checkpoint",
+    )
+    ask_daemon(place, Requeue([number], {}))
+    daemon.until(lambda: daemon.job(number).attempts == 2)
+    daemon.until(lambda: daemon.job(number).status is JobStatus.FAILED)
+    kinds = [record["kind"] for record in iter_records(place.events)]
+    assert kinds.count("time_limit_near") == 2
+    daemon.down(leave_jobs=True)
+
+
+def test_drained_host_is_left_and_kept_out_until_it_is_given_back(place: ClusterFolder) -> None:
+    daemon = Running(place, hosts(place))
+    number = submit(place)
+    daemon.until(lambda: leads(daemon, number))
+    at = time.time()
+    with pytest.raises(RunError, match="no host 'b'; it has a"):
+        ask_daemon(place, DrainHost("b", "why", "ann", at))
+    with pytest.raises(RunError, match="host a is not drained; drained: none is"):
+        ask_daemon(place, UndrainHost("a", "ann"))
+    ask_daemon(place, DrainHost("a", "later", "ann", at + 3600))
+    assert row(place)["state"] == "up"
+    assert row(place)["cause"].startswith("will be drained: later (ann, from ")
+    answer = ask_daemon(place, DrainHost("a", "bad DIMM", "ann", at))
+    assert answer.message.startswith("host a is drained")
+    daemon.until(lambda: row(place)["state"] == "drained")
+    assert row(place)["cause"].startswith("drained: bad DIMM (ann, since ")
+    assert row(place)["free"] == 0
+    assert daemon.job(number).status is JobStatus.QUEUED
+    daemon.kill()
+    again = Running(place, hosts(place))
+    assert row(place)["state"] == "drained"
+    assert not leads(again, number)
+    ask_daemon(place, UndrainHost("a", "ann"))
+    again.until(lambda: leads(again, number))
+    kinds = [record["kind"] for record in iter_records(place.events)]
+    assert (kinds.count("host_drained"), kinds.count("host_undrained")) == (2, 1)
+    again.down(leave_jobs=True)
+
+
+def row(place: ClusterFolder) -> dict[str, Any]:
+    (found,) = ask_daemon(place, Hosts()).data
+    return dict(found)
+
+
+def test_paused_cluster_starts_no_job_also_with_another_daemon(place: ClusterFolder) -> None:
+    daemon = Running(place, hosts(place))
+    runs = submit(place)
+    daemon.until(lambda: leads(daemon, runs))
+    ask_daemon(place, Pause("ann"))
+    waits = submit(place)
+    ask_daemon(place, Cancel([runs], "ann"))
+    daemon.until(lambda: not daemon.job(runs).status.active)
+    daemon.kill()
+    again = Running(place, hosts(place))
+    again.until(lambda: "ann has paused the cluster" in again.job(waits).reason)
+    assert again.job(waits).status is JobStatus.QUEUED
+    ask_daemon(place, Pause(""))
+    again.until(lambda: leads(again, waits))
+    again.down(leave_jobs=True)
 
 
 def test_job_goes_on_without_a_daemon_and_the_next_one_takes_it_up(place: ClusterFolder) -> None:

@@ -71,3 +71,9 @@ def test_no_slot_is_ever_used_twice_and_every_decision_is_reached(history):
             occupied = held
         swaps = any(wanted[job] and not (held[job].items() & wanted[job].items()) for job in "123")
         assert held == {job: wanted[job] for job in "123"} or swaps
+
+
+def test_a_job_that_ends_on_a_host_that_was_taken_out_keeps_nothing_there() -> None:
+    ending = Claim({"a": 1, "b": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 1})
+    assert grant_slots({"one": ending}, {"b": 1}) == {"one": {"b": 1}}
+    assert grant_slots({"one": ending}, {}) == {"one": {}}

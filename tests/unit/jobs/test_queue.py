@@ -114,6 +114,35 @@ def test_what_cannot_be_held_or_released(made: Recorded) -> None:
         made.queue.hold([number], "ann")
 
 
+def test_time_of_all_attempts_counts_until_the_limit(
+    made: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("hvd_elastic.jobs.queue.time.time", lambda: now)
+    (job,) = made.queue.add_jobs([JobRequest("train", SPEC, time_limit_s=100.0)], {})
+    job = made.queue.started(job, {"a": 1})
+    now += 60
+    job = made.queue.put_back(job, "preempted")
+    now += 500  # it waits
+    job = made.queue.started(job, {"a": 1})
+    now += 29
+    job = made.queue.started(job, {"a": 1})  # another leader
+    assert made.queue.limit_time(job).stop is None
+    assert made.events[-1][0] == "job_started"
+    now += 2
+    assert made.queue.limit_time(made.queue.limit_time(job)).stop is None
+    assert [kind for kind, _ in made.events].count("time_limit_near") == 1
+    now += 10
+    job = made.queue.limit_time(job)
+    assert job.stop is StopReason.TIME_LIMIT
+    assert made.queue.store.jobs([job.number])[job.number].ran_s == 89.0
+    with pytest.raises(RunError, match="is being ended at its time limit"):
+        made.queue.requeue([job.number], {}, None)
+    job = made.queue.ended(job, JobStatus.FAILED, job.reason)
+    (job,) = made.queue.requeue([job.number], {}, None)
+    assert job.ran_s == 0.0
+
+
 def test_held_job_in_the_queue() -> None:
     job = Job(3, JobRequest("a", SPEC, hold="ann"), "a-3-01ab", reason="held by ann")
     assert " held " in [*queue_lines([job], 0.0, None)][1]

@@ -7,24 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from hvd_elastic.errors import HvdElasticError, RunError
 from hvd_elastic.jobs.job import (
     After,
     Cancel,
     Down,
+    DrainHost,
     Job,
     JobRequest,
     JobStatus,
     Look,
+    Pause,
     Request,
     Requeue,
     SetPriority,
     Submit,
+    UndrainHost,
 )
-from hvd_elastic.jobs.keeper import INDEX_VARIABLE, JobSecrets, Lead
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.rights import of_user, read_for
+from hvd_elastic.jobs.secrets import INDEX_VARIABLE, JobSecrets
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.records.run_folder import RunFolder
 
@@ -46,6 +50,7 @@ def test_what_a_user_submits_is_theirs_and_without_what_the_daemon_need_not_know
     [
         *({"name": "../../x"}, {"name": ""}, {"secret": None}, {"secret": "../../x"}),
         *({"min_np": 0}, {"min_np": 3, "max_np": 2}, {"retries": -1}),
+        {"time_limit_s": float("nan")},
         *({"priority": 0.0}, {"priority": 1e9}, {"epochs": -1.0}, {"deadline": 0.0}),
         {"after": (After("never", 1),)},
         {"spec": {"command": ["x"], "leader_grace_s": "long"}},
@@ -63,8 +68,16 @@ def test_a_job_is_changed_by_its_user_and_operators_alone(request_: Request) -> 
         of_user(request_, EVE, (), OF_BOB)
     for user, operators in ((BOB, ()), (EVE, (EVE,))):
         of_user(request_, user, operators, OF_BOB)
-    with pytest.raises(RunError, match="the daemon is that of user"):
-        of_user(Down(leave_jobs=True), BOB, (EVE,), {})
+
+
+def test_the_cluster_is_changed_by_operators_alone_and_in_their_own_name() -> None:
+    drain = DrainHost("a", "bad DIMM", "ann", 1.0)
+    for request in (Down(leave_jobs=True), drain, UndrainHost("a", "ann"), Pause("ann"), Pause("")):
+        with pytest.raises(RunError, match="the daemon is that of user"):
+            of_user(request, BOB, (EVE,), {})
+        asked: Any = of_user(request, EVE, (EVE,), {})
+        if getattr(request, "by", ""):
+            assert asked == structs.replace(request, by=str(EVE))
 
 
 def test_others_see_of_a_job_what_the_queue_shows(tmp_path: Path) -> None:
@@ -91,8 +104,7 @@ def test_a_daemon_of_another_user_decides_sizes_and_nothing_else(
     assert told.spec == {"command": ["python"]}
     fields = {"command": ["evil"], "python": "/evil", "min_np": 2}
     bad = {"LD_PRELOAD": "/evil.so", INDEX_VARIABLE: "3"}
-    lead = Lead("train-1-00ff", 1, 0, "", fields, "queue", 1, bad, told.secret)
-    spec, environment = secrets.complete(lead)
+    spec, environment = secrets.complete(told.secret or "", fields, bad)
     assert spec == {**ASKED.spec, "min_np": 2}
     assert environment == {"TOKEN": "t", INDEX_VARIABLE: "3"}
     assert secrets.allows("train-1-00ff")
@@ -101,4 +113,4 @@ def test_a_daemon_of_another_user_decides_sizes_and_nothing_else(
     assert not secrets.allows("mine")
     assert not secrets.allows("other-1-00ff")
     with pytest.raises(RunError, match="Submit the job again"):
-        secrets.complete(Lead("train-1-00ff", 1, 0, "", {}, "queue", 1, {}, "../../mine/run.json"))
+        secrets.complete("../../mine/run.json", {}, {})

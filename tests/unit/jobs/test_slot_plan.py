@@ -166,6 +166,12 @@ def test_the_first_jobs_of_a_long_queue_start() -> None:
     assert plan.reasons[1000].startswith("waits: jobs of higher priority")
 
 
+def test_no_host_can_be_used_while_a_job_runs() -> None:
+    plan = plan_slots([Candidate(running(1, {"a": 2})), Candidate(job(2))], [], NOW)
+    assert plan.slots == {1: {}, 2: {}}
+    assert "the hosts that can be used have 0" in plan.reasons[1]
+
+
 def test_priority_comes_first() -> None:
     waiting = [Candidate(job(number)) for number in range(1, 7)]
     urgent = Candidate(job(7, priority=50.0))

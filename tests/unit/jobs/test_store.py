@@ -46,15 +46,15 @@ def test_jobs_are_read_as_they_were_written(store: JobStore) -> None:
 
 
 def test_history_stays_and_the_environment_of_an_ended_job_does_not(store: JobStore) -> None:
-    jobs = store.add_jobs([request() for _ in range(3)], {"TOKEN": "secret"}, now=1.0)
+    jobs = store.add_jobs([request() for _ in range(3)], {"TOKEN": "s3cret-value"}, now=1.0)
     ended = [replace(job, status=JobStatus.CANCELLED, message="cancelled") for job in jobs[:2]]
     store.save(ended)
     assert [job.number for job in store.active()] == [3]
     assert [job.number for job in store.ended()] == [2, 1]
-    assert store.environment(jobs[2]) == {"TOKEN": "secret"}
+    assert store.environment(jobs[2]) == {"TOKEN": "s3cret-value"}
     store.save([replace(jobs[2], status=JobStatus.SUCCEEDED)])
     for path in store.path.parent.iterdir():
-        assert b"secret" not in path.read_bytes(), path
+        assert b"s3cret-value" not in path.read_bytes(), path
 
 
 def test_only_its_owner_may_read_the_database(store: JobStore) -> None:

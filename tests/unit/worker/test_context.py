@@ -124,6 +124,16 @@ def test_a_run_alone_uses_everything_once_and_records_it(
     assert next(e["kind"] for e in read_records(folder / "events.jsonl")) == "metrics"
 
 
+def test_a_problem_is_warned_of_once(alone: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(alone.worker, "warn", told.append)
+    for message in ("one", "one", "another"):
+        alone.worker.warn_once(message)
+    for steps in (3, 4):
+        alone.worker.warn_once(f"{steps} steps so far", of="steps")
+    assert told == ["one", "another", "3 steps so far"]
+
+
 def test_a_run_goes_on_from_its_checkpoint_in_the_middle_of_an_epoch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,98 @@
+"""What operators have set on a cluster: hosts that are drained, and whether it is paused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import date_words
+from hvd_elastic.replaced_files import write_whole
+
+
+@dataclass(frozen=True)
+class Drained:
+    """A host that jobs are not to use.
+
+    Attributes:
+        reason: why, in the words of who asked for it.
+        by: who asked for it.
+        at: from when on [Unix s].
+    """
+
+    reason: str
+    by: str
+    at: float
+
+    def words(self, now: float) -> str:
+        """Return why, by whom, and since when or from when on."""
+        when = "since" if self.at <= now else "from"
+        return f"{self.reason} ({self.by}, {when} {date_words(self.at)})"
+
+
+@dataclass(frozen=True)
+class _Set:
+    drained: dict[str, Drained] = field(default_factory=dict)
+    paused_by: str = ""
+
+
+class OperatorState:
+    """What operators have set, kept in a file, so that it outlives the daemon.
+
+    Args:
+        path: the file; there need be none.
+
+    Raises:
+        RunError: there is one, and it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._set = _Set()
+        if path.exists():
+            try:
+                self._set = msgspec.json.decode(path.read_bytes(), type=_Set)
+            except (OSError, msgspec.MsgspecError) as error:
+                raise RunError(
+                    f"{path}, which says what is drained, cannot be read: {error}. Mend it, or "
+                    "remove it and drain the hosts again"
+                ) from error
+
+    @property
+    def drained(self) -> dict[str, Drained]:
+        """Hosts that are drained or will be, by name."""
+        return self._set.drained
+
+    @property
+    def paused_by(self) -> str:
+        """Who has paused the cluster, so that no job is started; empty: nobody."""
+        return self._set.paused_by
+
+    def closed(self, now: float) -> set[str]:
+        """Return the hosts that jobs are not to use now."""
+        return {host for host, drained in self.drained.items() if drained.at <= now}
+
+    def drain(self, host: str, drained: Drained) -> None:
+        """Drain a host; raises RunError if that cannot be kept."""
+        self._keep(_Set({**self.drained, host: drained}, self.paused_by))
+
+    def undrain(self, host: str) -> None:
+        """Give a host back; raises RunError if that cannot be kept, or it is not drained."""
+        if host not in self.drained:
+            which = ", ".join(self.drained) or "none is"
+            raise RunError(f"host {host} is not drained; drained: {which}")
+        rest = {name: each for name, each in self.drained.items() if name != host}
+        self._keep(_Set(rest, self.paused_by))
+
+    def pause(self, by: str) -> None:
+        """Start no job any more; empty: start them again. Raises RunError if it cannot be kept."""
+        self._keep(_Set(self.drained, by))
+
+    def _keep(self, wanted: _Set) -> None:
+        try:
+            write_whole(self._path, msgspec.json.encode(wanted), mode=0o600, synced=True)
+        except OSError as error:
+            raise RunError(f"cannot write {self._path}: {error.strerror}") from error
+        self._set = wanted

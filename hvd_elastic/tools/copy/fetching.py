@@ -1,0 +1,78 @@
+"""Fetch a file of each host to this machine (``copyclust --from-each``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from hvd_elastic.errors import SshError, UsageError
+from hvd_elastic.hosts.fanout import DEFAULT_FANOUT, HostResult, Stopper, fan_out
+from hvd_elastic.hosts.hostfile import Host
+from hvd_elastic.hosts.ssh import SshOptions, connect
+from hvd_elastic.hosts.transfer import receive_file
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A file that was fetched.
+
+    Attributes:
+        path: its copy on this machine.
+        size_bytes: its size [bytes].
+    """
+
+    path: Path
+    size_bytes: int
+
+
+def fetch_from_each(
+    hosts: Sequence[Host],
+    source: str,
+    folder: Path,
+    options: SshOptions,
+    fanout: int = DEFAULT_FANOUT,
+) -> Iterator[HostResult[Fetched]]:
+    """Copy a file of each host to ``folder/HOST/NAME``; one that was there is replaced as a whole.
+
+    Args:
+        hosts: hosts to fetch it from.
+        source: its path on each host, absolute or under ``~/``.
+        folder: folder on this machine; it is made.
+        options: ssh options.
+        fanout: maximum number of hosts at a time.
+
+    Yields:
+        One result for each host as it ends.
+
+    Raises:
+        UsageError: the source is not a path of a file.
+    """
+    name = PurePosixPath(source).name
+    if not source.startswith(("/", "~/")) or source.endswith("/") or name in ("", ".", ".."):
+        raise UsageError(
+            f"source '{source}': give the path of a file on each host, absolute or under ~/"
+        )
+    there = f"./{source[2:]}" if source.startswith("~/") else source  # commands run in the home
+
+    def fetch(host: Host, stopper: Stopper) -> Fetched:
+        target = folder / host.name / name
+        part = target.with_name(f".{name}.part")
+        with connect(host, options) as connection:
+            stopper.add_action(connection.close)
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with part.open("wb") as file:
+                    receive_file(connection, there, file.write)
+                    size = file.tell()
+                part.replace(target)
+            except OSError as error:
+                raise SshError(
+                    f"host {host.name}: {error.filename or target} cannot be written here: "
+                    f"{error.strerror}"
+                ) from error
+            finally:
+                part.unlink(missing_ok=True)
+        return Fetched(target, size)
+
+    return fan_out(hosts, fetch, fanout)
