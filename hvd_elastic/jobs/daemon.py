@@ -42,6 +42,7 @@ from hvd_elastic.jobs.job import (
     UndrainHost,
 )
 from hvd_elastic.jobs.keeper import BeginLeader
+from hvd_elastic.jobs.limits import Limits, within_limits
 from hvd_elastic.jobs.notify import Notifier
 from hvd_elastic.jobs.operator_state import Drained, OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
@@ -105,6 +106,7 @@ class Daemon:
     Raises:
         HostfileError: the hostfile cannot be used.
         StoreError: the database cannot be used.
+        UsageError: the limits make no sense.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class Daemon:
         self._unknown: set[int] = set()
         """Jobs of which it is not known yet which slots their runs occupy: they keep what they
         hold."""
+        self._limits, self._limits_stamp = Limits.read(place.limits), (0, 0, 0)
         self._orphans: dict[int, float] = {}
         """Jobs with neither keeper nor leader, with the time since when [Unix s]."""
         self._is_told = False
@@ -213,6 +216,7 @@ class Daemon:
     def _do_what_is_due(self) -> float:
         """Do what is due; return how long to wait until the next look [s]."""
         self._runs.send_rest()
+        self._read_limits()
         if self._runs.take_moved():
             self._queue.changed = True
         if self._hosts.changed():
@@ -442,8 +446,33 @@ class Daemon:
             for name, slots in self._usable_slots().items()
         ]
         usable = [host for host in hosts if host.slots > 0]
-        plan = plan_slots(candidates, usable, now, self._policy)
-        self._adopt(plan, [each.job for each in candidates])
+        allowed, held = within_limits(candidates, [use.job for use in bound], self._limits)
+        plan = plan_slots(allowed, usable, now, self._policy)
+        self._adopt(plan, [each.job for each in candidates if each.job.number not in held])
+        self._hold_to_limits(held)
+
+    def _hold_to_limits(self, held: Mapping[int, str]) -> None:
+        """Have jobs wait whose users may have no more, and say so."""
+        for number in held:
+            self._wanted.pop(number, None)
+        jobs = [self._queue.active[number] for number in held]
+        changed = [job for job in jobs if (job.reason, job.eta) != (held[job.number], None)]
+        self._queue.update(replace(job, reason=held[job.number], eta=None) for job in changed)
+
+    def _read_limits(self) -> None:
+        """Read the limits if their file was saved; those that make no sense change nothing."""
+        try:
+            found = self._place.limits.stat()
+            stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
+        except OSError:
+            stamp = (0, 0, 0)
+        if stamp != self._limits_stamp:
+            self._limits_stamp = stamp
+            self._queue.changed = True
+            try:
+                self._limits = Limits.read(self._place.limits)
+            except UsageError as error:
+                self._warn(f"{error}; the earlier ones stay")
 
     def _adopt(self, plan: Plan, jobs: list[Job]) -> None:
         changed = []

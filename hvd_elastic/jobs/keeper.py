@@ -8,32 +8,38 @@ takes nothing with it: the leaders go on, and the next keeper finds their runs b
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import secrets
 import select
 import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
 
 import msgspec
 
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError, StrangerError
-from hvd_elastic.jobs.job import JobRequest
+from hvd_elastic.jobs.keeper_link import (
+    Follow,
+    Forget,
+    FromKeeper,
+    Grant,
+    Lead,
+    Leave,
+    Link,
+    News,
+    StopRun,
+    ToKeeper,
+    Trouble,
+)
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import READ_KINDS
-from hvd_elastic.json_text import parse_json
+from hvd_elastic.jobs.secrets import JobSecrets
 from hvd_elastic.leader.spec import RunSpec
-from hvd_elastic.own_files import private_folder
 from hvd_elastic.records.json_lines import LineFollower
 from hvd_elastic.records.run_folder import RunFolder, check_run_id
 from hvd_elastic.replaced_files import write_whole
-from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, encode
 
 BeginLeader = Callable[[RunSpec, RunFolder, Mapping[str, str], bool], int]
 """Starts the leader of a run in a process of its own that outlives this one; returns its process
@@ -41,176 +47,13 @@ id. Arguments: specification, run folder, environment, whether the run had a lea
 
 STARTING_S = 5.0
 """How long a leader that an earlier keeper started may take to lock its run folder [s]."""
-INDEX_VARIABLE = "HVD_ELASTIC_ARRAY_INDEX"
-"""Environment variable with the index of a job in its array."""
-_SIZES = ("min_np", "np", "max_np", "plain", "policy")
-"""Fields of a specification that a daemon of another user decides."""
-TOLD_OF_SPEC = ("input_hosts", "leader_grace_s")
-"""Fields of a job's specification that a daemon of another user is told beside the command's first
-word."""
 _AGAIN_S = 1.0
 """Time between two tries to reach the daemon [s]."""
 _LOOK_S = 0.2
 """Time between two looks at the runs [s]."""
 _PART_BYTES = 4 << 20
 """About how many bytes of events are sent at once."""
-_MOST_READS = 64
-"""Reads in a row from one connection, while others wait."""
 _LOG_BYTES = 4096
-_SUBMITTING_S = 120.0
-"""Longest time from the writing of a job's file to its place in the queue [s]."""
-
-
-# -- what daemon and keeper say to each other ---------------------------------------------------
-
-
-class Follow(msgspec.Struct, tag="follow"):
-    """Report on a run that an earlier keeper has started.
-
-    ``offset`` is what the daemon has read of its events [bytes], ``hosts`` the hostfile of its
-    leader; None: it has no leader.
-    """
-
-    run_id: str
-    attempt: int
-    offset: int
-    hosts: str | None
-
-
-class Lead(msgspec.Struct, tag="lead"):
-    """Start a leader for a run, or one that leads it on.
-
-    ``fields`` are those of its specification. With a ``secret``, this user's file of that name has
-    the rest of the specification, and the environment.
-    """
-
-    run_id: str
-    attempt: int
-    offset: int
-    hosts: str
-    fields: dict[str, Any]
-    cluster: str
-    job: int
-    environment: dict[str, str]
-    secret: str | None = None
-
-
-class Grant(msgspec.Struct, tag="grant"):
-    """Give a run other slots: the hostfile that its leader watches."""
-
-    run_id: str
-    hosts: str
-
-
-class StopRun(msgspec.Struct, tag="stop"):
-    """Ask the leader of a run to end it with a last checkpoint."""
-
-    run_id: str
-    reason: str
-
-
-class Forget(msgspec.Struct, tag="forget"):
-    """Report on a run no more: it has ended."""
-
-    run_id: str
-
-
-class Leave(msgspec.Struct, tag="leave"):
-    """End, as the user has no job left."""
-
-
-ToKeeper = Follow | Lead | Grant | StopRun | Forget | Leave
-
-
-class News(msgspec.Struct, tag="news"):
-    """What is new of a run.
-
-    Attributes:
-        offset: end of ``lines`` in the file of the events [bytes].
-        lines: new events.
-        is_all: whether there are no more of them now.
-        led: whether a process leads the run, or is about to.
-        is_own: whether this keeper has started the leader of this attempt, and it was not killed.
-        last_line: what a leader that this keeper started has written last; empty while it lives.
-        pid: process id of the leader; 0: none, or not known.
-    """
-
-    run_id: str
-    attempt: int
-    offset: int
-    lines: list[str]
-    is_all: bool
-    led: bool
-    is_own: bool
-    last_line: str = ""
-    pid: int = 0
-
-
-class Trouble(msgspec.Struct, tag="trouble"):
-    """Something that the keeper cannot do now, and tries again."""
-
-    message: str
-
-
-FromKeeper = News | Trouble
-Message = TypeVar("Message")
-
-
-class Link(Generic[Message]):
-    """An end of the connection of daemon and keeper.
-
-    Args:
-        connection: it; what is sent without blocking waits here until the other end reads.
-        union: types of the messages that come from the other end.
-        sender: who sends them, for error messages.
-    """
-
-    def __init__(self, connection: socket.socket, union: Any, sender: str) -> None:
-        self._connection = connection
-        self._decoder: MessageDecoder[Message] = MessageDecoder(union, sender)
-        self._lines = LineSplitter(sender)
-        self._unsent = bytearray()
-
-    def fileno(self) -> int:
-        """Return the descriptor of the connection."""
-        return self._connection.fileno()
-
-    def send(self, *messages: object) -> None:
-        """Send messages, and what could not be sent before."""
-        for message in messages:
-            self._unsent += encode(message)
-        # What the other end does not take now is sent later; that it is gone, receive() tells.
-        with contextlib.suppress(OSError):
-            while self._unsent:
-                del self._unsent[: self._connection.send(self._unsent)]
-
-    def receive(self) -> list[Message] | None:
-        """Return the messages that are there; None: the other end is gone.
-
-        Raises:
-            ProtocolError: what came is no message.
-        """
-        found: list[Message] = []
-        for _ in range(_MOST_READS):
-            try:
-                data = self._connection.recv(1 << 20, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                break
-            except OSError:  # it was killed with unread messages
-                data = b""
-            if not data:
-                return found or None  # the next call tells that it is gone
-            found += map(self._decoder.decode, self._lines.feed(data))
-        return found
-
-    @property
-    def unsent(self) -> int:
-        """Bytes that the other end has not taken yet."""
-        return len(self._unsent)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
 
 
 class _Kind(msgspec.Struct):
@@ -218,85 +61,6 @@ class _Kind(msgspec.Struct):
 
 
 _kind = msgspec.json.Decoder(_Kind)
-
-
-class JobSecrets:
-    """What only a user's own processes know of jobs on a cluster of another user's daemon.
-
-    It has a file for each job, with its specification and environment.
-    """
-
-    def __init__(self, place: ClusterFolder) -> None:
-        self._folder = place.keeper / "jobs"
-        self._cluster = place.path.resolve().name
-
-    def keep(self, request: JobRequest, environment: Mapping[str, str]) -> JobRequest:
-        """Write what the daemon is not to know; return what is said to it.
-
-        Raises:
-            RunError: the file cannot be written.
-        """
-        name = request.secret or secrets.token_hex(8)
-        self.write(name, request.spec, environment)
-        told = {"command": request.words[:1]}
-        told |= {key: request.spec[key] for key in TOLD_OF_SPEC if key in request.spec}
-        return replace(request, spec=told, secret=name)
-
-    def write(self, name: str, spec: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        """Write the file of a job.
-
-        Raises:
-            RunError: it cannot be written.
-        """
-        content = {"spec": spec, "environment": dict(environment)}
-        try:
-            private_folder(self._folder.parent)
-            private_folder(self._folder)
-            write_whole(self._folder / name, json.dumps(content, default=str), mode=0o600)
-        except OSError as error:
-            raise RunError(f"cannot write {self._folder / name}: {error.strerror}") from error
-
-    def read(self, name: str) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return specification and environment of a job.
-
-        Raises:
-            RunError: they cannot be read.
-        """
-        path = self._folder / Path(name).name
-        try:
-            found = parse_json(path.read_bytes())
-            return dict(found["spec"]), dict(found["environment"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(
-                f"what to run cannot be read from {path} ({error}). Submit the job again"
-            ) from error
-
-    def complete(self, lead: Lead) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return specification and environment of a run; the daemon decides its sizes alone.
-
-        Raises:
-            RunError: they cannot be read.
-        """
-        own, variables = self.read(lead.secret or "")
-        fields = {key: lead.fields[key] for key in _SIZES if key in lead.fields}
-        index = {key: lead.environment[key] for key in [INDEX_VARIABLE] if key in lead.environment}
-        return {**own, **fields}, {**variables, **index}
-
-    def allows(self, run_id: str) -> bool:
-        """Return whether a run is a job of this cluster, or there is none of that name yet."""
-        folder = RunFolder(runs_folder() / check_run_id(run_id))
-        told = folder.read_run()
-        return not folder.path.exists() or (told.get("cluster") == self._cluster and "job" in told)
-
-    def forget_environments(self) -> None:
-        """Drop the environments of all jobs, which have ended; a requeue brings new ones."""
-        for path in self._folder.iterdir():
-            with contextlib.suppress(OSError, RunError):
-                if time.time() - path.stat().st_mtime > _SUBMITTING_S:  # else it may be a new one
-                    self.write(path.name, self.read(path.name)[0], {})
-
-
-# -- the process ---------------------------------------------------------------------------------
 
 
 @dataclass
@@ -435,7 +199,7 @@ class Keeper:
         folder = run.folder
         fields, environment = lead.fields, lead.environment
         if self._secrets is not None:
-            fields, environment = self._secrets.complete(lead)
+            fields, environment = self._secrets.complete(lead.secret or "", fields, environment)
         fields = {**fields, "hostfile": str(folder.hosts)}
         spec = RunSpec.from_dict(fields, run.folder.run_id)
         if not folder.path.exists():

@@ -14,7 +14,8 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 
-from hvd_elastic.jobs.keeper import BeginLeader, FromKeeper, Keeper, Leave, Link
+from hvd_elastic.jobs.keeper import BeginLeader, Keeper
+from hvd_elastic.jobs.keeper_link import FromKeeper, Leave, Link
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.server import RequestServer, listen_in, may_use
 from hvd_elastic.own_files import user_words

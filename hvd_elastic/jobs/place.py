@@ -17,7 +17,7 @@ from typing import Any
 from hvd_elastic.config import home
 from hvd_elastic.errors import RunError, StrangerError, UsageError
 from hvd_elastic.json_text import parse_json
-from hvd_elastic.own_files import private_folder, socket_in, who_else_writes
+from hvd_elastic.own_files import private_folder, socket_in, user_words, who_else_writes
 from hvd_elastic.programs.peers import connect_own
 from hvd_elastic.records.process_lock import is_locked, take_lock
 
@@ -48,6 +48,7 @@ class ClusterFolder:
         self.events = path / "events.jsonl"
         self.log = path / "daemon.log"
         self.hostfiles = path / "hostfiles"
+        self.limits = path / "limits.toml"
         self.operator_state = path / "operator.json"
         self._lock = path / "daemon.lock"
 
@@ -142,6 +143,16 @@ class ClusterFolder:
         with contextlib.suppress(OSError):
             return self.shared and self.path.stat().st_uid != os.geteuid()
         return False
+
+    def check_own(self, what: str) -> None:
+        """Check that the daemon is this user's.
+
+        Raises:
+            RunError: it is not, and what is asked for is in files that only its user can read.
+        """
+        if self.is_others:
+            owner = user_words(self.path.stat().st_uid)
+            raise RunError(f"{what} of cluster {self.name} is for the user of its daemon, {owner}")
 
     def connect(self, name: str, timeout_s: float | None) -> socket.socket:
         """Return a connection to a socket of the daemon.

@@ -61,9 +61,7 @@ def user_id(name: str) -> int:
     try:
         return pwd.getpwnam(name).pw_uid
     except KeyError:
-        raise UsageError(
-            f"--operators: this machine has no user {name!r}; see: getent passwd"
-        ) from None
+        raise UsageError(f"this machine has no user {name!r}; see: getent passwd") from None
 
 
 def of_user(

@@ -13,21 +13,12 @@ import psutil
 from hvd_elastic.errors import HostfileError, RunError
 from hvd_elastic.hosts.hostfile import Host, format_hostfile, parse_hostfile, write_hostfile
 from hvd_elastic.jobs.job import Job, JobKind
-from hvd_elastic.jobs.keeper import (
-    INDEX_VARIABLE,
-    STARTING_S,
-    BeginLeader,
-    Follow,
-    Forget,
-    Grant,
-    Lead,
-    News,
-    StopRun,
-    Trouble,
-)
+from hvd_elastic.jobs.keeper import STARTING_S, BeginLeader
+from hvd_elastic.jobs.keeper_link import Follow, Forget, Grant, Lead, News, StopRun, Trouble
 from hvd_elastic.jobs.keepers import Keepers
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
+from hvd_elastic.jobs.secrets import INDEX_VARIABLE
 from hvd_elastic.jobs.server import RequestServer
 from hvd_elastic.own_files import user_words
 from hvd_elastic.programs.processes import read_process

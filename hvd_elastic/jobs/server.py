@@ -17,6 +17,7 @@ import msgspec
 from hvd_elastic.errors import HvdElasticError, RunError, StrangerError
 from hvd_elastic.jobs.job import Answer, Request
 from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.own_files import user_words
 from hvd_elastic.programs.peers import peer_groups, peer_uid
 
 _LARGEST_BYTES = 256 * 1024 * 1024
@@ -196,6 +197,9 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
             to them nothing was sent.
     """
     ask = f"Start it with: hvd-elastic up HOSTFILE --name {place.name}"
+    if place.is_others:
+        owner = user_words(place.path.stat().st_uid)
+        ask = f"{owner} starts it with: hvd-elastic up HOSTFILE --place {place.path} --group GROUP"
     try:
         with _connect(place) as connection:
             connection.sendall(msgspec.json.encode(request))
@@ -208,7 +212,7 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
     except (PermissionError, StrangerError) as error:
         raise RunError(
             f"the daemon of cluster {place.name} belongs to another user: {place.path} is "
-            "theirs alone. Submit from that account, or start a cluster of your own"
+            "theirs, or their group's too. Submit from that account, or start a cluster of your own"
         ) from error
     except OSError as error:
         raise RunError(

@@ -63,6 +63,7 @@ def write_cluster_report(name: str | None, out: Path | None = None) -> tuple[Pat
         RunError: there is no such cluster, it has no jobs yet, or ``out`` cannot be written.
     """
     folder = open_cluster(name)
+    folder.check_own("the report")
     summary = summarize_cluster(iter_records(folder.events), folder.name)
     if not summary.jobs:
         raise RunError(f"cluster {summary.name} has had no jobs yet, so there is nothing to report")

@@ -175,6 +175,7 @@ def test_each_account_has_its_own_jobs_and_outlives_daemon_keeper_and_reboot(lab
         assert refused.returncode != 0
         assert f"is that of user {bob}" in refused.stderr
     assert lab.call(eve, "down").returncode != 0
+    assert "is for the user of its daemon" in lab.call(eve, "history").stderr
     assert lab.job(of_bob, bob)["status"] == "running"
     stranger = lab.folder / "nobody"
     stranger.mkdir()

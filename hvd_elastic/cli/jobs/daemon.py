@@ -324,7 +324,8 @@ def start_keeper(place: ClusterFolder) -> None:
         typer.Exit: it could not begin; the reason was printed.
     """
     from hvd_elastic.cli.runs.run import begin_leader
-    from hvd_elastic.jobs.keeper import JobSecrets, Keeper
+    from hvd_elastic.jobs.keeper import Keeper
+    from hvd_elastic.jobs.secrets import JobSecrets
     from hvd_elastic.own_files import private_folder
     from hvd_elastic.records.process_lock import take_lock
 

@@ -31,9 +31,9 @@ from hvd_elastic.jobs.job import (
     SetPriority,
     StopReason,
 )
-from hvd_elastic.jobs.keeper import JobSecrets
 from hvd_elastic.jobs.place import ClusterFolder, open_cluster
 from hvd_elastic.jobs.rights import open_queue, user_name
+from hvd_elastic.jobs.secrets import JobSecrets
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.records.wording import attempts_words
 

@@ -189,8 +189,8 @@ def submit(options: SubmitOptions) -> None:
     """
     from hvd_elastic.cli.jobs.daemon import start_keeper
     from hvd_elastic.jobs.job import Submit
-    from hvd_elastic.jobs.keeper import JobSecrets
     from hvd_elastic.jobs.place import open_cluster
+    from hvd_elastic.jobs.secrets import JobSecrets
     from hvd_elastic.jobs.server import ask_daemon
 
     options.check()

@@ -187,6 +187,7 @@ def simulate_past(
         valid = ", ".join(POLICIES)
         raise UsageError(f"--policy {policy!r} is not known for --history; valid: {valid}")
     folder = open_cluster(name)
+    folder.check_own("the history")
     cluster = summarize_cluster(iter_records(folder.events), folder.name)
     history = read_history(cluster)
     hosts = [history.hosts_with(0), history.hosts_with(added_hosts)]

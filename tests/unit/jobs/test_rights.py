@@ -26,9 +26,9 @@ from hvd_elastic.jobs.job import (
     Submit,
     UndrainHost,
 )
-from hvd_elastic.jobs.keeper import INDEX_VARIABLE, JobSecrets, Lead
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.rights import of_user, read_for
+from hvd_elastic.jobs.secrets import INDEX_VARIABLE, JobSecrets
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.records.run_folder import RunFolder
 
@@ -104,8 +104,7 @@ def test_a_daemon_of_another_user_decides_sizes_and_nothing_else(
     assert told.spec == {"command": ["python"]}
     fields = {"command": ["evil"], "python": "/evil", "min_np": 2}
     bad = {"LD_PRELOAD": "/evil.so", INDEX_VARIABLE: "3"}
-    lead = Lead("train-1-00ff", 1, 0, "", fields, "queue", 1, bad, told.secret)
-    spec, environment = secrets.complete(lead)
+    spec, environment = secrets.complete(told.secret or "", fields, bad)
     assert spec == {**ASKED.spec, "min_np": 2}
     assert environment == {"TOKEN": "t", INDEX_VARIABLE: "3"}
     assert secrets.allows("train-1-00ff")
@@ -114,4 +113,4 @@ def test_a_daemon_of_another_user_decides_sizes_and_nothing_else(
     assert not secrets.allows("mine")
     assert not secrets.allows("other-1-00ff")
     with pytest.raises(RunError, match="Submit the job again"):
-        secrets.complete(Lead("train-1-00ff", 1, 0, "", {}, "queue", 1, {}, "../../mine/run.json"))
+        secrets.complete("../../mine/run.json", {}, {})
