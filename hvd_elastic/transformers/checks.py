@@ -92,7 +92,8 @@ def check_script(
     for name, why in _REFUSED.items():
         value = getattr(args, name, None)
         if value:
-            raise ScriptError(f"TrainingArguments({name}={value!r}): {why}")
+            shown = repr(value) if isinstance(value, (bool, str)) else "..."
+            raise ScriptError(f"TrainingArguments({name}={shown}): {why}")
     if adapts and args.gradient_accumulation_steps > 1:
         raise ScriptError(
             f"TrainingArguments(gradient_accumulation_steps={args.gradient_accumulation_steps}) "

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,15 @@ import pytest
 from tests.dist.conftest import StartJob
 from tests.dist.running import Stage
 from tests.paths import COSTLY
-from tests.trainers.outcomes import SCRIPTS, WAIT_S, alone, differences, outcome
+from tests.trainers.outcomes import (
+    SCRIPTS,
+    WAIT_S,
+    alone,
+    differences,
+    killed_at,
+    leave_and_join,
+    outcome,
+)
 
 pytest.importorskip("transformers", reason="transformers is not installed: make test-trainers")
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
@@ -27,14 +33,6 @@ PLACES = ("after the step", "evaluation", "saving", "end of the epoch", "before 
 def check_ends_as(found: Any, expected: Any) -> None:
     """Their losses are computed in float32, whatever the model's type is."""
     assert differences(found, expected, within=1e-6) == []
-
-
-def killed_at(places: Sequence[str], rng: random.Random) -> list[tuple[str, int, int]]:
-    """Place, epoch and rank of each death; the one that saves has the files."""
-    return [
-        (place, number, 0 if place == "saving" else rng.choice((0, 1)))
-        for number, place in enumerate(places)
-    ]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=COSTLY) for seed in range(1, 6))])
@@ -68,12 +66,7 @@ def test_twenty_changes_at_random_places_change_nothing(
     a, b, *_ = stage.hosts
     script = [sys.executable, str(SCRIPT), "FOLDER"]
     job = start_job({a: 1, b: 1}, "--np", "2", "--min-np", "1", script=script)
-    for after in (3, 7, 11):
-        last = job.folder / f"killed-{after - 1}"
-        job.wait_for(last.exists, f"{after} deaths", WAIT_S)
-        for size in (2, 1, 2):
-            job.command("scale", job.run_id, str(size))
-            job.wait_for(partial(lambda size: job.size() == size, size), f"size {size}", WAIT_S)
+    leave_and_join(job, 3, 7, 11)
     assert job.wait(3 * WAIT_S) == 0, job.story()
     assert len([*job.folder.glob("killed-*")]) == len(kills), job.story()
     assert job.check_audit(finished=True).complete_epochs == 15

@@ -41,6 +41,14 @@ def copy(
             metavar="PATTERN",
         ),
     ] = None,
+    include: Annotated[
+        list[str] | None,
+        option(
+            "Take files that --exclude skips (all others, without it) after all; may be repeated.",
+            "--include",
+            metavar="PATTERN",
+        ),
+    ] = None,
     checksum: Annotated[bool, option("Compare contents, not size and time.", "--checksum")] = False,
     bwlimit: Annotated[
         float, number_option("Most that each host sends; 0: no limit.", "--bwlimit", metavar="MB/S")
@@ -113,7 +121,7 @@ def copy(
             )
     settings = CopySettings(
         delete=delete,
-        exclude=tuple(exclude or ()),
+        exclude=_patterns(exclude or (), include or ()),
         checksum=checksum,
         plain=plain,
         compress=compress,
@@ -126,6 +134,7 @@ def copy(
         given = {
             "--delete": delete,
             "--exclude": exclude,
+            "--include": include,
             "--checksum": checksum,
             "--bwlimit": bwlimit,
             "--plain": plain,
@@ -164,6 +173,13 @@ def copy(
             lambda result: describe_copied(result, target, pulled is not None),
             lambda result: copied_in_words(result, chosen, printer, pulled),
         )
+
+
+def _patterns(exclude: Sequence[str], include: Sequence[str]) -> tuple[str, ...]:
+    from hvd_elastic.programs.copy.tree import TAKES
+
+    skipped = exclude or (["*"] if include else [])
+    return (*skipped, *(TAKES + pattern for pattern in include))
 
 
 def _fetch(chosen: HostOptions, places: Sequence[str], others: Sequence[str]) -> None:

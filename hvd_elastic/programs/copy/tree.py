@@ -20,6 +20,8 @@ PARTS = ".hvd_elastic-part"
 FETCHED = ".hvd_elastic-pull"
 # Never copied or removed.
 OURS = (PARTS, FETCHED)
+# Begins a pattern of what is taken, whatever other patterns match.
+TAKES = "+ "
 # As a folder's mode or time: leave it unchanged.
 ANY = -1
 # Maximum number of descriptors kept open, well below the usual limit of 1024.
@@ -95,8 +97,20 @@ def make_folders(path: bytes) -> None:
 def is_excluded(path: str, patterns: list[str]) -> bool:
     """Return whether a pattern matches the path, its name, or a folder above it.
 
-    A pattern with a / must match the path from the top, one without may match any name in it.
+    A pattern with a / must match the path from the top, one without may match any name in it. One
+    that begins with :data:`TAKES` says what is not left out, whatever others match.
     """
+    if _matches(path, [each for each in patterns if not each.startswith(TAKES)]):
+        return not _matches(path, [each[len(TAKES) :] for each in patterns if takes(each)])
+    return False
+
+
+def takes(pattern: str) -> bool:
+    """Return whether a pattern says what is not left out."""
+    return pattern.startswith(TAKES)
+
+
+def _matches(path: str, patterns: list[str]) -> bool:
     names = path.split("/")
     for pattern in patterns:
         plain = pattern.strip("/")
@@ -121,6 +135,8 @@ def walk(root: bytes, patterns: list[str]) -> tuple[Tree, list[str]]:
         return Tree(False, [_file("", status)], [], []), []
     tree = Tree(True, [], [("", stat.S_IMODE(status.st_mode), status.st_mtime_ns)], [])
     skipped: list[str] = []
+    looks_into_all = any(map(takes, patterns))
+    left_out: dict[str, tuple[str, int, int]] = {}
     waiting = [""]
     while waiting:
         folder = waiting.pop()
@@ -130,7 +146,13 @@ def walk(root: bytes, patterns: list[str]) -> tuple[Tree, list[str]]:
         for entry in found:
             name = decode(entry.name)
             path = f"{folder}/{name}" if folder else name
-            if name in OURS or (patterns and is_excluded(path, patterns)):
+            if name in OURS:
+                continue
+            if patterns and is_excluded(path, patterns):
+                if looks_into_all and entry.is_dir(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    left_out[path] = path, stat.S_IMODE(status.st_mode), status.st_mtime_ns
+                    below.append(path)
                 continue
             status = entry.stat(follow_symlinks=False)
             if stat.S_ISREG(status.st_mode):
@@ -143,6 +165,15 @@ def walk(root: bytes, patterns: list[str]) -> tuple[Tree, list[str]]:
             else:
                 skipped.append(path)
         waiting += reversed(below)
+    if left_out:
+        taken = [file.path for file in tree.files] + [path for path, _, _ in tree.links]
+        for path in taken + [path for path, _, _ in tree.folders]:
+            names = path.split("/")
+            for depth in range(1, len(names)):
+                above = "/".join(names[:depth])
+                if above in left_out:
+                    tree.folders.append(left_out.pop(above))
+        tree.folders.sort()
     return tree, skipped
 
 

@@ -20,7 +20,7 @@ from hvd_elastic.errors import HvdElasticError
 
 _WANTED = "HVD_ELASTIC_TRACEBACK"
 _PACKAGE = Path(__file__).parents[2]
-_FRONTENDS = ("torch", "tensorflow", "keras")
+_FRONTENDS = ("torch", "tensorflow", "keras", "lightning", "transformers")
 _ENTRIES = (
     *(str(_PACKAGE / room / "elastic.py") for room in _FRONTENDS),
     str(_PACKAGE / "script/run.py"),

@@ -136,7 +136,7 @@ def preferring(**options):
 
     folder, tokenizer = FOLDER / f"model-{os.getpid()}", make_tokenizer()
     language_model().save_pretrained(folder)
-    arguments = ARGUMENTS | {"max_length": 32, "gradient_checkpointing": False} | options
+    arguments = ARGUMENTS | {"max_length": 16, "gradient_checkpointing": False} | options
     return elastic(DPOTrainer)(
         model=GPT2LMHeadModel.from_pretrained(folder),
         args=DPOConfig(**arguments),
@@ -234,7 +234,11 @@ def main() -> None:
     if trainer.is_world_process_zero():
         times = ("_runtime", "_per_second", "preparation_time", "total_flos")
         history = [
-            {k: v for k, v in each.items() if not k.endswith(times) and k not in OF_PASSES}
+            {
+                k: v
+                for k, v in each.items()
+                if not k.endswith(times) and k not in OF_PASSES and "/" not in k
+            }
             for each in trainer.state.log_history
         ]
         found = {

@@ -13,6 +13,7 @@ import pytest
 from hvd_elastic.jobs import notify
 from hvd_elastic.jobs.job import Cancel
 from hvd_elastic.jobs.notify import Notifier
+from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.server import ask_daemon
 from tests.paths import LIMIT_S
 from tests.unit.jobs import test_daemon
@@ -31,7 +32,8 @@ def work_until(notifier: Notifier, condition: Callable[[], bool]) -> None:
 
 
 def test_events_come_in_their_order(tmp_path: Path) -> None:
-    told, warnings = tmp_path / "it's told", []
+    told = tmp_path / "it's told"
+    warnings: list[str] = []
     notifier = Notifier(f"cat >> {shlex.quote(str(told))}", warnings.append)
     for number in range(5):
         notifier.tell({**EVENT, "job": number, "message": "a\n$(touch x)"})
@@ -64,7 +66,7 @@ def test_command_that_hangs_floods_or_fails_hurts_nobody(
     notifier.close()
 
 
-def test_daemon_tells_of_its_jobs(place: test_daemon.ClusterFolder, tmp_path: Path) -> None:
+def test_daemon_tells_of_its_jobs(place: ClusterFolder, tmp_path: Path) -> None:
     told = tmp_path / "told"
     daemon = Running(place, hosts(place), notify=f"cat >> {shlex.quote(str(told))}")
     number = submit(place)

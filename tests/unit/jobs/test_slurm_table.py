@@ -10,6 +10,7 @@ import pytest
 
 from hvd_elastic.cli.app import main
 from hvd_elastic.jobs.job import JobStatus
+from hvd_elastic.jobs.place import ClusterFolder
 from tests.paths import ROOT
 from tests.unit.jobs import test_daemon
 from tests.unit.jobs.test_daemon import Running
@@ -29,7 +30,7 @@ def commands() -> list[list[str]]:
 
 
 def test_each_command_for_those_who_know_slurm_works(
-    place: test_daemon.ClusterFolder,
+    place: ClusterFolder,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -37,7 +38,7 @@ def test_each_command_for_those_who_know_slurm_works(
     (tmp_path / "train.py").write_text("")
     (tmp_path / "hosts").write_text("gpu[1-3] slots=1\n")
     monkeypatch.chdir(tmp_path)
-    place = test_daemon.ClusterFolder.create("hosts")
+    place = ClusterFolder.create("hosts")
     place.path.parent.joinpath("test", "hostfiles").rmdir()
     place.path.parent.joinpath("test").rmdir()
     daemon = Running(place, tmp_path / "hosts")

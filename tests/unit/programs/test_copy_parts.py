@@ -136,6 +136,19 @@ def test_patterns(pattern: str, fits: list[str], fits_not: list[str]) -> None:
     assert not any(is_excluded(path, [pattern]) for path in fits_not)
 
 
+def test_what_is_taken_of_all_that_is_left_out(tmp_path: Path) -> None:
+    for name in ("a.py", "a.txt", "sub/deep/b.py", "sub/c.txt", "none/d.txt", "whole/e.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    tree, _ = walk(os.fsencode(tmp_path), ["*", "+ *.py", "+ /whole"])
+    assert [file.path for file in tree.files] == ["a.py", "sub/deep/b.py", "whole/e.txt"]
+    assert [path for path, _, _ in tree.folders] == ["", "sub", "sub/deep", "whole"]
+    assert not is_excluded("x/whole.py", ["*", "+ *.py"])
+    assert is_excluded("x/whole", ["*", "+ /whole"])
+    tree, _ = walk(os.fsencode(tmp_path), ["*.txt", "+ c.txt"])
+    assert [file.path for file in tree.files] == ["a.py", "sub/c.txt", "sub/deep/b.py"]
+
+
 def frames(packer: Packer, payload: bytes, number: int, link_s: float) -> list[bytes | None]:
     found = []
     for _ in range(number):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hvd_elastic.errors import ScriptError
-from hvd_elastic.worker.debugging.uncaught import tell_uncaught
-from tests.paths import WORKER_PYTHONPATH
+from hvd_elastic.worker.debugging.uncaught import _NOT_THE_SCRIPT, tell_uncaught
+from tests.paths import OF_ONE_FRAMEWORK, ROOT, WORKER_PYTHONPATH
 
 
 @pytest.fixture
@@ -125,6 +125,12 @@ def test_a_mistake_in_a_script_names_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hook")
+def test_lines_of_a_frontend_are_not_of_the_script() -> None:
+    rooms = {path.split("/")[1] for paths in OF_ONE_FRAMEWORK.values() for path in paths}
+    files = [str(ROOT / "hvd_elastic" / room / "x.py") for room in rooms - {"bench"}]
+    assert [each for each in files if not each.startswith(_NOT_THE_SCRIPT)] == []
+
+
 def test_a_traceback_goes_from_the_script_to_its_training_function(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
