@@ -94,6 +94,15 @@ def printable(text: str) -> str:
     return _CONTROL.sub(_shown_control, text)
 
 
+def one_line(text: str, most: int = 1000) -> str:
+    r"""Return text of somebody else as one line of printable characters, cut where it is long.
+
+    >>> one_line("step 7\n  \x1b[2J \ud800 é")
+    'step 7 ?[2J ? é'
+    """
+    return "".join(each if each.isprintable() else "?" for each in " ".join(text[:most].split()))
+
+
 def _shown_control(found: re.Match[str]) -> str:
     is_control = len(found[0]) == 1 and not found.string.startswith("\r\n", found.start())
     return f"\\u{ord(found[0]):04x}" if is_control else ""

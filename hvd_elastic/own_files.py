@@ -56,6 +56,9 @@ def who_else_writes(folder: Path) -> str:
     """
     home_folder = Path(os.path.realpath(os.path.expanduser("~")))  # noqa: PTH111  # may have none
     for each in (folder, *folder.parents):
+        link = each.lstat().st_uid
+        if link not in (os.geteuid(), _ROOT):
+            return f"{each} belongs to {user_words(link)}"
         found = each.stat()
         if found.st_uid != os.geteuid() and (each == folder or found.st_uid != 0):
             return f"{each} belongs to {user_words(found.st_uid)}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import clock_words, count, date_words
+from hvd_elastic.formatting import clock_words, count, date_words, one_line
 from hvd_elastic.jobs.health import HostHealth
 from hvd_elastic.jobs.hosts import ClusterHosts, Use
 from hvd_elastic.jobs.job import (
@@ -78,6 +78,8 @@ the network of this machine has failed."""
 _ORPHAN_S = 30.0
 """How long a job without keeper and leader keeps its slots, beside its leader's grace [s]."""
 _TAKEN_DOWN = "the cluster was taken down"
+_MOST_JOBS_OF_OTHERS = 20_000
+"""Jobs of another user that wait or run: the daemon goes through all of them at each look."""
 _MOST_REASONS = 100
 """Waiting jobs up to which the events tell why each of them waits."""
 _MOST_LEADER_LOSSES = 5
@@ -310,6 +312,7 @@ class Daemon:
                 suspicion = host in progress.hosts.unfit and progress.trained_at is None
                 suspicion |= is_others
                 now = time.monotonic()
+                cause = one_line(cause)
                 self._health.host_lost(host, cause, now, _python(job), is_suspicion=suspicion)
                 self._queue.changed = True
 
@@ -324,9 +327,9 @@ class Daemon:
         ]
         heard = {
             host
-            for _, progress in running
+            for job, progress in running
             if not progress.hosts.silent
-            for host in progress.hosts.occupied
+            for host in self._runs.occupied(job)
         }
         self._silent = {}
         for job, progress in running:
@@ -355,6 +358,8 @@ class Daemon:
 
     def _run_ended(self, job: Job, status: str, message: str) -> None:
         retries, failures = job.request.retries, job.failures
+        if job.request.user is not None:
+            message = one_line(message)
         self._decided = {}  # its end has changed who holds what
         self._wanted.pop(job.number, None)
         self._reasons.pop(job.number, None)
@@ -397,7 +402,8 @@ class Daemon:
         usable = sum(self._usable_slots().values())
         if progress.trained_at is not None or usable < job.request.min_np:
             return ""
-        return "; ".join(cause for host, cause in progress.hosts.unfit.items() if host in lost)
+        causes = (cause for host, cause in progress.hosts.unfit.items() if host in lost)
+        return "; ".join(map(one_line, causes))
 
     def _lead_on(self, job: Job) -> None:
         """Start another leader for a run whose leader has died."""
@@ -606,6 +612,8 @@ class Daemon:
             return self._act(request)
         named = self._store.jobs(numbers_of(request))
         request = of_user(request, user, self._operators, named)
+        if isinstance(request, Submit):
+            self._refuse_too_many(user, len(request.jobs))
         if isinstance(request, Look):
             return Answer("", data=read_for(self._store, request, user))
         answer = self._act(request)
@@ -706,6 +714,14 @@ class Daemon:
         elif self._closed >= listed.keys() - {host}:
             when = "; it is the last host, so jobs wait until one is given back"
         return Answer(f"host {host} is drained{when}: {drained.reason}")
+
+    def _refuse_too_many(self, user: int, more: int) -> None:
+        own = sum(job.request.user == user for job in self._queue.active.values())
+        if own + more > _MOST_JOBS_OF_OTHERS:
+            raise RunError(
+                f"user {user_name(user)} has {count(own, 'job')} that wait or run, and may have "
+                f"{_MOST_JOBS_OF_OTHERS:,} on a cluster of several users; submit the others later"
+            )
 
     def _refuse_impossible(self, request: Submit) -> None:
         hosts = self._hosts.listed

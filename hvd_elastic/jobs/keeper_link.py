@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
 from hvd_elastic.wire.framing import LineSplitter, MessageDecoder, encode
 
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _MOST_READS = 64
 """Reads in a row from one connection, while others wait."""
 
@@ -87,13 +88,13 @@ class News(msgspec.Struct, tag="news"):
 
     run_id: str
     attempt: int
-    offset: int
+    offset: _Number
     lines: list[str]
     is_all: bool
     led: bool
     is_own: bool
     last_line: str = ""
-    pid: int = 0
+    pid: _Number = 0
 
 
 class Trouble(msgspec.Struct, tag="trouble"):

@@ -132,9 +132,10 @@ class Keepers:
 
     def drop(self, user: int, why: str) -> None:
         """Close the connection to the keeper of a user; ``why`` is a fault of it, or empty."""
+        if (link := self._others.pop(user, None)) is None:
+            return  # it took nothing, so it was sent away already
         if why:
             self._warn(f"the keeper of {user_words(user)} is sent away: {why}")
-        link = self._others.pop(user)
         self._server.unwatch(link.fileno())
         link.close()
         self._moved.append(user)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import pwd
 from collections.abc import Collection, Iterable, Mapping
@@ -13,6 +12,7 @@ import msgspec
 from msgspec import structs
 
 from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.formatting import one_line
 from hvd_elastic.jobs.job import (
     After,
     Cancel,
@@ -20,6 +20,7 @@ from hvd_elastic.jobs.job import (
     Hold,
     Hosts,
     Job,
+    JobKind,
     JobRequest,
     JobStatus,
     Look,
@@ -41,6 +42,10 @@ _MOST_SHOWN = 100
 """Characters of a command's first word that others see."""
 _MOST_PRIORITY = 1000.0
 """Largest priority that a user may give jobs beside those of others."""
+_MOST_NUMBER = 2**31
+"""Most slots or retries of a job, and largest index in an array."""
+_MOST_LENGTH = 1e18
+"""Most examples or epochs of a job, and longest time [s]."""
 
 
 def user_name(uid: int | None) -> str:
@@ -130,16 +135,22 @@ def _job_of(request: JobRequest, user: int) -> JobRequest:
     _check_priority(request.priority)
     _check_after(request.after)
     lengths = (*(request.epochs, request.target_examples, request.deadline, request.time_limit_s),)
-    if any(each is not None and not 0 < each < math.inf for each in lengths):
+    if any(each is not None and not 0 < each < _MOST_LENGTH for each in lengths):
         raise UsageError(f"job {request.name}: a length, a deadline or a time limit is not valid")
-    most = request.max_np
-    if request.min_np < 1 or request.retries < 0 or (most is not None and most < request.min_np):
+    least, most = request.min_np, request.max_np
+    numbers = (*(least, request.retries + 1, request.array_index or 1, most or least),)
+    is_valid = all(1 <= number <= _MOST_NUMBER for number in numbers)
+    if request.kind is not JobKind.ELASTIC:
+        is_valid &= least == most
+    if request.kind is JobKind.PLAIN:
+        is_valid &= least == 1
+    if not is_valid or (most is not None and most < least):
         raise UsageError(f"job {request.name}: its numbers of slots or retries are not valid")
     try:
         told = msgspec.convert(request.spec, _Told)
     except msgspec.ValidationError as error:
         raise UsageError(f"job {request.name}: its specification is not valid: {error}") from None
-    command = [word[:_MOST_SHOWN] for word in request.words[:1]]
+    command = [one_line(word, _MOST_SHOWN) for word in request.words[:1]]
     spec = {"command": command, **structs.asdict(told)}
     hold = user_name(user) if request.hold else ""
     return replace(request, spec=spec, user=user, hold=hold)
@@ -184,6 +195,8 @@ def read_for(store: JobStore, look: Look, user: int) -> Any:
     try:
         if look.what == "with_status":
             values = [JobStatus(values[0]), *values[1:]]
+        elif look.what == "find":
+            values = [values[0], user]
         found = getattr(store, look.what)(*values)
     except (TypeError, ValueError, LookupError) as error:
         raise UsageError(f"the request is not valid: {error}") from None
@@ -200,6 +213,7 @@ def _seen(job: Job, user: int) -> Job:
         return job
     spec = {"command": job.request.words[:1]}
     reason = "is tried again after a failure" if job.reason.startswith("failed") else job.reason
+    reason = one_line(reason)
     message = job.message if job.status is JobStatus.CANCELLED else ""
     request = replace(job.request, spec=spec, secret=None)
     return replace(job, request=request, reason=reason, message=message, environment=None)

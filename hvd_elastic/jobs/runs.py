@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from hvd_elastic.errors import HostfileError, RunError
+from hvd_elastic.formatting import one_line
 from hvd_elastic.hosts.hostfile import Host, format_hostfile, parse_hostfile, write_hostfile
 from hvd_elastic.jobs.job import Job, JobKind
 from hvd_elastic.jobs.keeper import STARTING_S, BeginLeader
@@ -25,8 +26,8 @@ from hvd_elastic.programs.processes import read_process
 from hvd_elastic.records.events import decode_event
 from hvd_elastic.records.json_lines import decoded
 
-_MOST_TOLD = 1000
-"""Characters of what a keeper warns of that are told."""
+_LEAVING_S = 60.0
+"""How long after a daemon's start other users' jobs may be in more slots than they hold [s]."""
 
 
 @dataclass
@@ -94,13 +95,19 @@ class JobRuns:
         for user, message in told:
             if isinstance(message, Trouble):
                 whose = "" if user is None else f"the keeper of {user_words(user)}: "
-                self._warn(whose + " ".join(message.message[:_MOST_TOLD].split()))
+                self._warn(whose + one_line(message.message))
                 continue
             run = self._runs.get(message.run_id, _Run())
             if run.is_followed and run.user == user:
                 run.pid = message.pid
-                lines = [line.encode() for line in message.lines]
-                run.progress.add(decoded(lines, decode_event))
+                lines = [line.encode(errors="replace") for line in message.lines]
+                try:
+                    run.progress.add(decoded(lines, decode_event))
+                except Exception as error:  # as in the daemon's look at the run
+                    if user is None:
+                        raise
+                    self._keepers.drop(user, repr(error))
+                    continue
                 run.offset, run.is_known = message.offset, run.is_known or message.is_all
                 message.lines.clear()
                 run.news = message
@@ -140,8 +147,12 @@ class JobRuns:
         """Return the slots in which processes of a job live; of other users', as far as given."""
         run = self._run(job)
         found = run.progress.hosts.occupied
-        if run.user is None or run.given is None:
+        if run.user is None:
             return found
+        if run.given is None:  # by an earlier daemon, from whose time processes may be leaving
+            if time.monotonic() < self._begun + _LEAVING_S:
+                return found
+            run.given = dict(job.held)
         return {host: min(n, run.given[host]) for host, n in found.items() if host in run.given}
 
     def is_known(self, job: Job) -> bool:
@@ -269,7 +280,7 @@ class JobRuns:
     def why_not_begun(self, job: Job) -> str:
         """Return the last line that a leader wrote before it ended without an event."""
         news = self._run(job).news
-        return (news.last_line if news else "") or "its leader did not begin"
+        return one_line(news.last_line if news else "") or "its leader did not begin"
 
     # -- hostfiles -------------------------------------------------------------------------
 

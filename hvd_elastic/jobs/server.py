@@ -22,6 +22,10 @@ from hvd_elastic.programs.peers import peer_groups, peer_uid
 
 _LARGEST_BYTES = 256 * 1024 * 1024
 """Largest request; a submission of 10,000 jobs is far smaller."""
+_LARGEST_OF_OTHERS_BYTES = 16 * 1024 * 1024
+"""The same for other users than the daemon's."""
+_MOST_OF_OTHERS = 64
+"""Connections of another user at a time: the daemon has few descriptors."""
 _PATIENCE_S = 10.0
 """How long a client may take to send its request, or to read its answer [s]."""
 _FULL_S = 0.05
@@ -93,12 +97,21 @@ class RequestServer:
         except OSError:
             return
         user = peer_uid(connection)
+        if user != os.getuid():
+            self._make_room(user)
         client = _Client(connection, user, time.monotonic() + _PATIENCE_S)
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, client)
         if not may_use(connection, self._group):
             text = f"this daemon belongs to another user (id {os.getuid()}); you have id {user}"
             client.refusal = Answer(text, ok=False)
+
+    def _make_room(self, user: int) -> None:
+        """Have the oldest connection of a user dropped who has as many as one may have."""
+        clients = [key.data for key in self._selector.get_map().values()]
+        own = [each for each in clients if isinstance(each, _Client) and each.user == user]
+        if len(own) >= _MOST_OF_OTHERS:
+            min(own, key=lambda each: each.deadline).deadline = 0.0  # serve() is about to drop it
 
     def _move_on(self, client: _Client) -> None:
         try:
@@ -116,7 +129,8 @@ class RequestServer:
             return
         if client.refusal is None:
             client.received += chunk
-        if len(client.received) > _LARGEST_BYTES:
+        is_own = client.user == os.getuid()
+        if len(client.received) > (_LARGEST_BYTES if is_own else _LARGEST_OF_OTHERS_BYTES):
             self._reply(client, Answer("the request is too large", ok=False))
         elif not chunk:
             self._reply(client, client.refusal or self._answer(client))
@@ -199,7 +213,8 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
     ask = f"Start it with: hvd-elastic up HOSTFILE --name {place.name}"
     if place.is_others:
         owner = user_words(place.path.stat().st_uid)
-        ask = f"{owner} starts it with: hvd-elastic up HOSTFILE --place {place.path} --group GROUP"
+        folder = place.path.resolve()  # not this user's link to it
+        ask = f"{owner} starts it with: hvd-elastic up HOSTFILE --place {folder} --group GROUP"
     try:
         with _connect(place) as connection:
             connection.sendall(msgspec.json.encode(request))

@@ -252,24 +252,28 @@ class JobStore:
             ).fetchall()
         return [int(number) for (number,) in rows]
 
-    def find(self, words: str) -> list[Job]:
-        """Return the jobs that a user names, oldest first.
+    def find(self, words: str, user: int | None = None) -> list[Job]:
+        """Return the jobs that a user names, oldest first; a name is first that of own jobs.
 
         Args:
             words: a job's number, name, name and number (``train-3``), or run id.
+            user: id of the user; None: the daemon's.
         """
         if words.isascii() and words.isdigit():
             return self._select("WHERE number = ?", (min(int(words), _MOST_INTEGER),))
         one = self._select("WHERE ? IN (run_id, name || '-' || number)", (words,))
-        return one or self._select("WHERE name = ? ORDER BY number", (words,))
+        named = one or self._select("WHERE name = ? ORDER BY number", (words,))
+        return [job for job in named if job.request.user == user] or named
 
     def jobs(self, numbers: Collection[int]) -> dict[int, Job]:
         """Return jobs by number; unknown ones are left out."""
-        found = {}
-        for number in numbers:
-            for job in self._select("WHERE number = ?", (number,)):
-                found[number] = job
-        return found
+        found: dict[int, Job] = {}
+        wanted = [*dict.fromkeys(numbers)]  # a user may name one a million times
+        for first in range(0, len(wanted), _MOST_VALUES):
+            some = (*wanted[first : first + _MOST_VALUES],)
+            marks = ", ".join("?" * len(some))
+            found |= {job.number: job for job in self._select(f"WHERE number IN ({marks})", some)}
+        return {number: found[number] for number in wanted if number in found}
 
     def statuses(self, numbers: Collection[int]) -> dict[int, JobStatus]:
         """Return the states of jobs by number; unknown ones are left out."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import get_args
+import contextlib
+from typing import Any, get_args
 
 import msgspec
 
@@ -72,8 +73,14 @@ def event_of(record: Record) -> ReadEvent:
 def _unread(record: Record) -> Unread:
     event = Unread(record["kind"], record["kind"] in EVENT_TYPES, record)
     times = (record.get(name) for name in ("t", "mono"))
-    event.t, event.mono = (float(x) if isinstance(x, (int, float)) else 0.0 for x in times)
+    event.t, event.mono = map(_as_seconds, times)
     return event
+
+
+def _as_seconds(value: Any) -> float:
+    with contextlib.suppress(OverflowError):  # of an integer that no float can hold
+        return float(value) if isinstance(value, (int, float)) else 0.0
+    return 0.0
 
 
 def decode_output(line: bytes) -> Output | None:

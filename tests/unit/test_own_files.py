@@ -15,8 +15,14 @@ from hvd_elastic.errors import HostfileError, HostKeyError, SshError, StrangerEr
 from hvd_elastic.hosts import route
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.hosts.ssh_config import read_config_text
-from hvd_elastic.own_files import check_configuration, private_folder, socket_in
+from hvd_elastic.own_files import (
+    check_configuration,
+    private_folder,
+    socket_in,
+    who_else_writes,
+)
 from tests import other_user
+from tests.other_user import open_folder as open_folder
 
 UMASKS = [0o000, 0o022, 0o077]
 
@@ -160,3 +166,15 @@ def test_configuration_from_a_pipe_is_read() -> None:
     os.close(write_end)
     with os.fdopen(read_end):
         assert len(parse_hostfile(f"/dev/fd/{read_end}")) == 1
+
+
+@other_user.needs_root
+def test_link_of_another_user_is_no_place_though_it_leads_to_a_folder_of_this_one(
+    open_folder: Path, tmp_path: Path
+) -> None:
+    link = open_folder / "queue"
+    other_user.call(lambda: link.symlink_to(tmp_path))
+    open_folder.chmod(0o1777)
+    (tmp_path / "below").mkdir()
+    assert who_else_writes(link) == f"{link} belongs to {other_user.WORDS}"
+    assert who_else_writes(link / "below") == f"{link} belongs to {other_user.WORDS}"

@@ -101,6 +101,11 @@ def up(
         raise UsageError("--operators is for a cluster that a group shares, with --group, --place")
     chosen = [user_id(each) for each in (operators or "").split(",") if each]
     name = place.name if place is not None else name or name_of_hostfile(hostfile)
+    if pause is not None and place is not None:
+        theirs = ClusterFolder(place.absolute(), shared=True)
+        if theirs.is_others:  # an operator asks for it
+            _answer(ask_daemon(theirs, Pause(getpass.getuser() if pause else "")), as_json)
+            return
     _refuse_shared_hosts(name, hostfile)  # before it has a folder, which would count as a cluster
     if place is None or group is None:
         folder = ClusterFolder.create(name)
@@ -149,15 +154,21 @@ def _serve(
 def _refuse_shared_hosts(name: str, hostfile: Path) -> None:
     """Raise RunError if another cluster that is up has one of the hosts."""
     from hvd_elastic.hosts.hostfile import parse_hostfile
+    from hvd_elastic.jobs.job import Hosts
     from hvd_elastic.jobs.place import list_clusters
+    from hvd_elastic.jobs.server import ask_daemon
 
     own = {host.name for host in parse_hostfile(hostfile).hosts}
     for other in list_clusters():
         if other.name == name or not other.daemon_alive():
             continue
-        theirs = other.daemon().get("hostfile", "")
         with contextlib.suppress(HostfileError):  # it is being edited
-            common = sorted(own & {host.name for host in parse_hostfile(theirs).hosts})
+            if other.is_others:
+                theirs = {row["host"] for row in ask_daemon(other, Hosts()).data}
+            else:
+                listed = parse_hostfile(other.daemon().get("hostfile", "")).hosts
+                theirs = {host.name for host in listed}
+            common = sorted(own & theirs)
             if common:
                 raise RunError(
                     f"cluster {other.name}, which is up, has host {common[0]} too, and each of the "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -45,6 +47,7 @@ from hvd_elastic.records.cluster import summarize_cluster
 from hvd_elastic.records.json_lines import EventLog, iter_records
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.run_events import RunStarted
+from tests import other_user
 from tests.paths import LIMIT_S
 from tests.unit.records.made_events import write
 
@@ -486,3 +489,45 @@ def test_events_tell_who_holds_slots_after_a_job_was_queued_again(place: Cluster
 
     daemon.until(lambda: held() == {"a": 1})
     daemon.down(leave_jobs=False)
+
+
+def as_keeper(path: Path, lines: list[str]) -> None:
+    """Say lines to the daemon in place of this user's keeper, in one connection each."""
+    place = ClusterFolder(path, shared=True)
+    request = JobRequest("train", {"command": ["x"]}, max_np=1, secret="00")
+    ask_daemon(place, Submit([request], {}))
+    while lines:
+        with place.connect("keepers.sock", LIMIT_S) as link, link.makefile("rb") as told:
+            if not (first := told.readline()):  # that before it has not been seen to end yet
+                continue
+            line = lines.pop(0)
+            news = {"run_id": json.loads(first)["run_id"], "attempt": 1, "type": "news"}
+            more = {"offset": 0, "lines": [], "is_all": True, "led": True, "is_own": True}
+            said = json.dumps({**news, **more, **json.loads(line)}).encode() + b"\n"
+            for _ in range(3):
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # sent away
+                    link.sendall(said)
+                ask_daemon(place, Hosts())  # after that the daemon has read it
+
+
+@other_user.needs_root
+def test_what_a_user_makes_up_as_keeper_ends_no_daemon() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as above:
+        Path(above).chmod(0o755)
+        (Path(above) / "hosts").write_text("a slots=1\n")
+        place = ClusterFolder(Path(above) / "queue", shared=True)
+        place.hostfiles.mkdir(parents=True)
+        os.chown(place.path, 0, other_user.UID)
+        place.path.chmod(0o750)
+        huge = f"1{'0' * 290}"
+        lines = [
+            r'{"lines": ["\ud800"]}',
+            f'{{"lines": ["{{\\"kind\\":\\"run_started\\",\\"t\\":{huge}{huge},\\"mono\\":1}}"]}}',
+            f'{{"offset": {huge}}}',
+            f'{{"pid": {huge}}}',
+            r'{"led": false, "last_line": "\ud800 its last line"}',
+        ]
+        daemon = Running(place, Path(above) / "hosts")
+        other_user.call(lambda: as_keeper(place.path, lines))
+        daemon.until(lambda: "its last line" in daemon.job(1).message)
+        daemon.down(leave_jobs=True)

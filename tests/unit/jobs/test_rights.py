@@ -16,6 +16,7 @@ from hvd_elastic.jobs.job import (
     Down,
     DrainHost,
     Job,
+    JobKind,
     JobRequest,
     JobStatus,
     Look,
@@ -43,6 +44,9 @@ def test_what_a_user_submits_is_theirs_and_without_what_the_daemon_need_not_know
     (job,) = asked.jobs
     assert (job.user, job.words, asked.environment) == (BOB, ["python"], {})
     assert job.spec.keys() == {"command", "input_hosts", "leader_grace_s"}
+    shown = of_user(Submit([replace(ASKED, spec={"command": ["a\n2 x\x1b"]})], {}), BOB, (), {})
+    assert isinstance(shown, Submit)
+    assert shown.jobs[0].words == ["a 2 x?"], "it looks like no other line of the queue"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,10 @@ def test_what_a_user_submits_is_theirs_and_without_what_the_daemon_need_not_know
     [
         *({"name": "../../x"}, {"name": ""}, {"secret": None}, {"secret": "../../x"}),
         *({"min_np": 0}, {"min_np": 3, "max_np": 2}, {"retries": -1}),
-        {"time_limit_s": float("nan")},
+        *({"time_limit_s": float("nan")}, {"epochs": 1e300}, {"max_np": 10**30}),
+        *({"array_index": 10**30}, {"retries": 10**30}),
+        *({"kind": JobKind.PLAIN, "min_np": 2, "max_np": 2}, {"kind": JobKind.PLAIN}),
+        {"kind": JobKind.FIXED, "max_np": 2},
         *({"priority": 0.0}, {"priority": 1e9}, {"epochs": -1.0}, {"deadline": 0.0}),
         {"after": (After("never", 1),)},
         {"spec": {"command": ["x"], "leader_grace_s": "long"}},
@@ -89,6 +96,11 @@ def test_others_see_of_a_job_what_the_queue_shows(tmp_path: Path) -> None:
     assert (own["message"], own["request"]["secret"]) == ("its last line of output", "ab")
     assert (others["message"], others["request"]["secret"]) == ("", None)
     assert others["request"]["spec"] == {"command": ["python"]}
+    store.add_jobs([replace(ASKED, user=EVE), replace(ASKED, user=None)], {}, 2.0)
+    users = (BOB, EVE, None)
+    named = [[job.number for job in store.find("train", user)] for user in users]
+    assert named == [[1], [2], [3]], "a name is that of one's own jobs"
+    assert [each["number"] for each in read_for(store, Look("find", ["train"]), BOB)] == [1]
     for what, values in (("add_jobs", []), ("jobs", [3]), ("find", []), ("with_status", ["odd"])):
         with pytest.raises(HvdElasticError):
             read_for(store, Look(what, values), EVE)

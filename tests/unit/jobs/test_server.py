@@ -114,6 +114,26 @@ def test_invalid_request_is_answered(place: ClusterFolder, text: bytes) -> None:
     assert "not valid" in answer.message
 
 
+@other_user.needs_root
+def test_another_user_has_a_few_connections_at_a_time(
+    place: ClusterFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_elastic.jobs.server.peer_uid", lambda _: other_user.UID)
+    made = RequestServer(place, handle)
+    opened = []
+    for _ in range(100):
+        opened.append(connection(place))
+        made.serve(5.0)
+    closed = 0
+    for each in opened:
+        each.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            closed += each.recv(1) == b""
+        each.close()
+    assert closed == 36, "the oldest make room"
+    made.close()
+
+
 @pytest.mark.usefixtures("server")
 def test_client_that_sends_nothing_holds_up_nobody(place: ClusterFolder) -> None:
     with connection(place), connection(place) as half:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from hvd_elastic.records.events import decode_event
+from hvd_elastic.run_events import Unread
 from scripts import events_schema
 from tests.checked_events import check_event
 from tests.unit.test_docs import read
@@ -51,3 +53,11 @@ def test_an_event_of_another_form_is_refused(record: dict[str, Any], words: str)
 def test_metrics_may_hold_what_the_script_reports() -> None:
     counts = {"step": 1, "epoch": 0, "position": 8, "examples": 8, "size": 2}
     check_event({**STAMPS, "kind": "metrics", **counts, "accuracy": 0.5, "loss": None})
+
+
+@pytest.mark.parametrize("kind", ["run_started", "of_a_later_version"])
+def test_a_number_that_no_float_can_hold_is_read_as_of_another_form(kind: str) -> None:
+    line = f'{{"kind":"{kind}","t":1{"0" * 400},"mono":2.0}}'
+    event = decode_event(line.encode())
+    assert isinstance(event, Unread)
+    assert (event.t, event.mono) == (0.0, 2.0)
