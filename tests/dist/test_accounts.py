@@ -205,8 +205,8 @@ def test_each_account_has_its_own_jobs_and_outlives_daemon_keeper_and_reboot(lab
     assert lab.job(of_eve, eve)["status"] == "running"
     last = lab.submit(eve, "true")
     lost = lab.submit(eve, "true", "--hold")
-    files = (keeper_of(eve).parent / "jobs").iterdir()
-    max(files, key=lambda path: path.stat().st_mtime).unlink()
+    kept = (keeper_of(eve).parent / "jobs").iterdir()
+    max(kept, key=lambda path: path.stat().st_mtime).unlink()
     lab.done(eve, "release", lost)
     until(lambda: lab.job(lost, eve)["status"] == "failed", "nobody knows what to run")
     assert "Submit the job again" in lab.job(lost, eve)["message"]
