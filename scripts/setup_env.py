@@ -38,6 +38,7 @@ from hvd_elastic.install.prerequisites import (  # noqa: E402
     check_build_space,
     find_program,
     has_apt,
+    machine_and_libc,
     missing,
     pip_arguments,
 )
@@ -134,7 +135,8 @@ def may_build() -> bool:
     """Return whether no Horovod is kept that may fit, so that it will be compiled."""
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     digest = hashlib.sha256(PATCH.read_bytes()).hexdigest()[:12]
-    kept = _cache().glob(f"hvd_elastic/wheels/horovod-*-{python}-*patch-{digest}/*.whl")
+    fits = f"{python}-{machine_and_libc()}-*patch-{digest}"
+    kept = _cache().glob(f"hvd_elastic/wheels/horovod-*-{fits}/*.whl")
     return not any(kept)
 
 

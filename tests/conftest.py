@@ -57,7 +57,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test marked ``unsure`` gets a second try; the mark says why it needs one."""
+    """A test marked ``unsure`` gets a second try; the mark says why it needs one.
+
+    A file that takes a minute runs first, or the other processes would wait for it at the end.
+    """
+    items.sort(key=lambda item: item.path.name != "test_browser.py")
     for item in items:
         mark = item.get_closest_marker("unsure")
         if mark is not None:

@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import re
 import runpy
 import stat
@@ -24,7 +23,7 @@ from typing import Any
 
 from hvd_elastic.errors import BuildError
 from hvd_elastic.frameworks import TITLES, tensorflow_version, version_of, why_no_tensorflow
-from hvd_elastic.install.prerequisites import find_program, pinned_version
+from hvd_elastic.install.prerequisites import find_program, machine_and_libc, pinned_version
 from hvd_elastic.programs.nvidia import ask_nvidia_smi
 
 _COMPILER_PACKAGES = (
@@ -224,7 +223,7 @@ def detect_inputs(
     return BuildInputs(
         horovod=HOROVOD_VERSION,
         python=f"cp{sys.version_info.major}{sys.version_info.minor}",
-        platform=f"{platform.machine()}-{_libc()}",
+        platform=machine_and_libc(),
         torch=torch["__version__"],
         tensorflow=tensorflow_version() if with_tensorflow and not why_left_out(cuda) else None,
         mpi=_openmpi_version() if with_mpi else None,
@@ -297,13 +296,6 @@ def installed_build() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return (distribution.read_text(INSTALLED_BUILD_FILE) or "").strip()
-
-
-def _libc() -> str:
-    try:
-        return (os.confstr("CS_GNU_LIBC_VERSION") or "").replace(" ", "") or "libc"
-    except (ValueError, OSError):
-        return "libc"
 
 
 def _torch_facts() -> dict[str, str | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import sys
@@ -109,6 +110,15 @@ PREREQUISITES: tuple[Prerequisite, ...] = (
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 """Programs that draw pages without a window."""
+
+
+def machine_and_libc() -> str:
+    """Return what compiled code fits, such as ``x86_64-glibc2.36``."""
+    try:
+        libc = (os.confstr("CS_GNU_LIBC_VERSION") or "").replace(" ", "")
+    except (ValueError, OSError):
+        libc = ""
+    return f"{platform.machine()}-{libc or 'libc'}"
 
 
 def missing(wanted: Iterable[Prerequisite] = PREREQUISITES) -> list[Prerequisite]:

@@ -26,6 +26,11 @@ _COMPILER_ERROR = re.compile(
 )
 # What follows the first error of a compiler and belongs to it: the line of the source, a caret.
 _LINES_OF_AN_ERROR = 6
+_NO_NETWORK = (
+    "NewConnectionError|NameResolutionError|ConnectTimeoutError|ReadTimeoutError|ProxyError"
+    "|ProtocolError|IncompleteRead|Temporary failure resolving|Could not connect to"
+    "|Connection timed out while downloading|Attempting to resume incomplete download"
+)
 _CAUSES = {
     "No space left on device|Disk quota exceeded": (
         "the disk is full; free some, or name another folder in TMPDIR (where Horovod is built) or "
@@ -35,10 +40,7 @@ _CAUSES = {
         "there is too little memory; fewer compilers at once need less: "
         "hvd-elastic build-horovod --jobs 1"
     ),
-    "NewConnectionError|NameResolutionError|ConnectTimeoutError|ReadTimeoutError|ProxyError"
-    "|ProtocolError|IncompleteRead|Temporary failure resolving|Could not connect to": (
-        "the network failed; run the same command again when it works"
-    ),
+    _NO_NETWORK: "the network failed; run the same command again when it works",
 }
 """What the output of a failed program may hold, and what it means; the first that fits counts."""
 # Interval between lines of progress where they cannot be rewritten, as in a log.
@@ -97,6 +99,11 @@ class Progress:
         line = f"{self._label}: {outcome} ({_minutes(self._clock() - self._began)})"
         self._write(f"\r{line}\x1b[K\n" if self._terminal else f"{line}\n")
 
+    def note(self, text: str) -> None:
+        """Write a line of its own, which stays."""
+        line = f"{self._label}: {text}"
+        self._write(f"\r{line}\x1b[K\n" if self._terminal else f"{line}\n")
+
     def _text(self) -> str:
         share = "" if self._percentage is None else f"{self._percentage:3d} %  "
         return f"{self._label} … {share}{_minutes(self._clock() - self._began)}"
@@ -127,6 +134,7 @@ def run_quietly(
     progress = Progress(label)
     log.parent.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
+    network_told = False
     with log.open("a", encoding="utf-8") as file, _terminated_as_exception():
         file.write(f"$ {' '.join(command)}\n")
         try:
@@ -144,6 +152,9 @@ def run_quietly(
             for line in _lines_or_ticks(process, progress.update):
                 lines.append(line)
                 file.write(f"{line}\n")
+                if not network_told and re.search(_NO_NETWORK, line):
+                    network_told = True  # pip tries again for a minute or more
+                    progress.note("the network does not answer; trying again …")
                 progress.update(percentage(line))
             status = process.wait()
         except BaseException:

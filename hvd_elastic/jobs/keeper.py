@@ -69,6 +69,7 @@ class _Run:
 
     Attributes:
         child: process id of its leader, if this keeper started it.
+        fault: why its leader cannot be started, ever.
         hosts: hostfile that is still to be written.
         lead: what its leader is still to be started with.
         stop: what its leader is still to be told.
@@ -82,6 +83,7 @@ class _Run:
     until: float
     child: int | None = None
     is_own: bool = False
+    fault: str = ""
     hosts: str | None = None
     lead: Lead | None = None
     stop: str | None = None
@@ -198,10 +200,14 @@ class Keeper:
     def _start(self, run: _Run, lead: Lead) -> None:
         folder = run.folder
         fields, environment = lead.fields, lead.environment
-        if self._secrets is not None:
-            fields, environment = self._secrets.complete(lead.secret or "", fields, environment)
-        fields = {**fields, "hostfile": str(folder.hosts)}
-        spec = RunSpec.from_dict(fields, run.folder.run_id)
+        try:
+            if self._secrets is not None:
+                fields, environment = self._secrets.complete(lead.secret or "", fields, environment)
+            fields = {**fields, "hostfile": str(folder.hosts)}
+            spec = RunSpec.from_dict(fields, run.folder.run_id)
+        except RunError as error:  # no time mends this
+            run.is_own, run.fault = True, str(error)
+            return
         if not folder.path.exists():
             origin = {"cluster": lead.cluster, "job": lead.job}
             RunFolder.create(folder.run_id, {**spec.as_dict(), **origin})
@@ -228,7 +234,7 @@ class Keeper:
                 [line.decode(errors="replace") for line in lines if _is_read(line)],
                 is_all,
                 *state,
-                last_line=_last_line(run.folder) if state == (False, True) else "",
+                last_line=run.fault or _last_line(run.folder) if state == (False, True) else "",
                 pid=run.child or (int(run.folder.leader().get("pid") or 0) if led else 0),
             )
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import grp
+import hashlib
 import json
 import os
 import re
@@ -36,13 +37,11 @@ class ClusterFolder:
         path: the folder; only its owner, and the group that shares it, can enter it.
         shared: whether this user has named a folder that may be another user's.
         hostfiles: folder with the hostfile of each job that holds slots.
-        keeper: folder of this user's keeper of the cluster.
     """
 
     def __init__(self, path: Path, *, shared: bool = False) -> None:
         self.path = path
         self.shared = shared or path.is_symlink()
-        self.keeper = home() / "keepers" / path.name
         self.name = path.name
         self.database = path / "queue.sqlite"
         self.events = path / "events.jsonl"
@@ -130,6 +129,13 @@ class ClusterFolder:
         if not place.exists():
             place.unlink(missing_ok=True)  # it leads nowhere
             place.symlink_to(self.path.absolute())
+
+    @property
+    def keeper(self) -> Path:
+        """Folder of this user's keeper of the cluster: two may have one name."""
+        path = self.path.resolve()
+        digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
+        return home() / "keepers" / f"{path.name}-{digest}"
 
     @property
     def group(self) -> int | None:

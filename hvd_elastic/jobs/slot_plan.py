@@ -7,6 +7,7 @@ writes the hostfile of the run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -242,11 +243,27 @@ def expected_starts(
     return found
 
 
+def _is_usable(measured: Measured, per_host: Sequence[int]) -> bool:
+    """Return whether a job of another user has measured what can be: its keeper may tell anything.
+
+    What cannot be used must not end the daemon.
+    """
+    try:
+        goodput = measured.goodput(per_host)
+        numbers = (measured.remaining(None, None), measured.rescale_s, measured.noise)
+    except Exception:  # noqa: BLE001  # whatever made-up numbers lead to
+        return False
+    makes_sense = goodput is None or bool(np.all(np.isfinite(goodput) & (goodput >= 0)))
+    return makes_sense and not any(math.isnan(each) for each in numbers if each is not None)
+
+
 def _as_policy_job(
     candidate: Candidate, per_host: Sequence[int], capacity: int, now: float
 ) -> policy.Job:
     job, measured = candidate.job, candidate.measured
     request = job.request
+    if measured is not None and request.user is not None and not _is_usable(measured, per_host):
+        measured = None
     most = max(request.min_np, min(request.max_np or capacity, capacity))
     goodput: np.ndarray | None = None
     remaining: float | None = None

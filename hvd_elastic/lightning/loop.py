@@ -12,7 +12,7 @@ import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.lightning.checks import check_loop
 from hvd_elastic.lightning.library import part
-from hvd_elastic.lightning.loop_state import LoopState
+from hvd_elastic.lightning.loop_state import LoopState, take_versions, version_of
 from hvd_elastic.lightning.sums import Sums
 from hvd_elastic.script.loop_parts import train_by_parts
 from hvd_elastic.script.state import Stateful
@@ -25,6 +25,7 @@ _DataModule: Any = part("core.datamodule").LightningDataModule
 _ProgressBar: Any = part("callbacks").ProgressBar
 rank_zero_only: Any = part("utilities.rank_zero").rank_zero_only
 _CSVLogger: Any = part("loggers").CSVLogger
+_MLFlowLogger: Any = part("loggers").MLFlowLogger
 _log_hyperparams: Any = part("loggers.utilities")._log_hyperparams
 rank_zero_info: Any = part("utilities.rank_zero").rank_zero_info
 
@@ -147,8 +148,16 @@ class ElasticFitLoop(_FitLoop):
 
     def begin_epoch(self) -> None:
         """Call the hooks at the beginning of an epoch."""
+        self._agree_on_versions()
         self.on_advance_start()
         self.epoch_loop.reset()
+
+    def _agree_on_versions(self) -> None:
+        """Have loggers of all ranks know where that of rank 0 writes, which may be lost."""
+        trainer, strategy = self.trainer, self.trainer.strategy
+        if trainer.loggers and strategy.together:
+            own = [version_of(each) for each in trainer.loggers] if strategy.is_global_zero else []
+            take_versions(trainer.loggers, strategy.broadcast(own))
 
     def train(self, batch: Any) -> bool:
         """Train on a batch; return whether a validation or the end of the epoch follows."""
@@ -233,6 +242,9 @@ def _do_as_rank_0(trainer: Any) -> None:
             callback.on_fit_start(trainer, trainer.lightning_module)
     if getattr(trainer, "enable_autolog_hparams", True):  # 2.5.0 has it not
         _log_hyperparams(trainer)
+    for logger in trainer.loggers:
+        if isinstance(logger, _MLFlowLogger):
+            logger.experiment  # noqa: B018  # begins its run, so that the other ranks know it
 
 
 def _objects(trainer: Any, kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -90,7 +90,7 @@ class LoopState(Place):
             "metrics": {name: dict(getattr(connector, name)) for name in _CONNECTED},
             "first": [connector._first_loop_iter, connector._current_fx],
             "slots": dict(self._trainer.strategy.slots),
-            "versions": [_version(each) for each in self._trainer.loggers],
+            "versions": [version_of(each) for each in self._trainer.loggers],
             "sums": self._sums.state_dict(),
         }
 
@@ -105,9 +105,7 @@ class LoopState(Place):
             setattr(connector, name, dict(state["metrics"][name]))
         connector._first_loop_iter, connector._current_fx = state["first"]
         self._trainer.strategy.slots = dict(state["slots"])
-        for logger, version in zip(self._trainer.loggers, state["versions"], strict=True):
-            if version:
-                vars(logger).update(version)
+        take_versions(self._trainer.loggers, state["versions"])
         self._sums.load_state_dict(state["sums"], self._trainer.strategy.reduce)
 
     def _place(self) -> tuple[bool, ...]:
@@ -128,11 +126,17 @@ def _counters(item: Any, prefix: str) -> Iterator[tuple[str, Any, str]]:
             yield f"{prefix}{name}", item, name
 
 
-def _version(logger: Any) -> dict[str, Any]:
+def version_of(logger: Any) -> dict[str, Any]:
     """Return what a logger has chosen for the run: the number of a folder, or an id."""
     if isinstance(logger, (_CSVLogger, _TensorBoardLogger)):
         return {"_version": logger.version}
     return {name: vars(logger)[name] for name in ("_run_id",) if vars(logger).get(name)}
+
+
+def take_versions(loggers: Iterable[Any], versions: Iterable[Mapping[str, Any]]) -> None:
+    """Have loggers go on where those of another rank write; see :func:`version_of`."""
+    for logger, version in zip(loggers, versions, strict=True):
+        vars(logger).update(version)
 
 
 def _is_of_process(item: Any, name: str) -> bool:

@@ -192,7 +192,10 @@ def remove(prefix: str, names: list[str], home: str = "") -> list[dict[str, Any]
         each["removed"] = False
         if each["name"] in names and not each["stays"]:
             try:
-                shutil.rmtree(each["path"])
+                while Path(each["path"]).exists():
+                    # Hosts with one disk remove it at the same time.
+                    with contextlib.suppress(FileNotFoundError):
+                        shutil.rmtree(each["path"])
                 each["removed"] = True
             except OSError as error:
                 each["stays"] = f"{error.filename}: {error.strerror}"

@@ -7,6 +7,7 @@ import os
 
 import torch
 
+import hvd_elastic.torch as hvd
 from hvd_elastic.errors import ScriptError
 from hvd_elastic.frameworks import (
     TRANSFORMERS_REQUIREMENTS,
@@ -14,8 +15,9 @@ from hvd_elastic.frameworks import (
     version_of,
     why_no_transformers,
 )
-from hvd_elastic.worker import launch
+from hvd_elastic.worker import context, launch
 
+_HUB = logging.getLogger("huggingface_hub.utils._http")
 _OFFLINE = (
     "If this host has no network, set HF_HUB_OFFLINE=1: what is on its disk is used, and a name of "
     "which nothing is there fails at once. Or give the path of a folder in place of the name."
@@ -27,14 +29,17 @@ def check_versions() -> None:
     why = why_no_transformers(version_of("transformers"), version_of("accelerate"))
     if why is not None:
         raise ScriptError(f"{why}; run: {install_command(*TRANSFORMERS_REQUIREMENTS)}")
-    # It tries for half a minute to reach the hub, and says what it does after each try.
-    logging.getLogger("huggingface_hub.utils._http").addFilter(_say_how_to_stay_offline)
+    _HUB.addFilter(_say_how_to_stay_offline)  # it tries for half a minute to reach one
 
 
 def _say_how_to_stay_offline(record: logging.LogRecord) -> bool:
-    """Add to the message of a first try what to do where there is no network."""
+    """Have a first try that has failed say, to the leader too, what to do without a network."""
     if "[Retry 1/" in (said := record.getMessage()):
+        _HUB.removeFilter(_say_how_to_stay_offline)
         record.msg, record.args = f"{said} {_OFFLINE}", ()
+        if launch.detect_mode(os.environ) is launch.Mode.AGENT and launch.local_rank() == 0:
+            hvd.init()
+            context.current().worker.warn(f"the hub of models cannot be reached. {_OFFLINE}")
     return True
 
 

@@ -90,7 +90,8 @@ class Lab:
 
 def keeper_of(user: str) -> Path:
     """The lock of an account's keeper."""
-    return Path(f"/home/{user}/.hvd_elastic/keepers/queue/lock")
+    (found,) = Path(f"/home/{user}/.hvd_elastic/keepers").glob("queue-*/lock")
+    return found
 
 
 @pytest.fixture
@@ -203,6 +204,12 @@ def test_each_account_has_its_own_jobs_and_outlives_daemon_keeper_and_reboot(lab
     lab.up()
     assert lab.job(of_eve, eve)["status"] == "running"
     last = lab.submit(eve, "true")
+    lost = lab.submit(eve, "true", "--hold")
+    kept = (keeper_of(eve).parent / "jobs").iterdir()
+    max(kept, key=lambda path: path.stat().st_mtime).unlink()
+    lab.done(eve, "release", lost)
+    until(lambda: lab.job(lost, eve)["status"] == "failed", "nobody knows what to run")
+    assert "Submit the job again" in lab.job(lost, eve)["message"]
     (lab.folder / "go").touch()
     for number in (of_eve, last):
         until(partial(has_succeeded, number), "all end")

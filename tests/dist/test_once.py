@@ -11,7 +11,7 @@ import pytest
 from tests.dist.jobs import Job, write_script
 from tests.paths import COSTLY
 
-# test_styles.py has workers die at random lines of two scripts in every run of the tests.
+# test_styles.py has workers die at random lines of three scripts in every run of the tests.
 pytestmark = [pytest.mark.dist, COSTLY]
 
 SCRIPT = '''\

@@ -39,6 +39,7 @@ def needs_horovod() -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not built; see make horovod")
 
 
+@COSTLY
 def test_a_short_soak_passes(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     options = ["--seed", 2, "--minutes", 0.2, "--no-baseline", "--report", path]

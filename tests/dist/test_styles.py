@@ -34,7 +34,7 @@ pytestmark = pytest.mark.dist
 STYLES = ROOT / "tests/dist/styles/elastic"
 DISTURBED = ROOT / "tests/dist/scripts/disturbed.py"
 SEED = int(os.environ.get("HVD_ELASTIC_TEST_KILL_SEED", "0"))
-ALWAYS = ("accumulation", "gan")
+ALWAYS = ("accumulation", "gan", "keras_fit")
 TENSORFLOW = (
     *("keras_adaptive", "keras_fit", "keras_rates"),
     *("tensorflow_adaptive", "tensorflow_loop", "tensorflow_rates"),

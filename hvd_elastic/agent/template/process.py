@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hvd_elastic.agent.worker_start import OWN_VARIABLES, PLACEHOLDER
@@ -267,9 +268,14 @@ def _run(program: Sequence[str]) -> None:
     sys.argv = ["-m", *program[2:]] if is_module else list(program)
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         sys.path.insert(0, str(Path.cwd() if is_module else Path(program[0]).resolve().parent))
-    names: dict[str, Any] = vars(sys.modules["__main__"])
-    for name in names.keys() - _MAIN_NAMES:
-        del names[name]
+    old = vars(sys.modules["__main__"])
+    # A new one, since the garbage collector leaves what the template has frozen: the script's
+    # objects, such as a bar of tqdm, would be ended after the modules that they need.
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    names: dict[str, Any] = vars(main)
+    names.update({name: old[name] for name in old if name in _MAIN_NAMES})
+    for name in old.keys() - _MAIN_NAMES:
+        del old[name]
     try:
         if is_module:
             runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]

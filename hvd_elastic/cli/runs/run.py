@@ -260,8 +260,8 @@ def run(options: RunOptions, context: typer.Context) -> None:
         if spec.checkpoint_folder is not None:
             check_new_place(spec.checkpoint_folder)  # before the run id is in use
         folder = RunFolder.create(options.run_id, spec.as_dict())
-        if size := options.says_size():
-            print(size, file=sys.stderr)
+        for said in filter(None, (options.says_size(), options.says_python())):
+            print(said, file=sys.stderr)
     if options.detach:
         lead_in_background(spec, folder, resumed=resumed)
         return

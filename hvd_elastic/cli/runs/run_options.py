@@ -277,6 +277,21 @@ class RunOptions:
         what = f"its {gpus} GPUs" if gpus > 1 else "its GPU" if gpus else "it has no GPU to use"
         return f"{workers} on this machine ({what}); --np and --hostfile change that"
 
+    def says_python(self) -> str:
+        """Return a sentence on a ``python`` that is not of this program's environment; else ""."""
+        named = (self.command or [""])[0]
+        found = shutil.which(named)
+        folder = Path(sys.executable).parent
+        if named not in ("python", "python3") or found is None or sys.prefix == sys.base_prefix:
+            return ""
+        if Path(found).parent.samefile(folder):
+            return ""
+        activate = shlex.quote(str(folder / "activate"))
+        return (
+            f"note: {named} is {found}, and hvd-elastic is of {sys.prefix}. If the script is to "
+            f"use that one, activate it (. {activate}), or give the path of its python"
+        )
+
     @functools.cached_property
     def _gpus(self) -> int:
         """Number of GPUs that have a worker each; 0 if the hosts are named."""

@@ -280,6 +280,17 @@ print(*model.get_weights()[0].ravel())
 """
 
 
+def test_what_a_script_leaves_open_ends_before_the_modules_that_it_needs(tmp_path: Path) -> None:
+    """As a bar of tqdm, which draws itself for the last time when it is deleted."""
+    (tmp_path / "bars.py").write_text(
+        "import json\nclass Bar:\n    def __del__(self):\n        print('ends with', json)\n"
+    )
+    (tmp_path / "train.py").write_text("import bars\nbar = bars.Bar()\ndef shown(): return bar\n")
+    direct, forked = both_ways([sys.executable, "train.py"], tmp_path)
+    assert direct == forked
+    assert "ends with <module 'json'" in forked[0]
+
+
 @needs_tensorflow
 @pytest.mark.timeout(900)  # it imports at a low priority: minutes where others use all cores
 def test_forks_train_with_tensorflow_and_draw_different_weights(tmp_path: Path) -> None:

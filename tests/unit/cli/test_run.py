@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,26 @@ def test_without_hosts_each_gpu_has_a_worker(
     found = run_options.RunOptions(command=["true"], **options)  # type: ignore[arg-type]
     assert found.spec().slots == slots
     assert found.says_size() == (f"{said}--np and --hostfile change that" if said else "")
+
+
+def test_a_python_of_another_environment_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where ``.venv/bin/hvd-elastic`` is called and the environment is not active."""
+    for folder in ("own", "other"):
+        (tmp_path / folder / "bin").mkdir(parents=True)
+        program = tmp_path / folder / "bin/python"
+        program.touch(0o755)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "own"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "own/bin/python"))
+
+    def said(path: str, program: str) -> str:
+        monkeypatch.setenv("PATH", str(tmp_path / path / "bin"))
+        return run_options.RunOptions(command=[program, "train.py"]).says_python()
+
+    assert f"activate it (. {tmp_path}/own/bin/activate)" in said("other", "python")
+    assert said("own", "python") == ""
+    assert said("other", str(tmp_path / "other/bin/python")) == ""
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,15 @@ def test_a_failure_shows_the_telling_lines_and_where_the_log_is(tmp_path):
     assert str(tmp_path / "log") in text
 
 
+def test_a_network_that_does_not_answer_is_told_once_while_pip_tries_again(tmp_path, capfd):
+    line = "WARNING: Retrying (Retry(total=4)) after connection broken by 'ConnectTimeoutError(…)'"
+    program = f'echo "{line}"; echo "{line}"; sleep 0.1; echo done'
+    run_quietly(["sh", "-c", program], label="Installing torch", log=tmp_path / "log")
+    told, done = capfd.readouterr().out.splitlines()
+    assert told == "Installing torch: the network does not answer; trying again …"
+    assert done.startswith("Installing torch: done")
+
+
 def test_a_program_that_is_not_there_is_named(tmp_path):
     with pytest.raises(BuildError, match="no-such-program"):
         run_quietly(["no-such-program"], label="Working", log=tmp_path / "log")

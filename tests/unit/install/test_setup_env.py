@@ -11,6 +11,7 @@ import pytest
 
 from hvd_elastic.errors import BuildError
 from hvd_elastic.install.build_horovod import patch_digest
+from hvd_elastic.install.prerequisites import machine_and_libc
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "setup_env.py"
 FRAMEWORKS = {"torch": "torch==2.13.0", "tensorflow": "tensorflow==2.21.*"}
@@ -100,7 +101,9 @@ def test_a_machine_without_a_compiler_is_told_before_anything_is_installed(
     with pytest.raises(BuildError, match=why):
         setup_env.ensure_system_packages(tmp_path / "log", [], setup_env.may_build())
     python = f"cp3{sys.version_info.minor}"
-    folder = f"horovod-0.28.1-{python}-x86_64-torch-2.13-patch-{patch_digest()[:12]}"
-    (tmp_path / "hvd_elastic/wheels" / folder).mkdir(parents=True)
-    (tmp_path / "hvd_elastic/wheels" / folder / "horovod-0.28.1.whl").touch()
+    for fits, machine in (False, "x86_64-glibc1.0"), (True, machine_and_libc()):
+        folder = f"horovod-0.28.1-{python}-{machine}-torch-2.13-patch-{patch_digest()[:12]}"
+        (tmp_path / "hvd_elastic/wheels" / folder).mkdir(parents=True)
+        (tmp_path / "hvd_elastic/wheels" / folder / "horovod-0.28.1.whl").touch()
+        assert setup_env.may_build() is not fits, "one for another C library is of no use"
     setup_env.ensure_system_packages(tmp_path / "log", [], setup_env.may_build())

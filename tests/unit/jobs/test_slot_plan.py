@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -333,3 +334,15 @@ def test_end_of_a_run_and_lost_hosts_are_told_once(run: Written) -> None:
     run.add("run_started", 4.0)
     progress.poll()
     assert progress.ending is None, "it is tried again"
+
+
+def test_what_a_job_of_another_user_makes_up_is_left_out(run: Written) -> None:
+    run.trains({"a": 1}, 0.1)
+    progress = Read(run.folder)
+    progress.poll()
+    made_up = Measured()
+    made_up.goodput = lambda per_host: np.full(sum(per_host) + 1, np.nan)  # type: ignore[method-assign]
+    asked = replace(job(1).request, user=4001)
+    for measured, most in ((progress.measured, 2), (made_up, 1)):
+        candidate = Candidate(replace(running(1, {"a": 1}), request=asked), measured)
+        assert sum(plan_slots([candidate], HOSTS, NOW).slots[1].values()) == most

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,15 @@ def test_an_environment_in_use_is_neither_replaced_nor_removed(tmp_path: Path) -
         process.communicate(b"\n")
     assert (prefix / "file").read_text() == "old"
     assert remove(str(prefix), ["environment"])[0]["removed"]
+
+
+def test_hosts_with_one_disk_remove_the_cache_together(folders: Path) -> None:
+    for number in range(500):
+        (folders / "cache/hvd_elastic" / str(number)).mkdir(parents=True)
+    with ThreadPoolExecutor(3) as hosts:
+        found = [*hosts.map(lambda _: remove("", ["cache"]), range(3))]
+    assert {each["stays"] for host in found for each in host} == {""}
+    assert not (folders / "cache/hvd_elastic").exists()
 
 
 @other_user.needs_root
