@@ -1,8 +1,8 @@
 """Measures what a fault costs a Trainer: the pause, steps done again, examples lost or read twice.
 
-Run it: ``python benchmarks/trainers.py --trainer lightning``. Each job trains the same number of
-epochs on two hosts and has one fault in the middle of an epoch; one job of each launcher has none.
-Beside ours, ``torchrun`` and Ray Train start the workers again, and these go on from the last
+Run it: ``python benchmarks/trainers.py --trainer lightning``. A job trains on two hosts and
+has one fault in the middle of an epoch; another one has none, with which it is compared. Beside
+ours, ``torchrun`` and Ray Train start the workers again, and these go on from the last
 checkpoint, of which there is one every seven steps on a disk that all hosts share.
 """
 
@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from benchmarks.testbed.launchers import OURS, ROOT, TORCHRUN, FailedPlayError, 
 from benchmarks.testbed.marks import Process, measure_change
 from hvd_elastic.errors import UsageError
 
-EPOCHS, STEP_TIME_S = 6, 0.1
+STEP_TIME_S = 0.1
 _RANKS, _HOSTS = 2, 3
 _STEPS = EXAMPLES // BATCH
 """Steps of an epoch."""
@@ -63,11 +64,13 @@ class Fault:
         act: causes it; returns when [s, monotonic].
         size: number of ranks that train on.
         victim: number of the host whose worker does not survive; None: there is none.
+        epochs: epochs of the training, which goes on while a worker starts.
     """
 
     act: Act
     size: int
     victim: int | None = None
+    epochs: int = 6
 
 
 def _crash(job: Job) -> float:
@@ -79,7 +82,7 @@ def _crash(job: Job) -> float:
 FAULTS = {
     "a worker is killed": Fault(kill(1), 1, 1),
     "a host crashes": Fault(_crash, 1, 1),
-    _JOINS: Fault(use(1, 1, 1), 3),
+    _JOINS: Fault(use(1, 1, 1), 3, epochs=20),
 }
 
 
@@ -147,11 +150,19 @@ class Player:
 
     def __init__(self, bed: Testbed, trainer: str) -> None:
         self._bed, self._trainer = bed, trainer
-        self._ends: dict[str, Mapping[str, Any]] = {}
         self._jobs = 0
+        self._undisturbed: dict[tuple[str, int], Mapping[str, Any]] = {}
 
-    def play(self, key: str, fault: Fault | None) -> tuple[dict[str, float], Mapping[str, Any]]:
-        """Train a job with a fault; return its figures, and what it has learnt.
+    def undisturbed(self, key: str, epochs: int) -> Mapping[str, Any]:
+        """Return what a job without a fault learns."""
+        if (key, epochs) not in self._undisturbed:
+            self._undisturbed[key, epochs] = self.play(key, None, epochs)[1]
+        return self._undisturbed[key, epochs]
+
+    def play(
+        self, key: str, fault: Fault | None, epochs: int
+    ) -> tuple[dict[str, float], Mapping[str, Any]]:
+        """Train a job; return its figures, and what it has learnt.
 
         Raises:
             FailedPlayError: the job ended early, or took too long.
@@ -161,7 +172,7 @@ class Player:
         folder.mkdir()
         script = ROOT / "benchmarks" / "peers" / f"fit_{self._trainer}.py"
         training = [str(script), "--launcher", key, "--ranks", str(_RANKS)]
-        training += ["--folder", str(folder), "--epochs", str(EPOCHS)]
+        training += ["--folder", str(folder), "--epochs", str(epochs)]
         training += ["--step-time", str(STEP_TIME_S)]
         slots = dict.fromkeys(self._bed.hosts[:_RANKS], 1)
         most = max(_RANKS, fault.size if fault else 0)
@@ -181,7 +192,7 @@ class Player:
                 figures["pause_s"] = change.pause_s
             job.wait((folder / "end.json").exists, _LIMIT_S, "did not end")
             job.marks.poll()
-            used = examples_used(job.marks.processes, EPOCHS, EXAMPLES)
+            used = examples_used(job.marks.processes, epochs, EXAMPLES)
             figures |= {"again": used.again, "lost": used.lost, "twice": used.twice}
             return figures, json.loads((folder / "end.json").read_text(encoding="utf-8"))
 
@@ -222,10 +233,10 @@ def measure(options: argparse.Namespace, say: Say) -> Result:
             rows += _rows_of(player, key, options, say)
         hosts = stage.description
     note = (
-        f"{_RANKS} ranks, {EPOCHS} epochs of {_STEPS} steps, padded to {1e3 * STEP_TIME_S:.0f} ms; "
-        f"the fault comes after step {_FAULT_STEP}, checkpoints every {SAVE_EVERY} steps on a disk "
-        f"that all hosts share. Examples: of {EPOCHS * EXAMPLES}. Differences: from a job of the "
-        "same launcher without a fault; epoch_loss: mean loss of the fault's epoch."
+        f"{_RANKS} ranks, epochs of {_STEPS} steps, padded to {1e3 * STEP_TIME_S:.0f} ms; the "
+        f"fault comes after step {_FAULT_STEP}, checkpoints every {SAVE_EVERY} steps on a disk "
+        "that all hosts share. Differences: from a job of the same launcher without a fault; "
+        "epoch_loss: mean loss of the fault's epoch."
     )
     packages = dict.fromkeys((TRAINERS[options.trainer], "ray"))
     versions = {each: importlib.metadata.version(each) for each in packages}
@@ -247,31 +258,24 @@ def _rows_of(
             say(f"{key}, {fault}: {found}")
         return {"trainer": options.trainer, "launcher": key, "fault": fault, **found}
 
-    expected: dict[str, Any] = {}
-
-    def undisturbed() -> dict[str, Any]:
-        LAUNCHERS[key].prepare()
-        figures, end = player.play(key, None)
-        expected.update(end)
-        return dict(figures)
-
     def disturbed(fault: Fault) -> dict[str, Any]:
-        plays = [player.play(key, fault) for _ in range(options.repetitions)]
+        LAUNCHERS[key].prepare()
+        expected = player.undisturbed(key, fault.epochs)
+        plays = [player.play(key, fault, fault.epochs) for _ in range(options.repetitions)]
         figures, end = plays[-1]
         pauses = [each["pause_s"] for each, _ in plays]
         counts = {name: figures[name] for name in ("again", "lost", "twice")}
         pause = {f"pause_{name}_s": value for name, value in spread(pauses).items()}
-        return {**pause, **counts, **differences(end, expected), "samples_s": pauses}
+        of = fault.epochs * EXAMPLES
+        return {**pause, **counts, "of": of, **differences(end, expected), "samples_s": pauses}
 
-    rows = [tried(undisturbed, "none")]
-    if expected:
-        for name in options.faults:
-            if (key, name) in _CANNOT:
-                why = f"not measured: {_CANNOT[key, name]}"
-                rows.append({**rows[0], "fault": name, "failed": why})
-                continue
-            fault = FAULTS[name]
-            rows.append(tried(lambda fault=fault: disturbed(fault), name))  # type: ignore[misc]
+    rows = []
+    for name in options.faults:
+        if (key, name) in _CANNOT:
+            row = {"trainer": options.trainer, "launcher": key, "fault": name}
+            rows.append({**row, "failed": f"not measured: {_CANNOT[key, name]}"})
+        else:
+            rows.append(tried(partial(disturbed, FAULTS[name]), name))
     return rows
 
 

@@ -25,7 +25,7 @@ args = fit_arguments()
 
 
 class Model(nn.Module):
-    """The network; keeps the examples of its last batch for the notes."""
+    """The network; keeps the examples of a step, of all its passes, for the notes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,12 +36,15 @@ class Model(nn.Module):
         """Return the loss."""
         if self.training:
             time.sleep(args.step_time)
-            self.indices = index.tolist()
+            self.indices += index.tolist()
         return {"loss": (self.net(inputs) - inputs).square().mean()}
 
 
 class Notes(TrainerCallback):
     """Notes each step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        model.indices.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         note_step(state.global_step, math.ceil(state.epoch - 1e-9) - 1, model.indices)

@@ -1,0 +1,1 @@
+"""Measurements of ``hvd-elastic bench``, the scripts that they run, and the demo."""

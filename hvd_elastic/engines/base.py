@@ -1,4 +1,4 @@
-"""The table of the engines that a run can be started in, and what engines share."""
+"""The table of the engines that ``hvd-elastic run`` can be started in, and what engines share."""
 
 from __future__ import annotations
 

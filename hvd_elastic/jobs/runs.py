@@ -86,12 +86,7 @@ class JobRuns:
     def receive(self) -> None:
         """Take what the keepers have said."""
         told = self._keepers.receive()
-        for user in self._keepers.take_moved():
-            self._began_at[user] = time.monotonic()
-            self._moved = True
-            for run in self._runs.values():
-                if run.user == user:
-                    run.is_followed, run.news, run.asked_to_stop = False, None, 0
+        self._note_moved()
         for user, message in told:
             if isinstance(message, Trouble):
                 whose = "" if user is None else f"the keeper of {user_words(user)}: "
@@ -114,8 +109,18 @@ class JobRuns:
 
     def take_moved(self) -> bool:
         """Return whether keepers have come or gone since the last call."""
+        self._note_moved()
         found, self._moved = self._moved, False
         return found
+
+    def _note_moved(self) -> None:
+        """Have runs followed anew whose keepers have come or gone."""
+        for user in self._keepers.take_moved():
+            self._began_at[user] = time.monotonic()
+            self._moved = True
+            for run in self._runs.values():
+                if run.user == user:
+                    run.is_followed, run.news, run.asked_to_stop = False, None, 0
 
     def send_rest(self) -> None:
         """Send what keepers could not take before."""

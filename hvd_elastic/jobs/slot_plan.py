@@ -1,7 +1,8 @@
 """Decide which jobs are to hold which slots, and which slots each may have now, on the way there.
 
 :func:`plan_slots` is the decision; :func:`grant_slots` moves slots from those that leave them to
-those that are to have them; the daemon writes what it returns into the hostfiles of the runs.
+those that are to have them; the daemon tells the keeper of each job what it returns, and the keeper
+writes the hostfile of the run.
 """
 
 from __future__ import annotations

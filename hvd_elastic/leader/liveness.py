@@ -1,4 +1,7 @@
-"""Decides that a host is lost, and finds workers that are silent, stuck or waited for."""
+"""Decides that a host is lost, and finds workers that are silent, stuck or waited for.
+
+Hosts that only read for the ranks have no part in this: ``input_hosts`` watches them.
+"""
 
 from __future__ import annotations
 

@@ -41,13 +41,13 @@ def main() -> None:
 
     def pass_input() -> None:
         with contextlib.suppress(OSError):
-            while data := sys.stdin.buffer.read1():  # type: ignore[union-attr]
+            for data in iter(sys.stdin.buffer.read1, b""):  # type: ignore[union-attr]
                 connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)  # the worker sees the end, and says the rest
 
     threading.Thread(target=pass_input, daemon=True).start()
     with contextlib.suppress(OSError):
-        while output := connection.recv(1 << 16):
+        for output in iter(lambda: connection.recv(1 << 16), b""):
             sys.stdout.buffer.write(output)
             sys.stdout.buffer.flush()
     os._exit(0)  # the thread may be reading

@@ -1,1 +1,1 @@
-"""The records of a run: events, run folder, audit, summary, TensorBoard files."""
+"""The records of a run: events, run folder, audit, summary, its wording, TensorBoard files."""

@@ -1,0 +1,1 @@
+"""Simulations in virtual time, by the rules of real runs; ``sim.jobs``: of a shared cluster."""

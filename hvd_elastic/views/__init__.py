@@ -1,1 +1,1 @@
-"""Views of a run's records: HTML report, forecast page, terminal."""
+"""Views of runs and clusters: terminal, HTML reports, live pages with their server, Prometheus."""

@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, number_words
 from hvd_elastic.records.run_folder import RunFolder, list_runs
-from hvd_elastic.records.run_state import run_row
+from hvd_elastic.records.run_row import run_row
 from hvd_elastic.records.wording import ENDED, GOES_ON
 from hvd_elastic.views.cluster_page import LiveClusters
 from hvd_elastic.views.comparison import COLORS

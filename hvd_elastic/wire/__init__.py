@@ -1,0 +1,1 @@
+"""Messages between leader, agents and workers, and their lines of JSON."""

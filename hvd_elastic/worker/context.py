@@ -1,4 +1,8 @@
-"""Takes a training process from step to step and from one generation of ranks to the next."""
+"""One process's part in a run: what frontends and loaders tell it, in each pass, step and epoch.
+
+It holds the parts that act (``Step``, ``Rollback``, ``Checkpointing``, …) and decides which of them
+does what at which moment; ``rescaling`` takes the process to the next generation.
+"""
 
 from __future__ import annotations
 

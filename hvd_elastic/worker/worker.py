@@ -1,4 +1,4 @@
-"""This process as a member of a run: launcher, communicator, progress and where it reports to."""
+"""What this process is in a run: launcher, communicator, progress and where it reports to."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from hvd_elastic.formatting import (
 from hvd_elastic.records.events import as_record, decode_output
 from hvd_elastic.records.json_lines import Follower, LineFollower
 from hvd_elastic.records.run_folder import RunFolder, list_runs
-from hvd_elastic.records.run_state import run_row
+from hvd_elastic.records.run_row import run_row
 from hvd_elastic.records.summary import summarize
 from hvd_elastic.records.wording import IN_QUEUE, Line, Narrator, run_state, status_rows
 from hvd_elastic.run_events import (

@@ -1,0 +1,1 @@
+"""Simulations of many jobs on a cluster that they share."""

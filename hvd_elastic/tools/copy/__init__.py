@@ -9,7 +9,7 @@ The way of a byte from the leader's disk to the last host's:
 3. ``feed`` of the source reads the byte, hashes it, compresses it where that pays, keeps to
    ``--bwlimit``, and sends it as part of a frame.
 4. ``frames`` carries frames between nodes over TLS, with a certificate made for this copy
-   (``keys``).
+   (``hosts/certificate.py``).
 5. ``node`` of the destination takes the frame; ``store`` writes it into a part file.
    Its own feeder sends the frame on to the next host, from memory while it is recent.
 6. When a file is complete and its SHA-256 is right, ``renaming`` waits until it is on the disk

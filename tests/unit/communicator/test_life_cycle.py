@@ -8,7 +8,7 @@ import pytest
 
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.ranks import Seat, assign_ranks
-from hvd_elastic.leader.agents import agents
+from hvd_elastic.leader.agents import rendezvous
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import compress
 from tests.unit.real_ranks import rank_variables, run_ranks, worlds
@@ -71,11 +71,11 @@ def test_ranks_of_a_large_world_meet_through_the_addresses_that_they_read(
     stores: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not built")
-    monkeypatch.setattr(agents, "SMALL_WORLD", 1)
+    monkeypatch.setattr(rendezvous, "SMALL_WORLD", 1)
     hosts = [HostSlots("a", 1), HostSlots("b", 2), HostSlots("c", 1)]
     seats = [Seat(f"{h.name}:{slot}", h.name, slot) for h in hosts for slot in range(h.slots)]
     members = assign_ranks(seats, hosts)
-    relay = agents.EntryRelay(1, members)
+    relay = rendezvous.EntryRelay(1, members)
     names = [host.name for host in hosts]
 
     def forward(opened: list[Any], scope: str, key: str, value: bytes) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hvd_elastic.agent.rendezvous import GenerationStore
 from hvd_elastic.control.events import HostSlots
 from hvd_elastic.control.ranks import Seat, assign_ranks
-from hvd_elastic.leader.agents.agents import SMALL_WORLD, EntryRelay
+from hvd_elastic.leader.agents.rendezvous import SMALL_WORLD, EntryRelay
 from hvd_elastic.wire import messages as msg
 from hvd_elastic.wire.framing import ProtocolError, compress, decompress, encode
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.audit import check_audit
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.records.run_state import run_row
+from hvd_elastic.records.run_row import run_row
 from hvd_elastic.records.summary import RunSummary
 from hvd_elastic.run_events import Metrics
 from hvd_elastic.views import page

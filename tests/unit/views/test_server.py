@@ -20,7 +20,7 @@ import pytest
 from hvd_elastic.errors import RunError
 from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.records.run_state import run_row
+from hvd_elastic.records.run_row import run_row
 from hvd_elastic.views import live, live_run
 from hvd_elastic.views import server as server_module
 from hvd_elastic.views.prometheus import FIGURES, GPU_FIGURES, HOST_FIGURES, prometheus_text
