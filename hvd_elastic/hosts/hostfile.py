@@ -127,7 +127,7 @@ class Hostfile:
         Raises:
             HostfileError: the list cannot be parsed, or names a host or label that is not here.
 
-        >>> hosts = parse_hosts("gpu[1-2] labels=a100\\ngpu3\\nlogin", "example")
+        >>> hosts = parse_hosts("gpu[1-2] labels=a100\ngpu3\nlogin", "example")
         >>> [host.name for host in hosts.choose("login,@a100")]
         ['login', 'gpu1', 'gpu2']
         """

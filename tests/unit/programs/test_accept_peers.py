@@ -149,6 +149,7 @@ def test_every_port_of_ours_is_served_by_it() -> None:
     others = {
         "agent/failover.py",
         "agent/agent.py",
+        "jobs/keepers.py",
         "jobs/server.py",
         "worker/debugging/breakpoints.py",
     }

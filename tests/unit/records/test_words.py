@@ -112,6 +112,7 @@ JOB = Job(3, REQUEST, "net-3", submitted_at=BEGIN, queued_at=BEGIN)
 RUNNING = replace(JOB, status=JobStatus.RUNNING, held={"a": 2}, attempts=1, started_at=BEGIN + 9)
 ELASTIC = replace(RUNNING, request=replace(REQUEST, min_np=2, max_np=None))
 PLAIN = replace(RUNNING, request=replace(REQUEST, kind=JobKind.PLAIN), held={"a": 1})
+LIMITED = "time limit of 8 h: hvd-elastic requeue 3 lets it go on from its checkpoint"
 JOBS = {
     "waits for slots": replace(JOB, reason="waits: all 4 slots are worth more to 2 other jobs"),
     "came later than others": replace(
@@ -151,6 +152,9 @@ JOBS = {
     "trains, and goes back into the queue": replace(
         ELASTIC, stop=StopReason.REQUEUE, reason="asked to by requeue"
     ),
+    "trains, and has reached its time limit": replace(
+        ELASTIC, stop=StopReason.TIME_LIMIT, reason=LIMITED
+    ),
     "has succeeded": replace(
         JOB, status=JobStatus.SUCCEEDED, ended_at=BEGIN + 70, attempts=1, message=RETURNED
     ),
@@ -162,6 +166,9 @@ JOBS = {
         attempts=2,
         failures=2,
         message="exit status 1: ValueError: no such file",
+    ),
+    "has ended at its time limit": replace(
+        JOB, status=JobStatus.FAILED, ended_at=BEGIN + 70, attempts=1, failures=1, message=LIMITED
     ),
     "was cancelled": replace(
         JOB, status=JobStatus.CANCELLED, ended_at=BEGIN + 70, message="cancelled by ann"

@@ -59,7 +59,7 @@ def test_sizes_are_checked_against_the_allocation(inside, capsys) -> None:
     assert message.startswith("error: --np 17 is above the 16 slots of Slurm job 17.")
     status, _, message = call(capsys, "run", "--pin-hosts", "gpu9", "--", "true")
     assert status == 2
-    assert "host 'gpu9' is not in Slurm job 17; it has gpu1, gpu2" in message
+    assert "host 'gpu9' is not in Slurm job 17 (gpu1, gpu2)" in message
 
 
 def test_a_hostfile_takes_the_place_of_the_allocation(inside, capsys, tmp_path) -> None:
