@@ -15,6 +15,9 @@ from hvd_elastic.leader.executor import Executor
 from hvd_elastic.leader.led_run import LedRun
 from hvd_elastic.run_events import LogNote
 
+_COMMAND_ENDS_S = 5.0
+"""How long after the grace time the agent of a silent host may take to end a plain command [s]."""
+
 
 class Liveness:
     """Watches the heartbeats of agents and workers."""
@@ -43,6 +46,9 @@ class Liveness:
         if silence is None:
             return None
         timeout_s = self._run.spec.failure_timeout_s
+        if self._run.spec.plain:
+            # It may begin anew elsewhere once the silent host has surely ended it, not before.
+            timeout_s = max(timeout_s, self._run.spec.leader_grace_s) + _COMMAND_ENDS_S
         if self._is_cut_off(silence.values()):
             least_s = min(silence.values())
             return least_s if least_s > timeout_s else None
