@@ -22,14 +22,15 @@ _CONTROL = re.compile(
 def plural(noun: str, number: object) -> str:
     """Return a noun in singular or plural form, as needed after a number.
 
-    >>> plural("slot", 0), plural("process", 2), plural("try", 4), plural("batch", 2)
-    ('slots', 'processes', 'tries', 'batches')
+    >>> [plural(noun, 2) for noun in ("slot", "process", "try", "batch", "epoch")]
+    ['slots', 'processes', 'tries', 'batches', 'epochs']
     """
     if number == 1:
         return noun
     if noun.endswith("y") and noun[-2] not in "aeiou":
         return f"{noun[:-1]}ies"
-    return f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
+    hisses = noun.endswith(("s", "ch")) and noun != "epoch"
+    return f"{noun}es" if hisses else f"{noun}s"
 
 
 def count(number: object, noun: str) -> str:
