@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 TEMPORARY = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
 """Names of :func:`temporary_in`, by which files of writers that were killed are found."""
+
+
+def file_stamp(path: Path) -> tuple[int, int, int]:
+    """Return the time, size and inode of a file, which differ once it has been saved again.
+
+    Raises:
+        OSError: it cannot be read, or cannot be read again because it is not a regular file.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # reading a pipe would block until somebody writes to it
+        raise OSError(errno.EINVAL, "not a regular file")
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 @contextlib.contextmanager

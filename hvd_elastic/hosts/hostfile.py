@@ -19,12 +19,10 @@ ssh port is written ``port=2222``, or set in the ssh configuration for that host
 
 from __future__ import annotations
 
-import errno
 import ipaddress
 import itertools
 import math
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -163,18 +161,6 @@ class _PartError(Exception):
     def __init__(self, column: int, message: str) -> None:
         super().__init__(message)
         self.column = column
-
-
-def hostfile_stamp(path: Path) -> tuple[int, int, int]:
-    """Return the time, size and inode of a hostfile, which differ once it has been saved again.
-
-    Raises:
-        OSError: it cannot be read, or cannot be read again because it is not a regular file.
-    """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # reading a pipe would block until somebody writes to it
-        raise OSError(errno.EINVAL, "not a regular file")
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def parse_hostfile(path: str | Path) -> Hostfile:

@@ -17,38 +17,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import clock_words, count, date_words, one_line
+from hvd_elastic.errors import RunError
+from hvd_elastic.formatting import clock_words, count, one_line
 from hvd_elastic.jobs.health import HostHealth
 from hvd_elastic.jobs.hosts import ClusterHosts, Use
 from hvd_elastic.jobs.job import (
-    Answer,
-    Cancel,
     Down,
-    DrainHost,
-    Hold,
-    Hosts,
     Job,
-    JobKind,
     JobStatus,
-    Look,
-    Pause,
-    Release,
-    Request,
-    Requeue,
-    SetPriority,
     StopReason,
-    Submit,
-    UndrainHost,
 )
 from hvd_elastic.jobs.keeper import BeginLeader
-from hvd_elastic.jobs.limits import Limits, within_limits
-from hvd_elastic.jobs.notify import Notifier
-from hvd_elastic.jobs.operator_state import Drained, OperatorState
+from hvd_elastic.jobs.limits import LimitsFile, within_limits
+from hvd_elastic.jobs.notify import ClusterRecord
+from hvd_elastic.jobs.operator_state import OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
-from hvd_elastic.jobs.queue import JobQueue, ending_words, eta_moved, jobs_words, over_words
-from hvd_elastic.jobs.rights import numbers_of, of_user, read_for, user_name
+from hvd_elastic.jobs.queue import JobQueue, eta_moved
+from hvd_elastic.jobs.requests import QueueRequests
+from hvd_elastic.jobs.rights import user_name
 from hvd_elastic.jobs.runs import JobRuns
 from hvd_elastic.jobs.server import RequestServer
 from hvd_elastic.jobs.slot_plan import (
@@ -63,7 +50,6 @@ from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.policy.schedule.decide import decide
 from hvd_elastic.policy.schedule.jobs import HostSlots
 from hvd_elastic.policy.schedule.policies import Policy
-from hvd_elastic.records.json_lines import EventLog
 from hvd_elastic.records.wording import awaited_words
 
 _LOOK_S = 0.2
@@ -78,10 +64,6 @@ the network of this machine has failed."""
 _ORPHAN_S = 30.0
 """How long a job without keeper and leader keeps its slots, beside its leader's grace [s]."""
 _TAKEN_DOWN = "the cluster was taken down"
-_MOST_JOBS_OF_OTHERS = 20_000
-"""Jobs of another user that wait or run: the daemon goes through all of them at each look."""
-_MOST_REASONS = 100
-"""Waiting jobs up to which the events tell why each of them waits."""
 _MOST_LEADER_LOSSES = 5
 """Leaders of a run that may die in a row without a step of training in between."""
 
@@ -121,32 +103,33 @@ class Daemon:
         operators: Collection[int] = (),
         notify: str = "",
     ) -> None:
-        self._operators = operators
-        self._place = place
         self._policy = policy
-        self._hosts = ClusterHosts(hostfile, self._warn)
-        self._notifier = Notifier(notify, self._warn)
-        self._told_lost: Mapping[str, str] = {}
-        """Lost hosts of which it was told."""
+        self._record = record = ClusterRecord(place, notify)
+        self._hosts = ClusterHosts(hostfile, record.warn)
         self._operator_state = OperatorState(place.operator_state)
-        self._closed: set[str] = set()
-        """Hosts that are drained."""
         self._store = JobStore.create(place.database)
-        self._events = EventLog(place.events)
-        self._queue = JobQueue(self._store, self._emit)
-        self._server = RequestServer(place, self._handle)
-        self._runs = JobRuns(place, ssh_config, begin_leader, self._server, self._warn)
+        self._queue = JobQueue(self._store, record.emit)
         self._health = HostHealth(hostfile, ssh_config)
+        self._limits = LimitsFile(place.limits, record.warn)
+        self._requests = QueueRequests(
+            place,
+            operators,
+            (self._queue, self._store),
+            (self._hosts, self._health, self._operator_state),
+            record.emit,
+            host_rows=self._host_rows,
+            has_keeper=self._has_keeper,
+        )
+        self._server = RequestServer(place, self._requests.answer)
+        self._runs = JobRuns(place, ssh_config, begin_leader, self._server, record.warn)
         self._wanted: dict[int, dict[str, int]] = {}
         self._reasons: dict[int, str] = {}
         """Why jobs are to have the slots that they are to have."""
         self._unwritten: set[int] = set()
         """Jobs whose hostfiles are older than their slots."""
-        self._decided: dict[str, Any] = {}
         self._unknown: set[int] = set()
         """Jobs of which it is not known yet which slots their runs occupy: they keep what they
         hold."""
-        self._limits, self._limits_stamp = Limits.read(place.limits), (0, 0, 0)
         self._orphans: dict[int, float] = {}
         """Jobs with neither keeper nor leader, with the time since when [Unix s]."""
         self._is_told = False
@@ -155,12 +138,10 @@ class Daemon:
         self._decide_at = 0.0
         self._silent: dict[str, str] = {}
         """Hosts that nobody hears from, and that are not known to be lost, with the cause."""
-        self._down: Down | None = None
-        self._warned = ""
 
     def run(self) -> None:
         """Serve until ``down`` or a signal asks for the end."""
-        self._tell_hosts()
+        self._record.hosts(self._hosts.listed)
         for job in self._queue.with_status(JobStatus.RUNNING):
             self._wanted[job.number] = dict(job.held)
             self._hosts.remember(self._runs.written_hosts(job))
@@ -170,26 +151,26 @@ class Daemon:
                 timeout_s = _IDLE_LOOK_S
                 try:
                     timeout_s = self._do_what_is_due()
-                    self._warned = ""
+                    self._record.forget_warning()
                 except RunError as error:  # a full disk, most likely: the jobs go on meanwhile
-                    self._warn(str(error))
+                    self._record.warn(str(error))
                 self._server.serve(timeout_s)
         with contextlib.suppress(RunError):  # a full disk
-            leaves = self._down is not None and self._down.leave_jobs
+            down = self._requests.down
+            leaves = down is not None and down.leave_jobs
             self._queue.rest("the daemon was ended" if leaves else _TAKEN_DOWN)
         self._runs.close()
         self._server.close()
         self._health.close()
-        self._notifier.close()
-        self._events.close()
+        self._record.close()
         self._store.close()
 
     def _is_over(self) -> bool:
-        if self._down is None:
+        if (down := self._requests.down) is None:
             return False
         running = self._queue.with_status(JobStatus.RUNNING)
         ends = any(self._runs.has_keeper(job.request.user) for job in running)
-        return self._down.leave_jobs or not ends
+        return down.leave_jobs or not ends
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -198,7 +179,7 @@ class Daemon:
         self._server.watch(read_end, lambda: _drain(read_end))
 
         def end(_number: int, _frame: Any) -> None:
-            self._down = Down(leave_jobs=True)
+            self._requests.down = Down(leave_jobs=True)
 
         handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), end)
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -218,17 +199,13 @@ class Daemon:
     def _do_what_is_due(self) -> float:
         """Do what is due; return how long to wait until the next look [s]."""
         self._runs.send_rest()
-        self._read_limits()
-        if self._runs.take_moved():
-            self._queue.changed = True
+        self._queue.changed |= self._limits.changed() | self._runs.take_moved()
+        self._queue.changed |= self._operator_state.changed(time.time())
         if self._hosts.changed():
-            self._tell_hosts()
+            self._record.hosts(self._hosts.listed)
             self._health.forget_others(self._hosts.listed)
             self._queue.changed = True
-        if (closed := self._operator_state.closed(time.time())) != self._closed:
-            self._closed = closed
-            self._queue.changed = True
-        self._notifier.work()
+        self._record.work()
         self._health.retry_lost_hosts(time.monotonic(), self._host_changed)
         now = time.time()
         running = self._queue.with_status(JobStatus.RUNNING)
@@ -239,7 +216,7 @@ class Daemon:
             self._look_at_run(job)
         self._put_back_orphans(running, now)
         self._suspect_silent_hosts(now)
-        self._tell_lost()
+        self._record.lost(self._health.lost, self._hosts.listed)
         if self._queue.changed or now >= self._decide_at:
             self._queue.changed = False
             self._decide_at = now + _DECIDE_S
@@ -360,7 +337,7 @@ class Daemon:
         retries, failures = job.request.retries, job.failures
         if job.request.user is not None:
             message = one_line(message)
-        self._decided = {}  # its end has changed who holds what
+        self._record.forget_decided()  # its end has changed who holds what
         self._wanted.pop(job.number, None)
         self._reasons.pop(job.number, None)
         if status == "succeeded":
@@ -427,7 +404,7 @@ class Daemon:
     # -- decisions -------------------------------------------------------------------------
 
     def _decide(self, now: float) -> None:
-        if self._down is not None:
+        if self._requests.down is not None:
             self._stop_all()
             return
         ready = self._with_keepers(self._queue.ready())
@@ -452,7 +429,7 @@ class Daemon:
             for name, slots in self._usable_slots().items()
         ]
         usable = [host for host in hosts if host.slots > 0]
-        allowed, held = within_limits(candidates, [use.job for use in bound], self._limits)
+        allowed, held = within_limits(candidates, [use.job for use in bound], self._limits.limits)
         plan = plan_slots(allowed, usable, now, self._policy)
         self._adopt(plan, [each.job for each in candidates if each.job.number not in held])
         self._hold_to_limits(held)
@@ -464,21 +441,6 @@ class Daemon:
         jobs = [self._queue.active[number] for number in held]
         changed = [job for job in jobs if (job.reason, job.eta) != (held[job.number], None)]
         self._queue.update(replace(job, reason=held[job.number], eta=None) for job in changed)
-
-    def _read_limits(self) -> None:
-        """Read the limits if their file was saved; those that make no sense change nothing."""
-        try:
-            found = self._place.limits.stat()
-            stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
-        except OSError:
-            stamp = (0, 0, 0)
-        if stamp != self._limits_stamp:
-            self._limits_stamp = stamp
-            self._queue.changed = True
-            try:
-                self._limits = Limits.read(self._place.limits)
-            except UsageError as error:
-                self._warn(f"{error}; the earlier ones stay")
 
     def _adopt(self, plan: Plan, jobs: list[Job]) -> None:
         changed = []
@@ -533,10 +495,17 @@ class Daemon:
             uses.append(Use(job, occupied, self._runs.progress(job).hosts.lost))
         return uses
 
+    def _has_keeper(self, user: int | None) -> bool:
+        return self._runs.has_keeper(user)
+
+    def _host_rows(self) -> list[dict[str, Any]]:
+        drained = self._operator_state.drained
+        return self._hosts.rows(self._uses(), self._health.lost, self._silent, drained)
+
     def _usable_slots(self) -> dict[str, int]:
         """Return the slots of the hosts that no run has lost; silent ones have no free ones."""
         uses = self._uses()
-        slots = self._hosts.slots(uses, self._closed)
+        slots = self._hosts.slots(uses, self._operator_state.closed)
         found = {h: n for h, n in slots.items() if h not in self._health.lost}
         for host in self._silent.keys() & found.keys():
             found[host] = min(found[host], sum(use.taken(host) for use in uses))
@@ -555,7 +524,7 @@ class Daemon:
         for job in self._queue.with_status(JobStatus.QUEUED):
             if planned := self._wanted.get(job.number):
                 claims[str(job.number)] = Claim(planned, {}, {}, job.request.min_np)
-        granted = grant_slots(claims, self._hosts.slots(uses, self._closed))
+        granted = grant_slots(claims, self._hosts.slots(uses, self._operator_state.closed))
         awaited = awaited_slots(claims, granted)
         changed = []
         for name, held in granted.items():
@@ -571,7 +540,7 @@ class Daemon:
                 if held and held != job.held:
                     told = replace(told, held=held)
                     self._unwritten.add(job.number)
-            elif sum(held.values()) >= job.request.min_np and self._down is None:
+            elif sum(held.values()) >= job.request.min_np and self._requests.down is None:
                 self._start(told, held)
                 self._is_told = False
                 continue
@@ -579,19 +548,8 @@ class Daemon:
                 changed.append(told)
         self._queue.update(changed)
         if changed or not self._is_told:
-            self._tell_decided()
-
-    def _tell_decided(self) -> None:
-        """Record who holds which slots, and why, if that has changed."""
-        self._is_told = True
-        held = {job.number: dict(job.held) for job in self._queue.active.values() if job.held}
-        waiting = [number for number in self._queue.active if number not in held]
-        told = {"allocations": held, "queued": waiting}
-        if told != self._decided:
-            self._decided = told
-            named = self._queue.active if len(waiting) <= _MOST_REASONS else held
-            reasons = {number: self._queue.active[number].reason for number in named}
-            self._emit("jobs_decided", {**told, "reasons": reasons})
+            self._is_told = True
+            self._record.decided(self._queue.active)
 
     def _write_hostfiles(self) -> None:
         """Write the hostfiles of jobs whose slots have changed, also if it failed before."""
@@ -603,174 +561,6 @@ class Daemon:
             if job is not None and job.held:
                 self._runs.write_hostfile(job, self._hosts.known.values())
             self._unwritten.discard(number)
-
-    # -- requests --------------------------------------------------------------------------
-
-    def _handle(self, request: Request, user: int) -> Answer:
-        """Answer what a user asks for."""
-        if user == os.getuid():
-            return self._act(request)
-        named = self._store.jobs(numbers_of(request))
-        request = of_user(request, user, self._operators, named)
-        if isinstance(request, Submit):
-            self._refuse_too_many(user, len(request.jobs))
-        if isinstance(request, Look):
-            return Answer("", data=read_for(self._store, request, user))
-        answer = self._act(request)
-        starts = isinstance(request, (Submit, Requeue, Release))
-        answer.needs_keeper = starts and not self._runs.has_keeper(user)
-        return answer
-
-    def _act(self, request: Request) -> Answer:
-        queue = self._queue
-        match request:
-            case Submit(jobs, environment):
-                self._refuse_impossible(request)
-                added = queue.add_jobs(jobs, environment)
-                return Answer(
-                    f"submitted {jobs_words(added)}",
-                    jobs=[j.number for j in added],
-                    data=[job.run_id for job in added],
-                )
-            case Cancel(jobs, by):
-                ended, stopping, over = queue.cancel(jobs, by)
-                parts = [f"cancelled {jobs_words(ended)}"] if ended else []
-                parts += [ending_words(stopping)] if stopping else []
-                parts += [over_words(over)] if over else []
-                return Answer("; ".join(parts), jobs=[j.number for j in [*ended, *stopping]])
-            case Requeue(jobs, environment, after):
-                changed = queue.requeue(jobs, environment, after)
-                return Answer(
-                    f"queued {jobs_words(changed)} again", jobs=[j.number for j in changed]
-                )
-            case Hold(jobs, by):
-                waiting, stopping, plain, over = queue.hold(jobs, by)
-                parts = [f"held {jobs_words(waiting)}"] if waiting else []
-                parts += [ending_words(stopping), "held then"] if stopping else []
-                parts += [f"{jobs_words(plain)} not held: a plain command runs"] if plain else []
-                parts += [over_words(over)] if over else []
-                return Answer("; ".join(parts), jobs=[j.number for j in [*waiting, *stopping]])
-            case Release(jobs):
-                released, free, over = queue.release(jobs)
-                parts = [f"released {jobs_words(released)}"]
-                parts += [f"{jobs_words(free)} not held"] if free else []
-                parts += [over_words(over)] if over else []
-                return Answer("; ".join(parts), jobs=[job.number for job in released])
-            case SetPriority(jobs, priority):
-                changed, over = queue.set_priority(jobs, priority)
-                words = f"{jobs_words(changed)}: priority {priority:g}"
-                words += f"; {over_words(over)}" if over else ""
-                return Answer(words, jobs=[job.number for job in changed])
-            case DrainHost(host, reason, by, at):
-                return self._drain(host, Drained(reason, by, at))
-            case UndrainHost(host, by):
-                self._operator_state.undrain(host)
-                self._emit("host_undrained", {"host": host, "by": by})
-                away = "" if host in self._hosts.listed else "; it is not in the hostfile"
-                if (cause := self._health.lost.get(host)) is not None:
-                    away = f"; it is lost ({cause}), and used when it answers"
-                return Answer(f"host {host} is given back to the jobs{away}")
-            case Pause(by):
-                self._operator_state.pause(by)
-                queue.changed = True
-                name = self._place.name
-                return Answer(
-                    f"cluster {name} is paused: jobs that run go on, none is started"
-                    if by
-                    else f"cluster {name} starts jobs again"
-                )
-            case Down(leave_jobs):
-                self._down = request
-                queue.changed = True
-                running = queue.with_status(JobStatus.RUNNING)
-                told = ""
-                if running and leave_jobs:
-                    told = f"; {jobs_words(running)} {'goes' if len(running) == 1 else 'go'} on"
-                elif running:
-                    told = f"; {ending_words(running)}; queued again for the next up"
-                    if any(job.request.kind is JobKind.PLAIN for job in running):
-                        told += ", plain commands from their beginning"
-                return Answer(f"the daemon ends{told}", jobs=[job.number for job in running])
-            case Hosts():
-                rows = self._hosts.rows(
-                    self._uses(), self._health.lost, self._silent, self._operator_state.drained
-                )
-                return Answer(self._operator_state.paused_by, data=rows)
-            case Look():
-                raise UsageError("the queue of this user's own daemon is read from its database")
-
-    def _drain(self, host: str, drained: Drained) -> Answer:
-        listed = self._hosts.listed
-        if host not in listed:
-            raise RunError(
-                f"cluster {self._place.name} has no host {host!r}; it has {', '.join(listed)}"
-            )
-        self._operator_state.drain(host, drained)
-        fields = {"reason": drained.reason, "by": drained.by, "at": drained.at}
-        self._emit("host_drained", {"host": host, **fields})
-        when = ""
-        if drained.at > time.time():
-            when = f" from {date_words(drained.at)} on"
-        elif self._closed >= listed.keys() - {host}:
-            when = "; it is the last host, so jobs wait until one is given back"
-        return Answer(f"host {host} is drained{when}: {drained.reason}")
-
-    def _refuse_too_many(self, user: int, more: int) -> None:
-        own = sum(job.request.user == user for job in self._queue.active.values())
-        if own + more > _MOST_JOBS_OF_OTHERS:
-            raise RunError(
-                f"user {user_name(user)} has {count(own, 'job')} that wait or run, and may have "
-                f"{_MOST_JOBS_OF_OTHERS:,} on a cluster of several users; submit the others later"
-            )
-
-    def _refuse_impossible(self, request: Submit) -> None:
-        hosts = self._hosts.listed
-        slots = sum(host.slots for host in hosts.values())
-        for job in request.jobs:
-            if job.min_np > slots:
-                raise RunError(
-                    f"job {job.name} needs {count(job.min_np, 'slot')}, and cluster "
-                    f"{self._place.name} has {slots} on {count(len(hosts), 'host')}. "
-                    "Lower --min-np or --np, or add hosts to its hostfile first."
-                )
-            for name in job.spec.get("input_hosts", ()):
-                if name in hosts:
-                    raise RunError(
-                        f"job {job.name} cannot have {name} read its data, since jobs train there. "
-                        f"Write slots=0 in its line of the hostfile of cluster {self._place.name}, "
-                        "or leave it out of --input-hosts."
-                    )
-
-    # -- records ---------------------------------------------------------------------------
-
-    def _tell_hosts(self) -> None:
-        slots = {host.name: host.slots for host in self._hosts.listed.values()}
-        self._emit("cluster_hosts", {"hosts": slots})
-
-    def _tell_lost(self) -> None:
-        """Record which hosts were lost, and which can be used again."""
-        lost = self._health.lost
-        for host in lost.keys() - self._told_lost.keys():
-            self._emit("host_lost", {"host": host, "cause": lost[host]})
-        for host in (self._told_lost.keys() - lost.keys()) & self._hosts.listed.keys():
-            self._emit("host_back", {"host": host})
-        self._told_lost = lost
-
-    def _emit(self, kind: str, fields: Mapping[str, Any]) -> None:
-        told = {"t": time.time(), "cluster": self._place.name, "kind": kind, **fields}
-        self._notifier.tell(told)
-        try:
-            self._events.append(kind, fields)
-        except RunError as error:  # the first of several that are lost
-            self._warn(str(error))
-
-    def _warn(self, message: str) -> None:
-        if message != self._warned:
-            self._warned = message
-            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            with contextlib.suppress(OSError):  # the log may be on the disk that is full
-                sys.stderr.write(f"{stamp} warning: {message}\n")
-                sys.stderr.flush()
 
 
 def _drain(descriptor: int) -> None:

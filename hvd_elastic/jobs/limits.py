@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +15,7 @@ from hvd_elastic.formatting import count
 from hvd_elastic.jobs.job import Job, JobRequest, JobStatus
 from hvd_elastic.jobs.rights import user_id, user_name
 from hvd_elastic.jobs.slot_plan import Candidate
+from hvd_elastic.replaced_files import file_stamp
 
 _AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -60,6 +61,42 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def of(self, job: Job) -> Limit:
         """Return the limit of a job's user."""
         return self.user.get(user_name(job.request.user), self.each)
+
+
+class LimitsFile:
+    """The limits of a cluster as they are now: its file is read again whenever it is saved.
+
+    Args:
+        path: the file; there need be none.
+        warn: called with the reason when it cannot be used; the earlier limits stay then.
+
+    Raises:
+        UsageError: it cannot be used at the start.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._warn = warn
+        self._stamp = self._present_stamp()
+        self.limits = Limits.read(path)
+
+    def changed(self) -> bool:
+        """Read the file if it was saved; return whether it was."""
+        stamp = self._present_stamp()
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        try:
+            self.limits = Limits.read(self._path)
+        except UsageError as error:
+            self._warn(f"{error}; the earlier ones stay")
+        return True
+
+    def _present_stamp(self) -> tuple[int, int, int] | None:
+        try:
+            return file_stamp(self._path)
+        except OSError:  # there is none
+            return None
 
 
 @dataclass

@@ -51,6 +51,8 @@ class OperatorState:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._set = _Set()
+        self.closed: set[str] = set()
+        """Hosts that jobs are not to use, as of the last :meth:`changed`."""
         if path.exists():
             try:
                 self._set = msgspec.json.decode(path.read_bytes(), type=_Set)
@@ -70,9 +72,11 @@ class OperatorState:
         """Who has paused the cluster, so that no job is started; empty: nobody."""
         return self._set.paused_by
 
-    def closed(self, now: float) -> set[str]:
-        """Return the hosts that jobs are not to use now."""
-        return {host for host, drained in self.drained.items() if drained.at <= now}
+    def changed(self, now: float) -> bool:
+        """Bring :attr:`closed` up to date; return whether it was not."""
+        before = self.closed
+        self.closed = {host for host, drained in self.drained.items() if drained.at <= now}
+        return self.closed != before
 
     def drain(self, host: str, drained: Drained) -> None:
         """Drain a host; raises RunError if that cannot be kept."""

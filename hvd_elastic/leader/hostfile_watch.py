@@ -16,12 +16,12 @@ from hvd_elastic.hosts.hostfile import (
     INPUT_LABEL,
     Host,
     Hostfile,
-    hostfile_stamp,
     parse_hostfile,
     require_prices,
 )
 from hvd_elastic.leader.spec import RunSpec
 from hvd_elastic.policy.objective import cheapest_hosts
+from hvd_elastic.replaced_files import file_stamp
 from hvd_elastic.run_events import HostsChanged
 
 _REPLACED_WITHIN_S = 2.0
@@ -105,7 +105,7 @@ class HostfileWatch:
         """
         if self._path is not None:
             with contextlib.suppress(OSError):  # read_hosts reports the problem
-                self._stamp = hostfile_stamp(self._path)
+                self._stamp = file_stamp(self._path)
         hosts = self._ordered(read_hosts(self._path, self._slots))
         reads = input_hosts(hosts, self._readers, str(self._path))
         self.input_hosts = {host.name: host for host in reads}
@@ -120,7 +120,7 @@ class HostfileWatch:
         if self._path is None:
             return False
         try:
-            stamp = hostfile_stamp(self._path)
+            stamp = file_stamp(self._path)
         except OSError as error:
             self._is_gone(self._path, error)
             return False

@@ -15,7 +15,8 @@ from hvd_elastic.cli.options import argument, command, number_option, option, wh
 from hvd_elastic.errors import HvdElasticError, UsageError
 from hvd_elastic.formatting import bytes_words, count
 from hvd_elastic.hosts.fanout import HostResult
-from hvd_elastic.hosts.hostfile import Host, hostfile_stamp, parse_hosts
+from hvd_elastic.hosts.hostfile import Host, parse_hosts
+from hvd_elastic.replaced_files import file_stamp
 
 if TYPE_CHECKING:
     from hvd_elastic.tools.copy.job import Copied, CopySettings, Pulled
@@ -306,7 +307,7 @@ class Newcomers:
     def _hostfile_stamp(self) -> tuple[int, int, int] | None:
         """Return the hostfile's stamp; None if it cannot be read again (a pipe)."""
         try:
-            return hostfile_stamp(self._chosen.hostfile)
+            return file_stamp(self._chosen.hostfile)
         except OSError:
             return None
 

@@ -1,0 +1,215 @@
+"""Answers what users ask of the daemon of a cluster: changes of the queue, its hosts, its end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from hvd_elastic.errors import RunError, UsageError
+from hvd_elastic.formatting import count, date_words
+from hvd_elastic.jobs.health import HostHealth
+from hvd_elastic.jobs.hosts import ClusterHosts
+from hvd_elastic.jobs.job import (
+    Answer,
+    Cancel,
+    Down,
+    DrainHost,
+    Hold,
+    Hosts,
+    JobKind,
+    JobStatus,
+    Look,
+    Pause,
+    Release,
+    Request,
+    Requeue,
+    SetPriority,
+    Submit,
+    UndrainHost,
+)
+from hvd_elastic.jobs.operator_state import Drained, OperatorState
+from hvd_elastic.jobs.place import ClusterFolder
+from hvd_elastic.jobs.queue import JobQueue, ending_words, jobs_words, over_words
+from hvd_elastic.jobs.rights import numbers_of, of_user, read_for, user_name
+from hvd_elastic.jobs.store import JobStore
+
+_MOST_JOBS_OF_OTHERS = 20_000
+"""Jobs of another user that wait or run: the daemon goes through all of them at each look."""
+
+
+class QueueRequests:
+    """Answers requests, as far as the user who asks may do what is asked for.
+
+    Args:
+        operators: ids of users who may change the jobs of others.
+        queue: the queue, and its store.
+        hosts: the hosts, which of them are lost, and what operators have set.
+        emit: records an event.
+        host_rows: returns what there is to say of each host.
+        has_keeper: returns whether the keeper of a user is there.
+
+    Attributes:
+        down: the request that ends the daemon; None: it goes on.
+    """
+
+    def __init__(
+        self,
+        place: ClusterFolder,
+        operators: Collection[int],
+        queue: tuple[JobQueue, JobStore],
+        hosts: tuple[ClusterHosts, HostHealth, OperatorState],
+        emit: Callable[[str, Mapping[str, Any]], None],
+        *,
+        host_rows: Callable[[], list[dict[str, Any]]],
+        has_keeper: Callable[[int | None], bool],
+    ) -> None:
+        self._name = place.name
+        self._operators = operators
+        self._queue, self._store = queue
+        self._hosts, self._health, self._operator_state = hosts
+        self._emit = emit
+        self._host_rows = host_rows
+        self._has_keeper = has_keeper
+        self.down: Down | None = None
+
+    def answer(self, request: Request, user: int) -> Answer:
+        """Do what a user asks for; return the answer.
+
+        Raises:
+            HvdElasticError: it cannot be done, or the user may not.
+        """
+        if user == os.getuid():
+            return self._act(request)
+        named = self._store.jobs(numbers_of(request))
+        request = of_user(request, user, self._operators, named)
+        if isinstance(request, Submit):
+            self._refuse_too_many(user, len(request.jobs))
+        if isinstance(request, Look):
+            return Answer("", data=read_for(self._store, request, user))
+        answer = self._act(request)
+        starts = isinstance(request, (Submit, Requeue, Release))
+        answer.needs_keeper = starts and not self._has_keeper(user)
+        return answer
+
+    def _act(self, request: Request) -> Answer:
+        queue = self._queue
+        match request:
+            case Submit(jobs, environment):
+                self._refuse_impossible(request)
+                added = queue.add_jobs(jobs, environment)
+                return Answer(
+                    f"submitted {jobs_words(added)}",
+                    jobs=[j.number for j in added],
+                    data=[job.run_id for job in added],
+                )
+            case Cancel(jobs, by):
+                ended, stopping, over = queue.cancel(jobs, by)
+                parts = [f"cancelled {jobs_words(ended)}"] if ended else []
+                parts += [ending_words(stopping)] if stopping else []
+                parts += [over_words(over)] if over else []
+                return Answer("; ".join(parts), jobs=[j.number for j in [*ended, *stopping]])
+            case Requeue(jobs, environment, after):
+                changed = queue.requeue(jobs, environment, after)
+                return Answer(
+                    f"queued {jobs_words(changed)} again", jobs=[j.number for j in changed]
+                )
+            case Hold(jobs, by):
+                waiting, stopping, plain, over = queue.hold(jobs, by)
+                parts = [f"held {jobs_words(waiting)}"] if waiting else []
+                parts += [ending_words(stopping), "held then"] if stopping else []
+                parts += [f"{jobs_words(plain)} not held: a plain command runs"] if plain else []
+                parts += [over_words(over)] if over else []
+                return Answer("; ".join(parts), jobs=[j.number for j in [*waiting, *stopping]])
+            case Release(jobs):
+                released, free, over = queue.release(jobs)
+                parts = [f"released {jobs_words(released)}"]
+                parts += [f"{jobs_words(free)} not held"] if free else []
+                parts += [over_words(over)] if over else []
+                return Answer("; ".join(parts), jobs=[job.number for job in released])
+            case SetPriority(jobs, priority):
+                changed, over = queue.set_priority(jobs, priority)
+                words = f"{jobs_words(changed)}: priority {priority:g}"
+                words += f"; {over_words(over)}" if over else ""
+                return Answer(words, jobs=[job.number for job in changed])
+            case DrainHost(host, reason, by, at):
+                return self._drain(host, Drained(reason, by, at))
+            case UndrainHost(host, by):
+                return self._undrain(host, by)
+            case Pause(by):
+                return self._pause(by)
+            case Down():
+                return self._end(request)
+            case Hosts():
+                return Answer(self._operator_state.paused_by, data=self._host_rows())
+            case Look():
+                raise UsageError("the queue of this user's own daemon is read from its database")
+
+    def _drain(self, host: str, drained: Drained) -> Answer:
+        listed = self._hosts.listed
+        if host not in listed:
+            raise RunError(f"cluster {self._name} has no host {host!r}; it has {', '.join(listed)}")
+        self._operator_state.drain(host, drained)
+        fields = {"reason": drained.reason, "by": drained.by, "at": drained.at}
+        self._emit("host_drained", {"host": host, **fields})
+        when = ""
+        if drained.at > time.time():
+            when = f" from {date_words(drained.at)} on"
+        elif self._operator_state.closed >= listed.keys() - {host}:
+            when = "; it is the last host, so jobs wait until one is given back"
+        return Answer(f"host {host} is drained{when}: {drained.reason}")
+
+    def _undrain(self, host: str, by: str) -> Answer:
+        self._operator_state.undrain(host)
+        self._emit("host_undrained", {"host": host, "by": by})
+        away = "" if host in self._hosts.listed else "; it is not in the hostfile"
+        if (cause := self._health.lost.get(host)) is not None:
+            away = f"; it is lost ({cause}), and used when it answers"
+        return Answer(f"host {host} is given back to the jobs{away}")
+
+    def _pause(self, by: str) -> Answer:
+        self._operator_state.pause(by)
+        self._queue.changed = True
+        if by:
+            return Answer(f"cluster {self._name} is paused: jobs that run go on, none is started")
+        return Answer(f"cluster {self._name} starts jobs again")
+
+    def _end(self, request: Down) -> Answer:
+        self.down = request
+        self._queue.changed = True
+        running = self._queue.with_status(JobStatus.RUNNING)
+        told = ""
+        if running and request.leave_jobs:
+            told = f"; {jobs_words(running)} {'goes' if len(running) == 1 else 'go'} on"
+        elif running:
+            told = f"; {ending_words(running)}; queued again for the next up"
+            if any(job.request.kind is JobKind.PLAIN for job in running):
+                told += ", plain commands from their beginning"
+        return Answer(f"the daemon ends{told}", jobs=[job.number for job in running])
+
+    def _refuse_too_many(self, user: int, more: int) -> None:
+        own = sum(job.request.user == user for job in self._queue.active.values())
+        if own + more > _MOST_JOBS_OF_OTHERS:
+            raise RunError(
+                f"user {user_name(user)} has {count(own, 'job')} that wait or run, and may have "
+                f"{_MOST_JOBS_OF_OTHERS:,} on a cluster of several users; submit the others later"
+            )
+
+    def _refuse_impossible(self, request: Submit) -> None:
+        hosts = self._hosts.listed
+        slots = sum(host.slots for host in hosts.values())
+        for job in request.jobs:
+            if job.min_np > slots:
+                raise RunError(
+                    f"job {job.name} needs {count(job.min_np, 'slot')}, and cluster "
+                    f"{self._name} has {slots} on {count(len(hosts), 'host')}. "
+                    "Lower --min-np or --np, or add hosts to its hostfile first."
+                )
+            for name in job.spec.get("input_hosts", ()):
+                if name in hosts:
+                    raise RunError(
+                        f"job {job.name} cannot have {name} read its data, since jobs train there. "
+                        f"Write slots=0 in its line of the hostfile of cluster {self._name}, "
+                        "or leave it out of --input-hosts."
+                    )
