@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hvd_elastic.config import runs_folder
-from hvd_elastic.errors import HvdElasticError, RunError
+from hvd_elastic.errors import HvdElasticError
 from hvd_elastic.hosts.hostfile import Host, parse_hostfile
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.rights import user_name
@@ -80,13 +80,9 @@ def past_jobs(place: ClusterFolder, now: float, since: float = 0.0) -> list[Past
         since: that time [Unix s].
 
     Raises:
-        RunError: the events of the cluster cannot be read.
+        RunError: the events of the cluster cannot be read, or are another user's.
     """
-    if place.is_others:
-        raise RunError(
-            f"cluster {place.name} is that of another user, whose files tell its history: ask "
-            f"{user_name(place.path.stat().st_uid)}, or see: hvd-elastic queue --all"
-        )
+    place.check_own("the history")
     store = JobStore.read_only(place.database) if place.database.exists() else None
     users = {}
     if store is not None:

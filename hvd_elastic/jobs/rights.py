@@ -6,7 +6,7 @@ import os
 import pwd
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import msgspec
 from msgspec import structs
@@ -34,6 +34,7 @@ from hvd_elastic.jobs.job import (
 )
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.queue import OUTCOMES
+from hvd_elastic.jobs.secrets import ToldSpec
 from hvd_elastic.jobs.server import ask_daemon
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.records.run_folder import check_run_id
@@ -120,13 +121,6 @@ def numbers_of(request: Request) -> list[int]:
     return [] if isinstance(request, Submit) else getattr(request, "jobs", [])
 
 
-class _Told(msgspec.Struct):
-    """What a daemon is told of the specification of another user's job, and reads itself."""
-
-    input_hosts: list[str] = []
-    leader_grace_s: Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0)] = 60.0
-
-
 def _job_of(request: JobRequest, user: int) -> JobRequest:
     check_run_id(request.name)
     if request.secret is None:
@@ -147,7 +141,7 @@ def _job_of(request: JobRequest, user: int) -> JobRequest:
     if not is_valid or (most is not None and most < least):
         raise UsageError(f"job {request.name}: its numbers of slots or retries are not valid")
     try:
-        told = msgspec.convert(request.spec, _Told)
+        told = msgspec.convert(request.spec, ToldSpec)
     except msgspec.ValidationError as error:
         raise UsageError(f"job {request.name}: its specification is not valid: {error}") from None
     command = [one_line(word, _MOST_SHOWN) for word in request.words[:1]]

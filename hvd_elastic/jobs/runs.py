@@ -227,7 +227,6 @@ class JobRuns:
         text = self._write_hostfile(job, hosts)
         request = job.request
         fields = {
-            **request.spec,
             "min_np": request.min_np,
             "np": None,
             "max_np": None,
@@ -235,10 +234,9 @@ class JobRuns:
             "policy": "fixed",
         }
         if request.user is None:
-            fields["ssh_config"] = request.spec.get("ssh_config") or self._ssh_config
-        else:  # all of this is in the file that its keeper has
-            for key in request.spec:
-                del fields[key]
+            ssh_config = request.spec.get("ssh_config") or self._ssh_config
+            fields = {**request.spec, **fields, "ssh_config": ssh_config}
+        else:  # the rest is in the file that its keeper has
             environment = {}
         if request.array_index is not None:
             environment = {**environment, INDEX_VARIABLE: str(request.array_index)}

@@ -9,7 +9,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
@@ -24,10 +26,15 @@ INDEX_VARIABLE = "HVD_ELASTIC_ARRAY_INDEX"
 """Environment variable with the index of a job in its array."""
 _SIZES = ("min_np", "np", "max_np", "plain", "policy")
 """Fields of a specification that a daemon of another user decides."""
-_TOLD_OF_SPEC = ("input_hosts", "leader_grace_s")
-"""Fields of a job's specification that such a daemon is told beside the command's first word."""
 _SUBMITTING_S = 120.0
 """Longest time from the writing of a job's file to its place in the queue [s]."""
+
+
+class ToldSpec(msgspec.Struct):
+    """What such a daemon is told of a specification, beside the command's first word."""
+
+    input_hosts: list[str] = []
+    leader_grace_s: Annotated[float, msgspec.Meta(ge=0.0, le=86_400.0)] = 60.0
 
 
 class JobSecrets:
@@ -46,7 +53,8 @@ class JobSecrets:
         name = request.secret or secrets.token_hex(8)
         self.write(name, request.spec, environment)
         told = {"command": request.words[:1]}
-        told |= {key: request.spec[key] for key in _TOLD_OF_SPEC if key in request.spec}
+        fields = ToldSpec.__struct_fields__
+        told |= {key: request.spec[key] for key in fields if key in request.spec}
         return replace(request, spec=told, secret=name)
 
     def write(self, name: str, spec: Mapping[str, Any], environment: Mapping[str, str]) -> None:

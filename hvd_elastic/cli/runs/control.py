@@ -14,7 +14,6 @@ import re
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 from hvd_elastic.cli.jobs.daemon import ClusterOption, drain_host
@@ -28,6 +27,7 @@ from hvd_elastic.cli.options import (
     parse_whole_number,
 )
 from hvd_elastic.cli.output import print_json, wait_until
+from hvd_elastic.cli.runs.shell import hosts_by_ssh
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import count
 from hvd_elastic.records.json_lines import Follower
@@ -252,28 +252,20 @@ def debug(
       hvd-elastic debug digits-3 node2:0
     """
     from hvd_elastic.hosts.remote_python import start_program
-    from hvd_elastic.hosts.ssh import SshOptions, connect
-    from hvd_elastic.leader.hostfile_watch import read_hosts
-    from hvd_elastic.leader.spec import RunSpec
+    from hvd_elastic.hosts.ssh import connect
 
     folder = open_run(run)
-    folder.need_leader("debug")
-    spec = RunSpec.from_dict(folder.read_run(), folder.run_id)
-    if spec.engine is not None:
-        raise RunError(
-            f"the hosts of run {folder.run_id} belong to {spec.engine}, and a debugger is joined "
-            "by ssh: start the script with --np 1 on this machine, or use a hostfile"
-        )
+    by_ssh = ", and a debugger is joined by ssh"
+    instead = "start the script with --np 1 on this machine, or use a hostfile"
+    known, options = hosts_by_ssh(folder, "debug", f"{by_ssh}: {instead}")
     found = re.fullmatch(r"(.+):(\d+)", worker)
-    known = {host.name: host for host in read_hosts(spec.hostfile_path, spec.slots)}
     if found is None or found[1] not in known or int(found[2]) >= known[found[1]].slots:
         raise UsageError(
             f"{worker} is no worker of run {folder.run_id}; name one as HOST:SLOT, with a host of "
             f"{', '.join(list(known)[:8])}"
         )
-    config = None if spec.ssh_config is None else Path(spec.ssh_config)
     program = "hvd_elastic.programs.join_debugger"
-    with connect(known[found[1]], SshOptions(config_path=config)) as connection:
+    with connect(known[found[1]], options) as connection:
         process = start_program(connection, program)
         process.stdin.write(json.dumps([folder.run_id, found[1], int(found[2])]).encode() + b"\n")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,10 @@ from hvd_elastic.cli.options import argument
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.records.run_folder import RunFolder
 from hvd_elastic.run_events import RescaleStarted
+
+if TYPE_CHECKING:
+    from hvd_elastic.hosts.hostfile import Host
+    from hvd_elastic.hosts.ssh import SshOptions
 
 
 def shell(
@@ -27,30 +31,45 @@ def shell(
 
       hvd-elastic shell 12.3
     """
-    from hvd_elastic.hosts.ssh import SshOptions
     from hvd_elastic.hosts.terminal import run_in_terminal
-    from hvd_elastic.leader.hostfile_watch import read_hosts
-    from hvd_elastic.leader.spec import RunSpec
     from hvd_elastic.programs import enter_job
 
     folder, rank = _parse_job(job)
-    folder.need_leader("shell")
-    spec = RunSpec.from_dict(folder.read_run(), folder.run_id)
-    if spec.engine is not None:
-        raise RunError(
-            f"the hosts of run {folder.run_id} belong to {spec.engine}: open a shell there by its "
-            "own means"
-        )
-    known = {host.name: host for host in read_hosts(spec.hostfile_path, spec.slots)}
+    known, options = hosts_by_ssh(folder, "shell", ": open a shell there by its own means")
     name = host_of_rank(folder, rank, list(known))
     if name not in known:
         raise RunError(f"run {folder.run_id} is leaving host {name}; call again in a moment")
     source = Path(enter_job.__file__).read_text(encoding="utf-8")
     command = shlex.join(["exec", "python3", "-c", source, folder.run_id, name])
-    config = None if spec.ssh_config is None else Path(spec.ssh_config)
-    status = run_in_terminal(known[name], command, SshOptions(config_path=config))
+    status = run_in_terminal(known[name], command, options)
     if status:
         raise typer.Exit(status)
+
+
+def hosts_by_ssh(
+    folder: RunFolder, command: str, instead: str
+) -> tuple[dict[str, Host], SshOptions]:
+    """Return the present hosts of a run, by name, and how to log in to them.
+
+    Args:
+        command: the command that needs a leader for it.
+        instead: end of the sentence for a run whose hosts belong to an engine.
+
+    Raises:
+        RunError: nobody leads the run, or its hosts belong to an engine.
+        HostfileError: its hostfile cannot be used.
+    """
+    from hvd_elastic.hosts.ssh import SshOptions
+    from hvd_elastic.leader.hostfile_watch import read_hosts
+    from hvd_elastic.leader.spec import RunSpec
+
+    folder.need_leader(command)
+    spec = RunSpec.from_dict(folder.read_run(), folder.run_id)
+    if spec.engine is not None:
+        raise RunError(f"the hosts of run {folder.run_id} belong to {spec.engine}{instead}")
+    config = None if spec.ssh_config is None else Path(spec.ssh_config)
+    known = {host.name: host for host in read_hosts(spec.hostfile_path, spec.slots)}
+    return known, SshOptions(config_path=config)
 
 
 def _parse_job(words: str) -> tuple[RunFolder, int]:
