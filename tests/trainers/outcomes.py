@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.dist.running import RunningJob
+from tests.dist.conftest import StartJob
+from tests.dist.running import RunningJob, Stage
 from tests.paths import ROOT, WORKER_PYTHONPATH
 
 SCRIPTS = ROOT / "tests" / "trainers" / "scripts"
@@ -64,3 +65,20 @@ def leave_and_join(job: RunningJob, *deaths: int) -> None:
         for size in (2, 1, 2):
             job.command("scale", job.run_id, str(size))
             job.wait_for(partial(lambda size: job.size() == size, size), f"size {size}", WAIT_S)
+
+
+def change_at_random(
+    stage: Stage, start_job: StartJob, script: Path, places: Sequence[str]
+) -> RunningJob:
+    """Train on two ranks of which fourteen die at random, while three leave; return the job."""
+    rng = random.Random(20)
+    kills = killed_at(rng.choices(places, k=14), rng)
+    a, b, *_ = stage.hosts
+    words = [sys.executable, str(script), "FOLDER"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KILLS", json.dumps(kills))
+        job: RunningJob = start_job({a: 1, b: 1}, "--np", "2", "--min-np", "1", script=words)
+    leave_and_join(job, 3, 7, 11)
+    assert job.wait(3 * WAIT_S) == 0, job.story()
+    assert len([*job.folder.glob("killed-*")]) == len(kills), job.story()
+    return job

@@ -16,9 +16,9 @@ from tests.trainers.outcomes import (
     SCRIPTS,
     WAIT_S,
     alone,
+    change_at_random,
     differences,
     killed_at,
-    leave_and_join,
     outcome,
 )
 
@@ -52,18 +52,9 @@ def test_twenty_changes_at_random_places_change_nothing(
     stage: Stage, start_job: StartJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fourteen ranks die, after each of which another one joins; meanwhile three leave and join."""
-    rng = random.Random(20)
-    kills = killed_at(rng.choices(PLACES, k=14), rng)
-    monkeypatch.setenv("KILLS", json.dumps(kills))
     monkeypatch.setenv("EPOCHS", "16")
-    a, b, *_ = stage.hosts
-    script = [sys.executable, str(SCRIPT), "FOLDER"]
-    job = start_job({a: 1, b: 1}, "--np", "2", "--min-np", "1", script=script)
-    leave_and_join(job, 3, 7, 11)
-    assert job.wait(3 * WAIT_S) == 0, job.story()
-    assert len([*job.folder.glob("killed-*")]) == len(kills), job.story()
+    job = change_at_random(stage, start_job, SCRIPT, PLACES)
     assert job.check_audit(finished=True).complete_epochs == 16
-    monkeypatch.delenv("KILLS")
     assert differences(outcome(job.folder), alone(tmp_path / "alone", SCRIPT)) == []
 
 
