@@ -56,7 +56,6 @@ def gpus_of(text: str) -> list[dict[str, Any]]:
             {
                 "index": index,
                 "bus": gpu.get("id", ""),
-                "uncorrected": sum(n for tag, n in counts if "uncorrectable" in tag),
                 "corrected": sum(n for tag, n in counts if "_correctable" in tag),
                 "repair_pending": "Yes" in pages
                 or gpu.findtext("remapped_rows/remapped_row_pending") == "Yes",
