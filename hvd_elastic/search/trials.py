@@ -128,7 +128,7 @@ class Decision:
         hold: trials to hold back at a rung.
         release: held trials to let go on.
         end: trials that are done, whose jobs are ended after a checkpoint.
-        priorities: priorities of jobs that change.
+        priorities: priorities of the trials that train, relative to that of the study.
         add: how many trials to add.
         reasons: why a trial is held, goes on or is done, in words.
         finished: why the study has nothing more to do; empty: it has.
