@@ -96,17 +96,24 @@ def reached_at(rules: Rules, trial: Trial) -> list[float]:
     return [at for at in firsts if at is not None]
 
 
-def rank_trials(rules: Rules, trials: Sequence[Trial]) -> list[Trial]:
-    """Return the trials, the best first: by rungs reached, then by the metric at the last of them.
+def judged_value(rules: Rules, trial: Trial) -> float:
+    """Return the metric by which a trial is ranked: at the last rung that it has reached.
 
-    Below the first rung the last report counts.
+    Below the first rung it is the last report; NaN: there is none.
     """
+    reached = rungs_reached(rules, trial)
+    value = value_at(trial.points, rules.rung_examples[reached - 1]) if reached else None
+    if value is not None:
+        return value
+    return trial.points[-1].value if trial.points else math.nan
+
+
+def rank_trials(rules: Rules, trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials, the best first: by rungs reached, then by the metric there."""
 
     def key(trial: Trial) -> tuple[int, float, int]:
-        reached = rungs_reached(rules, trial)
-        last = trial.points[-1].value if trial.points else math.nan
-        value = value_at(trial.points, rules.rung_examples[reached - 1]) if reached else None
-        return -reached, -rules.score(last if value is None else value), trial.number
+        score = rules.score(judged_value(rules, trial))
+        return -rungs_reached(rules, trial), -score, trial.number
 
     return sorted(trials, key=key)
 
