@@ -92,13 +92,11 @@ class Search:
                 refuses the trials.
         """
         self.look(now)
+        if self._end_trials():
+            self.look(now)
         try:
             decision = decide(self.trials, self.study.definition.rules, self._room(), now)
             self.reasons |= decision.reasons
-            ended = self._end_trials(now)
-            if ended:  # what is decided next rests on it
-                self.look(now)
-                return ""
             if len(self._ended) >= _ALL_FAIL:
                 self._failure = self._failure or self._common_failure(self._ended)
             why = "stopped by its user" if self.study.stop_request.exists() else decision.finished
@@ -121,17 +119,7 @@ class Search:
         """Look at all trials as their jobs and their runs are."""
         kept = self.study.trials()
         active = [trial.number for trial in kept if trial.status.active]
-        store = open_queue(self._place)
-        try:
-            for number in active:
-                if number not in self._jobs and (job := self._submitted(store, number)):
-                    self._jobs[number] = job
-            jobs = store.jobs(
-                [self._jobs[number].number for number in active if number in self._jobs]
-            )
-        finally:
-            store.close()
-        self._jobs = {n: jobs[self._jobs[n].number] for n in active if n in self._jobs}
+        self._jobs = self._jobs_of(active) if active else {}
         # The jobs first: what a run has told before its end is read then.
         self.trials = [
             self._progress_of(trial.number).of(trial, self._jobs[trial.number], now)
@@ -139,6 +127,13 @@ class Search:
             else trial
             for trial in kept
         ]
+
+    def _jobs_of(self, numbers: Sequence[int]) -> dict[int, Job]:
+        """Return the jobs of trials as they are now; those that were not submitted are left out."""
+        with contextlib.closing(open_queue(self._place)) as store:
+            known = {n: self._jobs.get(n) or self._submitted(store, n) for n in numbers}
+            jobs = store.jobs([job.number for job in known.values() if job is not None])
+        return {n: jobs[job.number] for n, job in known.items() if job is not None}
 
     def _submitted(self, store: JobStore, number: int) -> Job | None:
         """Return the job of a trial; None: it was not submitted."""
@@ -160,7 +155,7 @@ class Search:
 
     # -- trials that have ended ------------------------------------------------------------
 
-    def _end_trials(self, now: float) -> bool:
+    def _end_trials(self) -> bool:
         """Write down which trials have ended, and how; return whether any has."""
         ended = False
         for trial in self.trials:
