@@ -75,7 +75,7 @@ class Search:
         """Trials that have ended since this process began."""
         self._told: dict[int, TrialStatus] = {}
         self._cancelled: set[int] = set()
-        self._failure = ""
+        self._failure = self._why = ""
         self._trouble = ""
 
     def step(self, now: float) -> str:
@@ -133,7 +133,7 @@ class Search:
         with contextlib.closing(open_queue(self._place)) as store:
             known = {n: self._jobs.get(n) or self._submitted(store, n) for n in numbers}
             jobs = store.jobs([job.number for job in known.values() if job is not None])
-        return {n: jobs[job.number] for n, job in known.items() if job is not None}
+        return {n: jobs[job.number] for n, job in known.items() if job and job.number in jobs}
 
     def _submitted(self, store: JobStore, number: int) -> Job | None:
         """Return the job of a trial; None: it was not submitted."""
@@ -189,7 +189,11 @@ class Search:
                     f"its output: hvd-elastic logs {trial.run_id}"
                 )
             return replace(trial, status=TrialStatus.FAILED, reason=why)
-        reason = self.reasons.get(trial.number, trial.reason) if is_ours else trial.reason
+        reason = trial.reason
+        if is_ours:
+            decided = self.reasons.get(trial.number, "")
+            is_judged = is_whole or decided.startswith("held")
+            reason = (decided if is_judged else self._why) or reason
         status = TrialStatus.DONE if is_whole else trial.status
         return replace(trial, status=status, reason=reason)
 
@@ -211,6 +215,7 @@ class Search:
     def _finish(self, why: str) -> str:
         """End all jobs; return why the study has ended when they have."""
         jobs = [job.number for job in self._jobs.values() if job.status.active]
+        self._why = why
         if jobs:
             self._ask(Cancel, [number for number in jobs if number not in self._cancelled])
             self._cancelled.update(jobs)

@@ -250,4 +250,6 @@ def test_a_study_that_is_stopped_ends_its_jobs(play: Callable[..., Played]) -> N
     assert played.step() == ""
     assert not played.queue.active
     assert played.step() == "stopped by its user"
-    assert {trial.status for trial in played.search.trials} == {TrialStatus.STOPPED}
+    assert {(trial.status, trial.reason) for trial in played.search.trials} == {
+        (TrialStatus.STOPPED, "stopped by its user")
+    }
