@@ -8,6 +8,7 @@ import pytest
 
 from hvd_elastic.cli.machine import virtclust
 from hvd_elastic.errors import HostfileError
+from hvd_elastic.virtual import VirtualCluster
 
 
 class Played:
@@ -29,7 +30,7 @@ def test_a_label_names_all_hosts_that_have_it(
 ) -> None:
     cluster = Played(tmp_path)
     cluster.hostfile.write_text("vc1-1 labels=spot\nvc1-2\nvc1-3 labels=spot,a100\n")
-    monkeypatch.setattr(virtclust.VirtualCluster, "find", lambda name: cluster)
+    monkeypatch.setattr(VirtualCluster, "find", lambda name: cluster)
     virtclust.app(["cut", "@spot"], standalone_mode=False)
     assert cluster.cut_hosts == ["vc1-1", "vc1-3"]
     assert capsys.readouterr().out.splitlines() == [
