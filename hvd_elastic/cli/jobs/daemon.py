@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from hvd_elastic.cli.options import AsJson, SshConfigOption, argument, option
+from hvd_elastic.cli.options import AsJson, SshConfigOption, argument, option, parse_duration
 from hvd_elastic.cli.output import print_json, wait_until
 from hvd_elastic.cli.runs.run import begin_in_background
 from hvd_elastic.errors import HostfileError, RunError, UsageError
@@ -49,6 +49,10 @@ def up(
     notify: Annotated[
         str | None,
         option("run for events, with each as JSON on its input", "--notify", metavar="COMMAND"),
+    ] = None,
+    notify_held: Annotated[
+        str | None,
+        option("tell too of jobs held for, such as 1d", "--notify-held", metavar="TIME"),
     ] = None,
     group: Annotated[
         str | None, option("group whose members may use the cluster; needs --place", "--group")
@@ -92,6 +96,9 @@ def up(
         raise UsageError(f"--policy {policy!r} is not known; valid: {', '.join(POLICIES)}")
     if notify is not None and not notify.strip():
         raise UsageError("--notify is empty: give a shell command, such as 'cat >> events'")
+    if notify is None and notify_held is not None:
+        raise UsageError("--notify-held says when --notify tells: give --notify COMMAND too")
+    held_s = None if notify_held is None else parse_duration("--notify-held", notify_held)
     parse_hostfile(hostfile)  # an error is told before anything is made
     if (group is None) != (place is None):
         raise UsageError("a group shares a cluster in a folder: give --group and --place")
@@ -118,7 +125,7 @@ def up(
         OperatorState(folder.operator_state).pause(getpass.getuser() if pause else "")
     config = ssh_config_for(hostfile, ssh_config)
     serve = functools.partial(
-        _serve, folder, hostfile, config, POLICIES[policy], chosen, notify or ""
+        _serve, folder, hostfile, config, POLICIES[policy], chosen, (notify or "", held_s)
     )
     on_up = functools.partial(_tell_up, folder, hostfile, as_json)
     if detach:
@@ -134,7 +141,7 @@ def _serve(
     config: str | None,
     policy: Policy,
     operators: Collection[int],
-    notify: str,
+    notify: tuple[str, float | None],
     on_up: Callable[[], None],
 ) -> int:
     """Be the daemon until it is to end; ``on_up`` is called when it serves."""
@@ -144,7 +151,7 @@ def _serve(
     with place.lock():
         _refuse_shared_hosts(place.name, hostfile)
         hostfile = hostfile.absolute()
-        daemon = Daemon(place, hostfile, config, begin_leader, policy, operators, notify)
+        daemon = Daemon(place, hostfile, config, begin_leader, policy, operators, *notify)
         place.describe_daemon(hostfile)
         on_up()
         daemon.run()

@@ -311,8 +311,19 @@ class RunOptions:
     def _input_hosts(self) -> tuple[str, ...]:
         if self.input_hosts is None:
             return ()
+        found: dict[str, None] = {}
         try:
-            return tuple(dict.fromkeys(expand_hosts(self.input_hosts)))
+            for name in expand_hosts(self.input_hosts, labels=True):
+                if not name.startswith("@"):
+                    found[name] = None
+                elif (hosts := self.hosts()) is not None:
+                    found |= dict.fromkeys(host.name for host in hosts.choose(name))
+                else:
+                    raise UsageError(
+                        f"--input-hosts: {name} is a label of a hostfile, and this command has "
+                        "none; give the names of the hosts"
+                    )
+            return (*found,)
         except HostfileError as error:
             raise UsageError(f"--input-hosts: {error}") from error
 

@@ -252,9 +252,11 @@ def test_hosts_that_cannot_be_pinned(
     [
         (["--input-hosts", "n[1-3]"], "host n1 has 2 slots in hosts, so it trains"),
         (["--input-hosts", "n[9"], "--input-hosts: "),
+        (["--input-hosts", "@cpus"], "--input-hosts: no host of hosts has the label 'cpus'"),
         (["--input-hosts", "cpu1", "--mpi"], "a job under --mpi has no leader to lead input hosts"),
         (["-H", "reads"], "all hosts of reads read, and none trains"),
         (["-H", "reads", "--input-hosts", "CPU1"], "all hosts of reads read, and none trains"),
+        (["-H", "reads", "--input-hosts", "@input"], "all hosts of reads read, and none trains"),
     ],
 )
 def test_hosts_that_cannot_read_for_the_others(
