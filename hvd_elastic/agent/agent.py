@@ -192,9 +192,12 @@ class Agent:
             case msg.CallOff(generation=generation):
                 self._call_off(generation)
             case msg.Tell(worker=name, message=instruction):
-                if isinstance(instruction, msg.Leave):
+                worker, leaves = workers.get(name), isinstance(instruction, msg.Leave)
+                if leaves:
                     self._log.told_to_leave(name)
-                if worker := workers.get(name):
+                if leaves and worker and not worker.is_ready:
+                    workers.kill(name)  # it would leave only after its imports
+                elif worker:
                     worker.send(instruction)
             case msg.Kill(worker=name, reason=reason):
                 self._log.killed(name, reason)

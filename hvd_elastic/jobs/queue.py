@@ -71,7 +71,7 @@ class JobQueue:
         environment: Mapping[str, str],
         allowed: Callable[[HostWish], Collection[str] | None] = lambda _: None,
     ) -> list[Job]:
-        """Add jobs at the end of the queue.
+        """Add jobs at the end of the queue; return them, with those that were added before.
 
         Args:
             allowed: returns the hosts that jobs with a wish may have now; None: all.
@@ -86,10 +86,12 @@ class JobQueue:
             raise UsageError(
                 f"--after names job {number}, and there is none; see: hvd-elastic queue --all"
             )
-        jobs = self.store.add_jobs(requests, environment, time.time())
-        self.active |= {job.number: job for job in jobs}
-        hosts = {wish: allowed(wish) for wish in {request.wish for request in requests}}
-        for job in jobs:
+        there = [self._added_before(request) for request in requests]
+        new = [each for each, job in zip(requests, there, strict=True) if job is None]
+        added = self.store.add_jobs(new, environment, time.time()) if new else []
+        self.active |= {job.number: job for job in added}
+        hosts = {wish: allowed(wish) for wish in {request.wish for request in new}}
+        for job in added:
             request = job.request
             self._emit(
                 "job_submitted",
@@ -106,7 +108,14 @@ class JobQueue:
                 },
             )
         self.changed = True
-        return jobs
+        rest = iter(added)
+        return [next(rest) if job is None else job for job in there]
+
+    def _added_before(self, request: JobRequest) -> Job | None:
+        """Return the job that the same request has added; None: it has not."""
+        same = self.store.find(request.name, request.user) if request.token else []
+        tokens = (job for job in same if job.request.token == request.token)
+        return next((job for job in tokens if job.request.user == request.user), None)
 
     def cancel(self, numbers: Collection[int], by: str) -> tuple[list[Job], list[Job], list[Job]]:
         """Cancel jobs.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
+from hvd_elastic.agent.preemption.clouds import CLOUDS
 from hvd_elastic.agent.spool import Spool
 from hvd_elastic.cli.app import main
 from hvd_elastic.cli.options import hostfile_of
@@ -52,6 +54,12 @@ def test_options_say_what_they_take(
     assert status == 2
     assert message.startswith(f"error: {wanted}")
     assert message.count("\n") == 1
+
+
+def test_the_help_names_each_cloud() -> None:
+    hints = get_type_hints(run_options.RunOptions, include_extras=True)
+    *clouds, last = CLOUDS
+    assert f"({', '.join(clouds)} or {last})" in get_args(hints["preemption"])[1].help
 
 
 def test_a_current_folder_that_was_removed_is_named(
