@@ -144,7 +144,8 @@ def test_each_account_has_its_own_jobs_and_outlives_daemon_keeper_and_reboot(lab
     cluster = ("--cluster", lab.place)
     out = f"cat ~/private; id -un; echo $TOKEN; while [ ! -e {lab.folder}/go ]; do sleep 0.1; done"
     lab.as_user(bob, "sh", "-c", "umask 077; echo file-of-bob > private")
-    of_bob = lab.submit(bob, out, *cluster, "--name", "one", TOKEN=TOKEN)
+    tell = ("--notify", "exec >> ~/told; cat; id -un; echo $TOKEN")
+    of_bob = lab.submit(bob, out, *cluster, "--name", "one", *tell, TOKEN=TOKEN)
     of_eve = lab.submit(eve, out, *cluster, "--name", "two")  # later commands know the cluster
     until(lambda: lab.job(of_bob, eve)["status"] == "running", "bob's job runs")
     until(lambda: lab.job(of_eve, eve)["status"] == "running", "eve's job runs")
@@ -169,6 +170,7 @@ def test_each_account_has_its_own_jobs_and_outlives_daemon_keeper_and_reboot(lab
     assert b"one-1-" in known
     assert TOKEN.encode() not in known
     assert b"~/private" not in known
+    assert b"~/told" not in known
     seen = lab.job(of_bob, eve)
     assert (seen["user"], seen["command"], seen["name"]) == (bob, ["sh"], "one")
     for request in (("cancel", of_bob), ("requeue", of_bob), ("priority", of_bob, "--to", "9")):
@@ -198,6 +200,9 @@ def test_each_account_has_its_own_jobs_and_outlives_daemon_keeper_and_reboot(lab
     until(lambda: lab.job(of_bob, bob)["status"] == "cancelled", "bob's job ends")
     until(lambda: has_succeeded(waits), "the one that waited has the slot")
     until(lambda: not is_locked(keeper_of(bob)), "bob's keeper ends with his last job")
+    event, *rest = Path(f"/home/{bob}/told").read_text().splitlines()
+    assert json.loads(event)["message"] == f"cancelled by {bob}"
+    assert rest == [bob, TOKEN], "in his account and environment"
     for process in lab.processes(ada, eve):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
