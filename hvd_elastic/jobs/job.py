@@ -88,6 +88,7 @@ class JobRequest:
             has; None: the daemon has them.
         hold: who holds it back, so that it is not started; empty: nobody.
         time_limit_s: how long it may run, all its attempts together [s]; None: no limit.
+        private: whether other users, and a daemon of another user, are told no command.
     """
 
     name: str
@@ -106,6 +107,7 @@ class JobRequest:
     secret: str | None = None
     hold: str = ""
     time_limit_s: float | None = None
+    private: bool = False
 
     @property
     def words(self) -> list[str]:

@@ -225,6 +225,8 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
     except (FileNotFoundError, ConnectionRefusedError) as error:
         raise RunError(f"cluster {place.name} has no daemon. {ask}") from error
     except (PermissionError, StrangerError) as error:
+        if place.shared and isinstance(error, StrangerError):
+            raise RunError(str(error)) from error
         raise RunError(
             f"the daemon of cluster {place.name} belongs to another user: {place.path} is "
             "theirs, or their group's too. Submit from that account, or start a cluster of your own"

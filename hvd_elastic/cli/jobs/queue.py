@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.jobs.daemon import ClusterOption, start_keeper, warn_of_no_daemon
+from hvd_elastic.cli.jobs.daemon import ClusterOption, warn_of_no_daemon
 from hvd_elastic.cli.jobs.naming import find_numbers, need_one, submitted_last
 from hvd_elastic.cli.options import AsJson, argument, option, parse_duration, parse_number
 from hvd_elastic.cli.output import print_json
@@ -112,10 +112,14 @@ def queue_lines(jobs: Sequence[Job], now: float, columns: int | None) -> Iterato
         )
         yield _cut(line.rstrip(), columns)
         reason = job.message or _reason(job)
-        command = _cut(shlex.join(job.request.words), columns and _COMMAND_COLUMNS)
+        command = _cut(_command(job), columns and _COMMAND_COLUMNS)
         if job.request.user is not None:
             command = f"{user_name(job.request.user)}: {command}"
         yield _cut(f"{'':5}  {command}" + (f" · {reason}" if reason else ""), columns)
+
+
+def _command(job: Job) -> str:
+    return shlex.join(job.request.words) or "(private)"
 
 
 def _status(job: Job) -> str:
@@ -211,7 +215,7 @@ def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
     rows = [("job", f"{job.number} ({job.run_id}), {_status(job)}")]
     if request.user is not None:
         rows.append(("user", user_name(request.user)))
-    rows.append(("command", shlex.join(request.words)))
+    rows.append(("command", _command(job)))
     if job.reason:
         rows.append(("reason", _reason(job)))
     if job.message:
@@ -386,7 +390,7 @@ def _ask(place: ClusterFolder, request: Any, as_json: bool) -> None:
 
     answer = ask_daemon(place, request)
     if answer.needs_keeper:
-        start_keeper(place)
+        _start_keeper(place)
     if as_json:
         print(json.dumps({"ok": True, "message": answer.message, "jobs": answer.jobs}))
     else:
@@ -395,7 +399,13 @@ def _ask(place: ClusterFolder, request: Any, as_json: bool) -> None:
 
 def _open(cluster: str | None) -> tuple[ClusterFolder, JobStore]:
     place = open_cluster(cluster)
-    return place, open_queue(place)
+    return place, open_queue(place, lambda: _start_keeper(place))
+
+
+def _start_keeper(place: ClusterFolder) -> None:
+    from hvd_elastic.cli.jobs.keeper import start_keeper
+
+    start_keeper(place)
 
 
 def parse_after(texts: Sequence[str], place: ClusterFolder) -> tuple[After, ...]:
