@@ -31,6 +31,8 @@ _LEAVING_S = 60.0
 """How long after a daemon's start other users' jobs may be in more slots than they hold [s]."""
 _WARN_S = 60.0
 """Least time between two warnings of another user's keeper [s]."""
+_MOST_LINE = 1 << 20
+"""Bytes of an event of another user's run."""
 _MOST_TEXT = 1000
 """Characters that are kept of the last line of a leader."""
 
@@ -105,6 +107,8 @@ class JobRuns:
                 run.pid = message.pid
                 lines = [line.encode(errors="replace") for line in message.lines]
                 try:
+                    if user is not None and max(map(len, lines), default=0) > _MOST_LINE:
+                        raise ValueError(f"an event of more than {_MOST_LINE} bytes")
                     events: Iterator[ReadEvent] = decoded(lines, decode_event)
                     run.progress.add(events if user is None else run.claimed.checked(events))
                 except Exception as error:  # as in the daemon's look at the run

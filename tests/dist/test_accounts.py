@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from hvd_elastic.records.json_lines import read_records
 from hvd_elastic.records.process_lock import is_locked
 from hvd_elastic.virtual import VirtualCluster, accounts, netns
 from tests.dist.jobs import audit_of, write_script
-from tests.paths import LIMIT_S, LITTLE_WORK
+from tests.paths import COSTLY, LIMIT_S, LITTLE_WORK
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_NAMESPACES = netns.why_no_namespaces()
@@ -69,13 +68,13 @@ class Lab:
         assert done.returncode == 0, (user, words, done.stdout, done.stderr)
         return done.stdout
 
-    def up(self) -> None:
+    def up(self, **more: str) -> None:
         where = ("--group", self.cluster.name, "--place", self.place, "--policy", "equal")
-        self.done(self.ada, "up", "hostfile", *where, "--operators", self.users[2], "--detach")
+        where = (*where, "--operators", self.users[2], "--detach")
+        self.done(self.ada, "up", "hostfile", *where, **more)
 
     def submit(self, user: str, *words: object, **more: str) -> int:
-        words = ("--json", "--python", self.python, *words)
-        return int(json.loads(self.done(user, "submit", *words, **more))["jobs"][0])
+        return int(json.loads(self.done(user, "submit", "--json", *words, **more))["jobs"][0])
 
     def jobs(self, user: str) -> dict[int, dict[str, Any]]:
         found = json.loads(self.done(user, "queue", "--all", "--json"))
@@ -111,20 +110,23 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     folder.chmod(0o755)
     name = f"vca{os.getpid()}"
     users = [f"{name}{letter}" for letter in "abcdef"]
-    python = folder / "python"
-    packages = next(Path(each) for each in sys.path if each.endswith("site-packages"))
-    python.write_text(
-        f"#!/bin/sh\nexport PYTHONPATH={shlex.quote(f'{ROOT}:{packages}')}\n"
-        f'exec {_interpreter(packages)} "$@"\n'
-    )
-    python.chmod(0o755)
     try:
+        python = make_python(folder / "venv")
         with VirtualCluster.up(2, 3, name=name, users=users, shares=[folder]) as cluster:
             made = Lab(cluster, folder, python)
             shutil.chown(folder, made.ada, cluster.name)
             yield made
     finally:
         shutil.rmtree(folder)
+
+
+def make_python(folder: Path) -> Path:
+    """Make an environment that other accounts can use, with this checkout and its packages."""
+    packages = next(Path(each) for each in sys.path if each.endswith("site-packages"))
+    subprocess.run([_interpreter(packages), "-m", "venv", "--without-pip", folder], check=True)
+    (own,) = folder.glob("lib/python*/site-packages")
+    (own / "here.pth").write_text(f"{ROOT}\n{packages}\n")
+    return folder / "bin" / "python"
 
 
 def _interpreter(packages: Path) -> str:
@@ -300,3 +302,86 @@ def test_six_accounts_share_a_cluster_and_outlive_daemon_keeper_and_reboot(lab: 
     stop.touch()
     until(lambda: lab.jobs(bob)[trains]["status"] == "succeeded", "it ends")
     assert audit_of(run).ok, "each example once in each epoch"
+
+
+class Managers:
+    """Managers of systemd of accounts, in a mount namespace where systemd is what runs."""
+
+    PROGRAM = Path("/lib/systemd/systemd")
+    _BEGIN = """
+    mount --make-rprivate / && mount -t tmpfs none /run/systemd && mkdir /run/systemd/system &&
+    umount -R /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup || exit 9
+    mkdir -p /sys/fs/cgroup/$1 && echo $$ > /sys/fs/cgroup/$1/cgroup.procs
+    chown -R $1 /sys/fs/cgroup/$1
+    exec setpriv --reuid $1 --regid $1 --init-groups --reset-env \
+        env XDG_RUNTIME_DIR=$2 SYSTEMD_LOG_TARGET=console $3 --user
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: list[subprocess.Popen[bytes]] = []
+        Path("/run/systemd").mkdir(exist_ok=True)
+
+    def runtime(self, user: str) -> Path:
+        return self._folder / f"runtime-of-{user}"
+
+    def start(self, user: str) -> None:
+        runtime = self.runtime(user)
+        shutil.rmtree(runtime, ignore_errors=True)
+        runtime.mkdir(mode=0o700)
+        shutil.chown(runtime, user)
+        words = ["sh", "-c", self._BEGIN, "sh", user, runtime, self.PROGRAM]
+        with (self._folder / f"manager-of-{user}").open("ab") as log:
+            process = subprocess.Popen(["unshare", "--mount", "--cgroup", *words], stderr=log)
+        self._running.append(process)
+
+        def is_up() -> bool:
+            if process.poll() is not None:
+                pytest.skip(f"no manager of systemd can run here: {process.returncode}")
+            return (runtime / "systemd" / "private").exists()
+
+        until(is_up, "the manager is up")
+
+    def kill(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.wait()
+        self._running.clear()
+
+
+@COSTLY
+@pytest.mark.skipif(not Managers.PROGRAM.exists(), reason="there is no systemd")
+def test_the_managers_of_systemd_start_daemon_and_keeper_after_a_reboot(lab: Lab) -> None:
+    ada, bob = lab.users[:2]
+    managers = Managers(lab.folder)
+
+    def units(user: str) -> list[Path]:
+        return [*Path("/home", user, ".config/systemd/user").glob("hvd-elastic-*.service")]
+
+    try:
+        for user in (ada, bob):
+            managers.start(user)
+        lab.up(XDG_RUNTIME_DIR=str(managers.runtime(ada)))
+        waits = f"while [ ! -e {lab.folder}/go ]; do sleep 0.1; done"
+        words = ("--plain", "--cluster", lab.place, "--", "sh", "-c", waits)
+        number = lab.submit(bob, *words, XDG_RUNTIME_DIR=str(managers.runtime(bob)))
+        until(lambda: lab.jobs(bob)[number]["status"] == "running", "it runs")
+        assert [len(units(user)) for user in (ada, bob)] == [1, 1]
+        managers.kill()
+        for process in lab.processes(ada, bob):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for user in (ada, bob):
+            managers.start(user)
+
+        def is_led_again() -> bool:
+            done = lab.call(ada, "queue", "--json")
+            return done.returncode == 0 and json.loads(done.stdout)[0]["attempts"] == 2
+
+        until(is_led_again, "daemon and keeper are back without a command")
+        (lab.folder / "go").touch()
+        until(lambda: not units(bob), "a keeper without jobs does not come back")
+        lab.done(ada, "down")
+        assert not units(ada)
+    finally:
+        managers.kill()

@@ -81,7 +81,7 @@ def run_of_job(words: str) -> RunFolder | None:
         RunError: it has not begun, or several are meant.
     """
     named = _jobs_named(words)
-    own = [(place, job) for place, job in named if _is_own(place, job)]
+    own = [(place, job) for place, job in named if is_own(place, job)]
     named = own or named
     need_one(words, [job.run_id for _, job in named])
     for place, job in named:
@@ -136,7 +136,8 @@ def source_of(words: str) -> str:
     return words if run is None else str(run.path)
 
 
-def _is_own(place: ClusterFolder, job: Job) -> bool:
+def is_own(place: ClusterFolder, job: Job) -> bool:
+    """Return whether a job of a cluster is this user's."""
     return job.request.user == (os.getuid() if place.is_others else None)
 
 

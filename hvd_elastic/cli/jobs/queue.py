@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from hvd_elastic.cli.jobs.daemon import ClusterOption, warn_of_no_daemon
-from hvd_elastic.cli.jobs.naming import find_numbers, need_one, submitted_last
+from hvd_elastic.cli.jobs.naming import find_numbers, is_own, need_one, submitted_last
 from hvd_elastic.cli.options import AsJson, argument, option, parse_duration, parse_number
 from hvd_elastic.cli.output import print_json
 from hvd_elastic.errors import RunError, UsageError
@@ -198,17 +198,19 @@ def why(
         print_json(job_fields(found))
         return
     awaited = store.statuses([each.job for each in found.request.after]).values()
-    for label, value in why_rows(found, any(status.active for status in awaited), time.time()):
+    awaits, own = any(status.active for status in awaited), is_own(place, found)
+    for label, value in why_rows(found, awaits, time.time(), is_own=own):
         print(f"{label:<10} {value}")
     if not place.daemon_alive():
         print(f"{'daemon':<10} none: nothing is decided until hvd-elastic up")
 
 
-def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
+def why_rows(job: Job, awaits: bool, now: float, *, is_own: bool = True) -> list[tuple[str, str]]:
     """Return what is known of a job: label and text of each row.
 
     Args:
         awaits: whether a job that it is to start after goes on.
+        is_own: whether it is this user's, so that more can be looked at.
         now: present time [Unix s].
     """
     request = job.request
@@ -260,7 +262,7 @@ def why_rows(job: Job, awaits: bool, now: float) -> list[tuple[str, str]]:
         rows.append(("after", ", ".join(f"{each.outcome}:{each.job}" for each in request.after)))
     if job.attempts > 1:
         rows.append(("attempts", attempts_words(job.attempts, job.failures, request.retries)))
-    if job.attempts:
+    if job.attempts and is_own:
         rows.append(("more", f"hvd-elastic status {job.run_id}, logs, attach, report"))
     return rows
 
