@@ -89,6 +89,7 @@ class JobRequest:
         hold: who holds it back, so that it is not started; empty: nobody.
         time_limit_s: how long it may run, all its attempts together [s]; None: no limit.
         private: whether other users, and a daemon of another user, are told no command.
+        token: if not empty, a second request of its user with this name and token adds no job.
     """
 
     name: str
@@ -108,6 +109,7 @@ class JobRequest:
     hold: str = ""
     time_limit_s: float | None = None
     private: bool = False
+    token: str = ""
 
     @property
     def words(self) -> list[str]:

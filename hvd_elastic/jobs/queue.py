@@ -46,7 +46,7 @@ class JobQueue:
     # -- requests --------------------------------------------------------------------------
 
     def add_jobs(self, requests: Sequence[JobRequest], environment: Mapping[str, str]) -> list[Job]:
-        """Add jobs at the end of the queue.
+        """Add jobs at the end of the queue; return them, with those that were added before.
 
         Raises:
             UsageError: they wait for a job that does not exist.
@@ -58,9 +58,11 @@ class JobQueue:
             raise UsageError(
                 f"--after names job {number}, and there is none; see: hvd-elastic queue --all"
             )
-        jobs = self.store.add_jobs(requests, environment, time.time())
-        self.active |= {job.number: job for job in jobs}
-        for job in jobs:
+        there = [self._added_before(request) for request in requests]
+        new = [each for each, job in zip(requests, there, strict=True) if job is None]
+        added = self.store.add_jobs(new, environment, time.time()) if new else []
+        self.active |= {job.number: job for job in added}
+        for job in added:
             request = job.request
             self._emit(
                 "job_submitted",
@@ -76,7 +78,14 @@ class JobQueue:
                 },
             )
         self.changed = True
-        return jobs
+        rest = iter(added)
+        return [next(rest) if job is None else job for job in there]
+
+    def _added_before(self, request: JobRequest) -> Job | None:
+        """Return the job that the same request has added; None: it has not."""
+        same = self.store.find(request.name, request.user) if request.token else []
+        tokens = (job for job in same if job.request.token == request.token)
+        return next((job for job in tokens if job.request.user == request.user), None)
 
     def cancel(self, numbers: Collection[int], by: str) -> tuple[list[Job], list[Job], list[Job]]:
         """Cancel jobs.

@@ -46,6 +46,10 @@ class _Client:
     """Answer to whatever it asks; it is read all the same, since unread data would cut it short."""
 
 
+class RefusedError(RunError):
+    """The daemon has refused what was asked for."""
+
+
 class RequestServer:
     """Accepts requests and passes them to ``handle``, all in the thread of the caller.
 
@@ -216,8 +220,9 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
     """Send a request to the daemon of a cluster and return its answer.
 
     Raises:
-        RunError: there is no daemon, it does not answer, it refused, or it is another user's;
-            to them nothing was sent.
+        RefusedError: it refused.
+        RunError: there is no daemon, it does not answer, or it is another user's; to them nothing
+            was sent.
     """
     ask = f"Start it with: hvd-elastic up HOSTFILE --name {place.name}"
     if place.is_others:
@@ -257,7 +262,7 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
         )
     answer = msgspec.json.decode(received, type=Answer)
     if not answer.ok:
-        refusal = RunError(answer.message)
+        refusal = RefusedError(answer.message)
         refusal.exit_status = answer.exit_status
         raise refusal
     return answer

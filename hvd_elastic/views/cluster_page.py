@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,7 +106,7 @@ def cluster_parts(
     """
     now_s = summary.duration_s if now_s is None else now_s
     return {
-        "picture": _picture(summary, now_s, most_bars, since_s),
+        "picture": slots_picture(summary, now_s, most_bars=most_bars, since_s=since_s),
         "jobs": _job_table(summary, now_s, linked or {}),
         "decisions": _decision_table(summary),
     }
@@ -151,7 +151,31 @@ class _Lanes:
         return found
 
 
-def _picture(summary: ClusterSummary, now_s: float, most_bars: int, since_s: float) -> str:
+Piece = tuple[float, float, str]
+"""Part of a bar: begin and end [s], and what gives it its colour: attributes of its element."""
+
+
+def slots_picture(
+    summary: ClusterSummary,
+    now_s: float,
+    *,
+    most_bars: int = _MOST_BARS,
+    since_s: float = 0.0,
+    pieces: Callable[[Hold], Sequence[Piece]] | None = None,
+    words: str = "a colour for each job",
+) -> str:
+    """Return the section with who held which slots over time as HTML.
+
+    Args:
+        pieces: parts of a bar; None: one, in the colour of its job.
+        words: what the colours mean.
+    """
+    if pieces is None:
+
+        def pieces(hold: Hold) -> Sequence[Piece]:
+            color = f'fill="{job_color(summary.jobs[hold.job])}"'
+            return [(hold.begin_s, hold.end_s, color)]
+
     holds = sorted(summary.all_holds(now_s), key=lambda hold: (hold.begin_s, hold.host, hold.job))
     shown = [hold for hold in holds if hold.end_s > since_s and hold.end_s > hold.begin_s]
     if not shown:
@@ -176,13 +200,15 @@ def _picture(summary: ClusterSummary, now_s: float, most_bars: int, since_s: flo
         job = summary.jobs[hold.job]
         told = f"{job.name}: {count(hold.slots, 'slot')} on {hold.host}"
         told += f" for {duration_words(hold.end_s - hold.begin_s)}"
-        for lowest, number in lanes[hold.host].place_bar(hold):
-            bars.append(
-                f'<rect fill="{job_color(job)}" x="{x(hold.begin_s):.1f}" '
-                f'y="{height * (bottom[hold.host] + lowest) / total:.1f}" '
-                f'width="{x(hold.end_s) - x(hold.begin_s):.1f}" '
-                f'height="{height * number / total:.1f}"><title>{escape(told)}</title></rect>'
-            )
+        places = lanes[hold.host].place_bar(hold)
+        bars += [
+            f'<rect {color} x="{x(begin_at):.1f}" '
+            f'y="{height * (bottom[hold.host] + lowest) / total:.1f}" '
+            f'width="{x(end_at) - x(begin_at):.1f}" '
+            f'height="{height * number / total:.1f}"><title>{escape(told)}</title></rect>'
+            for lowest, number in places
+            for begin_at, end_at, color in pieces(hold)
+        ]
     edges = [
         f'<path class="edge" d="M0 {height * at / total:.1f}H{_WIDTH}"/>'
         for at in list(bottom.values())[1:]
@@ -192,7 +218,7 @@ def _picture(summary: ClusterSummary, now_s: float, most_bars: int, since_s: flo
         for at_s, told in _marks(summary, begin_s)
     ]
     of_hosts = f"Slots of {count(len(slots), 'host')} over {duration_words(whole_s)}"
-    label = f"{of_hosts}, a colour for each job"
+    label = f"{of_hosts}, {words}"
     used = sum(hold.slots * (hold.end_s - max(hold.begin_s, begin_s)) for hold in shown)
     names = list(slots)
     bands = f"; a band for each host, from {names[0]} to {names[-1]}" if len(names) > 1 else ""

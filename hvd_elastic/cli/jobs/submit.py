@@ -174,14 +174,14 @@ class SubmitOptions(RunOptions):
             )
 
 
-_OF_THE_CLUSTER = (
+OF_THE_CLUSTER = (
     *("hostfile", "inside", "ssh_config", "mpi", "pin_hosts", "run_id", "resume", "detach"),
     *("policy", "goal"),
 )
 """Options of a run that choose its hosts, or what the daemon does for a job."""
 
 
-@command(SubmitOptions, but=_OF_THE_CLUSTER, pass_on=True)
+@command(SubmitOptions, but=OF_THE_CLUSTER, pass_on=True)
 def submit(options: SubmitOptions) -> None:
     """Put a job into the queue of a cluster. It runs as soon as there are slots for it.
 

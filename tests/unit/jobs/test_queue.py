@@ -72,6 +72,20 @@ def test_job_waits_for_another(made: Recorded, outcome: str, status: JobStatus, 
         assert made.events[-1][0] == "job_finished"
 
 
+def test_a_request_with_a_token_adds_one_job_however_often_it_comes(made: Recorded) -> None:
+    trial = JobRequest("digits.3", SPEC, token="5f")
+    (first,) = made.queue.add_jobs([trial], {})
+    again, other = made.queue.add_jobs([trial, JobRequest("digits.3", SPEC, token="60")], {})
+    assert again.number == first.number != other.number
+    made.end(first.number, JobStatus.FAILED)
+    (again,) = made.queue.add_jobs([trial], {})
+    assert again.number == first.number
+    of_another_user = JobRequest("digits.3", SPEC, token="5f", user=12345)
+    (job,) = made.queue.add_jobs([of_another_user], {})
+    assert job.number not in (first.number, other.number)
+    assert [kind for kind, _ in made.events].count("job_submitted") == 3
+
+
 def test_held_job_waits_until_it_is_released(made: Recorded) -> None:
     first, second = made.add(), made.add()
     made.queue.started(made.queue.active[second], {"a": 1})
