@@ -290,8 +290,12 @@ class Daemon:
                 self._orphans.pop(job.number, None)
             elif now - since > job.request.spec.get("leader_grace_s", 0.0) + _ORPHAN_S:
                 del self._orphans[job.number]
+                why = "its keeper and its leader are gone"
+                if job.stop in (StopReason.CANCEL, StopReason.TIME_LIMIT):
+                    self._run_ended(job, "stopped", why)
+                    continue
                 self._wanted.pop(job.number, None)
-                self._queue.put_back(job, "its keeper and its leader are gone")
+                self._queue.put_back(job, why)
                 self._runs.release(job, ended=True)
 
     def _note_lost(self, job: Job, progress: RunProgress) -> None:

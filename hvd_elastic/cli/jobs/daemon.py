@@ -6,13 +6,13 @@ import contextlib
 import functools
 import getpass
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from hvd_elastic.cli.jobs.units import remove_unit, write_unit
 from hvd_elastic.cli.options import AsJson, SshConfigOption, argument, option, parse_duration
 from hvd_elastic.cli.output import print_json, wait_until
 from hvd_elastic.cli.runs.run import begin_in_background
@@ -148,6 +148,16 @@ def up(
     if detach:
         begin_in_background("daemon", folder.log, serve)
         on_up()
+        if group is not None:
+            words = [sys.executable, "-m", "hvd_elastic.cli.app", "up", str(hostfile.absolute())]
+            words += ["--group", group, "--place", str(folder.path), "--policy", policy]
+            for name, value in {
+                "operators": operators,
+                "notify": notify,
+                "ssh-config": config,
+            }.items():
+                words += [f"--{name}", value] if value else []
+            write_unit(folder, "daemon", words)
     else:
         serve(on_up)
 
@@ -253,6 +263,7 @@ def down(
 
     place = open_cluster(cluster)
     answer = ask_daemon(place, Down(leave_jobs))
+    remove_unit(place, "daemon")
     if not as_json:
         print(answer.message, flush=True)
     wait_until(
@@ -354,33 +365,6 @@ def undrain(
 
 def _answer(answer: Answer, as_json: bool) -> None:
     print(json.dumps({"ok": True, "message": answer.message}) if as_json else answer.message)
-
-
-def start_keeper(place: ClusterFolder) -> None:
-    """Start this user's keeper for the cluster of another user's daemon.
-
-    Raises:
-        typer.Exit: it could not begin; the reason was printed.
-    """
-    from hvd_elastic.cli.runs.run import begin_leader
-    from hvd_elastic.jobs.keeper import Keeper
-    from hvd_elastic.jobs.secrets import JobSecrets
-    from hvd_elastic.own_files import private_folder
-    from hvd_elastic.records.process_lock import take_lock
-
-    def work(begun: Callable[[], None]) -> int:
-        lock = take_lock(place.keeper / "lock")
-        begun()
-        if lock is None:  # another one is there, and about to reach the daemon
-            return 0
-        with lock:
-            lock.truncate(0)
-            lock.write(json.dumps({"pid": os.getpid()}).encode())
-            Keeper(begin_leader, JobSecrets(place)).keep(place)
-        return 0
-
-    private_folder(place.keeper.parent)
-    begin_in_background("keeper", private_folder(place.keeper) / "keeper.log", work)
 
 
 def warn_of_no_daemon(place: ClusterFolder) -> None:
