@@ -75,7 +75,7 @@ class Search:
         """Trials that have ended since this process began."""
         self._told: dict[int, TrialStatus] = {}
         self._cancelled: set[int] = set()
-        self._failure = ""
+        self._failure = self._why = ""
         self._trouble = ""
 
     def step(self, now: float) -> str:
@@ -92,13 +92,11 @@ class Search:
                 refuses the trials.
         """
         self.look(now)
+        if self._end_trials():
+            self.look(now)
         try:
             decision = decide(self.trials, self.study.definition.rules, self._room(), now)
             self.reasons |= decision.reasons
-            ended = self._end_trials(now)
-            if ended:  # what is decided next rests on it
-                self.look(now)
-                return ""
             if len(self._ended) >= _ALL_FAIL:
                 self._failure = self._failure or self._common_failure(self._ended)
             why = "stopped by its user" if self.study.stop_request.exists() else decision.finished
@@ -121,17 +119,7 @@ class Search:
         """Look at all trials as their jobs and their runs are."""
         kept = self.study.trials()
         active = [trial.number for trial in kept if trial.status.active]
-        store = open_queue(self._place)
-        try:
-            for number in active:
-                if number not in self._jobs and (job := self._submitted(store, number)):
-                    self._jobs[number] = job
-            jobs = store.jobs(
-                [self._jobs[number].number for number in active if number in self._jobs]
-            )
-        finally:
-            store.close()
-        self._jobs = {n: jobs[self._jobs[n].number] for n in active if n in self._jobs}
+        self._jobs = self._jobs_of(active) if active else {}
         # The jobs first: what a run has told before its end is read then.
         self.trials = [
             self._progress_of(trial.number).of(trial, self._jobs[trial.number], now)
@@ -139,6 +127,13 @@ class Search:
             else trial
             for trial in kept
         ]
+
+    def _jobs_of(self, numbers: Sequence[int]) -> dict[int, Job]:
+        """Return the jobs of trials as they are now; those that were not submitted are left out."""
+        with contextlib.closing(open_queue(self._place)) as store:
+            known = {n: self._jobs.get(n) or self._submitted(store, n) for n in numbers}
+            jobs = store.jobs([job.number for job in known.values() if job is not None])
+        return {n: jobs[job.number] for n, job in known.items() if job and job.number in jobs}
 
     def _submitted(self, store: JobStore, number: int) -> Job | None:
         """Return the job of a trial; None: it was not submitted."""
@@ -160,7 +155,7 @@ class Search:
 
     # -- trials that have ended ------------------------------------------------------------
 
-    def _end_trials(self, now: float) -> bool:
+    def _end_trials(self) -> bool:
         """Write down which trials have ended, and how; return whether any has."""
         ended = False
         for trial in self.trials:
@@ -194,7 +189,11 @@ class Search:
                     f"its output: hvd-elastic logs {trial.run_id}"
                 )
             return replace(trial, status=TrialStatus.FAILED, reason=why)
-        reason = self.reasons.get(trial.number, trial.reason) if is_ours else trial.reason
+        reason = trial.reason
+        if is_ours:
+            decided = self.reasons.get(trial.number, "")
+            is_judged = is_whole or decided.startswith("held")
+            reason = (decided if is_judged else self._why) or reason
         status = TrialStatus.DONE if is_whole else trial.status
         return replace(trial, status=status, reason=reason)
 
@@ -216,6 +215,7 @@ class Search:
     def _finish(self, why: str) -> str:
         """End all jobs; return why the study has ended when they have."""
         jobs = [job.number for job in self._jobs.values() if job.status.active]
+        self._why = why
         if jobs:
             self._ask(Cancel, [number for number in jobs if number not in self._cancelled])
             self._cancelled.update(jobs)

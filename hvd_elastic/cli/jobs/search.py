@@ -330,10 +330,12 @@ def stop(name: StudyArgument, as_json: AsJson = False) -> None:
       hvd-elastic search stop digits
     """
     study = Study.open(name)
-    study.stop_request.touch()
-    if not study.is_running:
+    if study.is_running:
+        study.stop_request.touch()
+    else:
         _check_daemon(cluster_of(study))
         with study.lock():
+            study.stop_request.touch()
             _search(study, lambda _: None)
     wait_until(
         lambda: not study.is_running,

@@ -249,6 +249,7 @@ def test_a_study_that_is_stopped_ends_its_jobs(play: Callable[..., Played]) -> N
     played.study.stop_request.touch()
     assert played.step() == ""
     assert not played.queue.active
-    assert played.step() == ""  # it sees that they have ended
     assert played.step() == "stopped by its user"
-    assert {trial.status for trial in played.search.trials} == {TrialStatus.STOPPED}
+    assert {(trial.status, trial.reason) for trial in played.search.trials} == {
+        (TrialStatus.STOPPED, "stopped by its user")
+    }
