@@ -35,7 +35,7 @@ from hvd_elastic.formatting import count, date_words, one_line
 from hvd_elastic.search.searching import Search, cluster_of
 from hvd_elastic.search.space import check_space, of_file, parse_param
 from hvd_elastic.search.study import SAMPLERS, Definition, Study, list_studies, require_optuna
-from hvd_elastic.search.trials import Rules
+from hvd_elastic.search.trials import Rules, Trial
 
 if TYPE_CHECKING:
     from hvd_elastic.jobs.place import ClusterFolder
@@ -269,6 +269,10 @@ def show(
     as_csv: Annotated[bool, option("Print comma-separated values instead of text", "--csv")] = (
         False
     ),
+    out: Annotated[
+        Path | None,
+        option("write a page with curves, parameters and slots to this file", "--out", "-o"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the trials of a study, the best first.
@@ -277,10 +281,15 @@ def show(
       hvd-elastic search show digits
 
       hvd-elastic search show digits --csv > trials.csv
+
+      hvd-elastic search show digits --out digits.html
     """
-    if as_csv and as_json:
-        raise UsageError("--csv and --json are two forms of output: give one of them")
+    if as_csv + as_json + (out is not None) > 1:
+        raise UsageError("--csv, --json and --out are three forms of output: give one of them")
     study = Study.open(name)
+    if out is not None:
+        _write_page(study, out)
+        return
     rows = _rows(study)
     if as_json:
         print_json({**_about(study), "trials": rows})
@@ -473,15 +482,40 @@ def _about(study: Study) -> dict[str, Any]:
     }
 
 
-def _rows(study: Study) -> list[dict[str, Any]]:
-    """Return the trials of a study as JSON, the best first."""
-    from hvd_elastic.search.rungs import decide, judged_value, rank_trials, rungs_reached
+def _look(study: Study) -> list[Trial]:
+    """Return the trials of a study as they are now, the best first, each with its reason."""
+    from hvd_elastic.search.rungs import decide, rank_trials
 
     search, rules, now = Search(study), study.definition.rules, time.time()
     search.look(now)
     reasons = decide(search.trials, rules, 0, now).reasons
+    return [
+        replace(trial, reason=reasons.get(trial.number) or trial.reason)
+        for trial in rank_trials(rules, search.trials)
+    ]
+
+
+def _write_page(study: Study, path: Path) -> None:
+    from hvd_elastic.records.cluster import summarize_cluster
+    from hvd_elastic.records.json_lines import iter_records
+    from hvd_elastic.views.search_page import write_search_page
+
+    definition, place = study.definition, cluster_of(study)
+    # The queue's events of another user's cluster cannot be read.
+    cluster = None
+    if not place.is_others:
+        cluster = summarize_cluster(iter_records(place.events), place.name)
+    write_search_page(path, study.name, definition.rules, _look(study), definition.metric, cluster)
+    print(f"wrote {path}")
+
+
+def _rows(study: Study) -> list[dict[str, Any]]:
+    """Return the trials of a study as JSON, the best first."""
+    from hvd_elastic.search.rungs import judged_value, rungs_reached
+
+    rules = study.definition.rules
     rows = []
-    for trial in rank_trials(rules, search.trials):
+    for trial in _look(study):
         value = judged_value(rules, trial)
         rows.append(
             {
@@ -495,7 +529,7 @@ def _rows(study: Study) -> list[dict[str, Any]]:
                 "slot_h": trial.slot_s / 3600,
                 "job": trial.job,
                 "run_id": trial.run_id,
-                "reason": reasons.get(trial.number) or trial.reason,
+                "reason": trial.reason,
                 "points": [
                     [examples, value if math.isfinite(value) else None, at]
                     for examples, value, at in trial.points
