@@ -130,6 +130,10 @@ def test_a_search_and_a_daemon_that_are_killed_lose_no_trial_and_run_none_twice(
     assert best["trial"] == trials[0]["trial"]
     rows = [*csv.DictReader(local.call("search", "show", "tiny", "--csv").stdout.splitlines())]
     assert [row["lr"] for row in rows] == [str(trial["params"]["lr"]) for trial in trials]
+    local.call("search", "show", "tiny", "--out", local.home / "tiny.html")
+    page = (local.home / "tiny.html").read_text()
+    assert page.count('<rect class="key-muted"') >= 6
+    assert page.count("<title>trial ") == 6
 
 
 @COSTLY

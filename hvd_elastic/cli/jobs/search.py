@@ -276,6 +276,10 @@ def show(
     as_csv: Annotated[bool, option("Print comma-separated values instead of text", "--csv")] = (
         False
     ),
+    out: Annotated[
+        Path | None,
+        option("write a page with curves, parameters and slots to this file", "--out", "-o"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the trials of a study, the best first.
@@ -284,10 +288,15 @@ def show(
       hvd-elastic search show digits
 
       hvd-elastic search show digits --csv > trials.csv
+
+      hvd-elastic search show digits --out digits.html
     """
-    if as_csv and as_json:
-        raise UsageError("--csv and --json are two forms of output: give one of them")
+    if as_csv + as_json + (out is not None) > 1:
+        raise UsageError("--csv, --json and --out are three forms of output: give one of them")
     study = Study.open(name)
+    if out is not None:
+        _write_page(study, out)
+        return
     rules = study.definition.rules
     rows = [_row(rules, trial) for trial in Search(study).ranked(time.time())]
     if as_json:
@@ -479,6 +488,21 @@ def _about(study: Study) -> dict[str, Any]:
         "command": definition.request.words,
         "folder": str(study.folder),
     }
+
+
+def _write_page(study: Study, path: Path) -> None:
+    from hvd_elastic.records.cluster import summarize_cluster
+    from hvd_elastic.records.json_lines import iter_records
+    from hvd_elastic.views.search_page import write_search_page
+
+    definition, place = study.definition, cluster_of(study)
+    # The queue's events of another user's cluster cannot be read.
+    cluster = None
+    if not place.is_others:
+        cluster = summarize_cluster(iter_records(place.events), place.name)
+    trials = Search(study).ranked(time.time())
+    write_search_page(path, study.name, definition.rules, trials, definition.metric, cluster)
+    print(f"wrote {path}")
 
 
 def _row(rules: Rules, trial: Trial) -> dict[str, Any]:
