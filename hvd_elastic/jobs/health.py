@@ -12,19 +12,28 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from msgspec.structs import replace
+
 from hvd_elastic import __version__
 from hvd_elastic.control.backoff import HOST_PAUSES_S, Retry, backoff
+from hvd_elastic.formatting import one_line
 from hvd_elastic.hosts.remote_python import FROM_NO_WORKING_FOLDER
 from hvd_elastic.json_text import parse_json
+from hvd_elastic.run_events import Fault, HostFaults
 
 _LOST_AGAIN_S = (10.0, 30.0, 60.0, 120.0)
 """Time to the first try of a host that came back 1, 2, … times, and no job trained there [s]."""
+_MOST_FAULTS = 20
+"""Faults of a host that are kept; the events may be those of a user who means no good."""
+_MOST_TIMES = 1 << 40
+"""How often a fault is seen at most, as far as is kept."""
 _LOGIN_S = 10.0
 """How long a try may take [s]."""
 _IMPORT = (
@@ -58,6 +67,8 @@ class HostHealth:
         self._hostfile = hostfile
         self._options = [] if ssh_config is None else ["--ssh-config", ssh_config]
         self._lost: dict[str, _Lost] = {}
+        self.faults: dict[str, HostFaults] = {}
+        """Faults of the hardware of hosts, as their runs have told last."""
         self._returns: Counter[str] = Counter()
         self._working_python = sys.executable
         """Interpreter with which a job has trained last."""
@@ -89,9 +100,29 @@ class HostHealth:
         lost = self._lost[host] = _Lost(cause, python, is_suspicion)
         lost.retry.at = now + backoff(_LOST_AGAIN_S, 0 if is_suspicion else self._returns[host])
 
+    def faults_told(self, told: HostFaults) -> bool:
+        """Note the faults of a host of which a run has told; return whether there are others."""
+        clean = [
+            Fault(
+                one_line(fault.what, 60),
+                one_line(fault.text),
+                min(max(fault.number, 1), _MOST_TIMES),
+                is_broken=fault.is_broken,
+            )
+            for fault in told.faults[:_MOST_FAULTS]
+        ]
+        told = replace(told, t=min(told.t, time.time()), faults=clean)
+        before = self.faults.get(told.host)
+        if before is not None and before.t > told.t:
+            return False
+        self.faults[told.host] = told
+        known = set() if before is None else set(map(_rough, before.faults))
+        return known != set(map(_rough, clean))
+
     def forget_others(self, hosts: Container[str]) -> None:
         """Forget hosts that the hostfile has no more: a try of them would fail that of others."""
         self._lost = {host: lost for host, lost in self._lost.items() if host in hosts}
+        self.faults = {host: told for host, told in self.faults.items() if host in hosts}
 
     def is_judged(self, host: str) -> bool:
         """Return whether it is known if a host that was suspected is at fault."""
@@ -156,6 +187,11 @@ class HostHealth:
             stderr=subprocess.DEVNULL,
         )
         self._trial = process, output, hosts
+
+
+def _rough(fault: Fault) -> tuple[str, int]:
+    """Return what a fault is, and a number that grows when it is seen twice as often."""
+    return fault.what, fault.number.bit_length()
 
 
 def _answering(output: bytes) -> set[str]:

@@ -20,6 +20,7 @@ READ_KINDS = frozenset(
     for kind in (
         *(ev.RunStarted, ev.TakenOver, ev.LeaderCutOff, ev.RunFinished),
         *(ev.RescaleStarted, ev.RescaleFinished, ev.HostsChanged, ev.HostLost, ev.AgentStarted),
+        ev.HostFaults,
         *(ev.WorkerStarted, ev.WorkerStandby, ev.WorkerLeft, ev.Warned),
         *(ev.Metrics, ev.BatchPlan, ev.Input),
     )
@@ -227,6 +228,7 @@ class RunHosts:
         self._processes: dict[tuple[str, int], bool] = {}
         """Host and slot of each live process of the run; whether it has started."""
         self.silent: dict[str, float] = {}
+        self._faults: dict[str, ev.HostFaults] = {}
         self._cut_off = ""
 
     @property
@@ -254,9 +256,16 @@ class RunHosts:
         found, self._lost = self._lost, {}
         return found
 
+    def take_faults(self) -> list[ev.HostFaults]:
+        """Return the faults of hosts of which the run has told since the last call."""
+        found, self._faults = self._faults, {}
+        return [*found.values()]
+
     def note_event(self, event: ReadEvent) -> None:
         """Take an event of the run."""
         match event:
+            case ev.HostFaults(host=host):
+                self._faults[host] = event
             case ev.RunStarted():
                 self._processes.clear()
                 self._lost.clear()

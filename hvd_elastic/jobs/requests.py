@@ -161,7 +161,8 @@ class QueueRequests:
         return Answer(f"host {host} is drained{when}: {drained.reason}")
 
     def _undrain(self, host: str, by: str) -> Answer:
-        self._operator_state.undrain(host)
+        told = self._health.faults.get(host)
+        self._operator_state.undrain(host, () if told is None else told.faults, time.time())
         self._emit("host_undrained", {"host": host, "by": by})
         away = "" if host in self._hosts.listed else "; it is not in the hostfile"
         if (cause := self._health.lost.get(host)) is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hvd_elastic.formatting import count
 from hvd_elastic.jobs.job import Job, JobKind, JobStatus
 from hvd_elastic.jobs.progress import Measured
 from hvd_elastic.policy.schedule import jobs as policy
@@ -330,5 +331,6 @@ def _expected_end(job: policy.Job, slots: Mapping[str, int], now: float) -> floa
 def _why_not(job: Job, capacity: int) -> str:
     wanted = job.request.min_np
     if wanted > capacity:
-        return f"waits: it needs {wanted} slots, the hosts that can be used have {capacity}"
+        slots = count(wanted, "slot")
+        return f"waits: it needs {slots}, the hosts that can be used have {capacity}"
     return "waits: jobs of higher priority, or that came earlier, are first"

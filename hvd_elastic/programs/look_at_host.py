@@ -35,7 +35,6 @@ SIOCGIFADDR = 0x8915
 RESOLVE_S = 3.0
 GPU_FIELDS = (
     "index", "name", "driver_version", "memory.total", "memory.used",
-    "ecc.errors.uncorrected.volatile.total",
 )  # fmt: skip
 # Maximum number of files of code that are compared.
 MOST_FILES = 2000

@@ -50,6 +50,14 @@ def up(
         str | None,
         option("run for events, with each as JSON on its input", "--notify", metavar="COMMAND"),
     ] = None,
+    drain_unhealthy: Annotated[
+        str | None,
+        option(
+            "drain hosts whose hardware has faults: failed, or warning (also those that may fail)",
+            "--drain-unhealthy",
+            metavar="LEVEL",
+        ),
+    ] = None,
     group: Annotated[
         str | None, option("group whose members may use the cluster; needs --place", "--group")
     ] = None,
@@ -92,6 +100,13 @@ def up(
         raise UsageError(f"--policy {policy!r} is not known; valid: {', '.join(POLICIES)}")
     if notify is not None and not notify.strip():
         raise UsageError("--notify is empty: give a shell command, such as 'cat >> events'")
+    if drain_unhealthy not in (None, "failed", "warning"):
+        raise UsageError(f"--drain-unhealthy is failed or warning, not {drain_unhealthy!r}")
+    if drain_unhealthy and place is not None:
+        raise UsageError(
+            "--drain-unhealthy is not for a cluster that a group shares, since members' runs could "
+            "make faults up. hvd-elastic hosts shows them, and --notify tells of them"
+        )
     parse_hostfile(hostfile)  # an error is told before anything is made
     if (group is None) != (place is None):
         raise UsageError("a group shares a cluster in a folder: give --group and --place")
@@ -118,7 +133,9 @@ def up(
         OperatorState(folder.operator_state).pause(getpass.getuser() if pause else "")
     config = ssh_config_for(hostfile, ssh_config)
     serve = functools.partial(
-        _serve, folder, hostfile, config, POLICIES[policy], chosen, notify or ""
+        _serve,
+        *(folder, hostfile, config, POLICIES[policy], chosen),
+        *(notify or "", drain_unhealthy or ""),
     )
     on_up = functools.partial(_tell_up, folder, hostfile, as_json)
     if detach:
@@ -135,6 +152,7 @@ def _serve(
     policy: Policy,
     operators: Collection[int],
     notify: str,
+    drains: str,
     on_up: Callable[[], None],
 ) -> int:
     """Be the daemon until it is to end; ``on_up`` is called when it serves."""
@@ -144,7 +162,7 @@ def _serve(
     with place.lock():
         _refuse_shared_hosts(place.name, hostfile)
         hostfile = hostfile.absolute()
-        daemon = Daemon(place, hostfile, config, begin_leader, policy, operators, notify)
+        daemon = Daemon(place, hostfile, config, begin_leader, policy, operators, notify, drains)
         place.describe_daemon(hostfile)
         on_up()
         daemon.run()

@@ -91,7 +91,7 @@ class RunOptions:
     input_hosts: Annotated[
         str | None,
         option(
-            "hosts, as in cpu[1-4], that read and transform the data for those that train",
+            "hosts, as in cpu[1-4],@LABEL, that read and transform the data for those that train",
             metavar="LIST",
         ),
     ] = None
@@ -312,7 +312,16 @@ class RunOptions:
         if self.input_hosts is None:
             return ()
         try:
-            return tuple(dict.fromkeys(expand_hosts(self.input_hosts)))
+            names = expand_hosts(self.input_hosts, labels=True)
+            labels = [name for name in names if name.startswith("@")]
+            known = self.hosts() if labels else None
+            if labels and known is None:
+                raise HostfileError(f"{labels[0]} names hosts of a hostfile; give one (--hostfile)")
+            found: list[str] = []
+            for name in names:
+                chosen = known.choose(name) if known is not None and name in labels else ()
+                found += [host.name for host in chosen] or [name]
+            return tuple(dict.fromkeys(found))
         except HostfileError as error:
             raise UsageError(f"--input-hosts: {error}") from error
 

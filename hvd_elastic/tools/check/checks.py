@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from hvd_elastic.control.hardware import judge_hardware
 from hvd_elastic.formatting import bytes_words, count, duration_words, hosts_named
 from hvd_elastic.hosts.hostfile import Host
 from hvd_elastic.programs.kill_run import OURS
@@ -384,6 +385,28 @@ def _check_cuda(there: str | None, usual: str | None) -> Check:
     return Check("cuda", Level.OK, there or "none")
 
 
+def check_hardware(found: Mapping[str, Any], *, gpus: bool = True) -> list[Check]:
+    """Return what is wrong with the hardware of a host; "hardware" is OK if nothing is.
+
+    Args:
+        found: answer of ``programs/hardware.py``.
+        gpus: whether the GPUs matter.
+    """
+    checks = [
+        Check(
+            "gpu hardware" if fault.is_gpu else "hardware",
+            Level.FAILED if fault.is_broken else Level.WARNING,
+            fault.text,
+        )
+        for fault in judge_hardware(found)
+        if gpus or not fault.is_gpu
+    ]
+    if not checks:
+        unknown = "" if found["xids"] is not None else "; the kernel's log cannot be read"
+        checks.append(Check("hardware", Level.OK, f"no faults known{unknown}"))
+    return checks
+
+
 def _drivers(facts: Mapping[str, Any]) -> set[str]:
     return {str(gpu["driver_version"]) for gpu in facts["gpus"]}
 
@@ -401,12 +424,6 @@ def _check_gpus(host: Host, facts: Mapping[str, Any], reference: Reference) -> l
             "the one that fell off (dmesg); --no-gpus if the job trains on processors"
         )
         checks.append(Check("gpus", Level.FAILED, text))
-    failing = [
-        gpu["index"] for gpu in gpus if _number(gpu["ecc.errors.uncorrected.volatile.total"])
-    ]
-    if failing:
-        text = f"uncorrected memory errors on GPU {', '.join(failing)}. Reset it (nvidia-smi -r)"
-        checks.append(Check("gpu memory", Level.FAILED, f"{text}, or have it replaced"))
     busy = [gpu["index"] for gpu in gpus if _number(gpu["memory.used"]) > BUSY_GPU_MB]
     if busy:
         text = f"in use: GPU {', '.join(busy)}. See nvidia-smi there; killclust ends strays"

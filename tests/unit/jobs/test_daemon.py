@@ -59,7 +59,8 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
 
     EXIT: it ends at once. UNFIT: it cannot use host a. TRAINS: it says that it trains. CUT_OFF: and
     that it hears from no host any more. COMES_BACK: it leads again as soon as
-    there is a file "grace", and reaches its host when there is "heals".
+    there is a file "grace", and reaches its host when there is "heals". FAULTS: it tells of these
+    faults of its host.
     """
     child = os.fork()
     if child:
@@ -86,6 +87,9 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
             begun = {"generation": 1, "from_size": 0, "to_size": 1, "hosts": [host], "slots": [1]}
             write(log, "rescale_started", begun)
             write(log, "rescale_finished", {"generation": 1, "size": 1, "pause_s": None})
+        if "FAULTS" in environment:
+            host = parse_hostfile(spec.hostfile or "").names[0]
+            write(log, "host_faults", {"host": host, "faults": json.loads(environment["FAULTS"])})
         if "CUT_OFF" in environment:
             write(log, "leader_cut_off", {"silent_s": 5.0, "grace_s": 60.0, "tries_s": 55.0})
             if "COMES_BACK" in environment:
@@ -105,7 +109,9 @@ def begin(spec: RunSpec, folder: RunFolder, environment: Mapping[str, str], resu
 class Running:
     """A daemon in a process of its own."""
 
-    def __init__(self, place: ClusterFolder, hostfile: Path, notify: str = "") -> None:
+    def __init__(
+        self, place: ClusterFolder, hostfile: Path, notify: str = "", drains: str = ""
+    ) -> None:
         self.place = place
         self.pid = os.fork()
         if not self.pid:
@@ -113,7 +119,7 @@ class Running:
             try:
                 with place.lock():
                     place.describe_daemon(hostfile)
-                    Daemon(place, hostfile, None, begin, notify=notify).run()
+                    Daemon(place, hostfile, None, begin, notify=notify, drains=drains).run()
                 status = 0
             finally:
                 os._exit(status)
@@ -236,7 +242,62 @@ def test_drained_host_is_left_and_kept_out_until_it_is_given_back(place: Cluster
     again.until(lambda: leads(again, number))
     kinds = [record["kind"] for record in iter_records(place.events)]
     assert (kinds.count("host_drained"), kinds.count("host_undrained")) == (2, 1)
+    ask_daemon(place, DrainHost("a", "sold", "ann", at))
+    hosts(place).write_text("b slots=1\n")
+    again.until(lambda: [row["host"] for row in ask_daemon(place, Hosts()).data] == ["b"])
+    answer = ask_daemon(place, UndrainHost("a", "ann"))
+    assert answer.message == "host a is given back to the jobs; it is not in the hostfile"
     again.down(leave_jobs=True)
+
+
+BROKEN: dict[str, Any] = {
+    "what": "GPU 0 Xid 79",
+    "text": "GPU 0 fell off the bus",
+    "is_broken": True,
+}
+HOT = {"what": "GPU 0 held down", "text": "GPU 0: its clocks are held down by heat"}
+
+
+def test_unhealthy_host_is_shown_and_drained_if_asked_for_but_not_the_last(
+    place: ClusterFolder,
+) -> None:
+    hostfile = hosts(place)
+    hostfile.write_text("a\nb\n")
+
+    def rows() -> list[tuple[str, str]]:
+        return [(row["state"], row["cause"] or "") for row in ask_daemon(place, Hosts()).data]
+
+    def kinds() -> list[tuple[str, Any]]:
+        return [
+            (record["kind"], record.get("faults", record.get("by")))
+            for record in iter_records(place.events)
+            if record["kind"] in ("host_unhealthy", "host_drained")
+        ]
+
+    daemon = Running(place, hostfile, drains="failed")
+    hot = submit(place, FAULTS=json.dumps([HOT]))
+    daemon.until(lambda: rows() == [("up", f"unhealthy: {HOT['text']}"), ("up", "")])
+    ask_daemon(place, Cancel([hot], "ann"))
+    daemon.until(lambda: not daemon.job(hot).status.active)
+    broken = submit(place, FAULTS=json.dumps([HOT, BROKEN]))
+    daemon.until(lambda: rows()[0][0] == "drained")
+    assert rows()[0][1].startswith("drained: GPU 0 fell off the bus (health, since ")
+    daemon.until(lambda: daemon.job(broken).held == {"b": 1})
+    told: list[tuple[str, Any]] = [("host_unhealthy", [HOT["text"]])]
+    told += [("host_unhealthy", [HOT["text"], BROKEN["text"]]), ("host_drained", "health")]
+    assert kinds() == told
+    daemon.kill()
+    again = Running(place, hostfile, drains="failed")
+    ask_daemon(place, UndrainHost("a", "ann"))  # as it is
+    other = submit(place, FAULTS=json.dumps([HOT, BROKEN]))
+    again.until(lambda: leads(again, other))
+    time.sleep(1)
+    assert [state for state, _ in rows()] == ["up", "up"], "its operator knew of it"
+    ask_daemon(place, Cancel([other, broken], "ann"))
+    worse = submit(place, FAULTS=json.dumps([{**BROKEN, "number": 2}]))
+    again.until(lambda: "drained" in [state for state, _ in rows()])
+    ask_daemon(place, Cancel([worse], "ann"))
+    again.down(leave_jobs=False)
 
 
 def row(place: ClusterFolder) -> dict[str, Any]:
@@ -334,6 +395,9 @@ def test_job_goes_to_another_host_if_one_lacks_python_and_fails_if_all_do(
     assert daemon.job(number).status is JobStatus.FAILED
     assert daemon.job(number).message == "host a has no Python"
     assert [row["state"] for row in ask_daemon(place, Hosts()).data] == ["lost"]
+    ask_daemon(place, DrainHost("a", "no Python", "ann", time.time()))
+    answer = ask_daemon(place, UndrainHost("a", "ann"))
+    assert "; it is lost (host a has no Python), and used when it answers" in answer.message
     hosts(place).write_text("a slots=1\nb slots=1\n")
     daemon.down(leave_jobs=True)
     daemon = Running(place, hosts(place))  # to which both hosts are as good
