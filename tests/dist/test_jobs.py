@@ -174,9 +174,10 @@ def test_nothing_is_lost_at_a_time_limit_and_by_a_drain(local: Cluster, tmp_path
     script, go = write_script(tmp_path), tmp_path / "go"
     train = ("--audit", "--", "python", script, "--step-time", "0.02", "--until", go)
     tell = ("--notify", "cat >> told")
-    number = local.submit("--time", "8s", "--retries", "3", *tell, *train)
-    until(lambda: local.job(number)["status"] == "failed", "it is at its time limit")
-    ended = local.job(number)
+    limited = local.submit("--time", "8s", "--retries", "3", *tell, *train)
+    drained = local.submit(*train)
+    until(lambda: local.job(limited)["status"] == "failed", "it is at its time limit")
+    ended = local.job(limited)
     assert ended["message"].startswith("time limit of 8.0 s: hvd-elastic requeue")
     assert ended["attempts"] == 1
     told = tmp_path / "told"
@@ -184,30 +185,27 @@ def test_nothing_is_lost_at_a_time_limit_and_by_a_drain(local: Cluster, tmp_path
     near, over = map(json.loads, told.read_text().splitlines())
     assert (near["kind"], over["status"]) == ("time_limit_near", "failed")
     assert 0 <= near["left_s"] <= 0.8
-    go.touch()
-    for _ in range(10):  # on a slow machine its time is over before it has begun to train
-        local.call("requeue", number)
-        if local.call("wait", number, check=False).returncode == 0:
-            break
-    assert local.job(number)["status"] == "succeeded"
-    assert audit_of(tmp_path / "runs" / ended["run_id"]).ok
 
-    go.unlink()
-    number = local.submit(*train)
-    run_id = local.job(number)["run_id"]
+    run_id = local.job(drained)["run_id"]
     until(lambda: local.events("metrics", run_id), "it trains")
     status, shown = in_terminal(
-        tmp_path, ["shell", f"{number}.0"], b"echo $((6 * 7)) $PWD; exit 5\n"
+        tmp_path, ["shell", f"{drained}.0"], b"echo $((6 * 7)) $PWD; exit 5\n"
     )
     assert status == 5, shown
     assert f"42 {tmp_path}" in shown
     local.call("drain", "localhost", "--reason", "a test")
     assert local.states() == ["drained"]
-    assert local.job(number)["status"] == "queued"
+    assert local.job(drained)["status"] == "queued"
     local.call("undrain", "localhost")
     go.touch()
-    local.call("wait", number)
-    assert audit_of(tmp_path / "runs" / run_id).ok
+    for _ in range(10):  # on a slow machine its time is over before it has begun to train
+        local.call("requeue", limited)
+        if local.call("wait", limited, check=False).returncode == 0:
+            break
+    local.call("wait", drained)
+    assert local.job(limited)["status"] == "succeeded"
+    for each in (ended["run_id"], run_id):
+        assert audit_of(tmp_path / "runs" / each).ok
 
 
 def in_terminal(home: Path, arguments: Sequence[object], keys: bytes) -> tuple[int, str]:
@@ -291,7 +289,8 @@ def test_jobs_share_hosts_lose_one_and_leave_nothing(
     with cluster:
         one = cluster.submit("--name", "one", *train)
         until(lambda: cluster.slots(one) >= 2, "an idle cluster is given to the job")
-        every = [one, cluster.submit("--name", "two", *train), cluster.submit(*train)]
+        there = ("--hosts", stage.hosts[1])
+        every = [one, cluster.submit("--name", "two", *there, *train), cluster.submit(*train)]
 
         def trained() -> list[int]:
             runs = [cluster.job(number)["run_id"] for number in every]
@@ -312,6 +311,9 @@ def test_jobs_share_hosts_lose_one_and_leave_nothing(
         )
         enough.touch()
         cluster.call("wait", *every)
+        decided = cluster.events("jobs_decided")
+        hosts = {host for each in decided for host in each["allocations"].get(str(every[1]), ())}
+        assert hosts == {stage.hosts[1]}
         for number in every:
             run_id = cluster.job(number)["run_id"]
             assert audit_of(cluster.home / "runs" / run_id).ok, run_id
