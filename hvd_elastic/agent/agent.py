@@ -40,6 +40,7 @@ from hvd_elastic.agent.failover import (
     listen_for_successors,
     write_last_checkpoint,
 )
+from hvd_elastic.agent.hardware import HardwareWatch
 from hvd_elastic.agent.host_sampler import HostSampler
 from hvd_elastic.agent.leader_link import LeaderLink, UnacknowledgedLog
 from hvd_elastic.agent.preemption.clouds import CloudWatch
@@ -489,6 +490,10 @@ class Agent:
                 lambda sample: self._link.send(msg.HostSampled(sample=sample)),
             )
         )
+        hardware = HardwareWatch(
+            lambda faults: self._link.send(msg.HardwareJudged(faults)), self._warn
+        )
+        self._start_task(hardware.watch())
         for message in self._spool.take_untold():
             self._tell(message)
         if hello.preemption_command:

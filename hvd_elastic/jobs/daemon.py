@@ -33,7 +33,7 @@ from hvd_elastic.jobs.job import (
 from hvd_elastic.jobs.keeper import BeginLeader
 from hvd_elastic.jobs.limits import LimitsFile, within_limits
 from hvd_elastic.jobs.notify import ClusterRecord
-from hvd_elastic.jobs.operator_state import OperatorState
+from hvd_elastic.jobs.operator_state import HEALTH, Drained, OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
 from hvd_elastic.jobs.queue import JobQueue, eta_moved
@@ -89,6 +89,8 @@ class Daemon:
         policy: decides which job has how many slots.
         operators: ids of users who may change the jobs of others.
         notify: shell command that is told of events; empty: none.
+        drains: faults of its hardware that drain a host: ``failed``, ``warning`` (those that tell
+            that it may break as well), or none if empty.
         notify_held_s: how long a job is held until that is an event [s]; None: as the job says.
 
     Raises:
@@ -106,9 +108,11 @@ class Daemon:
         policy: Policy = decide,
         operators: Collection[int] = (),
         notify: str = "",
+        drains: str = "",
         notify_held_s: float | None = None,
     ) -> None:
         self._policy = policy
+        self._drains = drains
         self._record = record = ClusterRecord(place, notify)
         self._hosts = ClusterHosts(hostfile, record.warn)
         self._operator_state = OperatorState(place.operator_state)
@@ -224,6 +228,7 @@ class Daemon:
             self._look_at_run(job)
         self._put_back_orphans(running, now)
         self._suspect_silent_hosts(now)
+        self._drain_unhealthy_hosts(now)
         for host in self._record.lost(self._health.lost, self._hosts.listed):
             self._queue.tell_lost(host, self._health.lost[host])
         if self._queue.changed or now >= self._decide_at:
@@ -253,6 +258,7 @@ class Daemon:
             return
         self._queue.changed |= moved | (self._runs.occupied(job) != occupied)
         self._note_lost(job, progress)
+        self._note_faults(job, progress)
         if progress.trained_at is not None:
             for host in progress.hosts.used:
                 self._health.host_works(host, _python(job))
@@ -284,8 +290,12 @@ class Daemon:
                 self._orphans.pop(job.number, None)
             elif now - since > job.request.spec.get("leader_grace_s", 0.0) + _ORPHAN_S:
                 del self._orphans[job.number]
+                why = "its keeper and its leader are gone"
+                if job.stop in (StopReason.CANCEL, StopReason.TIME_LIMIT):
+                    self._run_ended(job, "stopped", why)
+                    continue
                 self._wanted.pop(job.number, None)
-                self._queue.put_back(job, "its keeper and its leader are gone")
+                self._queue.put_back(job, why)
                 self._runs.release(job, ended=True)
 
     def _note_lost(self, job: Job, progress: RunProgress) -> None:
@@ -301,6 +311,38 @@ class Daemon:
                 cause = one_line(cause)
                 self._health.host_lost(host, cause, now, _python(job), is_suspicion=suspicion)
                 self._queue.changed = True
+
+    def _note_faults(self, job: Job, progress: RunProgress) -> None:
+        """Tell of the faults of hosts of which a run has told."""
+        for told in progress.hosts.take_faults():
+            is_foreign = job.request.user is not None and told.host not in job.held
+            if is_foreign or told.host not in self._hosts.listed:
+                continue
+            if self._health.faults_told(told):
+                texts = [fault.text for fault in self._health.faults[told.host].faults]
+                self._record.emit("host_unhealthy", {"host": told.host, "faults": texts})
+
+    def _drain_unhealthy_hosts(self, now: float) -> None:
+        """Drain hosts whose hardware has faults, if that is asked for, but not the last one."""
+        state = self._operator_state
+        for host, told in self._health.faults.items() if self._drains else ():
+            if host in state.closed:
+                continue
+            faults = [
+                fault.text
+                for fault in state.new_faults(host, told.faults, told.t)
+                if fault.is_broken or self._drains == "warning"
+            ]
+            if not faults:
+                continue
+            if self._hosts.listed.keys() <= {host, *state.closed, *self._health.lost}:
+                self._record.warn(f"host {host} is not drained, since it is the last: {faults[0]}")
+                continue
+            drained = Drained("; ".join(faults), HEALTH, now)
+            state.drain(host, drained)
+            fields = {"reason": drained.reason, "by": drained.by, "at": drained.at}
+            self._record.emit("host_drained", {"host": host, **fields})
+            self._queue.changed |= state.changed(now)
 
     def _suspect_silent_hosts(self, now: float) -> None:
         """Have the hosts tried that a run does not hear from, while other runs hear from theirs.
@@ -529,7 +571,8 @@ class Daemon:
 
     def _host_rows(self) -> list[dict[str, Any]]:
         drained = self._operator_state.drained
-        return self._hosts.rows(self._uses(), self._health.lost, self._silent, drained)
+        health = self._health
+        return self._hosts.rows(self._uses(), health.lost, self._silent, drained, health.faults)
 
     def _usable_slots(self) -> dict[str, int]:
         """Return the slots of the hosts that no run has lost; silent ones have no free ones."""

@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from hvd_elastic import __version__
 from hvd_elastic.control.backoff import HOST_PAUSES_S, Retry, backoff
+from hvd_elastic.formatting import one_line
 from hvd_elastic.hosts.remote_python import FROM_NO_WORKING_FOLDER
 from hvd_elastic.jobs.asked_hosts import AskedHosts
+from hvd_elastic.run_events import Fault, HostFaults
 
 _LOST_AGAIN_S = (10.0, 30.0, 60.0, 120.0)
 """Time to the first try of a host that came back 1, 2, … times, and no job trained there [s]."""
+_MOST_FAULTS = 20
+"""Faults of a host that are kept; the events may be those of a user who means no good."""
+_MOST_TIMES = 1 << 40
+"""How often a fault is seen at most, as far as is kept."""
 _IMPORT = (
     f"{FROM_NO_WORKING_FOLDER}import hvd_elastic, hvd_elastic.agent.agent; "
     f"sys.exit((*sys.version_info[:2], hvd_elastic.__version__) != "
@@ -52,6 +61,8 @@ class HostHealth:
         self._hostfile = hostfile
         self._ssh_config = ssh_config
         self._lost: dict[str, _Lost] = {}
+        self.faults: dict[str, HostFaults] = {}
+        """Faults of the hardware of hosts, as their runs have told last."""
         self._returns: Counter[str] = Counter()
         self._working_python = sys.executable
         """Interpreter with which a job has trained last."""
@@ -83,9 +94,29 @@ class HostHealth:
         lost = self._lost[host] = _Lost(cause, python, is_suspicion)
         lost.retry.at = now + backoff(_LOST_AGAIN_S, 0 if is_suspicion else self._returns[host])
 
+    def faults_told(self, told: HostFaults) -> bool:
+        """Note the faults of a host of which a run has told; return whether there are others."""
+        clean = [
+            Fault(
+                one_line(fault.what, 60),
+                one_line(fault.text),
+                min(max(fault.number, 1), _MOST_TIMES),
+                is_broken=fault.is_broken,
+            )
+            for fault in told.faults[:_MOST_FAULTS]
+        ]
+        told = replace(told, t=min(told.t, time.time()), faults=clean)
+        before = self.faults.get(told.host)
+        if before is not None and before.t > told.t:
+            return False
+        self.faults[told.host] = told
+        known = set() if before is None else set(map(_rough, before.faults))
+        return known != set(map(_rough, clean))
+
     def forget_others(self, hosts: Container[str]) -> None:
         """Forget hosts that the hostfile has no more: a try of them would fail that of others."""
         self._lost = {host: lost for host, lost in self._lost.items() if host in hosts}
+        self.faults = {host: told for host, told in self.faults.items() if host in hosts}
 
     def is_judged(self, host: str) -> bool:
         """Return whether it is known if a host that was suspected is at fault."""
@@ -132,3 +163,8 @@ class HostHealth:
         pythons = dict.fromkeys([self._working_python, sys.executable, *named])
         tried = " || ".join(shlex.join([python, "-c", _IMPORT]) for python in pythons)
         self._trial = AskedHosts(self._hostfile, self._ssh_config, hosts, tried)
+
+
+def _rough(fault: Fault) -> tuple[str, int]:
+    """Return what a fault is, and a number that grows when it is seen twice as often."""
+    return fault.what, fault.number.bit_length()

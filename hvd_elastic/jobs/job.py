@@ -94,6 +94,7 @@ class JobRequest:
         notify: whether a command of its user is told of events; it is in the specification.
         notify_held_s: how long it is held until that is told [s]; None: it is not.
         held_at: since when it is held [Unix s]; None: since it was submitted.
+        private: whether other users, and a daemon of another user, are told no command.
         token: if not empty, a second request of its user with this name and token adds no job.
     """
 
@@ -117,6 +118,7 @@ class JobRequest:
     notify: bool = False
     notify_held_s: float | None = None
     held_at: float | None = None
+    private: bool = False
     token: str = ""
 
     @property

@@ -127,6 +127,9 @@ class Link(Generic[Message]):
         connection: it; what is sent without blocking waits here until the other end reads.
         union: types of the messages that come from the other end.
         sender: who sends them, for error messages.
+
+    Attributes:
+        received: bytes that have come so far.
     """
 
     def __init__(self, connection: socket.socket, union: Any, sender: str) -> None:
@@ -134,6 +137,7 @@ class Link(Generic[Message]):
         self._decoder: MessageDecoder[Message] = MessageDecoder(union, sender)
         self._lines = LineSplitter(sender)
         self._unsent = bytearray()
+        self.received = 0
 
     def fileno(self) -> int:
         """Return the descriptor of the connection."""
@@ -164,6 +168,7 @@ class Link(Generic[Message]):
                 data = b""
             if not data:
                 return found or None  # the next call tells that it is gone
+            self.received += len(data)
             found += map(self._decoder.decode, self._lines.feed(data))
         return found
 

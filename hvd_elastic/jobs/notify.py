@@ -27,7 +27,7 @@ from hvd_elastic.records.json_lines import EventLog
 TOLD_KINDS = frozenset(
     {
         *("job_finished", "job_requeued", "time_limit_near", "job_held_long"),
-        *("host_lost", "host_back", "host_drained", "host_undrained"),
+        *("host_lost", "host_back", "host_drained", "host_undrained", "host_unhealthy"),
     }
 )
 """Kinds of events that are told."""

@@ -89,10 +89,12 @@ class QueueRequests:
         if isinstance(request, Submit):
             self._refuse_too_many(user, len(request.jobs))
         if isinstance(request, Look):
-            return Answer("", data=read_for(self._store, request, user))
-        answer = self._act(request)
-        starts = isinstance(request, (Submit, Requeue, Release))
-        answer.needs_keeper = starts and not self._has_keeper(user)
+            answer = Answer("", data=read_for(self._store, request, user))
+        else:
+            answer = self._act(request)
+        answer.needs_keeper = not self._has_keeper(user) and any(
+            job.request.user == user for job in self._queue.active.values()
+        )
         return answer
 
     def _act(self, request: Request) -> Answer:
@@ -116,6 +118,12 @@ class QueueRequests:
                 ended, stopping, over = queue.cancel(jobs, by)
                 parts = [f"cancelled {jobs_words(ended)}"] if ended else []
                 parts += [ending_words(stopping)] if stopping else []
+                users = {job.request.user for job in stopping}
+                parts += [
+                    f"the keeper of user {user_name(each)} is away, so theirs end when it is back"
+                    for each in users
+                    if not self._has_keeper(each)
+                ]
                 parts += [over_words(over)] if over else []
                 return Answer("; ".join(parts), jobs=[j.number for j in [*ended, *stopping]])
             case Requeue(jobs, environment, after):
@@ -169,7 +177,8 @@ class QueueRequests:
         return Answer(f"host {host} is drained{when}: {drained.reason}")
 
     def _undrain(self, host: str, by: str) -> Answer:
-        self._operator_state.undrain(host)
+        told = self._health.faults.get(host)
+        self._operator_state.undrain(host, () if told is None else told.faults, time.time())
         self._emit("host_undrained", {"host": host, "by": by})
         away = "" if host in self._hosts.listed else "; it is not in the hostfile"
         if (cause := self._health.lost.get(host)) is not None:

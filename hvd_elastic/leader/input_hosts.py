@@ -26,7 +26,15 @@ from hvd_elastic.leader.workers import Workers
 from hvd_elastic.policy.input import InputWatch, choose_readers
 from hvd_elastic.policy.objective import hourly_price
 from hvd_elastic.records.run_folder import RunFolder
-from hvd_elastic.run_events import Decision, Event, Input, InputHostJoined, InputHostLeft, Warned
+from hvd_elastic.run_events import (
+    Decision,
+    Event,
+    HostFaults,
+    Input,
+    InputHostJoined,
+    InputHostLeft,
+    Warned,
+)
 from hvd_elastic.wire import messages as msg
 
 _MOST_SCRIPT_FAILURES = 3
@@ -201,6 +209,8 @@ class InputHosts:
                 self._warn(f"host {name}: {text}")
             case msg.HostSampled(sample=sample):
                 self._emit(sample)
+            case msg.HardwareJudged(faults=faults):
+                self._emit(HostFaults(host=name, faults=faults))
             case msg.Log(worker=worker, data=data) if worker == known.worker:
                 self._workers.log(worker, data)
             case msg.WorkerNotStarted(error=error):

@@ -35,6 +35,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,49}")
 _NUMBERS = re.compile(r"\d+(-\d+)?")
 _UNSUITABLE = re.compile(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+")
 _MOST_JOBS = 100_000
+_PRIVATE = "private"
+"""Name of a job whose user hides its name."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,9 @@ class SubmitOptions(RunOptions):
         str | None,
         option("tell too when it is held for, such as 30m", "--notify-held", metavar="TIME"),
     ] = None
+    private: Annotated[
+        bool, option("hide its name and command from other users of the cluster", "--private")
+    ] = False
     hold: Annotated[bool, option("do not start it before hvd-elastic release", "--hold")] = False
     cluster: ClusterOption = None
     as_json: AsJson = False
@@ -142,7 +147,7 @@ class SubmitOptions(RunOptions):
         deadline = self.deadline
         fixed_np = 1 if self.plain else self.np
         return JobRequest(
-            name=self.name or _name_of(self.command or []),
+            name=_PRIVATE if self.private else self.name or _name_of(self.command or []),
             spec=asdict(self.spec()) | ({"notify": self.notify} if self.notify else {}),
             kind=JobKind("plain" if self.plain else "fixed" if self.fixed else "elastic"),
             min_np=fixed_np or self.min_np,
@@ -167,6 +172,7 @@ class SubmitOptions(RunOptions):
             notify_held_s=None
             if self.notify_held is None
             else parse_duration("--notify-held", self.notify_held),
+            private=self.private,
         )
 
     def _most_workers(self) -> int | None:
@@ -217,6 +223,11 @@ class SubmitOptions(RunOptions):
 
     def _check_name(self) -> None:
         name = self.name
+        if name is not None and self.private:
+            raise UsageError(
+                f"--private hides the name of a job, which is {_PRIVATE}-NUMBER then: leave --name "
+                "out"
+            )
         if name is not None and not _NAME.fullmatch(name):
             raise UsageError(
                 f"--name {name!r} is not valid: it has 1 to 50 of the characters A-Z a-z 0-9 . _ - "
@@ -252,7 +263,7 @@ def submit(options: SubmitOptions) -> None:
 
       hvd-elastic submit --plain --after ok:resnet -- python evaluate.py
     """
-    from hvd_elastic.cli.jobs.daemon import start_keeper
+    from hvd_elastic.cli.jobs.keeper import start_keeper
     from hvd_elastic.jobs.job import Submit
     from hvd_elastic.jobs.place import open_cluster
     from hvd_elastic.jobs.secrets import JobSecrets

@@ -91,7 +91,7 @@ class RunOptions:
     input_hosts: Annotated[
         str | None,
         option(
-            "hosts, as in cpu[1-4], that read and transform the data for those that train",
+            "hosts, as in cpu[1-4],@LABEL, that read and transform the data for those that train",
             metavar="LIST",
         ),
     ] = None
@@ -319,10 +319,7 @@ class RunOptions:
                 elif (hosts := self.hosts()) is not None:
                     found |= dict.fromkeys(host.name for host in hosts.choose(name))
                 else:
-                    raise UsageError(
-                        f"--input-hosts: {name} is a label of a hostfile, and this command has "
-                        "none; give the names of the hosts"
-                    )
+                    raise HostfileError(f"{name} names hosts of a hostfile; give one (--hostfile)")
             return (*found,)
         except HostfileError as error:
             raise UsageError(f"--input-hosts: {error}") from error
