@@ -47,6 +47,10 @@ from hvd_elastic.records.json_lines import (
 )
 from hvd_elastic.records.run_folder import check_run_id
 
+_MOST_BYTES = 16 << 10
+"""Bytes of what the daemon keeps of a job of another user."""
+_MOST_AFTER = 500
+"""Jobs that a job of another user may wait for."""
 _MOST_SHOWN = 100
 """Characters of a command's first word that others see."""
 _MOST_PRIORITY = 1000.0
@@ -155,10 +159,15 @@ def _job_of(request: JobRequest, user: int) -> JobRequest:
     command = [one_line(word, _MOST_SHOWN) for word in shown_words(request)]
     spec = {"command": command, **structs.asdict(told)}
     hold = user_name(user) if request.hold else ""
-    return replace(request, spec=spec, user=user, hold=hold)
+    made = replace(request, spec=spec, user=user, hold=hold)
+    if len(msgspec.json.encode(made)) > _MOST_BYTES:
+        raise UsageError(f"job {request.name}: all that is said of it has over {_MOST_BYTES} bytes")
+    return made
 
 
-def _check_after(after: Iterable[After]) -> None:
+def _check_after(after: Collection[After]) -> None:
+    if len(after) > _MOST_AFTER:
+        raise UsageError(f"--after names {len(after)} jobs, and may name {_MOST_AFTER}")
     for each in after:
         if each.outcome not in OUTCOMES:
             raise UsageError(f"--after {each.outcome!r} is not known; valid: {', '.join(OUTCOMES)}")

@@ -69,9 +69,9 @@ class Lab:
         return done.stdout
 
     def up(self, **more: str) -> None:
-        where = ("--group", self.cluster.name, "--place", self.place, "--policy", "equal")
-        where = (*where, "--operators", self.users[2], "--detach")
-        self.done(self.ada, "up", "hostfile", *where, **more)
+        where = ("--group", self.cluster.name, "--place", self.place)
+        how = ("--policy", "equal", "--operators", self.users[2], "--detach")
+        self.done(self.ada, "up", "hostfile", *where, *how, **more)
 
     def submit(self, user: str, *words: object, **more: str) -> int:
         return int(json.loads(self.done(user, "submit", "--json", *words, **more))["jobs"][0])
@@ -330,7 +330,7 @@ class Managers:
         shutil.rmtree(runtime, ignore_errors=True)
         runtime.mkdir(mode=0o700)
         shutil.chown(runtime, user)
-        words = ["sh", "-c", self._BEGIN, "sh", user, runtime, self.PROGRAM]
+        words = ["sh", "-c", self._BEGIN, "sh", user, str(runtime), str(self.PROGRAM)]
         with (self._folder / f"manager-of-{user}").open("ab") as log:
             process = subprocess.Popen(["unshare", "--mount", "--cgroup", *words], stderr=log)
         self._running.append(process)
