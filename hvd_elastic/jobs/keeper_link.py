@@ -66,11 +66,24 @@ class Forget(msgspec.Struct, tag="forget"):
     run_id: str
 
 
+class Tell(msgspec.Struct, tag="tell"):
+    """Tell the user of an event of a job, by the command of its specification.
+
+    ``fields`` and ``environment`` are of the job, unless this user's file ``secret`` has them.
+    """
+
+    run_id: str
+    event: dict[str, Any]
+    fields: dict[str, Any]
+    environment: dict[str, str]
+    secret: str | None = None
+
+
 class Leave(msgspec.Struct, tag="leave"):
     """End, as the user has no job left."""
 
 
-ToKeeper = Follow | Lead | Grant | StopRun | Forget | Leave
+ToKeeper = Follow | Lead | Grant | StopRun | Forget | Tell | Leave
 
 
 class News(msgspec.Struct, tag="news"):

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from hvd_elastic.errors import RunError, UsageError
 from hvd_elastic.formatting import one_line
+from hvd_elastic.jobs.host_wish import HostWish, listed
 from hvd_elastic.jobs.job import (
     After,
     Cancel,
@@ -57,6 +58,8 @@ _MOST_PRIORITY = 1000.0
 """Largest priority that a user may give jobs beside those of others."""
 _MOST_NUMBER = 2**31
 """Most slots or retries of a job, and largest index in an array."""
+_MOST_LIST = 4096
+"""Characters of a list of hosts."""
 _MOST_LENGTH = 1e18
 """Most examples or epochs of a job, and longest time [s]."""
 
@@ -140,7 +143,10 @@ def _job_of(request: JobRequest, user: int) -> JobRequest:
     check_run_id(request.secret)
     _check_priority(request.priority)
     _check_after(request.after)
-    lengths = (*(request.epochs, request.target_examples, request.deadline, request.time_limit_s),)
+    lengths = (
+        *(request.epochs, request.target_examples, request.deadline, request.time_limit_s),
+        request.notify_held_s,
+    )
     if any(each is not None and not 0 < each < _MOST_LENGTH for each in lengths):
         raise UsageError(f"job {request.name}: a length, a deadline or a time limit is not valid")
     least, most = request.min_np, request.max_np
@@ -159,7 +165,8 @@ def _job_of(request: JobRequest, user: int) -> JobRequest:
     command = [one_line(word, _MOST_SHOWN) for word in shown_words(request)]
     spec = {"command": command, **structs.asdict(told)}
     hold = user_name(user) if request.hold else ""
-    made = replace(request, spec=spec, user=user, hold=hold)
+    _check_wish(request.wish)
+    made = replace(request, spec=spec, user=user, hold=hold, held_at=None)
     if len(msgspec.json.encode(made)) > _MOST_BYTES:
         raise UsageError(f"job {request.name}: all that is said of it has over {_MOST_BYTES} bytes")
     return made
@@ -171,6 +178,16 @@ def _check_after(after: Collection[After]) -> None:
     for each in after:
         if each.outcome not in OUTCOMES:
             raise UsageError(f"--after {each.outcome!r} is not known; valid: {', '.join(OUTCOMES)}")
+
+
+def _check_wish(wish: HostWish) -> None:
+    texts = (wish.only, wish.exclude, *wish.labels)
+    if sum(map(len, texts)) > _MOST_LIST or len(wish.labels) > _MOST_LIST:
+        raise UsageError(f"a list of hosts or labels has at most {_MOST_LIST} characters")
+    if wish.gpu_memory_gb is not None and not 0 < wish.gpu_memory_gb < _MOST_LENGTH:
+        raise UsageError("--gpu-memory is not valid: give GB, above 0")
+    for text in filter(None, (wish.only, wish.exclude)):
+        listed(text)
 
 
 def _check_priority(priority: float) -> None:

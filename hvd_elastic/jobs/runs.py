@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -15,7 +16,7 @@ from hvd_elastic.formatting import one_line
 from hvd_elastic.hosts.hostfile import Host, format_hostfile, parse_hostfile, write_hostfile
 from hvd_elastic.jobs.job import Job, JobKind
 from hvd_elastic.jobs.keeper import STARTING_S, BeginLeader
-from hvd_elastic.jobs.keeper_link import Follow, Forget, Grant, Lead, News, StopRun, Trouble
+from hvd_elastic.jobs.keeper_link import Follow, Forget, Grant, Lead, News, StopRun, Tell, Trouble
 from hvd_elastic.jobs.keepers import Keepers
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import ClaimedHosts, RunProgress
@@ -301,6 +302,13 @@ class JobRuns:
         if run.asked_to_stop != job.attempts:
             run.asked_to_stop = job.attempts
             self._keepers.send(job.request.user, StopRun(job.run_id, reason))
+
+    def tell_user(self, job: Job, event: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        """Have the user of a job told of an event, by a command with this environment."""
+        told = {key: job.request.spec.get(key) for key in ("notify", "cwd")}
+        secret = job.request.secret
+        message = Tell(job.run_id, dict(event), told, dict(environment), secret)
+        self._keepers.send(job.request.user, message)
 
     def why_not_begun(self, job: Job) -> str:
         """Return the last line that a leader wrote before it ended without an event."""

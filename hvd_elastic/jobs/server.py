@@ -32,6 +32,8 @@ _FULL_S = 0.05
 """Time until another try to connect while too many others do [s]."""
 _ANSWER_S = 60.0
 """Longest wait of a caller for the daemon [s]."""
+_UNKNOWN_S = 0.5
+"""Time until a daemon is asked again that does not know the answer yet [s]."""
 _decoder = msgspec.json.Decoder(Request)
 
 
@@ -261,6 +263,9 @@ def ask_daemon(place: ClusterFolder, request: Request) -> Answer:
             "hvd-elastic queue whether it has done what you asked for"
         )
     answer = msgspec.json.decode(received, type=Answer)
+    if answer.ask_again:
+        time.sleep(_UNKNOWN_S)
+        return ask_daemon(place, request)
     if not answer.ok:
         refusal = RefusedError(answer.message)
         refusal.exit_status = answer.exit_status

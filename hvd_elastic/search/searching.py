@@ -26,7 +26,7 @@ from hvd_elastic.jobs.secrets import JobSecrets
 from hvd_elastic.jobs.server import RefusedError, ask_daemon
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.search.progress import TrialProgress
-from hvd_elastic.search.rungs import decide
+from hvd_elastic.search.rungs import decide, rank_trials
 from hvd_elastic.search.space import fill
 from hvd_elastic.search.study import Study
 from hvd_elastic.search.trials import Decision, Trial, TrialStatus
@@ -114,6 +114,14 @@ class Search:
         return ""
 
     # -- looking ---------------------------------------------------------------------------
+
+    def ranked(self, now: float) -> list[Trial]:
+        """Return the trials as they are, the best first, with why each is held or goes on."""
+        self.look(now)
+        rules = self.study.definition.rules
+        reasons = decide(self.trials, rules, 0, now).reasons
+        told = [replace(t, reason=reasons.get(t.number) or t.reason) for t in self.trials]
+        return rank_trials(rules, told)
 
     def look(self, now: float) -> None:
         """Look at all trials as their jobs and their runs are."""
@@ -269,14 +277,11 @@ class Search:
     def _submit(self, trial: Trial) -> None:
         """Submit the job of a trial, unless the daemon has it."""
         asked = self.study.definition.request
-        command = fill(asked.words, trial.params, trial.number)
-        token = self._token(trial.number)
-        request = replace(
-            asked,
-            name=self._name(trial.number),
-            spec={**asked.spec, "command": command},
-            token=token,
-        )
+        name, token = self._name(trial.number), self._token(trial.number)
+        spec = {**asked.spec, "command": fill(asked.words, trial.params, trial.number)}
+        if folder := spec.get("checkpoint_folder"):  # which is for one run
+            spec["checkpoint_folder"] = f"{folder}/{name}"
+        request = replace(asked, name=name, spec=spec, token=token)
         environment = dict(os.environ)
         if self._place.is_others:
             request = JobSecrets(self._place).keep(replace(request, secret=token), environment)

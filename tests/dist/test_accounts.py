@@ -190,7 +190,8 @@ def test_six_accounts_share_a_cluster_and_outlive_daemon_keeper_and_reboot(lab: 
         lab.as_user(user, "sh", "-c", f"umask 077; echo file-of-{user} > private")
         called = ("--private",) if user == fay else ("--name", f"of-{user}")
         line = f"cat ~/private; id -un; echo $TOKEN words-of-{user}; {waits}"
-        words = ("--plain", *cluster, *called, "--", "sh", "-c", line)
+        tell = ("--notify", "exec >> ~/told; cat; id -un; echo $TOKEN") if user == bob else ()
+        words = ("--plain", *cluster, *called, *tell, "--", "sh", "-c", line)
         numbers[user] = lab.submit(user, *words, TOKEN=TOKEN + user)
 
     def running(user: str) -> set[int]:
@@ -227,7 +228,7 @@ def test_six_accounts_share_a_cluster_and_outlive_daemon_keeper_and_reboot(lab: 
     files = [*lab.place.rglob("*"), *Path("/home", ada).rglob("*")]
     known = b"".join(path.read_bytes() for path in files if path.is_file())
     assert f"of-{bob}-".encode() in known
-    for what in (TOKEN + bob, f"words-of-{bob}", f"of-{fay}"):
+    for what in (TOKEN + bob, f"words-of-{bob}", "~/told", f"of-{fay}"):
         assert what.encode() not in known, "the daemon's user"
     seen = lab.jobs(eve)
     told = [
@@ -278,6 +279,12 @@ def test_six_accounts_share_a_cluster_and_outlive_daemon_keeper_and_reboot(lab: 
     past_jobs = lab.jobs(ada)
     ended = [past_jobs[n] for user, n in numbers.items() if user != eve]
     assert {(job["status"], job["attempts"]) for job in ended} == {("succeeded", 2)}
+
+    def told_bob() -> list[str]:
+        return Path("/home", bob, "told").read_text().splitlines()[-3:]
+
+    until(lambda: '"job_finished"' in told_bob()[0], "bob is told")
+    assert told_bob()[1:] == [bob, TOKEN + bob], "in his account and environment"
 
     # One account's training leaves a host for another account's job, and has it back.
     hostfile = Path("/home", ada, "hostfile")

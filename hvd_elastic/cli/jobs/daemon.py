@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from hvd_elastic.cli.jobs.units import remove_unit, write_unit
-from hvd_elastic.cli.options import AsJson, SshConfigOption, argument, option
+from hvd_elastic.cli.options import AsJson, SshConfigOption, argument, option, parse_duration
 from hvd_elastic.cli.output import print_json, wait_until
 from hvd_elastic.cli.runs.run import begin_in_background
 from hvd_elastic.errors import HostfileError, RunError, UsageError
@@ -57,6 +57,10 @@ def up(
             "--drain-unhealthy",
             metavar="LEVEL",
         ),
+    ] = None,
+    notify_held: Annotated[
+        str | None,
+        option("tell too of jobs held for, such as 1d", "--notify-held", metavar="TIME"),
     ] = None,
     group: Annotated[
         str | None, option("group whose members may use the cluster; needs --place", "--group")
@@ -107,6 +111,9 @@ def up(
             "--drain-unhealthy is not for a cluster that a group shares, since members' runs could "
             "make faults up. hvd-elastic hosts shows them, and --notify tells of them"
         )
+    if notify is None and notify_held is not None:
+        raise UsageError("--notify-held says when --notify tells: give --notify COMMAND too")
+    held_s = None if notify_held is None else parse_duration("--notify-held", notify_held)
     parse_hostfile(hostfile)  # an error is told before anything is made
     if (group is None) != (place is None):
         raise UsageError("a group shares a cluster in a folder: give --group and --place")
@@ -135,7 +142,7 @@ def up(
     serve = functools.partial(
         _serve,
         *(folder, hostfile, config, POLICIES[policy], chosen),
-        *(notify or "", drain_unhealthy or ""),
+        *((notify or "", held_s), drain_unhealthy or ""),
     )
     on_up = functools.partial(_tell_up, folder, hostfile, as_json)
     if detach:
@@ -161,7 +168,7 @@ def _serve(
     config: str | None,
     policy: Policy,
     operators: Collection[int],
-    notify: str,
+    notify: tuple[str, float | None],
     drains: str,
     on_up: Callable[[], None],
 ) -> int:
@@ -172,7 +179,10 @@ def _serve(
     with place.lock():
         _refuse_shared_hosts(place.name, hostfile)
         hostfile = hostfile.absolute()
-        daemon = Daemon(place, hostfile, config, begin_leader, policy, operators, notify, drains)
+        daemon = Daemon(
+            *(place, hostfile, config, begin_leader, policy, operators),
+            *(notify[0], drains, notify[1]),
+        )
         place.describe_daemon(hostfile)
         on_up()
         daemon.run()

@@ -162,6 +162,7 @@ def job_fields(job: Job) -> dict[str, Any]:
         "max_np": request.max_np,
         "deadline": request.deadline,
         "time_limit_s": request.time_limit_s,
+        "asked_hosts": request.wish.words or None,
         "after": [f"{each.outcome}:{each.job}" for each in request.after],
         "array_index": request.array_index,
         "attempts": job.attempts,
@@ -257,6 +258,8 @@ def why_rows(job: Job, awaits: bool, now: float, *, is_own: bool = True) -> list
         if job.status.active:
             left_s = max(0.0, request.time_limit_s - job.run_s(now))
             limits += f" ({duration_words(left_s)} left)"
+    if hosts := request.wish.words:
+        limits += f", {hosts}"
     rows.append(("asked", limits))
     if request.after:
         rows.append(("after", ", ".join(f"{each.outcome}:{each.job}" for each in request.after)))

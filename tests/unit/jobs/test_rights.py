@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 
 from hvd_elastic.errors import HvdElasticError, RunError
+from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.job import (
     After,
     Cancel,
@@ -63,6 +64,8 @@ def test_what_a_user_submits_is_theirs_and_without_what_the_daemon_need_not_know
         {"kind": JobKind.FIXED, "max_np": 2},
         *({"priority": 0.0}, {"priority": 1e9}, {"epochs": -1.0}, {"deadline": 0.0}),
         {"after": (After("never", 1),)},
+        *({"wish": HostWish("gpu[3-1]")}, {"wish": HostWish(exclude="a" * 5000)}),
+        *({"wish": HostWish(gpu_memory_gb=float("nan"))}, {"notify_held_s": -1.0}),
         {"spec": {"command": ["x"], "leader_grace_s": "long"}},
         {"spec": {"command": ["x"], "input_hosts": 3}},
         {"spec": {"command": ["x"], "input_hosts": ["h" * 20_000]}},
