@@ -24,7 +24,6 @@ from benchmarks.sharing.measure import measure_shared
 from benchmarks.testbed.command import Say, at_least_one, check_names, names, run_benchmark
 from benchmarks.testbed.figures import Result, conditions, figure, kept_rows, text_table
 from hvd_elastic.policy.schedule.policies import POLICIES
-from hvd_elastic.programs.processes import environment
 
 _BENCHMARK = "jobs"
 PARTS = ("history", "start", "moves", "turns", "shared")
@@ -149,10 +148,10 @@ def _wait_for_templates(cluster: Cluster) -> None:
     deadline = time.monotonic() + _DEADLINE_S
     while True:
         spent = [
-            process.cpu_times().user
-            for process in psutil.process_iter()
-            if process.name() == "hvd-template"
-            and environment(process).get("HVD_ELASTIC_HOME") == str(cluster.home)
+            process.info["cpu_times"].user
+            for process in psutil.process_iter(["name", "cpu_times", "environ"])
+            if process.info["name"] == "hvd-template"
+            and (process.info["environ"] or {}).get("HVD_ELASTIC_HOME") == str(cluster.home)
         ]
         if len(spent) == len(before) == 2 and spent == before:
             return

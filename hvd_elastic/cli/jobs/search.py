@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.jobs.daemon import start_keeper
+from hvd_elastic.cli.jobs.keeper import start_keeper
 from hvd_elastic.cli.jobs.submit import OF_THE_CLUSTER, SubmitOptions
 from hvd_elastic.cli.options import (
     AsJson,
