@@ -26,7 +26,7 @@ from hvd_elastic.jobs.secrets import JobSecrets
 from hvd_elastic.jobs.server import RefusedError, ask_daemon
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.search.progress import TrialProgress
-from hvd_elastic.search.rungs import decide
+from hvd_elastic.search.rungs import decide, rank_trials
 from hvd_elastic.search.space import fill
 from hvd_elastic.search.study import Study
 from hvd_elastic.search.trials import Decision, Trial, TrialStatus
@@ -95,7 +95,10 @@ class Search:
         if self._end_trials():
             self.look(now)
         try:
-            decision = decide(self.trials, self.study.definition.rules, self._room(), now)
+            definition = self.study.definition
+            asked, slots = definition.request, self._usable_slots()
+            sizes = asked.min_np, asked.max_np
+            decision = decide(self.trials, definition.rules, slots, now, *sizes)
             self.reasons |= decision.reasons
             if len(self._ended) >= _ALL_FAIL:
                 self._failure = self._failure or self._common_failure(self._ended)
@@ -114,6 +117,14 @@ class Search:
         return ""
 
     # -- looking ---------------------------------------------------------------------------
+
+    def ranked(self, now: float) -> list[Trial]:
+        """Return the trials as they are, the best first, with why each is held or goes on."""
+        self.look(now)
+        rules = self.study.definition.rules
+        reasons = decide(self.trials, rules, 0, now).reasons
+        told = [replace(t, reason=reasons.get(t.number) or t.reason) for t in self.trials]
+        return rank_trials(rules, told)
 
     def look(self, now: float) -> None:
         """Look at all trials as their jobs and their runs are."""
@@ -147,11 +158,9 @@ class Search:
         self._progress[number].poll()
         return self._progress[number]
 
-    def _room(self) -> int:
-        """Return how many trials fit into the slots of the cluster."""
+    def _usable_slots(self) -> int:
         rows = ask_daemon(self._place, Hosts()).data
-        slots = sum(row["slots"] for row in rows if row["state"] == "up")
-        return int(slots // self.study.definition.request.min_np)
+        return sum(row["slots"] for row in rows if row["state"] == "up")
 
     # -- trials that have ended ------------------------------------------------------------
 
@@ -269,14 +278,11 @@ class Search:
     def _submit(self, trial: Trial) -> None:
         """Submit the job of a trial, unless the daemon has it."""
         asked = self.study.definition.request
-        command = fill(asked.words, trial.params, trial.number)
-        token = self._token(trial.number)
-        request = replace(
-            asked,
-            name=self._name(trial.number),
-            spec={**asked.spec, "command": command},
-            token=token,
-        )
+        name, token = self._name(trial.number), self._token(trial.number)
+        spec = {**asked.spec, "command": fill(asked.words, trial.params, trial.number)}
+        if folder := spec.get("checkpoint_folder"):  # which is for one run
+            spec["checkpoint_folder"] = f"{folder}/{name}"
+        request = replace(asked, name=name, spec=spec, token=token)
         environment = dict(os.environ)
         if self._place.is_others:
             request = JobSecrets(self._place).keep(replace(request, secret=token), environment)

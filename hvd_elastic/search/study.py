@@ -143,7 +143,7 @@ class Study:
     def create(cls, definition: Definition) -> Study:
         """Create a study, or return the one that was defined so before.
 
-        One whose trials have not reported the metric gives way to a new one.
+        One whose trials have ended without the metric gives way to a new one.
 
         Raises:
             UsageError: there is another one of that name.
@@ -154,8 +154,8 @@ class Study:
             found = cls(folder)
             differing = found.definition.differences(definition)
             trials = found.trials()
-            is_used = found.is_running or any(trial.points for trial in trials)
-            if not differing and (is_used or not trials or any(t.status.active for t in trials)):
+            is_used = found.is_running or any(t.points or t.status.active for t in trials)
+            if not differing and (is_used or not trials):
                 return found
             if is_used:
                 raise UsageError(

@@ -122,8 +122,6 @@ def test_a_search_and_a_daemon_that_are_killed_lose_no_trial_and_run_none_twice(
     trials = assert_exact(local, 6, printed)
     assert trials[0]["params"] == {"lr": "1e-2"}
     assert (trials[0]["status"], trials[0]["rung"]) == ("done", 2)
-    # Half of those that had come to the first rung have gone on from there; not the first one.
-    assert 1 <= sum(trial["rung"] == 2 for trial in trials) < 6
     assert all(trial["examples"] >= 300 for trial in trials)
 
     best = json.loads(local.call("search", "best", "tiny", "--json").stdout)

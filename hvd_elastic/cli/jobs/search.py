@@ -32,6 +32,7 @@ from hvd_elastic.cli.options import (
 from hvd_elastic.cli.output import print_json, print_rows, wait_until
 from hvd_elastic.errors import RunError, UsageError, raise_together
 from hvd_elastic.formatting import count, date_words, one_line
+from hvd_elastic.search.rungs import judged_value, rungs_reached
 from hvd_elastic.search.searching import Search, cluster_of
 from hvd_elastic.search.space import check_space, of_file, parse_param
 from hvd_elastic.search.study import SAMPLERS, Definition, Study, list_studies, require_optuna
@@ -115,6 +116,7 @@ class SearchOptions(SubmitOptions):
             trials = 1
             for param in params:
                 trials *= len(param.grid())
+        request = self.request(place)
         deadline = self.deadline and time.time() + parse_duration("--deadline", self.deadline)
         return Definition(
             metric=self.metric or "",
@@ -126,7 +128,7 @@ class SearchOptions(SubmitOptions):
                 max_examples=self.max_examples,
                 deadline=deadline or None,
             ),
-            request=replace(self.request(place), deadline=None),
+            request=replace(request, name=request.name[:_LONGEST_NAME], deadline=None),
             cluster=str(place.path),
             params=params,
             space=None if self.space is None else str(self.space.absolute()),
@@ -154,6 +156,11 @@ class SearchOptions(SubmitOptions):
     def _check_rungs(self) -> None:
         if self.rungs == 1:
             return
+        if not self.checkpoint_every_s:
+            raise UsageError(
+                "a trial that is held goes on from a checkpoint: with --rungs, --checkpoint-every "
+                "is above 0"
+            )
         if self.max_examples is None:
             raise UsageError(
                 "--rungs need --max-examples: the last rung is there, and each other one at a "
@@ -290,7 +297,8 @@ def show(
     if out is not None:
         _write_page(study, out)
         return
-    rows = _rows(study)
+    rules = study.definition.rules
+    rows = [_row(rules, trial) for trial in Search(study).ranked(time.time())]
     if as_json:
         print_json({**_about(study), "trials": rows})
     elif as_csv:
@@ -371,13 +379,13 @@ def best(
       hvd-elastic search best digits --get weights.safetensors
     """
     study = Study.open(name)
-    rows = [row for row in _rows(study) if row["value"] is not None]
-    if not rows:
+    trials = [trial for trial in Search(study).ranked(time.time()) if trial.points]
+    if not trials:
         raise RunError(
             f"no trial of study {name} has reported {study.definition.metric} yet; see: "
             f"hvd-elastic search show {name}"
         )
-    found = rows[0]
+    found = _row(study.definition.rules, trials[0])
     if get is not None:
         _get(found["run_id"], get, to, as_json)
         return
@@ -387,7 +395,7 @@ def best(
     print_rows(
         [
             ("trial", f"{found['trial']} of study {name}, {found['status']}"),
-            (study.definition.metric, f"{found['value']:.6g}"),
+            (study.definition.metric, _short(found["value"])),
             ("trained", f"{found['examples']:,.0f} useful examples"),
             *((each, str(value)) for each, value in found["params"].items()),
             ("run", found["run_id"]),
@@ -482,19 +490,6 @@ def _about(study: Study) -> dict[str, Any]:
     }
 
 
-def _look(study: Study) -> list[Trial]:
-    """Return the trials of a study as they are now, the best first, each with its reason."""
-    from hvd_elastic.search.rungs import decide, rank_trials
-
-    search, rules, now = Search(study), study.definition.rules, time.time()
-    search.look(now)
-    reasons = decide(search.trials, rules, 0, now).reasons
-    return [
-        replace(trial, reason=reasons.get(trial.number) or trial.reason)
-        for trial in rank_trials(rules, search.trials)
-    ]
-
-
 def _write_page(study: Study, path: Path) -> None:
     from hvd_elastic.records.cluster import summarize_cluster
     from hvd_elastic.records.json_lines import iter_records
@@ -505,38 +500,32 @@ def _write_page(study: Study, path: Path) -> None:
     cluster = None
     if not place.is_others:
         cluster = summarize_cluster(iter_records(place.events), place.name)
-    write_search_page(path, study.name, definition.rules, _look(study), definition.metric, cluster)
+    trials = Search(study).ranked(time.time())
+    write_search_page(path, study.name, definition.rules, trials, definition.metric, cluster)
     print(f"wrote {path}")
 
 
-def _rows(study: Study) -> list[dict[str, Any]]:
-    """Return the trials of a study as JSON, the best first."""
-    from hvd_elastic.search.rungs import judged_value, rungs_reached
+def _row(rules: Rules, trial: Trial) -> dict[str, Any]:
+    """Return a trial as JSON."""
+    return {
+        "trial": trial.number,
+        "status": trial.status.value,
+        "value": _number(judged_value(rules, trial)),
+        "examples": trial.examples,
+        "rung": rungs_reached(rules, trial),
+        "params": dict(trial.params),
+        "slots": trial.slots,
+        "slot_h": trial.slot_s / 3600,
+        "job": trial.job,
+        "run_id": trial.run_id,
+        "reason": trial.reason,
+        "points": [[examples, _number(value), at] for examples, value, at in trial.points],
+    }
 
-    rules = study.definition.rules
-    rows = []
-    for trial in _look(study):
-        value = judged_value(rules, trial)
-        rows.append(
-            {
-                "trial": trial.number,
-                "status": trial.status.value,
-                "value": value if math.isfinite(value) else None,
-                "examples": trial.examples,
-                "rung": rungs_reached(rules, trial),
-                "params": dict(trial.params),
-                "slots": trial.slots,
-                "slot_h": trial.slot_s / 3600,
-                "job": trial.job,
-                "run_id": trial.run_id,
-                "reason": trial.reason,
-                "points": [
-                    [examples, value if math.isfinite(value) else None, at]
-                    for examples, value, at in trial.points
-                ],
-            }
-        )
-    return rows
+
+def _number(value: float) -> float | None:
+    """Return a number for JSON, which has no NaN."""
+    return value if math.isfinite(value) else None
 
 
 def _print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -561,7 +550,7 @@ def _print_table(study: Study, rows: Sequence[Mapping[str, Any]]) -> None:
         cells.append(
             [
                 *(str(rank), str(row["trial"]), row["status"], str(row["rung"])),
-                *("-" if row["value"] is None else _short(row["value"]), f"{row['examples']:,.0f}"),
+                *(_short(row["value"]), f"{row['examples']:,.0f}"),
                 *(str(row["slots"] or ""), f"{row['slot_h']:.2f}", *values),
                 one_line(row["reason"]),
             ]
@@ -574,7 +563,7 @@ def _print_table(study: Study, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str("-" if value is None else value)
 
 
 class _StartByDefault(typer.core.TyperGroup):

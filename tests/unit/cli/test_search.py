@@ -44,6 +44,7 @@ def without(name: str) -> tuple[str, ...]:
             (*GOOD, "--rungs", "9", "--max-examples", "100", *TRAIN),
             "--reduction 3 there are at most 5",
         ),
+        ((*GOOD, "--rungs", "2", "--checkpoint-every", "0", *TRAIN), "goes on from a checkpoint"),
         ((*GOOD, "--sampler", "best", *TRAIN), "--sampler is one of tpe, random, grid, gp"),
         ((*GOOD, "--sampler", "grid", *TRAIN), "lr is a range without a step"),
         (

@@ -49,7 +49,8 @@ class Played:
         self.is_away = False
         self.ends_after: type[Any] | None = None
         self.asked: list[Request] = []
-        request = JobRequest("digits", {"command": ["train", "{lr}", "{trial}"], "cwd": "/"})
+        spec = {"command": ["train", "{lr}", "{trial}"], "cwd": "/", "checkpoint_folder": "s3://b"}
+        request = JobRequest("digits", spec)
         definition = Definition(
             "acc", Rules("max", trials, **rules), request, str(self.place.path),
             (parse_param("lr=1e-4..1:log"),), seed=1,
@@ -128,6 +129,7 @@ def test_trials_are_jobs_and_as_many_as_slots(play: Callable[..., Played]) -> No
     first = played.job(0)
     assert first.request.words[0] == "train"
     assert first.request.words[2] == "0"
+    assert first.request.spec["checkpoint_folder"] == "s3://b/digits.0"
     assert float(first.request.words[1]) == played.search.trials[0].params["lr"]
     played.start(0, 1)
     played.train(0, (100, 0.5))

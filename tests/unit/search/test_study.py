@@ -82,10 +82,13 @@ def test_a_study_defined_so_again_is_the_same_and_another_is_refused() -> None:
         Study.open("other")
 
 
-def test_a_study_of_which_no_trial_has_reported_the_metric_gives_way() -> None:
+def test_a_study_whose_trials_have_ended_without_the_metric_gives_way() -> None:
     study = Study.create(defined(metric="accuracy"))
     with study.lock():
-        study.end_trial(ended(study.add_trial([]), status=TrialStatus.FAILED))
+        trial = study.add_trial([])
+        with pytest.raises(UsageError, match="and the metric differs"):
+            Study.create(defined())
+        study.end_trial(ended(trial, status=TrialStatus.FAILED))
     assert Study.create(defined()).trials() == []
     assert Study.open("digits").definition.token != study.definition.token
 
