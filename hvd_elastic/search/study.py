@@ -361,7 +361,7 @@ def require_optuna() -> None:
             "a search needs Optuna 5, which is not installed here: "
             "pip install 'hvd-elastic[search]'"
         ) from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # not of dynamic spaces, for one
 
 
 def _write(folder: Path, definition: Definition) -> None:

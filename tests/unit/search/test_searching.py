@@ -40,7 +40,7 @@ class Played:
         self.place.path.mkdir(parents=True)
         store = JobStore.create(self.place.database)
         self.queue = JobQueue(store, lambda *_: None)
-        host: Any = SimpleNamespace(listed={"a": Host("a", 2)}, paused_by="")
+        host: Any = SimpleNamespace(listed={"a": Host("a", 2)}, paused_by="", memory_gb={})
         self._requests = QueueRequests(
             self.place, (), (self.queue, store), (host, host, host, host), lambda *_: None,
             host_rows=lambda: [{"state": "up", "slots": 2}, {"state": "lost", "slots": 8}],
