@@ -95,7 +95,10 @@ class Search:
         if self._end_trials():
             self.look(now)
         try:
-            decision = decide(self.trials, self.study.definition.rules, self._room(), now)
+            definition = self.study.definition
+            asked, slots = definition.request, self._usable_slots()
+            sizes = asked.min_np, asked.max_np
+            decision = decide(self.trials, definition.rules, slots, now, *sizes)
             self.reasons |= decision.reasons
             if len(self._ended) >= _ALL_FAIL:
                 self._failure = self._failure or self._common_failure(self._ended)
@@ -155,11 +158,9 @@ class Search:
         self._progress[number].poll()
         return self._progress[number]
 
-    def _room(self) -> int:
-        """Return how many trials fit into the slots of the cluster."""
+    def _usable_slots(self) -> int:
         rows = ask_daemon(self._place, Hosts()).data
-        slots = sum(row["slots"] for row in rows if row["state"] == "up")
-        return int(slots // self.study.definition.request.min_np)
+        return sum(row["slots"] for row in rows if row["state"] == "up")
 
     # -- trials that have ended ------------------------------------------------------------
 
