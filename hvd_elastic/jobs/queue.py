@@ -86,7 +86,8 @@ class JobQueue:
             raise UsageError(
                 f"--after names job {number}, and there is none; see: hvd-elastic queue --all"
             )
-        there = [self._added_before(request) for request in requests]
+        before = self._added_before(requests)
+        there = [before.get((each.name, each.token, each.user)) for each in requests]
         new = [each for each, job in zip(requests, there, strict=True) if job is None]
         added = self.store.add_jobs(new, environment, time.time()) if new else []
         self.active |= {job.number: job for job in added}
@@ -111,11 +112,14 @@ class JobQueue:
         rest = iter(added)
         return [next(rest) if job is None else job for job in there]
 
-    def _added_before(self, request: JobRequest) -> Job | None:
-        """Return the job that the same request has added; None: it has not."""
-        same = self.store.find(request.name, request.user) if request.token else []
-        tokens = (job for job in same if job.request.token == request.token)
-        return next((job for job in tokens if job.request.user == request.user), None)
+    def _added_before(
+        self, requests: Iterable[JobRequest]
+    ) -> dict[tuple[str, str, int | None], Job]:
+        """Return the jobs that requests with tokens have added, by name, token and user."""
+        named = {(each.name, each.user) for each in requests if each.token}
+        same = (job for name, user in named for job in self.store.find(name, user))
+        tokens = (job for job in same if job.request.token)
+        return {(job.name, job.request.token, job.request.user): job for job in tokens}
 
     def cancel(self, numbers: Collection[int], by: str) -> tuple[list[Job], list[Job], list[Job]]:
         """Cancel jobs.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import count, date_words, hosts_named
+from hvd_elastic.formatting import count, date_words, duration_words, hosts_named
 from hvd_elastic.jobs.gpus import HostGpus
 from hvd_elastic.jobs.health import HostHealth
 from hvd_elastic.jobs.host_wish import HostWish
@@ -39,6 +39,9 @@ from hvd_elastic.jobs.store import JobStore
 
 _MOST_JOBS_OF_OTHERS = 20_000
 """Jobs of another user that wait or run: the daemon goes through all of them at each look."""
+_MOST_CHANGES, _CHANGES_S = 40_000.0, 10.0
+"""Jobs that another user may change at once, and per second in the long run: each change is kept
+in the database and the events."""
 
 
 class QueueRequests:
@@ -74,6 +77,8 @@ class QueueRequests:
         self._emit = emit
         self._host_rows = host_rows
         self._has_keeper = has_keeper
+        self._changes_left: dict[int, tuple[float, float]] = {}
+        """Jobs that other users may still change now, and since when [s, monotonic]."""
         self.down: Down | None = None
 
     def answer(self, request: Request, user: int) -> Answer:
@@ -88,6 +93,8 @@ class QueueRequests:
         request = of_user(request, user, self._operators, named)
         if isinstance(request, Submit):
             self._refuse_too_many(user, len(request.jobs))
+        if not isinstance(request, (Look, Hosts)):
+            self._refuse_too_often(user, len(getattr(request, "jobs", ())))
         if isinstance(request, Look):
             answer = Answer("", data=read_for(self._store, request, user))
         else:
@@ -212,6 +219,19 @@ class QueueRequests:
                 f"user {user_name(user)} has {count(own, 'job')} that wait or run, and may have "
                 f"{_MOST_JOBS_OF_OTHERS:,} on a cluster of several users; submit the others later"
             )
+
+    def _refuse_too_often(self, user: int, jobs: int) -> None:
+        """Raise RunError if a user changes jobs so often that the records would fill the disk."""
+        now = time.monotonic()
+        left, at = self._changes_left.get(user, (_MOST_CHANGES, now))
+        left = min(_MOST_CHANGES, left + (now - at) * _CHANGES_S) - max(1, jobs)
+        if left < 0:
+            raise RunError(
+                f"user {user_name(user)} has changed {_MOST_CHANGES:,.0f} jobs in a short time, "
+                f"and may go on with {_CHANGES_S:g} a second; try again in "
+                f"{duration_words(-left / _CHANGES_S)}"
+            )
+        self._changes_left[user] = left, now
 
     def _allowed(self, wish: HostWish) -> frozenset[str] | None:
         return wish.allowed(self._hosts.listed, self._gpus.memory_gb)

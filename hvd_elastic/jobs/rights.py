@@ -48,6 +48,10 @@ from hvd_elastic.records.json_lines import (
 )
 from hvd_elastic.records.run_folder import check_run_id
 
+_MOST_BYTES = 16 << 10
+"""Bytes of what the daemon keeps of a job of another user."""
+_MOST_AFTER = 500
+"""Jobs that a job of another user may wait for."""
 _MOST_SHOWN = 100
 """Characters of a command's first word that others see."""
 _MOST_PRIORITY = 1000.0
@@ -162,10 +166,15 @@ def _job_of(request: JobRequest, user: int) -> JobRequest:
     spec = {"command": command, **structs.asdict(told)}
     hold = user_name(user) if request.hold else ""
     _check_wish(request.wish)
-    return replace(request, spec=spec, user=user, hold=hold, held_at=None)
+    made = replace(request, spec=spec, user=user, hold=hold, held_at=None)
+    if len(msgspec.json.encode(made)) > _MOST_BYTES:
+        raise UsageError(f"job {request.name}: all that is said of it has over {_MOST_BYTES} bytes")
+    return made
 
 
-def _check_after(after: Iterable[After]) -> None:
+def _check_after(after: Collection[After]) -> None:
+    if len(after) > _MOST_AFTER:
+        raise UsageError(f"--after names {len(after)} jobs, and may name {_MOST_AFTER}")
     for each in after:
         if each.outcome not in OUTCOMES:
             raise UsageError(f"--after {each.outcome!r} is not known; valid: {', '.join(OUTCOMES)}")

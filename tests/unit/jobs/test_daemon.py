@@ -26,7 +26,7 @@ from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import parse_hostfile
 from hvd_elastic.jobs import daemon as daemon_module
-from hvd_elastic.jobs import keepers
+from hvd_elastic.jobs import keepers, requests
 from hvd_elastic.jobs.daemon import Daemon
 from hvd_elastic.jobs.job import (
     Cancel,
@@ -706,4 +706,23 @@ def test_a_job_that_was_cancelled_ends_also_if_keeper_and_leader_are_gone(
         assert "the keeper of user nobody is away" in said
         daemon.until(lambda: daemon.job(1).status is JobStatus.CANCELLED)
         assert daemon.job(1).message == "cancelled by root"
+        daemon.down(leave_jobs=True)
+
+
+@other_user.needs_root
+def test_a_user_who_changes_jobs_again_and_again_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_MOST_CHANGES", 3.0)
+    monkeypatch.setattr(requests, "_CHANGES_S", 1e-6)
+    with shared_place() as place:
+        daemon = Running(place, place.path.parent / "hosts")
+
+        def submit_often() -> None:
+            request = JobRequest("train", {"command": ["x"]}, max_np=1, secret="00")
+            ask_daemon(place, Submit([request, request], {}))
+            ask_daemon(place, Cancel([1], "x"))
+            with pytest.raises(RunError, match="has changed 3 jobs in a short time"):
+                ask_daemon(place, Cancel([2], "x"))
+            ask_daemon(place, Hosts())
+
+        as_other(place, submit_often)
         daemon.down(leave_jobs=True)

@@ -68,6 +68,8 @@ def test_what_a_user_submits_is_theirs_and_without_what_the_daemon_need_not_know
         *({"wish": HostWish(gpu_memory_gb=float("nan"))}, {"notify_held_s": -1.0}),
         {"spec": {"command": ["x"], "leader_grace_s": "long"}},
         {"spec": {"command": ["x"], "input_hosts": 3}},
+        {"spec": {"command": ["x"], "input_hosts": ["h" * 20_000]}},
+        *({"after": (After("ok", 1),) * 501}, {"token": "t" * 20_000}),
     ],
 )
 def test_what_no_job_can_have_is_refused(change: dict[str, Any]) -> None:
