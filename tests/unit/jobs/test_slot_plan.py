@@ -262,6 +262,8 @@ def test_measured_job_grows_to_twice_what_was_timed_and_tells_when_it_ends(run: 
     assert eta is not None
     assert progress.measured.remaining(None, None) == pytest.approx(3 * progress.measured.done)
     assert 50 < eta - NOW < 180
+    unheard = Candidate(running(1, {"a": 1}), progress.measured, unheard="a is silent")
+    assert plan_slots([unheard], HOSTS, NOW).etas == {1: None}
 
 
 def test_idle_cluster_is_given_to_one_job_and_shared_with_the_next(run: Written) -> None:
