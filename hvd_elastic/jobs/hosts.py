@@ -16,6 +16,7 @@ from hvd_elastic.jobs.job import Job, JobKind, JobStatus
 from hvd_elastic.jobs.operator_state import HEALTH, Drained, OperatorState
 from hvd_elastic.jobs.place import ClusterFolder
 from hvd_elastic.jobs.progress import RunProgress
+from hvd_elastic.jobs.rights import user_name
 from hvd_elastic.jobs.slot_plan import Slots
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.leader.hostfile_watch import HostfileWatch
@@ -153,6 +154,7 @@ class ClusterHosts:
             "slots": slots,
             "state": state,
             "free": free,
+            "users": sorted({user_name(use.job.request.user) for use in here}),
             "jobs": {use.job.run_id: use.job.held[name] for use in here if use.job.held.get(name)},
             "occupied": {
                 use.job.run_id: use.occupied[name] for use in here if use.occupied.get(name)

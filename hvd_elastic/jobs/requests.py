@@ -8,8 +8,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hvd_elastic.errors import RunError, UsageError
-from hvd_elastic.formatting import count, date_words
+from hvd_elastic.formatting import count, date_words, duration_words, hosts_named
+from hvd_elastic.jobs.gpus import HostGpus
 from hvd_elastic.jobs.health import HostHealth
+from hvd_elastic.jobs.host_wish import HostWish
 from hvd_elastic.jobs.hosts import ClusterHosts
 from hvd_elastic.jobs.job import (
     Answer,
@@ -37,6 +39,9 @@ from hvd_elastic.jobs.store import JobStore
 
 _MOST_JOBS_OF_OTHERS = 20_000
 """Jobs of another user that wait or run: the daemon goes through all of them at each look."""
+_MOST_CHANGES, _CHANGES_S = 40_000.0, 10.0
+"""Jobs that another user may change at once, and per second in the long run: each change is kept
+in the database and the events."""
 
 
 class QueueRequests:
@@ -45,7 +50,7 @@ class QueueRequests:
     Args:
         operators: ids of users who may change the jobs of others.
         queue: the queue, and its store.
-        hosts: the hosts, which of them are lost, and what operators have set.
+        hosts: the hosts, which of them are lost, what operators have set, and their GPUs.
         emit: records an event.
         host_rows: returns what there is to say of each host.
         has_keeper: returns whether the keeper of a user is there.
@@ -59,7 +64,7 @@ class QueueRequests:
         place: ClusterFolder,
         operators: Collection[int],
         queue: tuple[JobQueue, JobStore],
-        hosts: tuple[ClusterHosts, HostHealth, OperatorState],
+        hosts: tuple[ClusterHosts, HostHealth, OperatorState, HostGpus],
         emit: Callable[[str, Mapping[str, Any]], None],
         *,
         host_rows: Callable[[], list[dict[str, Any]]],
@@ -68,10 +73,12 @@ class QueueRequests:
         self._name = place.name
         self._operators = operators
         self._queue, self._store = queue
-        self._hosts, self._health, self._operator_state = hosts
+        self._hosts, self._health, self._operator_state, self._gpus = hosts
         self._emit = emit
         self._host_rows = host_rows
         self._has_keeper = has_keeper
+        self._changes_left: dict[int, tuple[float, float]] = {}
+        """Jobs that other users may still change now, and since when [s, monotonic]."""
         self.down: Down | None = None
 
     def answer(self, request: Request, user: int) -> Answer:
@@ -86,21 +93,31 @@ class QueueRequests:
         request = of_user(request, user, self._operators, named)
         if isinstance(request, Submit):
             self._refuse_too_many(user, len(request.jobs))
+        if not isinstance(request, (Look, Hosts)):
+            self._refuse_too_often(user, len(getattr(request, "jobs", ())))
         if isinstance(request, Look):
-            return Answer("", data=read_for(self._store, request, user))
-        answer = self._act(request)
-        starts = isinstance(request, (Submit, Requeue, Release))
-        answer.needs_keeper = starts and not self._has_keeper(user)
+            answer = Answer("", data=read_for(self._store, request, user))
+        else:
+            answer = self._act(request)
+        answer.needs_keeper = not self._has_keeper(user) and any(
+            job.request.user == user for job in self._queue.active.values()
+        )
         return answer
 
     def _act(self, request: Request) -> Answer:
         queue = self._queue
         match request:
             case Submit(jobs, environment):
+                unknown = self._unknown_gpus(request)
+                if unknown and self._gpus.ask({*unknown} - self._health.lost.keys()):
+                    return Answer("", ask_again=True)
                 self._refuse_impossible(request)
-                added = queue.add_jobs(jobs, environment)
+                added = queue.add_jobs(jobs, environment, self._allowed)
+                words = f"submitted {jobs_words(added)}"
+                if unknown:
+                    words += f"; {hosts_named(unknown)} did not say which GPUs they have"
                 return Answer(
-                    f"submitted {jobs_words(added)}",
+                    words,
                     jobs=[j.number for j in added],
                     data=[job.run_id for job in added],
                 )
@@ -108,6 +125,12 @@ class QueueRequests:
                 ended, stopping, over = queue.cancel(jobs, by)
                 parts = [f"cancelled {jobs_words(ended)}"] if ended else []
                 parts += [ending_words(stopping)] if stopping else []
+                users = {job.request.user for job in stopping}
+                parts += [
+                    f"the keeper of user {user_name(each)} is away, so theirs end when it is back"
+                    for each in users
+                    if not self._has_keeper(each)
+                ]
                 parts += [over_words(over)] if over else []
                 return Answer("; ".join(parts), jobs=[j.number for j in [*ended, *stopping]])
             case Requeue(jobs, environment, after):
@@ -197,16 +220,36 @@ class QueueRequests:
                 f"{_MOST_JOBS_OF_OTHERS:,} on a cluster of several users; submit the others later"
             )
 
+    def _refuse_too_often(self, user: int, jobs: int) -> None:
+        """Raise RunError if a user changes jobs so often that the records would fill the disk."""
+        now = time.monotonic()
+        left, at = self._changes_left.get(user, (_MOST_CHANGES, now))
+        left = min(_MOST_CHANGES, left + (now - at) * _CHANGES_S) - max(1, jobs)
+        if left < 0:
+            raise RunError(
+                f"user {user_name(user)} has changed {_MOST_CHANGES:,.0f} jobs in a short time, "
+                f"and may go on with {_CHANGES_S:g} a second; try again in "
+                f"{duration_words(-left / _CHANGES_S)}"
+            )
+        self._changes_left[user] = left, now
+
+    def _allowed(self, wish: HostWish) -> frozenset[str] | None:
+        return wish.allowed(self._hosts.listed, self._gpus.memory_gb)
+
+    def _unknown_gpus(self, request: Submit) -> list[str]:
+        """Return the hosts that have not said which GPUs they have, if a job asks for some."""
+        if all(job.wish.gpu_memory_gb is None for job in request.jobs):
+            return []
+        return [host for host in self._hosts.listed if host not in self._gpus.memory_gb]
+
     def _refuse_impossible(self, request: Submit) -> None:
         hosts = self._hosts.listed
-        slots = sum(host.slots for host in hosts.values())
+        checked = set()
         for job in request.jobs:
-            if job.min_np > slots:
-                raise RunError(
-                    f"job {job.name} needs {count(job.min_np, 'slot')}, and cluster "
-                    f"{self._name} has {slots} on {count(len(hosts), 'host')}. "
-                    "Lower --min-np or --np, or add hosts to its hostfile first."
-                )
+            if (asked := (job.wish, job.min_np)) not in checked:
+                whose = f"job {job.name}", f"cluster {self._name}"
+                job.wish.refuse_impossible(hosts, self._gpus.memory_gb, job.min_np, whose)
+                checked.add(asked)
             for name in job.spec.get("input_hosts", ()):
                 if name in hosts:
                     raise RunError(

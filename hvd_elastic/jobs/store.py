@@ -226,16 +226,17 @@ class JobStore:
         """Return the jobs that wait or run, oldest first."""
         return self._select("WHERE status IN (?, ?) ORDER BY number", _ACTIVE)
 
-    def with_status(self, status: JobStatus, limit: int | None = None) -> list[Job]:
-        """Return the jobs of a state, oldest first."""
+    def with_status(self, status: JobStatus, limit: int | None = None, after: int = 0) -> list[Job]:
+        """Return the jobs of a state whose numbers are above ``after``, oldest first."""
         most = -1 if limit is None else limit
-        return self._select("WHERE status = ? ORDER BY number LIMIT ?", (status.value, most))
+        where = "WHERE status = ? AND number > ? ORDER BY number LIMIT ?"
+        return self._select(where, (status.value, after, most))
 
-    def ended(self, limit: int | None = None) -> list[Job]:
-        """Return jobs that have ended, the last submitted first."""
+    def ended(self, limit: int | None = None, before: int = _MOST_INTEGER) -> list[Job]:
+        """Return jobs that have ended with numbers below ``before``, the last submitted first."""
         most = -1 if limit is None else limit
-        where = "WHERE status NOT IN (?, ?) ORDER BY number DESC LIMIT ?"
-        return self._select(where, (*_ACTIVE, most))
+        where = "WHERE status NOT IN (?, ?) AND number < ? ORDER BY number DESC LIMIT ?"
+        return self._select(where, (*_ACTIVE, before, most))
 
     def counts(self) -> dict[JobStatus, int]:
         """Return the number of jobs of each state that has any."""
@@ -248,7 +249,7 @@ class JobStore:
         with _explained(self.path):
             rows = self._db.execute(
                 "SELECT number FROM jobs WHERE number BETWEEN ? AND ? ORDER BY number",
-                (min(first, _MOST_INTEGER), min(last, _MOST_INTEGER)),
+                tuple(max(0, min(each, _MOST_INTEGER)) for each in (first, last)),
             ).fetchall()
         return [int(number) for (number,) in rows]
 
@@ -268,7 +269,7 @@ class JobStore:
     def jobs(self, numbers: Collection[int]) -> dict[int, Job]:
         """Return jobs by number; unknown ones are left out."""
         found: dict[int, Job] = {}
-        wanted = [*dict.fromkeys(numbers)]  # a user may name one a million times
+        wanted = [*filter(_is_number, dict.fromkeys(numbers))]  # one may be named a million times
         for first in range(0, len(wanted), _MOST_VALUES):
             some = (*wanted[first : first + _MOST_VALUES],)
             marks = ", ".join("?" * len(some))
@@ -277,23 +278,16 @@ class JobStore:
 
     def statuses(self, numbers: Collection[int]) -> dict[int, JobStatus]:
         """Return the states of jobs by number; unknown ones are left out."""
-        return {number: JobStatus(status) for number, status in self._values("status", numbers)}
-
-    def reasons(self, numbers: Collection[int]) -> dict[int, str]:
-        """Return why jobs wait or hold their slots, by number; unknown ones are left out."""
-        return dict(self._values("reason", numbers))
-
-    def _values(self, column: str, numbers: Collection[int]) -> list[tuple[int, str]]:
         rows = []
-        wanted = list(numbers)
+        wanted = list(filter(_is_number, numbers))
         with _explained(self.path):
             for first in range(0, len(wanted), _MOST_VALUES):
                 some = wanted[first : first + _MOST_VALUES]
                 marks = ", ".join("?" * len(some))
                 rows += self._db.execute(
-                    f"SELECT number, {column} FROM jobs WHERE number IN ({marks})", some
+                    f"SELECT number, status FROM jobs WHERE number IN ({marks})", some
                 ).fetchall()
-        return rows
+        return {number: JobStatus(status) for number, status in rows}
 
     def environment(self, job: Job) -> dict[str, str]:
         """Return the environment of a job; empty if it was removed."""
@@ -319,6 +313,11 @@ class JobStore:
                 with contextlib.suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
                 raise
+
+
+def _is_number(number: int) -> bool:
+    """Return whether a job can have a number: users may name others."""
+    return 0 < number <= _MOST_INTEGER
 
 
 def _encode(request: JobRequest) -> str:

@@ -26,7 +26,7 @@ from hvd_elastic.jobs.secrets import JobSecrets
 from hvd_elastic.jobs.server import RefusedError, ask_daemon
 from hvd_elastic.jobs.store import JobStore
 from hvd_elastic.search.progress import TrialProgress
-from hvd_elastic.search.rungs import decide
+from hvd_elastic.search.rungs import decide, rank_trials
 from hvd_elastic.search.space import fill
 from hvd_elastic.search.study import Study
 from hvd_elastic.search.trials import Decision, Trial, TrialStatus
@@ -75,7 +75,7 @@ class Search:
         """Trials that have ended since this process began."""
         self._told: dict[int, TrialStatus] = {}
         self._cancelled: set[int] = set()
-        self._failure = ""
+        self._failure = self._why = ""
         self._trouble = ""
 
     def step(self, now: float) -> str:
@@ -92,13 +92,14 @@ class Search:
                 refuses the trials.
         """
         self.look(now)
+        if self._end_trials():
+            self.look(now)
         try:
-            decision = decide(self.trials, self.study.definition.rules, self._room(), now)
+            definition = self.study.definition
+            asked, slots = definition.request, self._usable_slots()
+            sizes = asked.min_np, asked.max_np
+            decision = decide(self.trials, definition.rules, slots, now, *sizes)
             self.reasons |= decision.reasons
-            ended = self._end_trials(now)
-            if ended:  # what is decided next rests on it
-                self.look(now)
-                return ""
             if len(self._ended) >= _ALL_FAIL:
                 self._failure = self._failure or self._common_failure(self._ended)
             why = "stopped by its user" if self.study.stop_request.exists() else decision.finished
@@ -117,21 +118,19 @@ class Search:
 
     # -- looking ---------------------------------------------------------------------------
 
+    def ranked(self, now: float) -> list[Trial]:
+        """Return the trials as they are, the best first, with why each is held or goes on."""
+        self.look(now)
+        rules = self.study.definition.rules
+        reasons = decide(self.trials, rules, 0, now).reasons
+        told = [replace(t, reason=reasons.get(t.number) or t.reason) for t in self.trials]
+        return rank_trials(rules, told)
+
     def look(self, now: float) -> None:
         """Look at all trials as their jobs and their runs are."""
         kept = self.study.trials()
         active = [trial.number for trial in kept if trial.status.active]
-        store = open_queue(self._place)
-        try:
-            for number in active:
-                if number not in self._jobs and (job := self._submitted(store, number)):
-                    self._jobs[number] = job
-            jobs = store.jobs(
-                [self._jobs[number].number for number in active if number in self._jobs]
-            )
-        finally:
-            store.close()
-        self._jobs = {n: jobs[self._jobs[n].number] for n in active if n in self._jobs}
+        self._jobs = self._jobs_of(active) if active else {}
         # The jobs first: what a run has told before its end is read then.
         self.trials = [
             self._progress_of(trial.number).of(trial, self._jobs[trial.number], now)
@@ -139,6 +138,13 @@ class Search:
             else trial
             for trial in kept
         ]
+
+    def _jobs_of(self, numbers: Sequence[int]) -> dict[int, Job]:
+        """Return the jobs of trials as they are now; those that were not submitted are left out."""
+        with contextlib.closing(open_queue(self._place)) as store:
+            known = {n: self._jobs.get(n) or self._submitted(store, n) for n in numbers}
+            jobs = store.jobs([job.number for job in known.values() if job is not None])
+        return {n: jobs[job.number] for n, job in known.items() if job and job.number in jobs}
 
     def _submitted(self, store: JobStore, number: int) -> Job | None:
         """Return the job of a trial; None: it was not submitted."""
@@ -152,15 +158,13 @@ class Search:
         self._progress[number].poll()
         return self._progress[number]
 
-    def _room(self) -> int:
-        """Return how many trials fit into the slots of the cluster."""
+    def _usable_slots(self) -> int:
         rows = ask_daemon(self._place, Hosts()).data
-        slots = sum(row["slots"] for row in rows if row["state"] == "up")
-        return int(slots // self.study.definition.request.min_np)
+        return sum(row["slots"] for row in rows if row["state"] == "up")
 
     # -- trials that have ended ------------------------------------------------------------
 
-    def _end_trials(self, now: float) -> bool:
+    def _end_trials(self) -> bool:
         """Write down which trials have ended, and how; return whether any has."""
         ended = False
         for trial in self.trials:
@@ -194,7 +198,11 @@ class Search:
                     f"its output: hvd-elastic logs {trial.run_id}"
                 )
             return replace(trial, status=TrialStatus.FAILED, reason=why)
-        reason = self.reasons.get(trial.number, trial.reason) if is_ours else trial.reason
+        reason = trial.reason
+        if is_ours:
+            decided = self.reasons.get(trial.number, "")
+            is_judged = is_whole or decided.startswith("held")
+            reason = (decided if is_judged else self._why) or reason
         status = TrialStatus.DONE if is_whole else trial.status
         return replace(trial, status=status, reason=reason)
 
@@ -216,6 +224,7 @@ class Search:
     def _finish(self, why: str) -> str:
         """End all jobs; return why the study has ended when they have."""
         jobs = [job.number for job in self._jobs.values() if job.status.active]
+        self._why = why
         if jobs:
             self._ask(Cancel, [number for number in jobs if number not in self._cancelled])
             self._cancelled.update(jobs)
@@ -269,14 +278,11 @@ class Search:
     def _submit(self, trial: Trial) -> None:
         """Submit the job of a trial, unless the daemon has it."""
         asked = self.study.definition.request
-        command = fill(asked.words, trial.params, trial.number)
-        token = self._token(trial.number)
-        request = replace(
-            asked,
-            name=self._name(trial.number),
-            spec={**asked.spec, "command": command},
-            token=token,
-        )
+        name, token = self._name(trial.number), self._token(trial.number)
+        spec = {**asked.spec, "command": fill(asked.words, trial.params, trial.number)}
+        if folder := spec.get("checkpoint_folder"):  # which is for one run
+            spec["checkpoint_folder"] = f"{folder}/{name}"
+        request = replace(asked, name=name, spec=spec, token=token)
         environment = dict(os.environ)
         if self._place.is_others:
             request = JobSecrets(self._place).keep(replace(request, secret=token), environment)

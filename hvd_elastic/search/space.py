@@ -220,6 +220,11 @@ def of_file(path: Path) -> Suggest:
         UsageError: the file has no such function.
         RunError: it fails.
     """
+    path = path.absolute()
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     with _explained(path):
         function = runpy.run_path(str(path)).get("suggest")
     if not callable(function):
@@ -249,8 +254,6 @@ def _explained(path: Path) -> Iterator[None]:
     except HvdElasticError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.filename == str(path):
-            raise UsageError(f"{path} cannot be read: {error.strerror}") from error
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         if isinstance(error, SyntaxError):

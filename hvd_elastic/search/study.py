@@ -132,6 +132,7 @@ class Study:
         self.stop_request = folder / "stop"
         self._lock = folder / "lock"
         self._journal = folder / "journal.log"
+        self._is_writer = False
         self.definition = self._read()
         self._trials: list[Trial] = []
         self._reported: dict[int, float] = {}
@@ -142,7 +143,7 @@ class Study:
     def create(cls, definition: Definition) -> Study:
         """Create a study, or return the one that was defined so before.
 
-        One whose trials have not reported the metric gives way to a new one.
+        One whose trials have ended without the metric gives way to a new one.
 
         Raises:
             UsageError: there is another one of that name.
@@ -153,8 +154,8 @@ class Study:
             found = cls(folder)
             differing = found.definition.differences(definition)
             trials = found.trials()
-            is_used = found.is_running or any(trial.points for trial in trials)
-            if not differing and (is_used or not trials or any(t.status.active for t in trials)):
+            is_used = found.is_running or any(t.points or t.status.active for t in trials)
+            if not differing and (is_used or not trials):
                 return found
             if is_used:
                 raise UsageError(
@@ -213,7 +214,9 @@ class Study:
             # That of a writer that was killed, for which others would wait for half a minute.
             Path(f"{self._journal}.lock").unlink(missing_ok=True)
             _mend(self._journal)
+            self._is_writer = True
             yield
+            self._is_writer = False
 
     @property
     def is_running(self) -> bool:
@@ -224,9 +227,11 @@ class Study:
 
     def trials(self) -> list[Trial]:
         """Return the trials, by number, as far as the journal tells: those that have ended."""
-        if not self._journal.exists():
-            return []
-        for number, frozen in enumerate(self._study.get_trials(deepcopy=False)):
+        try:
+            kept = self._study.get_trials(deepcopy=False) if self._journal.exists() else []
+        except KeyError:  # its writer has just begun
+            kept = []
+        for number, frozen in enumerate(kept):
             if number >= len(self._trials):
                 self._trials.append(_trial_of(frozen))
             elif self._trials[number].status.active and frozen.state.is_finished():
@@ -324,12 +329,12 @@ class Study:
 
             with _quiet():
                 storage = JournalStorage(JournalFileBackend(str(self._journal)))
-                study = optuna.create_study(
-                    storage=storage,
-                    study_name=self.name,
-                    direction=self._direction,
-                    load_if_exists=True,
-                )
+                if self._is_writer and not storage.get_all_studies():
+                    optuna.create_study(
+                        storage=storage, study_name=self.name, direction=self._direction
+                    )
+                # Not create_study(load_if_exists=True), by which readers would write as well.
+                study = optuna.load_study(study_name=self.name, storage=storage)
             self._opened = storage, study
         return self._opened
 
@@ -356,7 +361,7 @@ def require_optuna() -> None:
             "a search needs Optuna 5, which is not installed here: "
             "pip install 'hvd-elastic[search]'"
         ) from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # not of dynamic spaces, for one
 
 
 def _write(folder: Path, definition: Definition) -> None:
@@ -420,9 +425,7 @@ def _seen(frozen: FrozenTrial, trial: Trial, definition: Definition) -> FrozenTr
         params=frozen.params,
         distributions=frozen.distributions,
         system_attrs=frozen.system_attrs,
-        intermediate_values={
-            int(point.examples): value for point, value in zip(points, values, strict=True)
-        },
+        intermediate_values={int(point.examples): values[-1] for point in points[-1:]},
     )
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.formatting import count, duration_words
+from hvd_elastic.jobs.job import Job
 from hvd_elastic.jobs.place import ClusterFolder, list_clusters, open_cluster
-from hvd_elastic.jobs.store import JobStore
+from hvd_elastic.jobs.rights import ClusterEvents, open_queue
 from hvd_elastic.records.cluster import (
     ClusterSummary,
     Hold,
@@ -22,7 +23,6 @@ from hvd_elastic.records.cluster import (
     JobRecord,
     summarize_cluster,
 )
-from hvd_elastic.records.json_lines import Follower, decode_record, iter_records
 from hvd_elastic.views.page import (
     MAX_ROWS,
     cell,
@@ -57,17 +57,18 @@ def write_cluster_report(name: str | None, out: Path | None = None) -> tuple[Pat
 
     Args:
         name: name of the cluster; None: see :func:`open_cluster`.
-        out: path of the report; None: ``report.html`` in the cluster's folder.
+        out: path of the report; None: ``report.html`` in the cluster's folder, or in that of this
+            user's keeper if the cluster is another user's.
 
     Raises:
         RunError: there is no such cluster, it has no jobs yet, or ``out`` cannot be written.
     """
     folder = open_cluster(name)
-    folder.check_own("the report")
-    summary = summarize_cluster(iter_records(folder.events), folder.name)
+    summary = summarize_cluster(ClusterEvents(folder), folder.name)
     if not summary.jobs:
         raise RunError(f"cluster {summary.name} has had no jobs yet, so there is nothing to report")
-    path = folder.path / "report.html" if out is None else out
+    path = (folder.keeper if folder.is_others else folder.path) / "report.html"
+    path = path if out is None else out
     write_page(path, render_cluster(summary))
     return path, summary
 
@@ -384,7 +385,7 @@ class LiveClusters:
     def render(self) -> str:
         """Return the pictures and tables of all clusters that have had jobs, as HTML."""
         with self._lock:
-            folders = [each for each in list_clusters() if not each.is_others]
+            folders = list_clusters()
             live = [self._known.setdefault(each.name, _LiveCluster(each)) for each in folders]
             return "".join(each.render() for each in live)
 
@@ -392,15 +393,15 @@ class LiveClusters:
 class _LiveCluster:
     def __init__(self, folder: ClusterFolder) -> None:
         self._folder = folder
-        self._follower = Follower(folder.events, decode_record)
+        self._events = ClusterEvents(folder)
         self._summary = ClusterSummary(folder.name)
         self._rendered: tuple[object, str] = (None, "")
 
     def render(self) -> str:
         """Return the picture and tables as HTML; empty before the first job."""
         summary = self._summary
-        while records := self._follower.poll():
-            for record in records:
+        with contextlib.suppress(RunError):  # a daemon of another user is not there
+            for record in self._events:
                 summary.take_event(record)
         if not summary.jobs or summary.started is None:
             return ""
@@ -417,13 +418,13 @@ class _LiveCluster:
     def _read_reasons(self) -> Mapping[str, str]:
         """Return why the jobs that are shown run or wait: that changes without an event."""
         shown = [job for job in shown_jobs(self._summary) if job.status in ("queued", "running")]
-        found = {}
+        found: Mapping[int, Job] = {}
         with contextlib.suppress(RunError):  # a queue that cannot be read says so to its own verbs
-            store = JobStore.read_only(self._folder.database)
-            with contextlib.closing(store):
-                found = store.reasons([int(job.job) for job in shown])
+            with contextlib.closing(open_queue(self._folder)) as store:
+                found = store.jobs([int(job.job) for job in shown])
         for job in shown:
-            job.reason = found.get(int(job.job), job.reason)
+            if int(job.job) in found:
+                job.reason = found[int(job.job)].reason
         return {job.job: job.reason for job in shown}
 
     def _render(self, now_s: float, *, alive: bool) -> str:

@@ -173,11 +173,17 @@ def test_plain_commands_wait_for_slots_for_each_other_and_end_as_they_say(
 def test_nothing_is_lost_at_a_time_limit(local: Cluster, tmp_path: Path) -> None:
     script, go = write_script(tmp_path), tmp_path / "go"
     train = ("--audit", "--", "python", script, "--step-time", "0.02", "--until", go)
-    number = local.submit("--time", "8s", "--retries", "3", *train)
+    tell = ("--notify", "cat >> told")
+    number = local.submit("--time", "8s", "--retries", "3", *tell, *train)
     until(lambda: local.job(number)["status"] == "failed", "it is at its time limit")
     ended = local.job(number)
     assert ended["message"].startswith("time limit of 8.0 s: hvd-elastic requeue")
     assert ended["attempts"] == 1
+    told = tmp_path / "told"
+    until(lambda: told.read_text().count("\n") == 2, "its user is told of both")
+    near, over = map(json.loads, told.read_text().splitlines())
+    assert (near["kind"], over["status"]) == ("time_limit_near", "failed")
+    assert 0 <= near["left_s"] <= 0.8
     go.touch()
     for _ in range(10):  # on a slow machine its time is over before it has begun to train
         local.call("requeue", number)
@@ -268,7 +274,8 @@ def test_jobs_share_hosts_lose_one_and_leave_nothing(
     with cluster:
         one = cluster.submit("--name", "one", *train)
         until(lambda: cluster.slots(one) >= 2, "an idle cluster is given to the job")
-        every = [one, cluster.submit("--name", "two", *train), cluster.submit(*train)]
+        there = ("--hosts", stage.hosts[1])
+        every = [one, cluster.submit("--name", "two", *there, *train), cluster.submit(*train)]
 
         def trained() -> list[int]:
             runs = [cluster.job(number)["run_id"] for number in every]
@@ -289,6 +296,9 @@ def test_jobs_share_hosts_lose_one_and_leave_nothing(
         )
         enough.touch()
         cluster.call("wait", *every)
+        decided = cluster.events("jobs_decided")
+        hosts = {host for each in decided for host in each["allocations"].get(str(every[1]), ())}
+        assert hosts == {stage.hosts[1]}
         for number in every:
             run_id = cluster.job(number)["run_id"]
             assert audit_of(cluster.home / "runs" / run_id).ok, run_id

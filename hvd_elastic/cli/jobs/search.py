@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hvd_elastic.cli.jobs.daemon import start_keeper
+from hvd_elastic.cli.jobs.keeper import start_keeper
 from hvd_elastic.cli.jobs.submit import OF_THE_CLUSTER, SubmitOptions
 from hvd_elastic.cli.options import (
     AsJson,
@@ -32,10 +32,11 @@ from hvd_elastic.cli.options import (
 from hvd_elastic.cli.output import print_json, print_rows, wait_until
 from hvd_elastic.errors import RunError, UsageError, raise_together
 from hvd_elastic.formatting import count, date_words, one_line
+from hvd_elastic.search.rungs import judged_value, rungs_reached
 from hvd_elastic.search.searching import Search, cluster_of
 from hvd_elastic.search.space import check_space, of_file, parse_param
 from hvd_elastic.search.study import SAMPLERS, Definition, Study, list_studies, require_optuna
-from hvd_elastic.search.trials import Rules
+from hvd_elastic.search.trials import Rules, Trial
 
 if TYPE_CHECKING:
     from hvd_elastic.jobs.place import ClusterFolder
@@ -115,6 +116,7 @@ class SearchOptions(SubmitOptions):
             trials = 1
             for param in params:
                 trials *= len(param.grid())
+        request = self.request(place)
         deadline = self.deadline and time.time() + parse_duration("--deadline", self.deadline)
         return Definition(
             metric=self.metric or "",
@@ -126,7 +128,7 @@ class SearchOptions(SubmitOptions):
                 max_examples=self.max_examples,
                 deadline=deadline or None,
             ),
-            request=replace(self.request(place), deadline=None),
+            request=replace(request, name=request.name[:_LONGEST_NAME], deadline=None),
             cluster=str(place.path),
             params=params,
             space=None if self.space is None else str(self.space.absolute()),
@@ -154,6 +156,11 @@ class SearchOptions(SubmitOptions):
     def _check_rungs(self) -> None:
         if self.rungs == 1:
             return
+        if not self.checkpoint_every_s:
+            raise UsageError(
+                "a trial that is held goes on from a checkpoint: with --rungs, --checkpoint-every "
+                "is above 0"
+            )
         if self.max_examples is None:
             raise UsageError(
                 "--rungs need --max-examples: the last rung is there, and each other one at a "
@@ -269,6 +276,10 @@ def show(
     as_csv: Annotated[bool, option("Print comma-separated values instead of text", "--csv")] = (
         False
     ),
+    out: Annotated[
+        Path | None,
+        option("write a page with curves, parameters and slots to this file", "--out", "-o"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the trials of a study, the best first.
@@ -277,11 +288,17 @@ def show(
       hvd-elastic search show digits
 
       hvd-elastic search show digits --csv > trials.csv
+
+      hvd-elastic search show digits --out digits.html
     """
-    if as_csv and as_json:
-        raise UsageError("--csv and --json are two forms of output: give one of them")
+    if as_csv + as_json + (out is not None) > 1:
+        raise UsageError("--csv, --json and --out are three forms of output: give one of them")
     study = Study.open(name)
-    rows = _rows(study)
+    if out is not None:
+        _write_page(study, out)
+        return
+    rules = study.definition.rules
+    rows = [_row(rules, trial) for trial in Search(study).ranked(time.time())]
     if as_json:
         print_json({**_about(study), "trials": rows})
     elif as_csv:
@@ -321,10 +338,12 @@ def stop(name: StudyArgument, as_json: AsJson = False) -> None:
       hvd-elastic search stop digits
     """
     study = Study.open(name)
-    study.stop_request.touch()
-    if not study.is_running:
+    if study.is_running:
+        study.stop_request.touch()
+    else:
         _check_daemon(cluster_of(study))
         with study.lock():
+            study.stop_request.touch()
             _search(study, lambda _: None)
     wait_until(
         lambda: not study.is_running,
@@ -360,13 +379,13 @@ def best(
       hvd-elastic search best digits --get weights.safetensors
     """
     study = Study.open(name)
-    rows = [row for row in _rows(study) if row["value"] is not None]
-    if not rows:
+    trials = [trial for trial in Search(study).ranked(time.time()) if trial.points]
+    if not trials:
         raise RunError(
             f"no trial of study {name} has reported {study.definition.metric} yet; see: "
             f"hvd-elastic search show {name}"
         )
-    found = rows[0]
+    found = _row(study.definition.rules, trials[0])
     if get is not None:
         _get(found["run_id"], get, to, as_json)
         return
@@ -376,7 +395,7 @@ def best(
     print_rows(
         [
             ("trial", f"{found['trial']} of study {name}, {found['status']}"),
-            (study.definition.metric, f"{found['value']:.6g}"),
+            (study.definition.metric, _short(found["value"])),
             ("trained", f"{found['examples']:,.0f} useful examples"),
             *((each, str(value)) for each, value in found["params"].items()),
             ("run", found["run_id"]),
@@ -471,36 +490,42 @@ def _about(study: Study) -> dict[str, Any]:
     }
 
 
-def _rows(study: Study) -> list[dict[str, Any]]:
-    """Return the trials of a study as JSON, the best first."""
-    from hvd_elastic.search.rungs import decide, judged_value, rank_trials, rungs_reached
+def _write_page(study: Study, path: Path) -> None:
+    from hvd_elastic.records.cluster import summarize_cluster
+    from hvd_elastic.records.json_lines import iter_records
+    from hvd_elastic.views.search_page import write_search_page
 
-    search, rules, now = Search(study), study.definition.rules, time.time()
-    search.look(now)
-    reasons = decide(search.trials, rules, 0, now).reasons
-    rows = []
-    for trial in rank_trials(rules, search.trials):
-        value = judged_value(rules, trial)
-        rows.append(
-            {
-                "trial": trial.number,
-                "status": trial.status.value,
-                "value": value if math.isfinite(value) else None,
-                "examples": trial.examples,
-                "rung": rungs_reached(rules, trial),
-                "params": dict(trial.params),
-                "slots": trial.slots,
-                "slot_h": trial.slot_s / 3600,
-                "job": trial.job,
-                "run_id": trial.run_id,
-                "reason": reasons.get(trial.number) or trial.reason,
-                "points": [
-                    [examples, value if math.isfinite(value) else None, at]
-                    for examples, value, at in trial.points
-                ],
-            }
-        )
-    return rows
+    definition, place = study.definition, cluster_of(study)
+    # The queue's events of another user's cluster cannot be read.
+    cluster = None
+    if not place.is_others:
+        cluster = summarize_cluster(iter_records(place.events), place.name)
+    trials = Search(study).ranked(time.time())
+    write_search_page(path, study.name, definition.rules, trials, definition.metric, cluster)
+    print(f"wrote {path}")
+
+
+def _row(rules: Rules, trial: Trial) -> dict[str, Any]:
+    """Return a trial as JSON."""
+    return {
+        "trial": trial.number,
+        "status": trial.status.value,
+        "value": _number(judged_value(rules, trial)),
+        "examples": trial.examples,
+        "rung": rungs_reached(rules, trial),
+        "params": dict(trial.params),
+        "slots": trial.slots,
+        "slot_h": trial.slot_s / 3600,
+        "job": trial.job,
+        "run_id": trial.run_id,
+        "reason": trial.reason,
+        "points": [[examples, _number(value), at] for examples, value, at in trial.points],
+    }
+
+
+def _number(value: float) -> float | None:
+    """Return a number for JSON, which has no NaN."""
+    return value if math.isfinite(value) else None
 
 
 def _print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -525,7 +550,7 @@ def _print_table(study: Study, rows: Sequence[Mapping[str, Any]]) -> None:
         cells.append(
             [
                 *(str(rank), str(row["trial"]), row["status"], str(row["rung"])),
-                *("-" if row["value"] is None else _short(row["value"]), f"{row['examples']:,.0f}"),
+                *(_short(row["value"]), f"{row['examples']:,.0f}"),
                 *(str(row["slots"] or ""), f"{row['slot_h']:.2f}", *values),
                 one_line(row["reason"]),
             ]
@@ -538,7 +563,7 @@ def _print_table(study: Study, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str("-" if value is None else value)
 
 
 class _StartByDefault(typer.core.TyperGroup):

@@ -311,17 +311,16 @@ class RunOptions:
     def _input_hosts(self) -> tuple[str, ...]:
         if self.input_hosts is None:
             return ()
+        found: dict[str, None] = {}
         try:
-            names = expand_hosts(self.input_hosts, labels=True)
-            labels = [name for name in names if name.startswith("@")]
-            known = self.hosts() if labels else None
-            if labels and known is None:
-                raise HostfileError(f"{labels[0]} names hosts of a hostfile; give one (--hostfile)")
-            found: list[str] = []
-            for name in names:
-                chosen = known.choose(name) if known is not None and name in labels else ()
-                found += [host.name for host in chosen] or [name]
-            return tuple(dict.fromkeys(found))
+            for name in expand_hosts(self.input_hosts, labels=True):
+                if not name.startswith("@"):
+                    found[name] = None
+                elif (hosts := self.hosts()) is not None:
+                    found |= dict.fromkeys(host.name for host in hosts.choose(name))
+                else:
+                    raise HostfileError(f"{name} names hosts of a hostfile; give one (--hostfile)")
+            return (*found,)
         except HostfileError as error:
             raise UsageError(f"--input-hosts: {error}") from error
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -81,6 +81,8 @@ class CheckSettings:
         interface: network interface that the ring shall use; None for the one ssh connects to.
         network: whether to measure the network between the hosts.
         fanout: maximum number of hosts at a time.
+        users: users who have jobs on each host of a cluster that is up; of other hosts it is not
+            known who may use them.
     """
 
     python: str | None = None
@@ -90,6 +92,7 @@ class CheckSettings:
     network: bool = True
     fanout: int = 64
     gpus: bool = True
+    users: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -269,6 +272,30 @@ def check_strays(processes: Sequence[Mapping[str, Any]]) -> Check:
     )
     text = f"{count(len(processes), 'process')} of dead runs: {', '.join(shown)}{more}"
     return Check("strays", Level.WARNING, f"{text}. End with: {'; '.join(ends)}")
+
+
+def check_users(processes: Sequence[Mapping[str, Any]], users: Collection[str]) -> Check:
+    """Return the check for users who use a host of a cluster without a job there.
+
+    Args:
+        processes: as of :class:`~hvd_elastic.programs.busy.BusyProcesses`.
+        users: those who have jobs on the host.
+    """
+    strangers: dict[str, list[str]] = {}
+    for each in processes:
+        if each["user"] not in users:
+            told = f"{each['command']} (pid {each['pid']}, {each['uses']})"
+            strangers.setdefault(str(each["user"]), []).append(told)
+    if not strangers:
+        return Check("users", Level.OK, "all who use it have jobs there")
+    found = [
+        f"{user} has no job here and runs {', '.join(told[:NAMED])}"
+        + (f" and {len(told) - NAMED} more" if len(told) > NAMED else "")
+        for user, told in strangers.items()
+    ]
+    return Check(
+        "users", Level.WARNING, f"{'; '.join(found)}. Who has which jobs: hvd-elastic queue"
+    )
 
 
 def check_network(names: Sequence[str], links: Sequence[Link]) -> dict[str, list[Check]]:

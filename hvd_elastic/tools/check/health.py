@@ -27,6 +27,7 @@ from hvd_elastic.tools.check.checks import (
     check_names,
     check_network,
     check_strays,
+    check_users,
     choose_reference,
 )
 from hvd_elastic.tools.check.network import Link, NetworkProbe
@@ -95,6 +96,8 @@ def check_cluster(
             checks[host.name] += check_names(host.name, facts, reference)
             checks[host.name] += check_hardware(own["hardware"], gpus=settings.gpus)
             checks[host.name].append(check_strays(own["strays"]))
+            if (users := settings.users.get(host.name)) is not None:
+                checks[host.name].append(check_users(own["busy"], users))
     links: list[Link] = []
     if settings.network and facts:
         links = _measure(

@@ -265,6 +265,7 @@ def test_hosts_that_cannot_be_pinned(
         (["--input-hosts", "cpu1", "--mpi"], "a job under --mpi has no leader to lead input hosts"),
         (["-H", "reads"], "all hosts of reads read, and none trains"),
         (["-H", "reads", "--input-hosts", "CPU1"], "all hosts of reads read, and none trains"),
+        (["-H", "reads", "--input-hosts", "@input"], "all hosts of reads read, and none trains"),
     ],
 )
 def test_hosts_that_cannot_read_for_the_others(

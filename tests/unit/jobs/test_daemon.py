@@ -7,11 +7,15 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,6 +25,8 @@ from hvd_elastic.cli.jobs.daemon import hosts as print_hosts
 from hvd_elastic.config import runs_folder
 from hvd_elastic.errors import RunError
 from hvd_elastic.hosts.hostfile import parse_hostfile
+from hvd_elastic.jobs import daemon as daemon_module
+from hvd_elastic.jobs import keepers, requests
 from hvd_elastic.jobs.daemon import Daemon
 from hvd_elastic.jobs.job import (
     Cancel,
@@ -574,8 +580,9 @@ def as_keeper(path: Path, lines: list[str]) -> None:
                 ask_daemon(place, Hosts())  # after that the daemon has read it
 
 
-@other_user.needs_root
-def test_what_a_user_makes_up_as_keeper_ends_no_daemon() -> None:
+@contextlib.contextmanager
+def shared_place() -> Iterator[ClusterFolder]:
+    """Yield the folder of a cluster of this user that the other one may use."""
     with tempfile.TemporaryDirectory(dir="/tmp") as above:
         Path(above).chmod(0o755)
         (Path(above) / "hosts").write_text("a slots=1\n")
@@ -583,15 +590,139 @@ def test_what_a_user_makes_up_as_keeper_ends_no_daemon() -> None:
         place.hostfiles.mkdir(parents=True)
         os.chown(place.path, 0, other_user.UID)
         place.path.chmod(0o750)
+        (Path(above) / "other").mkdir()
+        os.chown(Path(above) / "other", other_user.UID, other_user.UID)
+        try:
+            yield place
+        finally:
+            if place.daemon_alive():  # the test has failed
+                os.kill(place.daemon()["pid"], signal.SIGKILL)
+
+
+def as_other(place: ClusterFolder, act: Callable[[], object]) -> None:
+    """Act as the other user, who has a home of their own."""
+
+    def at_home() -> None:
+        os.environ["HVD_ELASTIC_HOME"] = str(place.path.parent / "other")
+        act()
+
+    other_user.call(at_home)
+
+
+def saying(*events: dict[str, Any]) -> str:
+    """Events as a line of :func:`as_keeper`."""
+    stamped = [json.dumps({"t": 1.0, "mono": 1.0, **event}) for event in events]
+    return json.dumps({"lines": stamped})
+
+
+@other_user.needs_root
+def test_what_a_user_makes_up_as_keeper_ends_no_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "_APART_S", 0.02)
+    with shared_place() as place:
         huge = f"1{'0' * 290}"
+        done = {"generation": 1, "size": 1, "pause_s": None}
+        rescale = {**done, "kind": "rescale_started", "hosts": ["a"] * 70_000, "reason": ""}
+        rescale |= {"from_size": 0, "to_size": 1}
+        lost = {"cause": "", "silent_s": None}
         lines = [
             r'{"lines": ["\ud800"]}',
             f'{{"lines": ["{{\\"kind\\":\\"run_started\\",\\"t\\":{huge}{huge},\\"mono\\":1}}"]}}',
             f'{{"offset": {huge}}}',
             f'{{"pid": {huge}}}',
+            saying({**rescale, "slots": [2**40]}, {**done, "kind": "rescale_finished"}),
+            saying({**rescale, "slots": [1] * 70_000}),
+            saying(*({"kind": "host_lost", "host": f"{n}", **lost} for n in range(70_000))),
             r'{"led": false, "last_line": "\ud800 its last line"}',
         ]
-        daemon = Running(place, Path(above) / "hosts")
-        other_user.call(lambda: as_keeper(place.path, lines))
+        daemon = Running(place, place.path.parent / "hosts")
+        as_other(place, lambda: as_keeper(place.path, lines))
         daemon.until(lambda: "its last line" in daemon.job(1).message)
+        assert psutil.Process(daemon.pid).memory_info().rss < 1 << 30
+        daemon.down(leave_jobs=True)
+
+
+def test_a_keeper_that_says_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    here, there = socket.socketpair()
+    other = keepers._OtherKeeper(here, other_user.UID)
+    line = b'{"type":"trouble","message":""}\n' * 4096
+
+    def flood() -> None:
+        with contextlib.suppress(OSError):  # until the other end is closed
+            while True:
+                there.sendall(line)
+
+    floods = threading.Thread(target=flood)
+    floods.start()
+    while other.count():
+        other.link.receive()
+    assert other.link.received < 2 * keepers._MOST_BYTES, "the rest is not read now"
+    here.close()
+    floods.join()
+    there.close()
+
+
+@other_user.needs_root
+def test_a_keeper_that_comes_again_at_once_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "_APART_S", 3600.0)
+    with shared_place() as place:
+        daemon = Running(place, place.path.parent / "hosts")
+
+        def come_twice() -> None:
+            for is_taken in (True, False):
+                with place.connect("keepers.sock", LIMIT_S) as link:
+                    ask_daemon(place, Hosts())
+                    link.setblocking(not is_taken)
+                    with contextlib.suppress(BlockingIOError):  # it is there, and told nothing
+                        assert (link.recv(1) == b"") != is_taken
+
+        as_other(place, come_twice)
+        daemon.down(leave_jobs=True)
+
+
+@other_user.needs_root
+def test_a_job_that_was_cancelled_ends_also_if_keeper_and_leader_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(daemon_module, "_ORPHAN_S", 0.1)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with shared_place() as place:
+        daemon = Running(place, place.path.parent / "hosts")
+
+        def submit_and_go() -> None:
+            request = JobRequest("train", {"command": ["x"]}, max_np=1, secret="00")
+            request.spec["leader_grace_s"] = 0.0
+            ask_daemon(place, Submit([request], {}))
+            with place.connect("keepers.sock", LIMIT_S) as link, link.makefile("rb") as told:
+                news = {"run_id": json.loads(told.readline())["run_id"], "attempt": 1, "offset": 0}
+                news |= {"lines": [], "is_all": True, "led": True, "is_own": True}
+                news |= {"type": "news", "pid": ended.pid}
+                link.sendall(json.dumps(news).encode() + b"\n")
+                ask_daemon(place, Hosts())  # after that the daemon has read it
+
+        as_other(place, submit_and_go)
+        said = ask_daemon(place, Cancel([1], "root")).message
+        assert "the keeper of user nobody is away" in said
+        daemon.until(lambda: daemon.job(1).status is JobStatus.CANCELLED)
+        assert daemon.job(1).message == "cancelled by root"
+        daemon.down(leave_jobs=True)
+
+
+@other_user.needs_root
+def test_a_user_who_changes_jobs_again_and_again_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_MOST_CHANGES", 3.0)
+    monkeypatch.setattr(requests, "_CHANGES_S", 1e-6)
+    with shared_place() as place:
+        daemon = Running(place, place.path.parent / "hosts")
+
+        def submit_often() -> None:
+            request = JobRequest("train", {"command": ["x"]}, max_np=1, secret="00")
+            ask_daemon(place, Submit([request, request], {}))
+            ask_daemon(place, Cancel([1], "x"))
+            with pytest.raises(RunError, match="has changed 3 jobs in a short time"):
+                ask_daemon(place, Cancel([2], "x"))
+            ask_daemon(place, Hosts())
+
+        as_other(place, submit_often)
         daemon.down(leave_jobs=True)

@@ -104,7 +104,9 @@ def test_refusal_is_raised_with_its_exit_status(place: ClusterFolder) -> None:
 
 
 @pytest.mark.usefixtures("server")
-@pytest.mark.parametrize("text", [b"", b"nonsense", b'{"type":"run","command":"sh"}', b"\xff" * 99])
+@pytest.mark.parametrize(
+    "text", [b"[" * 1_000_000, b"", b"nonsense", b'{"type":"run","command":"sh"}', b"\xff" * 99]
+)
 def test_invalid_request_is_answered(place: ClusterFolder, text: bytes) -> None:
     with connection(place) as made:
         made.sendall(text)
@@ -132,6 +134,33 @@ def test_another_user_has_a_few_connections_at_a_time(
         each.close()
     assert closed == 36, "the oldest make room"
     made.close()
+
+
+@other_user.needs_root
+def test_another_user_is_answered_once_in_a_round(
+    place: ClusterFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_elastic.jobs.server.peer_uid", lambda _: other_user.UID)
+    monkeypatch.setattr("hvd_elastic.jobs.server.may_use", lambda *_: True)
+    asked: list[Request] = []
+
+    def note(request: Request, _user: int) -> Answer:
+        asked.append(request)
+        return Answer("")
+
+    made = RequestServer(place, note)
+    opened = [connection(place) for _ in range(3)]
+    for each in opened:
+        each.sendall(msgspec.json.encode(Hosts()))
+        each.shutdown(socket.SHUT_WR)
+    before = 0
+    while len(asked) < len(opened):
+        made.serve(5.0)
+        assert len(asked) <= before + 1
+        before = len(asked)
+    made.close()
+    for each in opened:
+        each.close()
 
 
 @pytest.mark.usefixtures("server")

@@ -40,16 +40,17 @@ class Played:
         self.place.path.mkdir(parents=True)
         store = JobStore.create(self.place.database)
         self.queue = JobQueue(store, lambda *_: None)
-        host: Any = SimpleNamespace(listed={"a": Host("a", 2)}, paused_by="")
+        host: Any = SimpleNamespace(listed={"a": Host("a", 2)}, paused_by="", memory_gb={})
         self._requests = QueueRequests(
-            self.place, (), (self.queue, store), (host, host, host), lambda *_: None,
+            self.place, (), (self.queue, store), (host, host, host, host), lambda *_: None,
             host_rows=lambda: [{"state": "up", "slots": 2}, {"state": "lost", "slots": 8}],
             has_keeper=lambda _: True,
         )  # fmt: skip
         self.is_away = False
         self.ends_after: type[Any] | None = None
         self.asked: list[Request] = []
-        request = JobRequest("digits", {"command": ["train", "{lr}", "{trial}"], "cwd": "/"})
+        spec = {"command": ["train", "{lr}", "{trial}"], "cwd": "/", "checkpoint_folder": "s3://b"}
+        request = JobRequest("digits", spec)
         definition = Definition(
             "acc", Rules("max", trials, **rules), request, str(self.place.path),
             (parse_param("lr=1e-4..1:log"),), seed=1,
@@ -128,6 +129,7 @@ def test_trials_are_jobs_and_as_many_as_slots(play: Callable[..., Played]) -> No
     first = played.job(0)
     assert first.request.words[0] == "train"
     assert first.request.words[2] == "0"
+    assert first.request.spec["checkpoint_folder"] == "s3://b/digits.0"
     assert float(first.request.words[1]) == played.search.trials[0].params["lr"]
     played.start(0, 1)
     played.train(0, (100, 0.5))
@@ -174,12 +176,13 @@ def test_rungs_hold_and_release_jobs_but_not_those_that_a_user_holds(
     played.step()
     assert played.states()[0] == "held"
     assert played.job(1).request.priority > 1
-    played.queue.hold([played.job(2).number], getpass.getuser())
+    assert len(played.states()) == 2  # both slots are left to the one that goes on
+    played.queue.hold([played.job(1).number], getpass.getuser())
     asked = len(played.asked)
     for _ in range(3):
         played.step()
-    assert played.states()[2] == "held"
-    assert played.job(2).request.hold == getpass.getuser()
+    assert played.states()[1] == "held"
+    assert played.job(1).request.hold == getpass.getuser()
     assert not [each for each in played.asked[asked:] if isinstance(each, (Hold, Cancel))]
 
 
@@ -249,6 +252,7 @@ def test_a_study_that_is_stopped_ends_its_jobs(play: Callable[..., Played]) -> N
     played.study.stop_request.touch()
     assert played.step() == ""
     assert not played.queue.active
-    assert played.step() == ""  # it sees that they have ended
     assert played.step() == "stopped by its user"
-    assert {trial.status for trial in played.search.trials} == {TrialStatus.STOPPED}
+    assert {(trial.status, trial.reason) for trial in played.search.trials} == {
+        (TrialStatus.STOPPED, "stopped by its user")
+    }

@@ -26,8 +26,8 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVD_ELASTIC_HOME", str(tmp_path))
 
 
-def defined(*params: str, **more: object) -> Definition:
-    found = tuple(map(parse_param, params or ["lr=1e-4..1:log"]))
+def defined(*texts: str, **more: object) -> Definition:
+    found = tuple(map(parse_param, texts or ["lr=1e-4..1:log"]))
     made = Definition("acc", RULES, REQUEST, "/clusters/test", found, seed=3)
     return replace(made, **more)  # type: ignore[arg-type]
 
@@ -82,10 +82,13 @@ def test_a_study_defined_so_again_is_the_same_and_another_is_refused() -> None:
         Study.open("other")
 
 
-def test_a_study_of_which_no_trial_has_reported_the_metric_gives_way() -> None:
+def test_a_study_whose_trials_have_ended_without_the_metric_gives_way() -> None:
     study = Study.create(defined(metric="accuracy"))
     with study.lock():
-        study.end_trial(ended(study.add_trial([]), status=TrialStatus.FAILED))
+        trial = study.add_trial([])
+        with pytest.raises(UsageError, match="and the metric differs"):
+            Study.create(defined())
+        study.end_trial(ended(trial, status=TrialStatus.FAILED))
     assert Study.create(defined()).trials() == []
     assert Study.open("digits").definition.token != study.definition.token
 
@@ -141,6 +144,26 @@ def test_a_sampler_goes_on_as_it_would_have_without_a_new_start(sampler: str) ->
     straight = rates(False)
     assert len({*straight}) == 12
     assert rates(True) == straight
+
+
+def test_a_space_may_differ_from_trial_to_trial(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "space.py"
+    path.write_text(
+        "def suggest(trial):\n"
+        "    layers = trial.suggest_int('layers', 1, 3)\n"
+        "    widths = [trial.suggest_int(f'w{n}', 1, 9) for n in range(layers)]\n"
+        "    return {'widths': ','.join(map(str, widths)), 'number': trial.number}\n"
+    )
+    study = Study.create(defined(params=(), space=str(path)))
+    with study.lock():
+        for number in range(15):
+            trial = study.add_trial(study.trials())
+            assert trial.params["number"] == number
+            study.end_trial(ended(trial, len(str(trial.params["widths"]))))
+    assert len({str(trial.params["widths"]).count(",") for trial in study.trials()}) > 1
+    assert capfd.readouterr().err == ""
 
 
 def test_tpe_learns_from_trials_that_are_held() -> None:

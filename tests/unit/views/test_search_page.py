@@ -45,7 +45,8 @@ def test_the_table_has_the_best_trial_first_and_says_why_one_is_held() -> None:
 
 def test_the_chart_has_a_line_for_each_trial_in_the_colour_of_its_rung() -> None:
     page = render_search("mnist", RULES, TRIALS, "val/accuracy")
-    data = json.loads(re.search(r'id="run-data"[^>]*>(.*?)</script>', page)[1])
+    (text,) = re.findall(r'id="run-data"[^>]*>(.*?)</script>', page)
+    data = json.loads(text)
     (chart,) = data["charts"]
     colors = [chart["color"], *(line["color"] for line in chart["more"])]
     assert colors == ["size", "loss", "note", "note", "muted"]
