@@ -44,7 +44,7 @@ class Played:
         self._requests = QueueRequests(
             self.place, (), (self.queue, store), (host, host, host, host), lambda *_: None,
             host_rows=lambda: [{"state": "up", "slots": 2}, {"state": "lost", "slots": 8}],
-            has_keeper=lambda _: True,
+            has_keeper=lambda _: True, limit_rows=dict,
         )  # fmt: skip
         self.is_away = False
         self.ends_after: type[Any] | None = None
