@@ -115,6 +115,8 @@ class Daemon:
     ) -> None:
         self._policy = policy
         self._drains = drains
+        self._kept_unhealthy = ("", 0.0)
+        """The last host, with the time of its faults, if they are a reason to drain it."""
         self._record = record = ClusterRecord(place, notify)
         self._hosts = ClusterHosts(hostfile, record.warn)
         self._operator_state = OperatorState(place.operator_state)
@@ -341,7 +343,10 @@ class Daemon:
             if not faults:
                 continue
             if self._hosts.listed.keys() <= {host, *state.closed, *self._health.lost}:
-                self._record.warn(f"host {host} is not drained, since it is the last: {faults[0]}")
+                if self._kept_unhealthy != (host, told.t):
+                    self._kept_unhealthy = host, told.t
+                    text = f"host {host} is not drained, since it is the last: {faults[0]}"
+                    self._record.warn(text)
                 continue
             drained = Drained("; ".join(faults), HEALTH, now)
             state.drain(host, drained)
